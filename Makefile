@@ -1,0 +1,121 @@
+# Every target sets up what it needs: a virtual environment in .venv, command-line tools in .tools.
+# Nothing is installed on the system.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# A bare `torch` may bring gigabytes of CUDA libraries that a CPU machine does not need.
+TORCH ?= torch==2.13.0
+BUF_VERSION := 1.75.0
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BUF := .tools/node_modules/.bin/buf
+PROTOS := $(wildcard proto/specdec/v1/*.proto)
+PYTHON_SOURCES := specdec coordinator draft_service target_service models bench tests
+
+.PHONY: help
+help:  ## Show the targets.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
+
+.PHONY: venv
+venv: $(STAMP)  ## Make the virtual environment.
+
+$(STAMP): pyproject.toml
+	@if ! test -x $(BIN)/pip; then
+	    echo "Making a virtual environment in $(VENV)"
+	    "$(PYTHON)" -m venv $(VENV)
+	fi
+	export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+	echo "Installing $(TORCH) (this can take a minute)"
+	$(BIN)/pip install --quiet "$(TORCH)"
+	echo "Installing specdec[engine,dev]"
+	$(BIN)/pip install --quiet --editable '.[engine,dev]'
+	touch $@
+
+$(BUF):
+	@command -v npm >/dev/null || { echo "npm is needed to lint the protos" >&2; exit 1; }
+	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error @bufbuild/buf@$(BUF_VERSION)
+
+.PHONY: demo
+demo: $(STAMP)  ## Start the shipped pair, complete a prompt with and without speculation, stop.
+	@$(BIN)/specdec demo $(DEMO_ARGS)
+
+# Tests that start processes pin cores, so they run alone; the others share the machine between two workers.
+.PHONY: test
+test: $(STAMP)  ## Run the tests.
+	@$(BIN)/pytest tests -m "not integration and not long and not gpu" -n 2 $(PYTEST_ARGS)
+	$(BIN)/pytest tests -m "integration and not long and not gpu" $(PYTEST_ARGS) || test $$? -eq 5
+
+.PHONY: test-long
+test-long: $(STAMP)  ## Run the tests that take minutes.
+	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
+
+.PHONY: test-gpu
+test-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
+	@$(BIN)/pytest tests -m gpu --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
+
+.PHONY: lint
+lint: lint-python lint-proto  ## Check style, types and protos.
+
+.PHONY: lint-python
+lint-python: $(STAMP)
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: lint-proto
+lint-proto: $(STAMP) $(BUF)
+	@image="$$(mktemp --suffix .binpb)"
+	trap 'rm -f "$$image"' EXIT
+	include="$$($(BIN)/python -c 'import pathlib, google.rpc; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])')"
+	$(BIN)/python -m grpc_tools.protoc -Iproto -I"$$include" --include_imports --include_source_info -o "$$image" $(PROTOS)
+	$(BUF) lint "$$image" --config buf.yaml
+
+.PHONY: format
+format: $(STAMP)  ## Format the code and fix what can be fixed.
+	@$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# $(1): the folder that gets specdec/v1.
+define generate_stubs
+include="$$($(BIN)/python -c 'import pathlib, google.rpc; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])')"
+PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto -I"$$include" \
+    --python_out=$(1) --mypy_out=$(1) --grpc_python_out=$(1) --mypy_grpc_out=$(1) $(PROTOS)
+rm -f $(1)/specdec/v1/common_pb2_grpc.py $(1)/specdec/v1/common_pb2_grpc.pyi
+endef
+
+.PHONY: proto
+proto: $(STAMP)  ## Generate specdec/v1 from proto/.
+	@$(call generate_stubs,.)
+
+.PHONY: check-proto
+check-proto: $(STAMP)  ## Fail when specdec/v1 does not match proto/.
+	@fresh="$$(mktemp -d)"
+	trap 'rm -rf "$$fresh"' EXIT
+	$(call generate_stubs,$$fresh)
+	for file in "$$fresh"/specdec/v1/*; do
+	    diff -u "specdec/v1/$${file##*/}" "$$file" || { echo "specdec/v1 is out of date: run make proto" >&2; exit 1; }
+	done
+	for file in specdec/v1/*_pb2*; do
+	    test -e "$$fresh/$$file" || { echo "$$file has no proto" >&2; exit 1; }
+	done
+
+.PHONY: bench
+bench: $(STAMP)  ## Measure the shipped pair on this machine's CPU.
+	@$(BIN)/python -m bench $(BENCH_ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: $(STAMP)  ## Measure on this machine's GPUs.
+	@$(BIN)/python -m bench --device cuda $(BENCH_ARGS)
+
+.PHONY: clean
+clean:  ## Remove the virtual environment, tools and caches.
+	@rm -rf $(VENV) .tools .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,77 @@
+"""The chunks on their way to one client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+
+from specdec.rpc.errors import SpecdecError
+from specdec.v1 import coordinator_pb2 as api
+
+_MOST_MERGED_TOKENS = 64
+
+
+class ClientStream:
+    """A queue with one reader. It is bounded by credit: targets run only so far ahead of what was taken and written.
+
+    Deltas of one choice that wait behind a slow write are merged, so that a client that fell behind catches up in
+    fewer chunks.
+    """
+
+    def __init__(self) -> None:
+        self._chunks: deque[api.GenerateResponse] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        self._is_closed = False
+        self._error: SpecdecError | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Nothing more will be queued."""
+        return self._is_closed
+
+    def push(self, chunk: api.GenerateResponse) -> None:
+        """Queue a chunk."""
+        if not self._is_closed:
+            self._chunks.append(chunk)
+            self._notify()
+
+    def push_delta(self, index: int, text: str, tokens: Sequence[api.OutputToken]) -> None:
+        """Queue output of a choice."""
+        if self._chunks:
+            last = self._chunks[-1].delta
+            if (
+                self._chunks[-1].HasField("delta")
+                and last.index == index
+                and len(last.tokens) < _MOST_MERGED_TOKENS
+            ):
+                last.text += text
+                last.tokens.extend(tokens)
+                return
+        self.push(api.GenerateResponse(delta=api.ChoiceDelta(index=index, text=text, tokens=tokens)))
+
+    def close(self, error: SpecdecError | None = None) -> None:
+        """End the stream after what is queued; with an error, what is queued still goes out before it."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._error = error
+            self._notify()
+
+    async def take(self) -> api.GenerateResponse | None:
+        """The next chunk, or None at the end.
+
+        Raises:
+            SpecdecError: the request failed.
+        """
+        while not self._chunks:
+            if self._is_closed:
+                if self._error is not None:
+                    raise self._error
+                return None
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        return self._chunks.popleft()
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

@@ -1,0 +1,240 @@
+"""Incremental detokenisation: text deltas of a growing token sequence, never half a character.
+
+`tokenizers.decoders.DecodeStream` is not used: it withholds everything after bytes that are not UTF-8, and what it
+gave then differs from decoding all ids at once. Where a decoder's bytes per token are known, a delta costs one table
+look-up and one step of an incremental UTF-8 decoder, whatever the length of the sequence.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_REPLACEMENT = "\ufffd"
+_WINDOW_TOKENS = 6
+_LONGEST_CHARACTER_BYTES = 4
+
+
+class Detokenizer(Protocol):
+    """Turns the tokens of one choice into text, token by token."""
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; what may be half a character is held back."""
+
+    def finish(self) -> str:
+        """What was held back; half a character becomes U+FFFD, as it does in `Tokenizer.decode`."""
+
+
+class DetokenizerFactory:
+    """Makes detokenizers for one tokenizer, and tells the text of single tokens.
+
+    Guarantee: the concatenation of all deltas is `tokenizer.decode(ids)`. For decoders with byte fallback it holds
+    for sequences whose byte tokens are well-formed UTF-8; otherwise each stray byte gives one U+FFFD, while
+    `Tokenizer.decode` also spoils the well-formed characters beside it (which may have been streamed already).
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._special_ids = frozenset(i for i, t in tokenizer.get_added_tokens_decoder().items() if t.special)
+        self._texts: dict[int, str] = {}
+        self._byte_level: dict[int, bytes] = {}
+        self._pieces: dict[int, str | int] = {}
+        steps = _decoder_steps(tokenizer)
+        kinds = [step["type"] for step in steps]
+        self._make: Callable[[bool], Detokenizer]
+        if kinds == ["ByteLevel"]:
+            alphabet = _byte_alphabet()
+            self._to_bytes = lambda token: _bytes_of(token, alphabet)
+            self._make = self._make_byte_level
+        elif (
+            "ByteFallback" in kinds
+            and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
+            and _is_plain(steps)
+        ):
+            self._replacements = [
+                (s["pattern"]["String"], s["content"]) for s in steps if s["type"] == "Replace"
+            ]
+            self._num_stripped = sum(s["start"] for s in steps if s["type"] == "Strip")
+            self._make = self._make_byte_fallback
+        else:
+            self._make = lambda skip: WindowDetokenizer(tokenizer, skip)
+
+    def create(self, skip_special_tokens: bool) -> Detokenizer:
+        """A detokenizer at the start of a sequence."""
+        return self._make(skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """A token's own text, special tokens included; half characters become U+FFFD. Empty for unknown ids."""
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._texts[token_id] = self._own_text(token_id)
+        return text
+
+    def _own_text(self, token_id: int) -> str:
+        if self._make == self._make_byte_level:
+            return self._bytes(token_id).decode("utf-8", "replace")
+        if self._make == self._make_byte_fallback:
+            piece = self._piece(token_id)
+            return piece if isinstance(piece, str) else bytes([piece]).decode("utf-8", "replace")
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def _bytes(self, token_id: int) -> bytes:
+        data = self._byte_level.get(token_id)
+        if data is None:
+            data = self._byte_level[token_id] = self._to_bytes(self._tokenizer.id_to_token(token_id) or "")
+        return data
+
+    def _piece(self, token_id: int) -> str | int:
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            token = self._tokenizer.id_to_token(token_id) or ""
+            for old, new in self._replacements:
+                token = token.replace(old, new)
+            match = _BYTE_TOKEN.fullmatch(token)
+            piece = self._pieces[token_id] = int(match[1], 16) if match else token
+        return piece
+
+    def _make_byte_level(self, skip_special_tokens: bool) -> Detokenizer:
+        return ByteLevelDetokenizer(self._bytes, self._special_ids if skip_special_tokens else frozenset())
+
+    def _make_byte_fallback(self, skip_special_tokens: bool) -> Detokenizer:
+        skipped = self._special_ids if skip_special_tokens else frozenset()
+        return ByteFallbackDetokenizer(self._piece, skipped, self._num_stripped)
+
+
+class ByteLevelDetokenizer:
+    """For byte-level BPE: every token is a string of bytes."""
+
+    def __init__(self, to_bytes: Callable[[int], bytes], skipped: frozenset[int]) -> None:
+        self._to_bytes = to_bytes
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer.push`."""
+        return "" if token_id in self._skipped else self._decoder.decode(self._to_bytes(token_id))
+
+    def finish(self) -> str:
+        """See `Detokenizer.finish`."""
+        return self._decoder.decode(b"", True)
+
+
+class ByteFallbackDetokenizer:
+    """For SentencePiece vocabularies: a token is text, or one byte of a character that has no token."""
+
+    def __init__(self, piece: Callable[[int], str | int], skipped: frozenset[int], num_stripped: int) -> None:
+        self._piece = piece
+        self._skipped = skipped
+        self._num_to_strip = num_stripped
+        self._held = b""
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer.push`."""
+        if token_id in self._skipped:
+            return ""
+        piece = self._piece(token_id)
+        text = self._push_byte(piece) if isinstance(piece, int) else self.finish() + piece
+        return self._strip(text) if self._num_to_strip and text else text
+
+    def finish(self) -> str:
+        """See `Detokenizer.finish`."""
+        text = _REPLACEMENT * len(self._held)
+        self._held = b""
+        return text
+
+    def _push_byte(self, byte: int) -> str:
+        held = self._held + bytes([byte])
+        try:
+            text = held.decode("utf-8")
+        except UnicodeDecodeError as error:
+            if error.reason == "unexpected end of data" and len(held) < _LONGEST_CHARACTER_BYTES:
+                self._held = held
+                return ""
+            if not self._held:
+                return _REPLACEMENT
+            return self.finish() + self._push_byte(byte)
+        self._held = b""
+        return text
+
+    def _strip(self, text: str) -> str:
+        num = min(self._num_to_strip, len(text) - len(text.lstrip(" ")))
+        self._num_to_strip = self._num_to_strip - num if num == len(text) else 0
+        return text[num:]
+
+
+class WindowDetokenizer:
+    """For any other decoder: decodes a short window twice and takes the difference.
+
+    The window starts some tokens back, so that decoders that look at neighbours see them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._num_read = 0
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer.push`."""
+        self._window.append(token_id)
+        return self._take(hold_back=True)
+
+    def finish(self) -> str:
+        """See `Detokenizer.finish`."""
+        return self._take(hold_back=False)
+
+    def _take(self, hold_back: bool) -> str:
+        before = self._decode(self._window[: self._num_read])
+        after = self._decode(self._window)
+        num_unread = len(self._window) - self._num_read
+        if hold_back and after.endswith(_REPLACEMENT) and num_unread < _LONGEST_CHARACTER_BYTES:
+            return ""
+        self._num_read = len(self._window)
+        if self._num_read > 2 * _WINDOW_TOKENS:
+            self._window = self._window[-_WINDOW_TOKENS:]
+            self._num_read = _WINDOW_TOKENS
+        return after[len(before) :]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)
+
+
+def _decoder_steps(tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    if tokenizer.decoder is None:
+        return []
+    state = json.loads(tokenizer.decoder.__getstate__())
+    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    return list(steps)
+
+
+def _is_plain(steps: list[dict[str, Any]]) -> bool:
+    """Only string replacements, and white space stripped from the left end only."""
+    replaces = [s for s in steps if s["type"] == "Replace"]
+    strips = [s for s in steps if s["type"] == "Strip"]
+    kinds = [s["type"] for s in steps]
+    fused_first = not strips or ("Fuse" in kinds and kinds.index("Fuse") < kinds.index("Strip"))
+    return (
+        fused_first
+        and all("String" in s["pattern"] for s in replaces)
+        and all(s["content"] == " " and s["stop"] == 0 for s in strips)
+    )
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Byte-level BPE's printable stand-ins for bytes (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _bytes_of(token: str, alphabet: dict[str, int]) -> bytes:
+    try:
+        return bytes([alphabet[character] for character in token])
+    except KeyError:  # an added token, written as plain text
+        return token.encode()

@@ -1,0 +1,321 @@
+"""One Generate call from its request to its last chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import structlog
+
+from coordinator.admission import AdmissionQueue
+from coordinator.client_stream import ClientStream
+from coordinator.decode_loop import DecodeLoop
+from coordinator.fleet import Fleet, ServedModel
+from coordinator.journal import Journal, JournalRecord
+from coordinator.observer import Observer
+from coordinator.prompt import PromptReader
+from coordinator.replay import HeldChoice, held_choices, replay
+from coordinator.resume import check_resume_token, make_resume_token
+from coordinator.sessions import Request, Session, SessionTable
+from coordinator.validation import (
+    CheckedSampling,
+    CheckedSpeculation,
+    Limits,
+    check_request_id,
+    check_sampling,
+    check_speculation,
+    resolve_max_tokens,
+)
+from specdec.rpc.errors import (
+    Cancelled,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    RequestExists,
+    SpecdecError,
+)
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+Write = Callable[[api.GenerateResponse], Awaitable[None]]
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls, and how much time there is."""
+
+    tenant: str
+    deadline_s: float | None
+    """On the monotonic clock."""
+
+    @property
+    def cache_salt(self) -> bytes:
+        """Keeps tenants' prefixes apart."""
+        return self.tenant.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A checked request."""
+
+    served: ServedModel
+    prompt: list[int]
+    sampling: CheckedSampling
+    speculation: CheckedSpeculation
+    max_tokens: int
+    seed: int
+    resume_token: bytes
+    held: list[HeldChoice]
+
+
+class Generator:
+    """Runs Generate calls: check, admit, replay, open, stream. Whatever ends a call frees what it held."""
+
+    def __init__(
+        self,
+        *,
+        owner_id: str,
+        fleet: Fleet,
+        sessions: SessionTable,
+        admission: AdmissionQueue,
+        decode_loop: DecodeLoop,
+        journal: Journal,
+        observer: Observer,
+        limits_of: Callable[[pb.ModelIdentity], Limits],
+        default_mode: pb.VerifyMode.ValueType,
+        speculate: bool,
+        target_timeout_s: float,
+        resume_secret: bytes,
+    ) -> None:
+        self._owner_id = owner_id
+        self._fleet = fleet
+        self._sessions = sessions
+        self._admission = admission
+        self._decode_loop = decode_loop
+        self._journal = journal
+        self._observer = observer
+        self._limits_of = limits_of
+        self._default_mode = default_mode
+        self._speculate = speculate
+        self._target_timeout_s = target_timeout_s
+        self._resume_secret = resume_secret
+        self.is_draining = False
+
+    async def run(self, body: api.GenerateRequest, caller: Caller, write: Write) -> None:
+        """Serve a call.
+
+        Raises:
+            SpecdecError: the request is bad, cannot be admitted, or failed on the way.
+        """
+        arrived_s = time.monotonic()
+        outcome = "UNKNOWN"
+        request = Request((caller.tenant, body.request_id), uuid.uuid4().hex[:16], ClientStream(), arrived_s)
+        try:
+            await self._run(body, caller, request, write)
+            outcome = "OK"
+        except SpecdecError as error:
+            outcome = error.code.name
+            raise
+        except asyncio.CancelledError:
+            outcome = "CANCELLED"
+            raise
+        finally:
+            self._decode_loop.drop(request, "cancelled" if outcome == "CANCELLED" else "failed")
+            self._journal_end(request)
+            self._observer.request_ended(request, outcome, time.monotonic())
+
+    def abort(self, tenant: str, request_id: str) -> bool:
+        """End a running or waiting request; whether there was one."""
+        request = self._sessions.find_request((tenant, request_id))
+        if request is None:
+            return False
+        request.is_aborted = True
+        if request.admission is not None:
+            request.admission.cancel()
+        self._decode_loop.abort(request)
+        return True
+
+    async def _run(self, body: api.GenerateRequest, caller: Caller, request: Request, write: Write) -> None:
+        if self.is_draining:
+            raise NotReady("the coordinator is shutting down", reason="DRAINING")
+        served = self._fleet.require_served()
+        if body.model and body.model != served.identity.name:
+            raise ModelNotFound(f"model {body.model!r} is not served here, {served.identity.name!r} is")
+        check_request_id(body.request_id)
+        request.key = (caller.tenant, body.request_id or uuid.uuid4().hex)
+        request.priority = body.priority
+        request.cache_salt, request.deadline_s = caller.cache_salt, caller.deadline_s
+        request.model = served.identity
+        limits = self._limits_of(served.identity)
+        sampling = check_sampling(body.sampling, limits)
+        speculation = check_speculation(body.speculation, self._default_mode)
+        prompt = await PromptReader(served.tokenizer, limits).read(body, sampling)
+        max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
+        plan = await self._plan(body, request, served, prompt, sampling, speculation, max_tokens)
+        self._register(request, is_resume=body.HasField("resume"))
+        try:
+            async with self._admitted(request):
+                if request.is_aborted:
+                    await self._write_aborted(request, plan, write)
+                    return
+                await self._start(request, plan)
+                await self._stream(request, write)
+        finally:
+            self._sessions.remove_request(request)
+
+    async def _plan(
+        self,
+        body: api.GenerateRequest,
+        request: Request,
+        served: ServedModel,
+        prompt: list[int],
+        sampling: CheckedSampling,
+        speculation: CheckedSpeculation,
+        max_tokens: int,
+    ) -> _Plan:
+        is_resume = body.HasField("resume")
+        if is_resume and not body.request_id:
+            raise InvalidRequest("request_id", "a resumed request is sent with its id")
+        if is_resume and not body.sampling.HasField("seed"):
+            raise InvalidRequest(
+                "sampling.seed", "a resumed request is sent with the seed of its first chunk"
+            )
+        seed = body.sampling.seed if body.sampling.HasField("seed") else secrets.randbits(64)
+        token = make_resume_token(self._resume_secret, *request.key, seed, served.identity)
+        held = [HeldChoice() for _ in range(sampling.n)]
+        if is_resume:
+            check_resume_token(body.resume.resume_token, token)
+            with_logprobs = sampling.token_sampling.HasField("num_logprobs")
+            record = await self._journal.load(request.key)
+            held = held_choices(body.resume, sampling.n, record, served.identity.vocab_size, with_logprobs)
+        return _Plan(served, prompt, sampling, speculation, max_tokens, seed, token, held)
+
+    def _register(self, request: Request, is_resume: bool) -> None:
+        live = self._sessions.find_request(request.key)
+        if live is not None:
+            if not is_resume:
+                raise RequestExists(f"request {request.key[1]!r} is running")
+            error = Cancelled("the request was taken over by another stream", reason="TAKEN_OVER")
+            if live.admission is not None:
+                live.admission.cancel()
+            self._decode_loop.fail(live, error)
+        self._sessions.add_request(request)
+
+    @asynccontextmanager
+    async def _admitted(self, request: Request) -> AsyncIterator[None]:
+        metrics = self._observer.metrics
+        started_s = time.monotonic()
+        request.admission = asyncio.create_task(self._admission.acquire(request.priority))
+        metrics.queue_length.set(self._admission.num_waiting)
+        release: Callable[[], None] | None = None
+        try:
+            release = await request.admission
+        except Overloaded as error:
+            metrics.admission_rejects.labels(error.reason.lower()).inc()
+            raise
+        except asyncio.CancelledError:
+            if request.admission.done() and not request.admission.cancelled():
+                request.admission.result()()  # the place came in the same turn
+            if request.stream.is_closed:  # taken over while waiting: raises why
+                await request.stream.take()
+            if not request.is_aborted:
+                raise
+        finally:
+            request.admission = None
+            metrics.queue_length.set(self._admission.num_waiting)
+            metrics.running.set(self._admission.num_running)
+        metrics.queue_seconds.observe(time.monotonic() - started_s)
+        try:
+            yield
+        finally:
+            if release is not None:
+                release()
+            metrics.running.set(self._admission.num_running)
+
+    async def _start(self, request: Request, plan: _Plan) -> None:
+        """First chunk, what is replayed, and the sessions that are still to decode."""
+        admitted_s = time.monotonic()
+        self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
+        request.stream.push(self._started(request, plan))
+        request.sessions = [self._session(request, plan, choice) for choice in range(plan.sampling.n)]
+        request.num_unfinished = len(request.sessions)
+        record = JournalRecord([list(h.token_ids) for h in plan.held], [list(h.origins) for h in plan.held])
+        self._journal.begin(request.key, record)
+        unfinished = []
+        for session, held in zip(request.sessions, plan.held, strict=True):
+            session.tally.admission_s = admitted_s - request.arrived_s
+            if not replay(
+                self._decode_loop, session, held, self._limits_of(plan.served.identity).max_model_len
+            ):
+                unfinished.append(session)
+        if unfinished:
+            await self._open(request, unfinished)
+
+    async def _open(self, request: Request, sessions: list[Session]) -> None:
+        first = sessions[0]
+        target = await self._fleet.pick_target(first.token_ids, request.cache_salt, self._target_timeout_s)
+        draft = self._fleet.pick_draft(first.position) if first.speculate else None
+        for session in sessions:
+            if session.finish is None:
+                is_fork = (
+                    session is not first and session.position == first.position == session.num_prompt_tokens
+                )
+                session.fork_from = first.session_id if is_fork else ""
+                self._decode_loop.open(session, target, draft)
+
+    async def _stream(self, request: Request, write: Write) -> None:
+        while (chunk := await request.stream.take()) is not None:
+            await write(chunk)
+            if chunk.HasField("delta") and chunk.delta.tokens:
+                self._decode_loop.on_written(request.sessions[chunk.delta.index], len(chunk.delta.tokens))
+
+    def _session(self, request: Request, plan: _Plan, choice: int) -> Session:
+        sampling, served = plan.sampling, plan.served
+        token_sampling = sampling.for_choice(choice, plan.seed, plan.max_tokens)
+        return Session(
+            session_id=f"{self._owner_id}/{request.uid}/{choice}",
+            choice=choice,
+            request=request,
+            token_ids=list(plan.prompt),
+            num_prompt_tokens=len(plan.prompt),
+            num_written=len(plan.prompt),
+            sampling=token_sampling,
+            verify_mode=plan.speculation.verify_mode,
+            speculate=plan.speculation.enabled and self._speculate,
+            output=sampling.output(served.tokenizer.detokenizers),
+            detokenizers=served.tokenizer.detokenizers,
+            max_draft_tokens=plan.speculation.max_draft_tokens,
+            num_prompt_logprobs=sampling.prompt_logprobs
+            if choice == 0 and not plan.held[0].token_ids
+            else None,
+        )
+
+    def _started(self, request: Request, plan: _Plan) -> api.GenerateResponse:
+        started = api.GenerateStarted(
+            request_id=request.key[1],
+            seed=plan.seed,
+            model=plan.served.identity,
+            resume_token=plan.resume_token,
+            num_prompt_tokens=len(plan.prompt),
+            notices=self._fleet.notices(),
+        )
+        return api.GenerateResponse(started=started)
+
+    async def _write_aborted(self, request: Request, plan: _Plan, write: Write) -> None:
+        """An abort while waiting: the stream has its first and its last chunks, and nothing between."""
+        request.stream.push(self._started(request, plan))
+        request.sessions = [self._session(request, plan, choice) for choice in range(plan.sampling.n)]
+        request.num_unfinished = len(request.sessions)
+        self._decode_loop.abort(request)
+        await self._stream(request, write)
+
+    def _journal_end(self, request: Request) -> None:
+        if self._sessions.find_request(request.key) is None:
+            self._journal.end(request.key)

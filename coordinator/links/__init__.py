@@ -1,0 +1,1 @@
+"""The streams to target and draft replicas: one per replica, for all sessions."""

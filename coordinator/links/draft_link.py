@@ -1,0 +1,91 @@
+"""The stream to a draft replica."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc
+
+from coordinator.links.replica_link import LinkEvents, LinkSettings, ReplicaLink
+from coordinator.sessions import Session
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import draft_pb2, draft_pb2_grpc
+
+
+class ProposalHandler(Protocol):
+    """Who takes proposals."""
+
+    def on_proposal(self, session: Session, proposal: bytes) -> None:
+        """A draft offers tokens; the bytes are an encoded Proposal, to be passed on unopened."""
+
+
+class DraftLink(ReplicaLink):
+    """Opens sessions on a draft, tells it what is committed, and hands proposals to the decode loop.
+
+    After a break nothing is taken up: sessions are simply opened again with all their tokens.
+    """
+
+    role = "draft"
+
+    def __init__(
+        self,
+        address: str,
+        channel: grpc.aio.Channel,
+        settings: LinkSettings,
+        events: LinkEvents,
+        proposals: ProposalHandler,
+    ) -> None:
+        super().__init__(address, channel, settings, events)
+        self._stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
+        self._proposals = proposals
+        self._target_load: pb.LoadReport | None = None
+
+    def open(self, session: Session) -> None:
+        """Open a session, or open it again, under a new epoch and with all its tokens."""
+        session.draft = self
+        session.draft_epoch += 1
+        self.sessions[session.session_id] = session
+        self._queue(self._entry(session, open=session.open_body()))
+
+    def commit(self, session: Session, start_position: int, token_ids: Sequence[int]) -> None:
+        """Tell which tokens are final."""
+        self._queue(
+            self._entry(session, commit=pb.Commit(start_position=start_position, token_ids=token_ids))
+        )
+
+    def close(self, session: Session, reason: str) -> None:
+        """End a session."""
+        self.sessions.pop(session.session_id, None)
+        session.draft = None
+        self._queue(self._entry(session, close=pb.CloseSession(reason=reason)))
+
+    def tell_target_load(self, load: pb.LoadReport) -> None:
+        """Bounds how far to draft; leaves with the next frame."""
+        self._target_load = load
+
+    def _entry(self, session: Session, **body: Any) -> draft_pb2.DraftEntry:
+        return draft_pb2.DraftEntry(session_id=session.session_id, epoch=session.draft_epoch, **body)
+
+    def _open_call(self) -> Any:
+        return self._stub.Draft()
+
+    def _sessions_to_attach(self) -> list[Session]:
+        return []
+
+    def _attach_frame(self, sessions: Sequence[Session]) -> draft_pb2.DraftRequest:
+        return draft_pb2.DraftRequest(attach=self._attach(sessions))
+
+    def _frame(self, entries: Sequence[draft_pb2.DraftEntry]) -> draft_pb2.DraftRequest:
+        load, self._target_load = self._target_load, None
+        return draft_pb2.DraftRequest(entries=entries, target_load=load)
+
+    def _epoch(self, session: Session) -> int:
+        return session.draft_epoch
+
+    def _handle_result(self, session: Session, result: draft_pb2.DraftResult) -> None:
+        kind = result.WhichOneof("result")
+        if kind == "proposal":
+            self._proposals.on_proposal(session, result.proposal)
+        elif kind == "error":
+            self._events.on_session_error(self, session, result.error)

@@ -1,0 +1,280 @@
+"""A stream to one replica that is opened again whenever it breaks.
+
+What is queued within one turn of the event loop leaves in one frame. What comes in is handled by the task that reads
+it, with no queue between: a verdict is on its way to the client before the next frame is looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, ClassVar, Protocol
+
+import grpc
+import structlog
+
+from coordinator.sessions import Session
+from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable, from_rpc_error
+from specdec.v1 import common_pb2 as pb
+
+_MAX_FRAME_BYTES = 4 * 2**20
+_MAX_QUEUED_ENTRIES = 16_384
+_log = structlog.get_logger(__name__)
+
+
+class LinkState(StrEnum):
+    """A replica as the coordinator sees it."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    INCOMPATIBLE = "incompatible"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Who we are, and how patient."""
+
+    owner_id: str
+    lease_generation: int
+    connect_timeout_s: float
+    backoff_min_s: float
+    backoff_max_s: float
+
+
+class LinkEvents(Protocol):
+    """What a link tells those who care for replicas. Called in the reader; must not raise but where stated."""
+
+    async def check_identity(self, link: Any, identity: pb.ModelIdentity) -> None:
+        """A replica says what it serves; raises IncompatibleReplica if it cannot be used."""
+
+    def on_up(self, link: Any, lost: Sequence[Session]) -> None:
+        """The stream is ready; `lost` are the link's sessions that the replica does not hold."""
+
+    def on_down(self, link: Any) -> None:
+        """The stream broke; the link still has its sessions."""
+
+    def on_state(self, link: Any) -> None:
+        """The state changed."""
+
+    def on_load(self, link: Any) -> None:
+        """A load report came."""
+
+    def on_session_error(self, link: Any, session: Session, error: pb.SessionError) -> None:
+        """The replica ended a session."""
+
+    def on_fault(self, session: Session, error: Exception) -> None:
+        """Handling a session's entry failed on our side."""
+
+
+class ReplicaLink:
+    """The part that is the same for targets and drafts. Run `run` as a task for as long as the link is wanted.
+
+    Invariant: `sessions` holds exactly the sessions that this replica should hold, with their current epochs.
+    """
+
+    role: ClassVar[str]
+
+    def __init__(
+        self, address: str, channel: grpc.aio.Channel, settings: LinkSettings, events: LinkEvents
+    ) -> None:
+        self.address = address
+        self.channel = channel
+        self.state = LinkState.CONNECTING
+        self.detail = ""
+        self.identity: pb.ModelIdentity | None = None
+        self.load: pb.LoadReport | None = None
+        self.sessions: dict[str, Session] = {}
+        self.num_streams = 0
+        self._settings = settings
+        self._events = events
+        self._outbox: list[Any] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._call: Any = None
+        self._listed: list[Session] = []
+
+    @property
+    def is_ready(self) -> bool:
+        """Entries can be sent."""
+        return self.state is LinkState.READY
+
+    async def run(self) -> None:
+        """Open the stream, again and again, with growing and jittered waits between attempts that fail."""
+        backoff_s = self._settings.backoff_min_s
+        while True:
+            started_s = time.monotonic()
+            try:
+                await self._run_stream()
+            except (SpecdecError, grpc.RpcError, TimeoutError) as error:
+                self._go_down(error)
+            except Exception as error:
+                _log.error("link_fault", role=self.role, address=self.address, exc_info=error)
+                self._go_down(error)
+            if time.monotonic() - started_s > self._settings.backoff_max_s:
+                backoff_s = self._settings.backoff_min_s
+            await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
+            backoff_s = min(2 * backoff_s, self._settings.backoff_max_s)
+
+    def reset(self, reason: str) -> None:
+        """Break the stream; it will be opened again."""
+        if self._call is not None:
+            _log.warning("stream_reset", role=self.role, address=self.address, reason=reason)
+            self._call.cancel()
+
+    def _queue(self, entry: Any) -> None:
+        """Send an entry with the next frame; dropped while the stream is down, as attaching makes up for it."""
+        if self.state is not LinkState.READY:
+            return
+        self._outbox.append(entry)
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+        if len(self._outbox) > _MAX_QUEUED_ENTRIES:
+            self._outbox.clear()
+            self.reset("the replica does not read")
+
+    async def _run_stream(self) -> None:
+        call = self._call = self._open_call()
+        writer: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                self._listed = self._sessions_to_attach()
+                await call.write(self._attach_frame(self._listed))
+                first = await call.read()
+            if first is grpc.aio.EOF:
+                raise await _end_of(call)
+            if not first.HasField("attached"):
+                raise Unavailable("the replica's first frame is no answer to attach")
+            await self._become_ready(first.attached)
+            writer = asyncio.create_task(self._write_frames(call))
+            frame = first
+            while frame is not grpc.aio.EOF:
+                self._handle_frame(frame)
+                frame = await call.read()
+            raise await _end_of(call)
+        finally:
+            self._call = None
+            call.cancel()
+            if writer is not None:
+                writer.cancel()
+
+    async def _become_ready(self, attached: pb.Attached) -> None:
+        identity = pb.ModelIdentity()
+        identity.CopyFrom(attached.identity)
+        self.identity = identity
+        await self._events.check_identity(self, identity)
+        self._outbox.clear()
+        self.num_streams += 1
+        self._set_state(LinkState.READY, "")
+        held = {s.session_id for s in self._listed} - set(attached.unknown_session_ids)
+        for session in self._listed:
+            if session.session_id not in self.sessions:
+                self.close(session, "finished")
+        lost = [session for session_id, session in self.sessions.items() if session_id not in held]
+        self._listed = []
+        self._events.on_up(self, lost)
+
+    async def _write_frames(self, call: Any) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                if not self._outbox:
+                    self._wake = loop.create_future()
+                    await self._wake
+                await call.write(self._frame(self._take_entries()))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            call.cancel()  # the reader learns the status
+
+    def _take_entries(self) -> list[Any]:
+        entries, self._outbox = self._outbox, []
+        if len(entries) <= 1:
+            return entries
+        size = 0
+        for index, entry in enumerate(entries):
+            size += entry.ByteSize()
+            if size > _MAX_FRAME_BYTES and index > 0:
+                self._outbox = entries[index:]
+                return entries[:index]
+        return entries
+
+    def _handle_frame(self, frame: Any) -> None:
+        for result in frame.results:
+            session = self.sessions.get(result.session_id)
+            if session is None or result.epoch != self._epoch(session):
+                continue
+            try:
+                self._handle_result(session, result)
+            except Exception as error:
+                self._events.on_fault(session, error)
+        if frame.HasField("load"):
+            self.load = frame.load
+            self._events.on_load(self)
+
+    def _go_down(self, error: Exception) -> None:
+        was_ready = self.is_ready
+        if isinstance(error, IncompatibleReplica):
+            self._set_state(LinkState.INCOMPATIBLE, error.message)
+        else:
+            self._set_state(LinkState.DOWN, _describe(error))
+        self._outbox.clear()
+        self.load = None
+        if was_ready:
+            self._events.on_down(self)
+
+    def _set_state(self, state: LinkState, detail: str) -> None:
+        if (state, detail) != (self.state, self.detail):
+            log = _log.info if state is LinkState.READY else _log.warning
+            log("replica_state", role=self.role, address=self.address, state=str(state), detail=detail)
+        self.state, self.detail = state, detail
+        self._events.on_state(self)
+
+    # What differs between roles.
+
+    def close(self, session: Session, reason: str) -> None:
+        """End a session on the replica."""
+        raise NotImplementedError
+
+    def _open_call(self) -> Any:
+        raise NotImplementedError
+
+    def _sessions_to_attach(self) -> list[Session]:
+        raise NotImplementedError
+
+    def _attach_frame(self, sessions: Sequence[Session]) -> Any:
+        raise NotImplementedError
+
+    def _frame(self, entries: Sequence[Any]) -> Any:
+        raise NotImplementedError
+
+    def _epoch(self, session: Session) -> int:
+        raise NotImplementedError
+
+    def _handle_result(self, session: Session, result: Any) -> None:
+        raise NotImplementedError
+
+    def _attach(self, sessions: Sequence[Session]) -> pb.Attach:
+        return pb.Attach(
+            owner_id=self._settings.owner_id,
+            lease_generation=self._settings.lease_generation,
+            sessions=[
+                pb.AttachedSession(session_id=s.session_id, epoch=self._epoch(s), committed_length=s.position)
+                for s in sessions
+            ],
+        )
+
+
+async def _end_of(call: Any) -> SpecdecError:
+    """Why a stream ended."""
+    if await call.code() is grpc.StatusCode.OK:
+        return Unavailable("the replica closed the stream")
+    trailing = await call.trailing_metadata()
+    return from_rpc_error(grpc.aio.AioRpcError(await call.code(), trailing, trailing, await call.details()))
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, grpc.RpcError):
+        return from_rpc_error(error).message
+    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

@@ -1,0 +1,106 @@
+"""Turns what happens into metrics; label children are looked up once, not per token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import Counter
+
+from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.sessions import Request, Session
+from specdec.telemetry import CoordinatorMetrics
+from specdec.v1 import common_pb2 as pb
+
+
+class Observer:
+    """Everything the coordinator counts goes through here."""
+
+    def __init__(self, metrics: CoordinatorMetrics) -> None:
+        self.metrics = metrics
+        names = pb.Origin.items()
+        self._tokens = {
+            value: metrics.tokens.labels(name.removeprefix("ORIGIN_").lower()) for name, value in names
+        }
+        self._verify, self._plain, self._prefill = (
+            metrics.steps.labels(kind) for kind in ("verify", "plain", "prefill")
+        )
+        self._proposed = _Depths(metrics.proposed_tokens)
+        self._accepted = _Depths(metrics.accepted_tokens)
+
+    def tokens(
+        self, session: Session, origins: Sequence[pb.Origin.ValueType], now_s: float, previous_s: float | None
+    ) -> None:
+        """Tokens are about to go out."""
+        for origin in origins:
+            self._tokens[origin].inc()
+        request = session.request
+        if not request.has_output:
+            request.has_output = True
+            self.metrics.ttft_seconds.observe(now_s - request.arrived_s)
+        if previous_s is not None:
+            interval_s = (now_s - previous_s) / len(origins)
+            for _ in origins:
+                self.metrics.inter_token_seconds.observe(interval_s)
+
+    def verdict(
+        self, session: Session, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float
+    ) -> None:
+        """A target step reported."""
+        metrics = self.metrics
+        if verdict.verified_by_depth:
+            self._verify.inc()
+            self._proposed.add(sum(n > 0 for n in verdict.verified_by_depth))
+            self._accepted.add(min(verdict.num_accepted, num_kept))
+            if session.relayed_s is not None:
+                metrics.verify_latency_seconds.observe(now_s - session.relayed_s)
+        else:
+            (self._prefill if is_first else self._plain).inc()
+        session.relayed_s = None
+        if verdict.hit:
+            metrics.hits.inc()
+        if verdict.num_wasted:
+            metrics.wasted_tokens.inc(verdict.num_wasted)
+        if verdict.num_cached_tokens:
+            metrics.cached_tokens.inc(verdict.num_cached_tokens)
+
+    def proposal(self, session: Session, now_s: float) -> None:
+        """A draft proposed."""
+        if session.committed_s is not None:
+            self.metrics.draft_latency_seconds.observe(now_s - session.committed_s)
+            session.committed_s = None
+        if session.relayed_s is None:
+            session.relayed_s = now_s
+
+    def session_ended(self, session: Session) -> None:
+        """A choice ended, in whatever way."""
+        self.metrics.outside_seconds.observe(session.tally.to_proto().outside_ms / 1e3)
+
+    def request_ended(self, request: Request, outcome: str, now_s: float) -> None:
+        """A stream ended; the outcome is a gRPC code's name."""
+        self.metrics.requests.labels(outcome).inc()
+        self.metrics.e2e_seconds.observe(now_s - request.arrived_s)
+
+    def replicas(self, links: Sequence[ReplicaLink]) -> None:
+        """States of replicas changed."""
+        for role in {link.role for link in links}:
+            of_role = [link for link in links if link.role == role]
+            for state in LinkState:
+                self.metrics.replicas.labels(role, str(state)).set(
+                    sum(link.state is state for link in of_role)
+                )
+            self.metrics.sessions.labels(role).set(sum(len(link.sessions) for link in of_role))
+
+
+class _Depths:
+    """A counter per depth, each child made once."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._children: list[Counter] = []
+
+    def add(self, depth: int) -> None:
+        """Count depths 1 to `depth`."""
+        while len(self._children) < depth:
+            self._children.append(self._counter.labels(str(len(self._children) + 1)))
+        for child in self._children[:depth]:
+            child.inc()

@@ -1,0 +1,113 @@
+"""One choice's output: which tokens survive, and the text they make. Pure: no clock, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.detokenizer import Detokenizer
+from coordinator.stop_strings import StopMatch, StopStringScanner
+from specdec.v1 import common_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a choice ended, and what matched."""
+
+    reason: pb.FinishReason.ValueType
+    stop_string: str | None = None
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputStep:
+    """What became of some tokens."""
+
+    num_kept: int
+    text: str
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class EndRules:
+    """When a choice ends by its tokens alone, as the target applies them; used to replay tokens without one."""
+
+    stop_token_ids: frozenset[int]
+    """End-of-sequence tokens included, unless they are ignored."""
+    min_tokens: int
+    max_tokens: int
+
+    def finish_after(self, token_id: int, num_output_tokens: int) -> Finish | None:
+        """Whether the choice ends with this token, the `num_output_tokens`-th."""
+        if token_id in self.stop_token_ids and num_output_tokens > self.min_tokens:
+            return Finish(pb.FINISH_REASON_STOP, stop_token_id=token_id)
+        return Finish(pb.FINISH_REASON_LENGTH) if num_output_tokens >= self.max_tokens else None
+
+
+class ChoiceOutput:
+    """Detokenises a choice's tokens and ends it at a stop string.
+
+    Stop strings count only from the `min_tokens`-th token on. The text of a stop token is left out unless stop
+    strings are kept. Tokens past a stop string are not kept: they exist nowhere.
+    """
+
+    def __init__(
+        self, detokenizer: Detokenizer, stop: Sequence[str] = (), keep_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = detokenizer
+        self._scanner = StopStringScanner(stop, keep_stop) if stop else None
+        self._keep_stop = keep_stop
+        self._min_tokens = min_tokens
+        self.num_tokens = 0
+
+    def take(self, token_ids: Sequence[int], finish: Finish | None = None) -> OutputStep:
+        """Add the next tokens; `finish` is why they are the last, as far as the target knows."""
+        num_spoken = len(token_ids)
+        if finish is not None and finish.stop_token_id is not None and not self._keep_stop:
+            num_spoken -= 1
+        if self._scanner is None:
+            push = self._detokenizer.push
+            text = "".join([push(token_id) for token_id in token_ids[:num_spoken]])
+            self.num_tokens += len(token_ids)
+        else:
+            parts: list[str] = []
+            for index, token_id in enumerate(token_ids):
+                self.num_tokens += 1
+                if index >= num_spoken:
+                    continue
+                emitted = self._scan(self._detokenizer.push(token_id))
+                if isinstance(emitted, StopMatch):
+                    return self._stopped(index + 1, parts, emitted)
+                parts.append(emitted)
+            text = "".join(parts)
+        return (
+            OutputStep(len(token_ids), text, None)
+            if finish is None
+            else self._end(len(token_ids), text, finish)
+        )
+
+    def replay(self, token_ids: Sequence[int], rules: EndRules) -> OutputStep:
+        """Add tokens that were committed earlier; they may end the choice, and nothing follows the end."""
+        texts: list[str] = []
+        for index, token_id in enumerate(token_ids):
+            step = self.take([token_id], rules.finish_after(token_id, self.num_tokens + 1))
+            texts.append(step.text)
+            if step.finish is not None:
+                return OutputStep(index + 1, "".join(texts), step.finish)
+        return OutputStep(len(token_ids), "".join(texts), None)
+
+    def _scan(self, text: str) -> str | StopMatch:
+        if self._scanner is None or self.num_tokens < self._min_tokens:
+            return text
+        return self._scanner.push(text)
+
+    def _stopped(self, num_kept: int, parts: list[str], match: StopMatch) -> OutputStep:
+        finish = Finish(pb.FINISH_REASON_STOP, stop_string=match.stop_string)
+        return OutputStep(num_kept, "".join([*parts, match.text]), finish)
+
+    def _end(self, num_kept: int, text: str, finish: Finish) -> OutputStep:
+        rest = self._scan(self._detokenizer.finish())
+        if isinstance(rest, StopMatch):
+            return self._stopped(num_kept, [text], rest)
+        held = self._scanner.finish() if self._scanner is not None else ""
+        return OutputStep(num_kept, text + rest + held, finish)

@@ -1,0 +1,249 @@
+"""What happens when a replica breaks, errs, refuses, or comes back. Tokens already delivered are never in question.
+
+target stream broken      its sessions wait; on reattaching, those it lost are opened again with all their tokens
+target gone too long      another target that serves the same model, else UNAVAILABLE (the client can resume)
+target refuses a session  opened again with growing waits; at once, without its draft, when a proposal was at fault
+draft broken or wrong     the session goes on without it, and gets a draft again when there is one
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import structlog
+from google.rpc import code_pb2, error_details_pb2
+
+from coordinator.decode_loop import DecodeLoop
+from coordinator.fleet import Fleet, same_model
+from coordinator.links.draft_link import DraftLink
+from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.links.target_link import TargetLink
+from coordinator.observer import Observer
+from coordinator.sessions import Session, SessionTable
+from specdec.rpc.errors import SpecdecError, Unavailable, from_status, internal_error
+from specdec.v1 import common_pb2 as pb
+
+_MOST_DRAFT_FAILURES = 6
+_FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverySettings:
+    """How patient recovery is."""
+
+    target_timeout_s: float
+    draft_reopen_s: float
+    backoff_min_s: float
+    backoff_max_s: float
+
+
+class Recovery:
+    """Repairs sessions. The events of all links arrive here, in the event loop's thread."""
+
+    def __init__(
+        self,
+        settings: RecoverySettings,
+        sessions: SessionTable,
+        fleet: Fleet,
+        decode_loop: DecodeLoop,
+        observer: Observer,
+    ) -> None:
+        self._settings = settings
+        self._sessions = sessions
+        self._fleet = fleet
+        self._decode_loop = decode_loop
+        self._observer = observer
+        self._give_ups: dict[str, asyncio.TimerHandle] = {}
+        decode_loop.on_desync = self.on_desync
+        decode_loop.on_bad_draft = self.on_bad_draft
+
+    async def check_identity(self, link: ReplicaLink, identity: pb.ModelIdentity) -> None:
+        """See `LinkEvents.check_identity`."""
+        await self._fleet.check_identity(link, identity)
+
+    def on_state(self, link: ReplicaLink) -> None:
+        """See `LinkEvents.on_state`."""
+        self._fleet.on_state(link)
+        self._observer.replicas(self._fleet.links)
+        if link.state is LinkState.INCOMPATIBLE and isinstance(link, TargetLink):
+            self._give_up(link)
+
+    def on_load(self, link: ReplicaLink) -> None:
+        """See `LinkEvents.on_load`."""
+        if isinstance(link, TargetLink) and link.load is not None:
+            for draft in self._fleet.drafts:
+                draft.tell_target_load(link.load)
+
+    def on_up(self, link: ReplicaLink, lost: Sequence[Session]) -> None:
+        """See `LinkEvents.on_up`."""
+        if link.num_streams > 1:
+            self._observer.metrics.stream_reconnects.labels(link.role).inc()
+        if isinstance(link, TargetLink):
+            self._on_target_up(link, lost)
+        else:
+            for session in self._sessions:
+                session.num_draft_failures = 0
+                self._open_draft(session)
+
+    def on_down(self, link: ReplicaLink) -> None:
+        """See `LinkEvents.on_down`."""
+        if isinstance(link, TargetLink):
+            if link.sessions and link.address not in self._give_ups:
+                loop = asyncio.get_running_loop()
+                self._give_ups[link.address] = loop.call_later(
+                    self._settings.target_timeout_s, self._give_up, link
+                )
+        else:
+            for session in list(link.sessions.values()):
+                self._drop_draft(session, "stream_broken")
+                self._open_draft(session)
+
+    def on_session_error(self, link: ReplicaLink, session: Session, error: pb.SessionError) -> None:
+        """See `LinkEvents.on_session_error`."""
+        reason, field = _reason_and_field(error)
+        _log.warning(
+            "session_error",
+            role=link.role,
+            session=session.session_id,
+            reason=reason,
+            error=error.status.message,
+        )
+        if isinstance(link, DraftLink):
+            self._on_draft_error(session, reason.lower())
+        elif (
+            error.status.code == code_pb2.INVALID_ARGUMENT
+            and session.was_relayed
+            and not field.startswith("open")
+        ):
+            self._on_draft_error(session, "bad_proposal")
+            self._reopen_target(session)
+        elif error.status.code in _FATAL:
+            self._decode_loop.fail(session.request, from_status(error.status))
+        else:
+            self._retry_target(session, from_status(error.status))
+
+    def on_fault(self, session: Session, error: Exception) -> None:
+        """See `LinkEvents.on_fault`."""
+        self._decode_loop.fail(session.request, internal_error(error))
+
+    def on_desync(self, session: Session, cause: str) -> None:
+        """A target is not where the client is: open the session again with what the client has."""
+        _log.warning("session_desync", session=session.session_id, cause=cause)
+        self._retry_target(session, Unavailable(cause, reason="TARGET_DESYNC"))
+
+    def on_bad_draft(self, session: Session, cause: str) -> None:
+        """The target refused a proposal: the draft starts anew after a while."""
+        _log.warning("proposal_rejected", session=session.session_id, cause=cause)
+        if session.draft is not None:
+            self._on_draft_error(session, "bad_proposal")
+
+    def _on_target_up(self, link: TargetLink, lost: Sequence[Session]) -> None:
+        timer = self._give_ups.pop(link.address, None)
+        if timer is not None:
+            timer.cancel()
+        opened_again = {session.session_id for session in lost}
+        for session in list(link.sessions.values()):
+            if link.identity is not None and not same_model(session.request.model, link.identity):
+                self._move(session, link)
+            elif session.session_id in opened_again:
+                self._reopen_target(session)
+            else:
+                link.give_credit(session)
+
+    def _give_up(self, link: TargetLink) -> None:
+        """A target is gone for too long, or serves something else now."""
+        timer = self._give_ups.pop(link.address, None)
+        if timer is not None:
+            timer.cancel()
+        for session in list(link.sessions.values()):
+            self._move(session, link)
+
+    def _move(self, session: Session, link: TargetLink) -> None:
+        if session.finish is not None:
+            return
+        link.sessions.pop(session.session_id, None)
+        other = self._fleet.find_target(session.request.model, besides=link)
+        if other is None:
+            error = Unavailable(
+                f"target {link.address} is gone and no other serves the model",
+                retry_after_s=self._settings.backoff_max_s,
+                reason="TARGET_LOST",
+            )
+            self._decode_loop.fail(session.request, error)
+            return
+        _log.info("session_moved", session=session.session_id, target=other.address)
+        session.target = other
+        self._reopen_target(session)
+
+    def _retry_target(self, session: Session, error: SpecdecError) -> None:
+        """Open a session again after a while, unless it has been failing for too long."""
+        now_s = time.monotonic()
+        if session.target_failing_s is None:
+            session.target_failing_s = now_s
+        wait_s = min(
+            self._settings.backoff_max_s, self._settings.backoff_min_s * 2**session.num_target_failures
+        )
+        session.num_target_failures += 1
+        if session.target is not None:
+            session.target.supersede(session)
+        if now_s + wait_s - session.target_failing_s > self._settings.target_timeout_s:
+            failure = Unavailable(
+                f"the target keeps refusing the session: {error.message}",
+                retry_after_s=wait_s,
+                reason="TARGET_REFUSES",
+            )
+            self._decode_loop.fail(session.request, failure)
+            return
+        _cancel(session.target_retry)
+        session.target_retry = asyncio.get_running_loop().call_later(wait_s, self._reopen_target, session)
+
+    def _reopen_target(self, session: Session) -> None:
+        _cancel(session.target_retry)
+        session.target_retry = None
+        if session.finish is None and session.target is not None:
+            self._observer.metrics.session_reopens.labels("target").inc()
+            session.target.open(session)
+
+    def _on_draft_error(self, session: Session, cause: str) -> None:
+        self._drop_draft(session, cause)
+        if session.num_draft_failures >= _MOST_DRAFT_FAILURES:
+            return
+        wait_s = self._settings.draft_reopen_s * 2**session.num_draft_failures
+        session.num_draft_failures += 1
+        _cancel(session.draft_retry)
+        session.draft_retry = asyncio.get_running_loop().call_later(wait_s, self._open_draft, session)
+
+    def _drop_draft(self, session: Session, cause: str) -> None:
+        self._observer.metrics.draft_fallbacks.labels(cause).inc()
+        session.committed_s = None
+        if session.draft is not None:
+            session.draft.close(session, cause)
+
+    def _open_draft(self, session: Session) -> None:
+        if session.finish is not None or not session.speculate or session.draft is not None:
+            return
+        if session.num_draft_failures >= _MOST_DRAFT_FAILURES:
+            return
+        draft = self._fleet.pick_draft(session.position)
+        if draft is not None:
+            if session.draft_epoch:
+                self._observer.metrics.session_reopens.labels("draft").inc()
+            draft.open(session)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def _reason_and_field(error: pb.SessionError) -> tuple[str, str]:
+    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    for detail in error.status.details:
+        detail.Unpack(info)
+        detail.Unpack(request)
+    field = request.field_violations[0].field if request.field_violations else ""
+    return info.reason or code_pb2.Code.Name(error.status.code), field

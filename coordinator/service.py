@@ -1,0 +1,172 @@
+"""Builds a coordinator from its settings, and its life from start to drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+
+import grpc
+import structlog
+from prometheus_client import CollectorRegistry
+
+from coordinator.admission import AdmissionQueue
+from coordinator.decode_loop import DecodeLoop
+from coordinator.fleet import Fleet
+from coordinator.generation import Generator
+from coordinator.journal import Journal, MemoryJournal
+from coordinator.links.draft_link import DraftLink
+from coordinator.links.replica_link import LinkSettings
+from coordinator.links.target_link import TargetLink
+from coordinator.observer import Observer
+from coordinator.recovery import Recovery, RecoverySettings
+from coordinator.router import PrefixRouter
+from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
+from coordinator.sessions import SessionTable
+from coordinator.validation import Limits
+from specdec.config import CoordinatorSettings
+from specdec.rpc.channel import open_channel
+from specdec.rpc.errors import NotReady
+from specdec.telemetry import CoordinatorMetrics
+from specdec.v1 import common_pb2 as pb
+
+_MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
+_DRAIN_RETRY_S = 1.0
+_log = structlog.get_logger(__name__)
+
+
+class CoordinatorService:
+    """A coordinator, as `specdec.rpc.server.run_service` runs it."""
+
+    name = "coordinator"
+    grpc_names: Sequence[str] = (SERVICE_NAME,)
+
+    def __init__(
+        self, settings: CoordinatorSettings, registry: CollectorRegistry, journal: Journal | None = None
+    ) -> None:
+        self._settings = settings
+        self._tasks: list[asyncio.Task[None]] = []
+        self._channels: list[grpc.aio.Channel] = []
+        self._observer = Observer(CoordinatorMetrics(registry))
+        self._sessions = SessionTable()
+        self._journal = journal if journal is not None else MemoryJournal()
+        self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
+        self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self.fleet = Fleet(PrefixRouter(), settings.tokenizer)
+        self.decode_loop = DecodeLoop(
+            self._sessions, self._journal, self._observer, settings.credit_window_tokens
+        )
+        self._generator = self._build_generator()
+        self._servicer = CoordinatorServicer(
+            self._generator, self.fleet, self._admission, self.limits, _MODES[settings.verify_mode]
+        )
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """See `Service.register`."""
+        self._servicer.register(server)
+
+    async def start(self) -> None:
+        """Connect to all replicas; returns when a target has answered. Drafts may come later or never."""
+        self._connect()
+        await self.fleet.wait_served()
+
+    async def wait_failed(self) -> str:
+        """Links never give up, so the coordinator fails only when one of their tasks does."""
+        await asyncio.Event().wait()
+        return "unreachable"
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests and let running ones end; those left over can be resumed elsewhere."""
+        self._generator.is_draining = True
+        ends_s = time.monotonic() + timeout_s
+        while self._sessions.requests and time.monotonic() < ends_s:
+            await self._sessions.wait_ended(ends_s - time.monotonic())
+        for request in self._sessions.requests:
+            error = NotReady(
+                "the coordinator is shutting down", retry_after_s=_DRAIN_RETRY_S, reason="DRAINING"
+            )
+            self.decode_loop.fail(request, error)
+            if request.admission is not None:
+                request.admission.cancel()
+        await asyncio.sleep(0)
+
+    async def stop(self) -> None:
+        """Close all links; replicas see the streams end."""
+        for task in self._tasks:
+            task.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        for channel in self._channels:
+            await channel.close()
+
+    def limits(self, identity: pb.ModelIdentity) -> Limits:
+        """What clients may ask for."""
+        settings = self._settings
+        return Limits(
+            vocab_size=identity.vocab_size,
+            max_model_len=identity.max_model_len,
+            max_tokens=settings.max_tokens_limit,
+            max_choices=settings.max_choices,
+            max_stop_strings=settings.max_stop_strings,
+            max_stop_string_bytes=settings.max_stop_string_bytes,
+            max_logprobs=settings.max_logprobs,
+            max_logit_bias=settings.max_logit_bias,
+            max_prompt_bytes=settings.max_prompt_bytes,
+        )
+
+    def _connect(self) -> None:
+        settings = self._settings
+        link_settings = LinkSettings(
+            owner_id=self._owner_id,
+            lease_generation=1,
+            connect_timeout_s=settings.connect_timeout_s,
+            backoff_min_s=settings.reconnect_backoff_min_s,
+            backoff_max_s=settings.reconnect_backoff_max_s,
+        )
+        recovery_settings = RecoverySettings(
+            target_timeout_s=settings.target_timeout_s,
+            draft_reopen_s=settings.draft_reopen_s,
+            backoff_min_s=settings.reconnect_backoff_min_s,
+            backoff_max_s=settings.reconnect_backoff_max_s,
+        )
+        recovery = Recovery(recovery_settings, self._sessions, self.fleet, self.decode_loop, self._observer)
+        self.fleet.targets = [
+            TargetLink(address, self._channel(address), link_settings, recovery, self.decode_loop)
+            for address in settings.targets
+        ]
+        self.fleet.drafts = [
+            DraftLink(address, self._channel(address), link_settings, recovery, self.decode_loop)
+            for address in settings.drafts
+        ]
+        self._tasks += [
+            asyncio.create_task(link.run(), name=f"link {link.address}") for link in self.fleet.links
+        ]
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = open_channel(address, self._settings)
+        self._channels.append(channel)
+        return channel
+
+    def _build_generator(self) -> Generator:
+        settings = self._settings
+        secret = settings.resume_secret
+        return Generator(
+            owner_id=self._owner_id,
+            fleet=self.fleet,
+            sessions=self._sessions,
+            admission=self._admission,
+            decode_loop=self.decode_loop,
+            journal=self._journal,
+            observer=self._observer,
+            limits_of=self.limits,
+            default_mode=_MODES[settings.verify_mode],
+            speculate=settings.speculate,
+            target_timeout_s=settings.target_timeout_s,
+            resume_secret=secret.get_secret_value().encode()
+            if secret is not None
+            else secrets.token_bytes(32),
+        )

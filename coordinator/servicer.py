@@ -1,0 +1,191 @@
+"""The gRPC side of CoordinatorService: from wire messages to calls and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError, Message
+
+from coordinator.admission import AdmissionQueue
+from coordinator.fleet import Fleet, ServedModel
+from coordinator.generation import Caller, Generator
+from coordinator.prompt import PromptReader
+from coordinator.validation import Limits
+from specdec import __version__
+from specdec.rpc.errors import InvalidRequest, ModelNotFound
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+SERVICE_NAME = "specdec.v1.CoordinatorService"
+TENANT_KEY = "specdec-tenant"
+"""Request metadata: whose ids and prefix cache are used."""
+_MAX_TENANT_CHARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    """Stands in for a request that does not parse; gRPC itself would answer INTERNAL."""
+
+    cause: str
+
+
+class CoordinatorServicer:
+    """Answers clients. Errors are raised as SpecdecErrors; the server turns them into statuses."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        fleet: Fleet,
+        admission: AdmissionQueue,
+        limits_of: Callable[[pb.ModelIdentity], Limits],
+        default_mode: pb.VerifyMode.ValueType,
+    ) -> None:
+        self._generator = generator
+        self._fleet = fleet
+        self._admission = admission
+        self._limits_of = limits_of
+        self._default_mode = default_mode
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the handlers to a server."""
+        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        handlers = {
+            "Generate": _handler(stream, self.Generate, api.GenerateRequest),
+            "Abort": _handler(unary, self.Abort, api.AbortRequest),
+            "Tokenize": _handler(unary, self.Tokenize, api.TokenizeRequest),
+            "Detokenize": _handler(unary, self.Detokenize, api.DetokenizeRequest),
+            "GetModelInfo": _handler(unary, self.GetModelInfo, api.GetModelInfoRequest),
+            "GetStatus": _handler(unary, self.GetStatus, api.GetStatusRequest),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+    async def Generate(
+        self, request: api.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> None:
+        """Generates one or more choices for a prompt and streams them."""
+        remaining_s = context.time_remaining()
+        deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
+        await self._generator.run(request, Caller(_tenant(context), deadline_s), context.write)
+
+    async def Abort(
+        self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> api.AbortResponse:
+        """Ends a running request."""
+        return api.AbortResponse(aborted=self._generator.abort(_tenant(context), request.request_id))
+
+    async def Tokenize(
+        self, request: api.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> api.TokenizeResponse:
+        """Text or chat messages to token ids."""
+        served = self._served(request.model)
+        reader = PromptReader(served.tokenizer, self._limits_of(served.identity))
+        add_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+        match request.WhichOneof("input"):
+            case "text":
+                token_ids = (
+                    await reader.encode("text", request.text, add_special is not False)
+                    if request.text
+                    else []
+                )
+            case "messages":
+                token_ids = await reader.encode(
+                    "messages", reader.render(request.messages), bool(add_special)
+                )
+            case _:
+                raise InvalidRequest("input", "one of text and messages is required")
+        texts = [served.tokenizer.detokenizers.token_text(token_id) for token_id in token_ids]
+        return api.TokenizeResponse(token_ids=token_ids, tokens=texts)
+
+    async def Detokenize(
+        self, request: api.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> api.DetokenizeResponse:
+        """Token ids to text."""
+        served = self._served(request.model)
+        vocab_size = served.identity.vocab_size
+        for index, token_id in enumerate(request.token_ids):
+            if token_id >= vocab_size:
+                raise InvalidRequest(
+                    f"token_ids[{index}]", f"{token_id} is outside the vocabulary of {vocab_size}"
+                )
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        return api.DetokenizeResponse(text=served.tokenizer.decode(request.token_ids, skip))
+
+    async def GetModelInfo(
+        self, request: api.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> api.GetModelInfoResponse:
+        """What is served."""
+        served = self._fleet.require_served()
+        limits = self._limits_of(served.identity)
+        draft = self._fleet.pick_draft(0)
+        return api.GetModelInfoResponse(
+            target=served.identity,
+            draft=None if draft is None else draft.identity,
+            default_verify_mode=self._default_mode,
+            max_model_len=limits.max_model_len,
+            max_tokens_limit=limits.max_tokens,
+            max_choices=limits.max_choices,
+            has_chat_template=served.tokenizer.has_chat_template,
+        )
+
+    async def GetStatus(
+        self, request: api.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> api.GetStatusResponse:
+        """Replicas, load and limits."""
+        replicas = [
+            api.ReplicaStatus(
+                role=link.role,
+                address=link.address,
+                state=str(link.state),
+                detail=link.detail,
+                identity=link.identity,
+                load=link.load,
+            )
+            for link in self._fleet.links
+        ]
+        return api.GetStatusResponse(
+            version=__version__,
+            replicas=replicas,
+            num_running=self._admission.num_running,
+            num_waiting=self._admission.num_waiting,
+            max_running=self._admission.max_running,
+            max_waiting=self._admission.max_waiting,
+        )
+
+    def _served(self, model: str) -> ServedModel:
+        served = self._fleet.require_served()
+        if model and model != served.identity.name:
+            raise ModelNotFound(f"model {model!r} is not served here, {served.identity.name!r} is")
+        return served
+
+
+def _handler(make: Callable[..., Any], behavior: Callable[..., Any], request_type: type[Message]) -> Any:
+    def deserialize(data: bytes) -> Message | _Malformed:
+        try:
+            return request_type.FromString(data)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        if isinstance(request, _Malformed):
+            raise InvalidRequest("request", f"does not parse: {request.cause}", reason="MALFORMED_MESSAGE")
+        return await behavior(request, context)
+
+    return make(
+        checked,
+        request_deserializer=deserialize,
+        response_serializer=lambda response: response.SerializeToString(),
+    )
+
+
+def _tenant(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == TENANT_KEY:
+            tenant = value if isinstance(value, str) else value.decode("utf-8", "replace")
+            if len(tenant) > _MAX_TENANT_CHARS:
+                raise InvalidRequest(TENANT_KEY, f"must be at most {_MAX_TENANT_CHARS} characters")
+            return tenant
+    return ""

@@ -1,0 +1,134 @@
+"""Speculation statistics of a choice, summed up from its verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+
+@dataclass(slots=True)
+class SpeculationTally:
+    """Counts over one choice. Times are in microseconds unless named otherwise."""
+
+    num_steps: int = 0
+    num_verify_steps: int = 0
+    num_verify_tokens: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_hits: int = 0
+    num_wasted: int = 0
+    verified_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    admission_s: float = 0.0
+    queue_us: int = 0
+    prefill_us: int = 0
+    draft_us: int = 0
+    step_us: int = 0
+    hold_off_us: int = 0
+    hit_outside_us: float = 0.0
+    first_verdict_s: float | None = None
+    last_verdict_s: float = 0.0
+
+    def add(self, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
+        """Count a verdict.
+
+        Args:
+            verdict: as it came from the target.
+            num_kept: how many of its tokens survived the stop check.
+            is_first: the first of the choice; its step is the prefill's last, counted under prefill.
+            now_s: when it arrived, on a monotonic clock.
+        """
+        gap_us = (now_s - self.last_verdict_s) * 1e6
+        self.last_verdict_s = now_s
+        if self.first_verdict_s is None:
+            self.first_verdict_s = now_s
+        self.queue_us += verdict.queue_us
+        self.prefill_us += verdict.prefill_us
+        self.num_wasted += verdict.num_wasted
+        if is_first and not verdict.verified_by_depth:
+            return
+        self.num_steps += 1
+        self.num_hits += verdict.hit
+        if verdict.hit:
+            self.hit_outside_us += max(0.0, gap_us - verdict.step_us - verdict.hold_off_us)
+        self.step_us += verdict.step_us
+        self.hold_off_us += verdict.hold_off_us
+        self.draft_us += verdict.draft_us
+        if verdict.verified_by_depth:
+            self._add_verified(verdict, num_kept)
+
+    def _add_verified(self, verdict: pb.Verdict, num_kept: int) -> None:
+        num_accepted = min(verdict.num_accepted, num_kept)
+        self.num_verify_steps += 1
+        self.num_verify_tokens += num_kept
+        self.num_proposed += sum(verdict.verified_by_depth)
+        self.num_accepted += num_accepted
+        _count_depths(self.verified_by_depth, (int(n > 0) for n in verdict.verified_by_depth))
+        _count_depths(self.accepted_by_depth, (1 for _ in range(num_accepted)))
+
+    def to_proto(self) -> api.SpeculationStats:
+        """As the clients see it."""
+        wall_us = 0.0 if self.first_verdict_s is None else (self.last_verdict_s - self.first_verdict_s) * 1e6
+        return _stats(self, max(0.0, wall_us - self.step_us - self.hold_off_us))
+
+
+def total(tallies: Iterable[SpeculationTally]) -> api.SpeculationStats:
+    """Over the choices of a request: counts and times are sums, rates are of the sums."""
+    sum_ = SpeculationTally()
+    outside_us = 0.0
+    for tally in tallies:
+        for name in _SUMMED:
+            setattr(sum_, name, getattr(sum_, name) + getattr(tally, name))
+        _count_depths(sum_.verified_by_depth, tally.verified_by_depth)
+        _count_depths(sum_.accepted_by_depth, tally.accepted_by_depth)
+        sum_.admission_s = max(sum_.admission_s, tally.admission_s)
+        outside_us += tally.to_proto().outside_ms * 1e3
+    return _stats(sum_, outside_us)
+
+
+_SUMMED = (
+    "num_steps",
+    "num_verify_steps",
+    "num_verify_tokens",
+    "num_proposed",
+    "num_accepted",
+    "num_hits",
+    "num_wasted",
+    "queue_us",
+    "prefill_us",
+    "draft_us",
+    "step_us",
+    "hold_off_us",
+    "hit_outside_us",
+)
+
+
+def _count_depths(counts: list[int], more: Iterable[int]) -> None:
+    counts[:] = [a + b for a, b in zip_longest(counts, more, fillvalue=0)]
+
+
+def _stats(tally: SpeculationTally, outside_us: float) -> api.SpeculationStats:
+    verify_steps = tally.num_verify_steps
+    return api.SpeculationStats(
+        num_steps=tally.num_steps,
+        num_verify_steps=verify_steps,
+        num_proposed=tally.num_proposed,
+        num_accepted=tally.num_accepted,
+        verified_by_depth=tally.verified_by_depth,
+        accepted_by_depth=tally.accepted_by_depth,
+        mean_acceptance_length=tally.num_verify_tokens / verify_steps if verify_steps else 0.0,
+        hit_rate=tally.num_hits / tally.num_steps if tally.num_steps else 0.0,
+        num_wasted=tally.num_wasted,
+        queue_ms=tally.admission_s * 1e3 + tally.queue_us / 1e3,
+        prefill_ms=tally.prefill_us / 1e3,
+        draft_ms=tally.draft_us / 1e3,
+        verify_ms=tally.step_us / 1e3,
+        hold_off_ms=tally.hold_off_us / 1e3,
+        outside_ms=outside_us / 1e3,
+        num_hits=tally.num_hits,
+        hit_outside_ms=tally.hit_outside_us / 1e3,
+    )

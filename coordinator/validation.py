@@ -1,0 +1,246 @@
+"""What a client may ask for. Every refusal is an InvalidRequest that names the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from coordinator.detokenizer import DetokenizerFactory
+from coordinator.output import ChoiceOutput
+from specdec.rpc.errors import InvalidRequest
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+_MAX_REQUEST_ID_BYTES = 256
+_MAX_STOP_TOKEN_IDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the deployment allow. Lengths are in tokens unless named otherwise."""
+
+    vocab_size: int
+    max_model_len: int
+    max_tokens: int
+    max_choices: int
+    max_stop_strings: int
+    max_stop_string_bytes: int
+    max_logprobs: int
+    max_logit_bias: int
+    max_prompt_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSampling:
+    """Sampling parameters without open defaults, but for max_tokens, which needs the prompt's length."""
+
+    token_sampling: pb.TokenSampling
+    """Seed, choice and max_tokens are left to `for_choice`."""
+    n: int
+    max_tokens: int | None
+    stop: tuple[str, ...]
+    include_stop_in_output: bool
+    skip_special_tokens: bool
+    prompt_logprobs: int | None
+    truncate_prompt_tokens: int | None
+
+    def for_choice(self, choice: int, seed: int, max_tokens: int) -> pb.TokenSampling:
+        """The part that draft and target need, for one choice."""
+        sampling = pb.TokenSampling()
+        sampling.CopyFrom(self.token_sampling)
+        sampling.seed, sampling.choice, sampling.max_tokens = seed, choice, max_tokens
+        return sampling
+
+    def output(self, detokenizers: DetokenizerFactory) -> ChoiceOutput:
+        """The text side of one choice, at its start."""
+        detokenizer = detokenizers.create(self.skip_special_tokens)
+        return ChoiceOutput(
+            detokenizer, self.stop, self.include_stop_in_output, self.token_sampling.min_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSpeculation:
+    """Speculation settings of a request."""
+
+    enabled: bool
+    verify_mode: pb.VerifyMode.ValueType
+    max_draft_tokens: int | None
+
+
+def check_request_id(request_id: str) -> None:
+    """A request id is short and printable."""
+    if len(request_id.encode()) > _MAX_REQUEST_ID_BYTES:
+        raise InvalidRequest("request_id", f"must be at most {_MAX_REQUEST_ID_BYTES} bytes")
+    if not request_id.isprintable():
+        raise InvalidRequest("request_id", "must be printable")
+
+
+def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSampling:
+    """Check sampling parameters and fill in the defaults.
+
+    Raises:
+        InvalidRequest: the first field, in the order of the message, that is out of range.
+    """
+    sampling = pb.TokenSampling(
+        temperature=_number(params, "temperature", default=1.0, low=0.0),
+        top_k=params.top_k,
+        top_p=_number(params, "top_p", default=1.0, low=0.0, high=1.0, open_low=True),
+        min_p=_number(params, "min_p", default=0.0, low=0.0, high=1.0),
+        repetition_penalty=_number(
+            params, "repetition_penalty", default=1.0, low=0.0, high=10.0, open_low=True
+        ),
+        presence_penalty=_number(params, "presence_penalty", default=0.0, low=-2.0, high=2.0),
+        frequency_penalty=_number(params, "frequency_penalty", default=0.0, low=-2.0, high=2.0),
+        logit_bias=_logit_bias(params, limits),
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+    )
+    max_tokens = _count(params, "max_tokens", limits.max_tokens, lowest=1)
+    if max_tokens is not None and params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            "sampling.min_tokens", f"{params.min_tokens} is more than max_tokens ({max_tokens})"
+        )
+    if params.min_tokens > limits.max_tokens:
+        raise InvalidRequest("sampling.min_tokens", f"must be at most {limits.max_tokens}")
+    _check_stop_strings(params.stop, limits)
+    _check_stop_token_ids(params.stop_token_ids, limits)
+    sampling.stop_token_ids.extend(params.stop_token_ids)
+    n = _count(params, "n", limits.max_choices, lowest=1)
+    logprobs = _count(params, "logprobs", limits.max_logprobs)
+    if logprobs is not None:
+        sampling.num_logprobs = logprobs
+    return CheckedSampling(
+        token_sampling=sampling,
+        n=1 if n is None else n,
+        max_tokens=max_tokens,
+        stop=tuple(params.stop),
+        include_stop_in_output=params.include_stop_in_output,
+        skip_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
+        prompt_logprobs=_count(params, "prompt_logprobs", limits.max_logprobs),
+        truncate_prompt_tokens=_count(params, "truncate_prompt_tokens", 2**32, lowest=1),
+    )
+
+
+def check_speculation(
+    params: api.SpeculationParams, default_mode: pb.VerifyMode.ValueType
+) -> CheckedSpeculation:
+    """Check what a client overrides about speculation; no draft tokens means no speculation."""
+    mode = params.verify_mode
+    if mode not in pb.VerifyMode.values():
+        raise InvalidRequest("speculation.verify_mode", f"{mode} is not a known mode")
+    enabled = params.enabled if params.HasField("enabled") else True
+    max_draft_tokens = params.max_draft_tokens if params.HasField("max_draft_tokens") else None
+    return CheckedSpeculation(
+        enabled=enabled and max_draft_tokens != 0,
+        verify_mode=mode or default_mode,
+        max_draft_tokens=max_draft_tokens,
+    )
+
+
+def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
+    """Text that is too long is refused before it is tokenised."""
+    if num_bytes == 0:
+        raise InvalidRequest(field, "must not be empty")
+    if num_bytes > limits.max_prompt_bytes:
+        raise InvalidRequest(field, f"{num_bytes} bytes are more than the limit of {limits.max_prompt_bytes}")
+
+
+def check_prompt(
+    field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits
+) -> list[int]:
+    """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
+    if not token_ids:
+        raise InvalidRequest(field, "must not be empty")
+    if max(token_ids) >= limits.vocab_size:
+        index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
+        raise InvalidRequest(
+            f"{field}.token_ids[{index}]" if field == "prompt_token_ids" else field,
+            f"token id {token_ids[index]} is outside the vocabulary of {limits.vocab_size}",
+        )
+    kept = list(token_ids)
+    if sampling.truncate_prompt_tokens is not None:
+        kept = kept[-sampling.truncate_prompt_tokens :]
+    if len(kept) >= limits.max_model_len:
+        raise InvalidRequest(
+            field, f"{len(kept)} tokens leave no room for output in a context of {limits.max_model_len}"
+        )
+    return kept
+
+
+def resolve_max_tokens(sampling: CheckedSampling, num_prompt_tokens: int, limits: Limits) -> int:
+    """Most output tokens: what was asked for, at most what the context leaves and the deployment allows."""
+    room = limits.max_model_len - num_prompt_tokens
+    wanted = limits.max_tokens if sampling.max_tokens is None else sampling.max_tokens
+    return min(room, wanted)
+
+
+def _number(
+    params: api.SamplingParams,
+    name: str,
+    *,
+    default: float,
+    low: float,
+    high: float = math.inf,
+    open_low: bool = False,
+) -> float:
+    if not params.HasField(name):  # type: ignore[arg-type]
+        return default
+    value: float = getattr(params, name)
+    if not math.isfinite(value):
+        raise InvalidRequest(f"sampling.{name}", "must be a finite number")
+    if value < low or value > high or (open_low and value == low):
+        if high == math.inf:
+            raise InvalidRequest(f"sampling.{name}", f"{value} is negative")
+        bracket = "(" if open_low else "["
+        raise InvalidRequest(f"sampling.{name}", f"{value} is outside {bracket}{low:g}, {high:g}]")
+    return value
+
+
+def _count(params: api.SamplingParams, name: str, highest: int, lowest: int = 0) -> int | None:
+    if not params.HasField(name):  # type: ignore[arg-type]
+        return None
+    value: int = getattr(params, name)
+    if not lowest <= value <= highest:
+        raise InvalidRequest(f"sampling.{name}", f"{value} is outside {lowest}..{highest}")
+    return value
+
+
+def _logit_bias(params: api.SamplingParams, limits: Limits) -> dict[int, float]:
+    biases = dict(params.logit_bias)
+    if len(biases) > limits.max_logit_bias:
+        raise InvalidRequest("sampling.logit_bias", f"must have at most {limits.max_logit_bias} entries")
+    for token_id, bias in biases.items():
+        if token_id >= limits.vocab_size:
+            raise InvalidRequest(
+                f"sampling.logit_bias[{token_id}]", f"outside the vocabulary of {limits.vocab_size}"
+            )
+        if not -100 <= bias <= 100:
+            raise InvalidRequest(f"sampling.logit_bias[{token_id}]", f"{bias} is outside [-100, 100]")
+    return biases
+
+
+def _check_stop_strings(stop: Sequence[str], limits: Limits) -> None:
+    if len(stop) > limits.max_stop_strings:
+        raise InvalidRequest(
+            "sampling.stop", f"{len(stop)} strings are more than the limit of {limits.max_stop_strings}"
+        )
+    for index, string in enumerate(stop):
+        if not string:
+            raise InvalidRequest(f"sampling.stop[{index}]", "must not be empty")
+        if len(string.encode()) > limits.max_stop_string_bytes:
+            raise InvalidRequest(
+                f"sampling.stop[{index}]", f"must be at most {limits.max_stop_string_bytes} bytes"
+            )
+
+
+def _check_stop_token_ids(token_ids: Sequence[int], limits: Limits) -> None:
+    if len(token_ids) > _MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("sampling.stop_token_ids", f"must have at most {_MAX_STOP_TOKEN_IDS} ids")
+    for index, token_id in enumerate(token_ids):
+        if token_id >= limits.vocab_size:
+            raise InvalidRequest(
+                f"sampling.stop_token_ids[{index}]",
+                f"{token_id} is outside the vocabulary of {limits.vocab_size}",
+            )

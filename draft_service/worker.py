@@ -1,0 +1,22 @@
+"""The draft's engine process."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY
+
+from draft_service.drafter import Drafter
+from draft_service.metrics import DraftRecorder
+from specdec.config import DraftSettings
+from specdec.rpc.frames import EnginePort
+from specdec.telemetry import DraftMetrics
+from specdec.v1 import draft_pb2
+from specdec.worker.entry import run_role
+from specdec.worker.loop import Wire
+
+_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult)
+
+
+def run_engine(port: EnginePort, settings: DraftSettings) -> None:
+    """Entry of the process: returns when the servicer is gone or says stop."""
+    recorder = DraftRecorder(DraftMetrics(REGISTRY))
+    run_role(port, settings, _WIRE, lambda worker, built: Drafter(worker, built, settings, recorder))

@@ -1,0 +1,68 @@
+"""`specdec demo`: start the shipped pair, complete a prompt with and without speculation, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
+import specdec
+from specdec.cli.errors import StartupFailed, reported_errors
+from specdec.cli.generate import Display, run_request
+from specdec.cli.local_plan import LocalPlan, shipped_model
+from specdec.cli.up import Device, DraftModel, TargetModel, running_cluster, stop_on_signals
+from specdec.client import ClientSettings
+from specdec.v1 import coordinator_pb2
+
+PROMPTS = Path(specdec.__file__).resolve().parents[1] / "models" / "prompts.json"
+
+
+def demo(
+    target: TargetModel = None,
+    draft: DraftModel = None,
+    device: Device = "auto",
+    prompt: Annotated[
+        str | None, typer.Option(help="[default: a held-out one of the pair's language]", show_default=False)
+    ] = None,
+    prompt_id: Annotated[str | None, typer.Option(help="One of models/prompts.json.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.", min=0)] = 0.8,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.", min=0)] = 1,
+) -> None:
+    """Start the shipped pair on free ports, complete a prompt with and without speculation, stop."""
+    console = Console(stderr=True, highlight=False)
+    with reported_errors(console), stop_on_signals():
+        plan = LocalPlan(
+            target_model=target or shipped_model("target"),
+            draft_model=draft or shipped_model("draft"),
+            device=device,
+            free_ports=True,
+        )
+        request = coordinator_pb2.GenerateRequest(prompt=prompt or held_out_prompt(prompt_id))
+        request.sampling.temperature = temperature
+        request.sampling.seed = seed
+        request.sampling.max_tokens = max_tokens
+        with running_cluster(plan, console) as cluster:
+            console.print(Rule("prompt", style="dim"))
+            console.print(Text(request.prompt, style="dim"), soft_wrap=True)
+            console.print(Rule("completion", style="dim"))
+            display = Display(show_origin=True, compare=True)
+            asyncio.run(run_request(cluster.address, ClientSettings(timeout_s=300), request, display))
+
+
+def held_out_prompt(prompt_id: str | None = None) -> str:
+    """Return a prompt the pair was not trained on: the first, or this one. Raises StartupFailed."""
+    try:
+        prompts = json.loads(PROMPTS.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StartupFailed(f"cannot read {PROMPTS}: {error}") from error
+    for entry in prompts:
+        if prompt_id is None or entry["id"] == prompt_id:
+            return str(entry["text"])
+    raise StartupFailed(f"no prompt {prompt_id!r} in {PROMPTS}")

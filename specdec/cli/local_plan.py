@@ -1,0 +1,160 @@
+"""Turns the wishes of `specdec up` into services to start on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import specdec
+from specdec.cli.cluster import RoleSettings, free_port, service_spec
+from specdec.cli.cores import CoreAssignment, assign_cores
+from specdec.cli.devices import (
+    DevicePlan,
+    count_gpus,
+    divide_memory,
+    free_gpu_bytes,
+    plan_devices,
+    weights_bytes,
+)
+from specdec.cli.errors import StartupFailed
+from specdec.cli.service_process import ServiceSpec
+
+PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053}
+METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
+DRAIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPlan:
+    """What to start. Settings by role are setting names and values, as the services know them."""
+
+    target_model: str
+    draft_model: str
+    device: str = "auto"
+    num_targets: int = 1
+    num_drafts: int = 1
+    ports: Mapping[str, int] = field(default_factory=lambda: PORTS)
+    free_ports: bool = False
+    """Take ports that are free, and serve no metrics, so that any number can run on one machine."""
+    target_settings: Mapping[str, object] = field(default_factory=dict)
+    draft_settings: Mapping[str, object] = field(default_factory=dict)
+    coordinator_settings: Mapping[str, object] = field(default_factory=dict)
+
+
+def shipped_model(role: str) -> str:
+    """Return the folder of the shipped target or draft. Raises StartupFailed when it is not there."""
+    folder = Path(specdec.__file__).resolve().parents[1] / "models" / role
+    if not (folder / "config.json").is_file():
+        raise StartupFailed(f"the shipped {role} is not at {folder}; name a model with --{role}")
+    return str(folder)
+
+
+def plan_services(
+    plan: LocalPlan, *, environment: Mapping[str, str] | None = None, cores: Sequence[int] | None = None
+) -> list[ServiceSpec]:
+    """Return the services of a plan, replicas first.
+
+    Args:
+        environment: Where SPECDEC_* settings are looked for; None: this process's.
+        cores: What may be used; None: what this process may use.
+
+    Raises:
+        StartupFailed: The device is not there, or memory does not suffice.
+    """
+    environment = os.environ if environment is None else environment
+    assignment = assign_cores(sorted(os.sched_getaffinity(0)) if cores is None else cores)
+    devices = _devices(plan)
+    specs = [
+        *_replicas(plan, "target", plan.num_targets, assignment, devices, environment),
+        *_replicas(plan, "draft", plan.num_drafts, assignment, devices, environment),
+    ]
+    addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
+    settings = RoleSettings(
+        defaults=_common_defaults(plan, "coordinator", 0),
+        overrides={**plan.coordinator_settings, "targets": addresses["target"], "drafts": addresses["draft"]},
+    )
+    port = _port(plan, "coordinator", 0)
+    specs.append(
+        service_spec("coordinator", "coordinator", port, settings, environment=environment, cores=assignment.shared)
+    )
+    return specs
+
+
+def _devices(plan: LocalPlan) -> DevicePlan:
+    try:
+        devices = plan_devices(plan.device, 0 if plan.device == "cpu" else count_gpus())
+        if devices.target == devices.draft != "cpu":
+            weights = weights_bytes(plan.target_model) + weights_bytes(plan.draft_model)
+            return divide_memory(devices, free_gpu_bytes(devices.target), weights)
+    except ValueError as error:
+        raise StartupFailed(str(error)) from error
+    return devices
+
+
+def _replicas(
+    plan: LocalPlan,
+    role: str,
+    count: int,
+    assignment: CoreAssignment,
+    devices: DevicePlan,
+    environment: Mapping[str, str],
+) -> list[ServiceSpec]:
+    is_target = role == "target"
+    engine_cores = assignment.target_engine if is_target else assignment.draft_engine
+    device, kv_bytes = (
+        (devices.target, devices.target_kv_bytes) if is_target else (devices.draft, devices.draft_kv_bytes)
+    )
+    specs = []
+    for number, cores in enumerate(split_evenly(engine_cores, count)):
+        defaults: dict[str, object] = _common_defaults(plan, role, number)
+        defaults |= {"device": device, "engine_cores": cores}
+        if device == "cpu":
+            defaults["num_threads"] = len(cores)
+        if kv_bytes is not None:
+            defaults["kv_cache_memory_bytes"] = kv_bytes // count
+        settings = RoleSettings(
+            defaults=defaults,
+            overrides={
+                **(plan.target_settings if is_target else plan.draft_settings),
+                "model": plan.target_model if is_target else plan.draft_model,
+            },
+        )
+        name = role if number == 0 else f"{role}-{number}"
+        port = _port(plan, role, number)
+        all_cores = sorted({*cores, *assignment.shared})
+        specs.append(service_spec(role, name, port, settings, environment=environment, cores=all_cores))
+    return specs
+
+
+def _common_defaults(plan: LocalPlan, role: str, number: int) -> dict[str, object]:
+    metrics_port = METRICS_PORTS[role] if number == 0 and not plan.free_ports else None
+    return {"metrics_port": metrics_port, "log_format": "console", "drain_s": DRAIN_S}
+
+
+def _port(plan: LocalPlan, role: str, number: int) -> int:
+    return free_port() if plan.free_ports or number else plan.ports[role]
+
+
+def split_evenly(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Return `count` shares of the cores, as equal as can be; shares overlap when there are fewer cores."""
+    if count == 0:
+        return []
+    if len(cores) < count:
+        return [(cores[number % len(cores)],) for number in range(count)]
+    bounds = [len(cores) * number // count for number in range(count + 1)]
+    return [tuple(cores[low:high]) for low, high in itertools.pairwise(bounds)]
+
+
+def describe_placement(specs: Sequence[ServiceSpec]) -> list[tuple[str, str, str]]:
+    """Return (name, address, place) of each service, for people."""
+    rows = []
+    for spec in specs:
+        prefix = f"SPECDEC_{spec.module.removesuffix('_service').upper()}_"
+        device = spec.environment.get(f"{prefix}DEVICE", "")
+        engine_cores = spec.environment.get(f"{prefix}ENGINE_CORES", "")
+        place = f"cores {engine_cores}" if device == "cpu" and engine_cores else device
+        rows.append((spec.name, spec.address, place))
+    return rows

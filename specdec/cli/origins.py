@@ -1,0 +1,99 @@
+"""Colours text by the origin of its tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.text import Text
+
+from specdec.v1 import common_pb2, coordinator_pb2
+
+ORIGIN_NAMES = {
+    common_pb2.ORIGIN_PREFILL: "prefill",
+    common_pb2.ORIGIN_DRAFT: "draft",
+    common_pb2.ORIGIN_RECOVERED: "recovered",
+    common_pb2.ORIGIN_BONUS: "bonus",
+    common_pb2.ORIGIN_DECODE: "decode",
+}
+ORIGIN_STYLES = {
+    common_pb2.ORIGIN_UNSPECIFIED: "",
+    common_pb2.ORIGIN_PREFILL: "magenta",
+    common_pb2.ORIGIN_DRAFT: "green",
+    common_pb2.ORIGIN_RECOVERED: "red",
+    common_pb2.ORIGIN_BONUS: "cyan",
+    common_pb2.ORIGIN_DECODE: "yellow",
+}
+ORIGIN_MEANINGS = {
+    common_pb2.ORIGIN_DRAFT: "guessed by the draft, accepted",
+    common_pb2.ORIGIN_RECOVERED: "the target's token where the draft was wrong",
+    common_pb2.ORIGIN_BONUS: "the target's token after a proposal that was right to its end",
+    common_pb2.ORIGIN_DECODE: "decoded without a proposal",
+    common_pb2.ORIGIN_PREFILL: "first token",
+}
+HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+
+
+def legend() -> Text:
+    """Return one line per origin: its name in its colour, and what it means."""
+    text = Text()
+    for origin, meaning in ORIGIN_MEANINGS.items():
+        text.append(f"  {ORIGIN_NAMES[origin]:<10}", style=ORIGIN_STYLES[origin])
+        text.append(f"{meaning}\n", style="dim")
+    return text
+
+
+@dataclass(slots=True)
+class _Pending:
+    text: str
+    origin: common_pb2.Origin.ValueType
+
+
+class OriginPainter:
+    """Splits one choice's text into spans of one origin each.
+
+    Text may come later than its tokens (held back for a stop string, or half a character), so tokens whose
+    text has not come yet are remembered. All text is returned exactly once, in order.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[_Pending] = deque()
+        self._last: common_pb2.Origin.ValueType = common_pb2.ORIGIN_UNSPECIFIED
+
+    def paint(self, delta: coordinator_pb2.ChoiceDelta) -> list[tuple[str, common_pb2.Origin.ValueType]]:
+        """Return the delta's text as (span, origin) pairs."""
+        self._pending.extend(_Pending(token.text, token.origin) for token in delta.tokens)
+        return list(self._spans(delta.text))
+
+    def _spans(self, text: str) -> Iterator[tuple[str, common_pb2.Origin.ValueType]]:
+        position = 0
+        while position < len(text):
+            rest = text[position:]
+            if not self._pending:
+                yield rest, self._last
+                return
+            token = self._pending[0]
+            self._last = token.origin
+            if rest.startswith(token.text):
+                self._pending.popleft()
+                length = len(token.text)
+            elif token.text.startswith(rest):
+                token.text = token.text[len(rest) :]
+                length = len(rest)
+            else:
+                length = self._skip_unmatched(rest)
+            if length:
+                yield rest[:length], token.origin
+                position += length
+
+    def _skip_unmatched(self, rest: str) -> int:
+        """Drop the first token and those after it up to one whose text occurs in `rest`; return where."""
+        self._pending.popleft()
+        while self._pending:
+            token = self._pending[0]
+            found = rest.find(token.text) if token.text and HALF_CHARACTER not in token.text else -1
+            if found >= 0:
+                return found
+            self._pending.popleft()
+        return len(rest)

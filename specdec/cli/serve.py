@@ -1,0 +1,35 @@
+"""`specdec serve`: one service in this process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated
+
+import typer
+
+from specdec.cli.cluster import MODULES
+from specdec.cli.errors import EXIT_FAILURE, EXIT_USAGE
+
+# Flags belong to the service, which has its own --help.
+PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+def serve(
+    context: typer.Context,
+    role: Annotated[str, typer.Argument(metavar="target|draft|coordinator", help="The service to run.")],
+) -> None:
+    """Run one service here. Flags after its name are the service's: specdec serve target --help."""
+    if role in ("--help", "-h"):
+        typer.echo(context.get_help())
+        raise typer.Exit
+    if role not in MODULES:
+        typer.echo(f"specdec serve: {role!r} is none of {', '.join(MODULES)}", err=True)
+        raise typer.Exit(EXIT_USAGE)
+    try:
+        service = importlib.import_module(f"{MODULES[role]}.__main__")
+    except ModuleNotFoundError as error:
+        if error.name not in ("torch", "transformers", "safetensors"):
+            raise
+        typer.echo(f"specdec serve {role}: {error.name} is missing; pip install 'specdec[engine]'", err=True)
+        raise typer.Exit(EXIT_FAILURE) from None
+    raise typer.Exit(service.main(context.args) or 0)

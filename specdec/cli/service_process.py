@@ -1,0 +1,105 @@
+"""One service as a child process, with its log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSpec:
+    """How to start a service."""
+
+    name: str
+    """For messages and the log's name, for example target or target-1."""
+    module: str
+    """Run as `python -m MODULE`."""
+    address: str
+    """host:port of its gRPC server."""
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's environment."""
+    cores: tuple[int, ...] = ()
+    """Cores it may run on; empty: all."""
+
+
+class ServiceProcess:
+    """A service that runs, or ran. It dies with the thread that called `start`."""
+
+    def __init__(self, spec: ServiceSpec, log_path: Path) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.told_to_end = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it in a session of its own, which a terminal's Ctrl-C does not reach; append to its log."""
+        self.told_to_end = False
+        command = [sys.executable, "-m", "specdec.cli.child", str(os.getpid())]
+        command += [",".join(map(str, self.spec.cores)), self.spec.module, *self.spec.arguments]
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.spec.environment},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, once started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code (negative: killed by that signal), or None while it runs or was never started."""
+        return self._process.poll() if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def terminate(self) -> None:
+        """Ask it to drain and leave."""
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its process, not to its children; nothing happens when it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            self.told_to_end |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it and its own children at once, as a machine that fails would; returns when it is gone."""
+        if self._process is None:
+            return
+        self.told_to_end = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; return whether it came in time."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def last_log_lines(self, count: int = 15) -> Sequence[str]:
+        """Return the end of its log."""
+        try:
+            return self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+        except OSError:
+            return []

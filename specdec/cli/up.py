@@ -1,0 +1,145 @@
+"""`specdec up`: the three services as processes on loopback, until Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from specdec.cli.cluster import Cluster
+from specdec.cli.errors import reported_errors
+from specdec.cli.local_plan import PORTS, LocalPlan, describe_placement, plan_services, shipped_model
+from specdec.cli.log_view import LogView
+from specdec.cli.tables import make_table
+
+_CHECK_S = 0.2
+
+TargetModel = Annotated[
+    str | None,
+    typer.Option("--target", help="Folder or hub id. [default: the shipped one]", show_default=False),
+]
+DraftModel = Annotated[
+    str | None,
+    typer.Option("--draft", help="Folder or hub id. [default: the shipped one]", show_default=False),
+]
+Device = Annotated[str, typer.Option(help="auto takes GPUs where there are any.", metavar="auto|cpu|cuda")]
+
+
+def up(
+    target: TargetModel = None,
+    draft: DraftModel = None,
+    device: Device = "auto",
+    num_targets: Annotated[int, typer.Option(help="Target replicas.", min=1)] = 1,
+    num_drafts: Annotated[int, typer.Option(help="Draft replicas; 0 decodes plainly.", min=0)] = 1,
+    port: Annotated[int, typer.Option(help="The coordinator's.", min=1, max=65535)] = PORTS["coordinator"],
+    target_port: Annotated[int, typer.Option(help="The first target's.", min=1, max=65535)] = PORTS["target"],
+    draft_port: Annotated[int, typer.Option(help="The first draft's.", min=1, max=65535)] = PORTS["draft"],
+    free_ports: Annotated[bool, typer.Option("--free-ports", help="Take free ports, serve no metrics.")] = False,
+    target_set: Annotated[
+        list[str] | None,
+        typer.Option(help="Any setting of the target; may be repeated.", metavar="NAME=VALUE"),
+    ] = None,
+    draft_set: Annotated[
+        list[str] | None,
+        typer.Option(help="Any setting of the draft; may be repeated.", metavar="NAME=VALUE"),
+    ] = None,
+    coordinator_set: Annotated[
+        list[str] | None, typer.Option(help="Any setting of the coordinator.", metavar="NAME=VALUE")
+    ] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. [default: a temporary one]")] = None,
+    logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs, too.")] = False,
+) -> None:
+    """Start target, draft and coordinator here; stop all on Ctrl-C.
+
+    Each engine has its own GPU, or its own cores where there is no GPU. The services read SPECDEC_TARGET_*,
+    SPECDEC_DRAFT_* and SPECDEC_COORDINATOR_*, too.
+    """
+    console = Console(stderr=True, highlight=False)
+    with reported_errors(console), stop_on_signals():
+        plan = LocalPlan(
+            target_model=target or shipped_model("target"),
+            draft_model=draft or (shipped_model("draft") if num_drafts else ""),
+            device=device,
+            num_targets=num_targets,
+            num_drafts=num_drafts,
+            ports={"coordinator": port, "target": target_port, "draft": draft_port},
+            free_ports=free_ports,
+            target_settings=parse_settings(target_set or [], "--target-set"),
+            draft_settings=parse_settings(draft_set or [], "--draft-set"),
+            coordinator_settings=parse_settings(coordinator_set or [], "--coordinator-set"),
+        )
+        with running_cluster(plan, console, log_dir) as cluster:
+            console.print(f"Ready at {cluster.address}. Try:", style="bold")
+            console.print(f'  specdec generate --address {cluster.address} --show-origin "def fibonacci(n):"')
+            console.print("Ctrl-C stops all.", style="dim")
+            _watch(cluster, LogView(cluster, console) if logs else None)
+
+
+def _watch(cluster: Cluster, log_view: LogView | None) -> None:
+    """Run until Ctrl-C. Raises StartupFailed when a service ends by itself."""
+    coordinator = cluster.services["coordinator"]
+    while True:
+        cluster.check_running()
+        if log_view is not None:
+            log_view.show_new_lines()
+        coordinator.wait(_CHECK_S)
+
+
+@contextmanager
+def running_cluster(plan: LocalPlan, console: Console, log_dir: Path | None = None) -> Iterator[Cluster]:
+    """Start a plan's services, saying what is waited for; stop them at the end. Raises StartupFailed."""
+    specs = plan_services(plan)
+    table = make_table("Services", "service", "address", "place")
+    for row in describe_placement(specs):
+        table.add_row(*row)
+    console.print(table)
+    with Cluster(specs, log_dir=log_dir) as cluster:
+        console.print(f"logs: {cluster.log_dir}", style="dim")
+        with console.status("starting") as status:
+
+            def show(what: str) -> None:
+                if console.is_terminal:
+                    status.update(f"waiting for {what}")
+                else:
+                    console.print(f"waiting for {what}")
+
+            cluster.start(show)
+        try:
+            yield cluster
+        finally:
+            with console.status("stopping"):
+                cluster.stop()
+            console.print("Stopped.", style="dim")
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP stop as Ctrl-C does; only in the main thread."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def parse_settings(entries: list[str], flag: str) -> dict[str, object]:
+    """Parse NAME=VALUE entries. Raises typer.BadParameter when one is malformed."""
+    settings: dict[str, object] = {}
+    for entry in entries:
+        name, separator, value = entry.partition("=")
+        if not separator or not name:
+            raise typer.BadParameter(f"{entry!r} is not NAME=VALUE", param_hint=flag)
+        name = name.strip().replace("-", "_")
+        settings[name] = value == "true" if value in ("true", "false") else value
+    return settings

@@ -1,0 +1,225 @@
+"""A small typed client of the coordinator."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TypeVar
+
+import grpc
+from google.protobuf import descriptor
+
+from specdec.rpc.errors import Internal, from_rpc_error
+from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
+
+_T = TypeVar("_T")
+
+# gRPC retries by itself what was refused or never reached a server. A stream is retried only before its first
+# chunk, so no token is ever delivered twice.
+RETRY_POLICY = {
+    "maxAttempts": 4,
+    "initialBackoff": "0.1s",
+    "maxBackoff": "2s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["UNAVAILABLE"],
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientSettings:
+    """How to reach the coordinator. Times in seconds."""
+
+    timeout_s: float | None = None
+    """Deadline of one call; the server learns it and stops working for a call that has passed it."""
+    keepalive_s: float = 30.0
+    max_message_bytes: int = 16 * 1024 * 1024
+    root_certificates: bytes | None = None
+    """PEM; turns TLS on."""
+    client_certificate: tuple[bytes, bytes] | None = None
+    """PEM key and certificate chain, for mutual TLS."""
+    metadata: tuple[tuple[str, str], ...] = ()
+
+    def channel_options(self) -> list[tuple[str, str | int]]:
+        """Options of the gRPC channel: retries, keepalive, message limits."""
+        service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
+        return [
+            ("grpc.service_config", service_config(service)),
+            ("grpc.keepalive_time_ms", int(self.keepalive_s * 1000)),
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+        ]
+
+
+def service_config(service: descriptor.ServiceDescriptor) -> str:
+    """Return the gRPC service config that retries all methods of a service."""
+    return json.dumps(
+        {"methodConfig": [{"name": [{"service": service.full_name}], "retryPolicy": RETRY_POLICY}]}
+    )
+
+
+class Client:
+    """Calls one coordinator. Use as an async context manager, inside one event loop.
+
+    Every method raises the typed errors of `specdec.rpc.errors`.
+    """
+
+    def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
+        self.address = address
+        self._settings = settings or ClientSettings()
+        self._channel = self._open_channel()
+        self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        settings = self._settings
+        if settings.root_certificates is None:
+            return grpc.aio.insecure_channel(self.address, options=settings.channel_options())
+        key, chain = settings.client_certificate or (None, None)
+        credentials = grpc.ssl_channel_credentials(settings.root_certificates, key, chain)
+        return grpc.aio.secure_channel(self.address, credentials, options=settings.channel_options())
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the channel; running calls are cancelled."""
+        await self._channel.close()
+
+    async def generate(
+        self, request: coordinator_pb2.GenerateRequest
+    ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
+        """Yield the chunks of a request. Leaving the iteration (`aclose`) cancels the request."""
+        call = self._stub.Generate(
+            request, timeout=self._settings.timeout_s, metadata=self._settings.metadata
+        )
+        try:
+            async for chunk in call:
+                yield chunk
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
+
+    async def complete(self, request: coordinator_pb2.GenerateRequest) -> Completion:
+        """Return the whole answer to a request."""
+        completion = Completion()
+        async for chunk in self.generate(request):
+            completion.add(chunk)
+        return completion
+
+    async def abort(self, request_id: str) -> bool:
+        """End a running request; return whether there was one."""
+        request = coordinator_pb2.AbortRequest(request_id=request_id)
+        return (await self._call(self._stub.Abort, request)).aborted
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        request = coordinator_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list((await self._call(self._stub.Tokenize, request)).token_ids)
+
+    async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        request = coordinator_pb2.DetokenizeRequest(
+            token_ids=token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return (await self._call(self._stub.Detokenize, request)).text
+
+    async def model_info(self) -> coordinator_pb2.GetModelInfoResponse:
+        """Return what is served."""
+        return await self._call(self._stub.GetModelInfo, coordinator_pb2.GetModelInfoRequest())
+
+    async def status(self) -> coordinator_pb2.GetStatusResponse:
+        """Return replicas, load and limits."""
+        return await self._call(self._stub.GetStatus, coordinator_pb2.GetStatusRequest())
+
+    async def _call(self, method: Callable[..., Awaitable[_T]], request: object) -> _T:
+        try:
+            return await method(request, timeout=self._settings.timeout_s, metadata=self._settings.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+
+
+@dataclass(slots=True)
+class CompletedChoice:
+    """What has come of one choice so far."""
+
+    text: str = ""
+    tokens: list[coordinator_pb2.OutputToken] = field(default_factory=list)
+    finished: coordinator_pb2.ChoiceFinished | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Ids of the output tokens."""
+        return [token.id for token in self.tokens]
+
+
+@dataclass(slots=True)
+class Completion:
+    """What has come of a request so far, and when. Times in seconds since the object was made."""
+
+    started: coordinator_pb2.GenerateStarted | None = None
+    prompt_logprobs: coordinator_pb2.PromptLogprobs | None = None
+    choices: dict[int, CompletedChoice] = field(default_factory=dict)
+    finished: coordinator_pb2.GenerateFinished | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    num_first_tokens: int = 0
+    """Tokens in the first chunk that had any; they do not count for the decoding speed."""
+    _begin_s: float = field(default_factory=time.perf_counter)
+
+    def add(self, chunk: coordinator_pb2.GenerateResponse) -> None:
+        """Take in the next chunk."""
+        match chunk.WhichOneof("chunk"):
+            case "started":
+                self.started = chunk.started
+            case "prompt_logprobs":
+                self.prompt_logprobs = chunk.prompt_logprobs
+            case "delta":
+                self._add_delta(chunk.delta)
+            case "choice_finished":
+                self._choice(chunk.choice_finished.index).finished = chunk.choice_finished
+            case "finished":
+                self.finished = chunk.finished
+
+    def _add_delta(self, delta: coordinator_pb2.ChoiceDelta) -> None:
+        choice = self._choice(delta.index)
+        choice.text += delta.text
+        choice.tokens.extend(delta.tokens)
+        if delta.tokens:
+            self.last_token_s = time.perf_counter() - self._begin_s
+            if self.first_token_s is None:
+                self.first_token_s = self.last_token_s
+                self.num_first_tokens = len(delta.tokens)
+
+    def _choice(self, index: int) -> CompletedChoice:
+        return self.choices.setdefault(index, CompletedChoice())
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens of all choices."""
+        return sum(len(choice.tokens) for choice in self.choices.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Decoding speed, the first chunk (prefill) not counted; None when nothing came after it."""
+        if self.first_token_s is None or self.last_token_s is None or self.last_token_s <= self.first_token_s:
+            return None
+        return (self.num_tokens - self.num_first_tokens) / (self.last_token_s - self.first_token_s)
+
+    @property
+    def identity(self) -> list[tuple[int, list[int], str]]:
+        """What must be equal between two runs: every choice's tokens and text."""
+        return [(index, choice.token_ids, choice.text) for index, choice in sorted(self.choices.items())]
+
+    def require_finished(self) -> coordinator_pb2.GenerateFinished:
+        """Return the last chunk. Raises Internal when the stream ended without one."""
+        if self.finished is None:
+            raise Internal("the stream ended without its last chunk", reason="STREAM_INCOMPLETE")
+        return self.finished

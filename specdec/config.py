@@ -1,0 +1,187 @@
+"""The settings of the three services, and how they are read: flags, SPECDEC_* environment, a file, defaults.
+
+    python -m target_service --model models/target --num-threads 2
+    SPECDEC_TARGET_MODEL=models/target python -m target_service
+    python -m target_service --config target.yaml
+
+A flag wins over the environment, the environment over the file, the file over the default.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic_settings import NoDecode
+
+from specdec.engine.settings import EngineSettings
+from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings
+from specdec.settings_sources import load_settings, settings_or_exit
+
+__all__ = ["CoordinatorSettings", "DraftSettings", "TargetSettings", "load_settings", "settings_or_exit"]
+
+
+def _split_commas(value: Any) -> Any:
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    return value
+
+
+def _check_address(address: str) -> str:
+    host, separator, port = address.rpartition(":")
+    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"{address!r} is not host:port")
+    return address
+
+
+Address = Annotated[str, BeforeValidator(_check_address)]
+Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
+VerifyModeName = Literal["coupled", "rejection"]
+
+
+class ReplicaSettings(ReplicaServiceSettings, EngineSettings):
+    """What targets and drafts have in common: an engine behind a gRPC server."""
+
+    model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name clients use; null: the last part of the model's path or id.",
+    )
+    session_ttl_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="How long a session outlives its coordinator's stream before it is freed.",
+    )
+    max_sessions: int = Field(default=256, ge=1, description="Most sessions at once.")
+    verify_mode: VerifyModeName = Field(
+        default="coupled", description="How proposals are verified when a session does not say."
+    )
+
+    @property
+    def served_name(self) -> str:
+        """The name clients use."""
+        return self.model_name or Path(self.model).name
+
+
+class TargetSettings(ReplicaSettings):
+    """Settings of a target replica."""
+
+    env_prefix: ClassVar[str] = "SPECDEC_TARGET_"
+
+    port: int = Field(
+        default=50052, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one."
+    )
+    metrics_port: int | None = Field(
+        default=9092,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
+    )
+    max_proposal_nodes: int = Field(
+        default=64, ge=1, le=64, description="Most nodes of one proposal or tree."
+    )
+    max_draft_tokens: int = Field(
+        default=8,
+        ge=0,
+        le=64,
+        description="Most draft tokens verified per session and step; 0 never speculates.",
+    )
+    hold_off_ms: float | None = Field(
+        default=None,
+        ge=0,
+        description="Longest wait of a step for a draft; null: what the cost model finds worth it.",
+    )
+
+
+class DraftSettings(ReplicaSettings):
+    """Settings of a draft replica."""
+
+    env_prefix: ClassVar[str] = "SPECDEC_DRAFT_"
+
+    port: int = Field(
+        default=50053, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one."
+    )
+    metrics_port: int | None = Field(
+        default=9093,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
+    )
+    max_ahead_tokens: int = Field(
+        default=16, ge=1, le=64, description="How far past the last committed token it may draft."
+    )
+    max_draft_tokens: int = Field(
+        default=8, ge=1, le=64, description="Most tokens of one proposal's main path."
+    )
+    max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal.")
+    num_sparse: int = Field(
+        default=64,
+        ge=1,
+        le=64,
+        description="Rejection mode: tokens of the truncated distribution drafted from.",
+    )
+
+
+class CoordinatorSettings(ServiceSettings, ClientSettings):
+    """Settings of a coordinator."""
+
+    env_prefix: ClassVar[str] = "SPECDEC_COORDINATOR_"
+
+    targets: Addresses = Field(description="Target replicas, host:port, separated by commas.", min_length=1)
+    drafts: Addresses = Field(default=(), description="Draft replicas, host:port; none: plain decoding.")
+    tokenizer: Path | None = Field(
+        default=None, description="Directory with tokenizer.json; null: fetched from a target."
+    )
+    owner_id: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9._-]{1,64}$",
+        description="Name of this process; null: host and a random id.",
+    )
+    redis_url: str | None = Field(
+        default=None,
+        pattern=r"^(redis|rediss|unix)://",
+        description="Journal of running requests; null: none.",
+    )
+
+    max_running: int = Field(default=64, ge=1, description="Most requests that run at once.")
+    max_waiting: int = Field(default=256, ge=0, description="Most requests that wait for a place.")
+    queue_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a place.")
+    credit_window_tokens: int = Field(
+        default=256, ge=1, description="How far a target may run ahead of what was written to the client."
+    )
+
+    max_choices: int = Field(default=16, ge=1, description="Most choices of a request.")
+    max_tokens_limit: int = Field(default=4096, ge=1, description="Most output tokens of a choice.")
+    max_stop_strings: int = Field(default=16, ge=0, description="Most stop strings of a request.")
+    max_stop_string_bytes: int = Field(default=256, ge=1, description="Longest stop string, in UTF-8.")
+    max_logprobs: int = Field(default=20, ge=0, description="Most alternatives per log-probability.")
+    max_logit_bias: int = Field(default=1024, ge=0, description="Most tokens with a bias.")
+    max_prompt_bytes: int = Field(default=4 * 1024 * 1024, ge=1, description="Longest prompt, in UTF-8.")
+
+    verify_mode: VerifyModeName = Field(
+        default="coupled", description="How proposals are verified when a request does not say."
+    )
+    speculate: bool = Field(default=True, description="Speculate when a request does not say.")
+    connect_timeout_s: float = Field(
+        default=5.0, gt=0, description="Longest attempt to connect to a replica."
+    )
+    reconnect_backoff_min_s: float = Field(default=0.1, gt=0, description="First wait before reconnecting.")
+    reconnect_backoff_max_s: float = Field(default=5.0, gt=0, description="Longest wait before reconnecting.")
+    target_timeout_s: float = Field(
+        default=30.0, gt=0, description="How long a session may be without a target before it fails."
+    )
+    draft_reopen_s: float = Field(
+        default=1.0, gt=0, description="Wait before a lost draft session is reopened."
+    )
+    resume_secret: SecretStr | None = Field(
+        default=None,
+        min_length=16,
+        description="Key of the resume tokens, the same on all coordinators; null: random, tokens die with the process.",
+    )
+
+    @model_validator(mode="after")
+    def _check_backoff(self) -> Self:
+        if self.reconnect_backoff_min_s > self.reconnect_backoff_max_s:
+            raise ValueError("reconnect_backoff_min_s must not be above reconnect_backoff_max_s")
+        return self

@@ -1,0 +1,182 @@
+"""A scheduled step as tensors: one ragged batch of prefill chunks, decodes and trees.
+
+Rows of one item are its new tokens, then its tree nodes; items follow each other. Row ``r`` attends to
+positions ``0 .. position_ids[r]``, always in order of position: the first ``context_lens[r]`` of them through
+the block table, the rest (only for nodes of branching trees) through
+``path_slots[path_offsets[r]:path_offsets[r + 1]]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from specdec.engine.scheduler import ScheduledItem, ScheduledStep
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Input of one forward pass, on the runner's device.
+
+    T rows, S sequences, R rows with logits, P path slots.
+
+    For every row: ``context_lens[r] + (path_offsets[r + 1] - path_offsets[r]) == position_ids[r] + 1``.
+
+    Attributes:
+        input_ids: [T] int64.
+        position_ids: [T] int64; a tree node's is that of a token at its depth.
+        slot_mapping: [T] int64, the physical slot (block * block_size + offset) that the row writes; no two
+            rows share one.
+        row_seq: [T] int32, the row's line of `block_tables`; never decreases.
+        context_lens: [T] int32, leading positions read through the block table, the row itself included
+            unless it has a path.
+        path_offsets: [T + 1] int32, bounds of each row's part of `path_slots`.
+        path_slots: [P] int32, physical slots of positions ``context_lens[r] ..``, in order of position, the
+            row itself last.
+        block_tables: [S, max_blocks] int32, padded with zeros.
+        logits_indices: [R] int64, rows whose logits are wanted, ascending.
+        num_seqs: S.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    slot_mapping: torch.Tensor
+    row_seq: torch.Tensor
+    context_lens: torch.Tensor
+    path_offsets: torch.Tensor
+    path_slots: torch.Tensor
+    block_tables: torch.Tensor
+    logits_indices: torch.Tensor
+    num_seqs: int
+
+
+@dataclass(slots=True)
+class ItemRows:
+    """Which rows of the logits are an item's: ``[row_start, row_start + num_rows)`` of ``[R, V]``.
+
+    They are [last pending token, node 0, node 1, ...] if the item completes, and before them every other
+    token of the chunk if the sequence wants prompt logits.
+    """
+
+    item: ScheduledItem
+    row_start: int
+    num_rows: int
+
+
+def build_batch(
+    step: ScheduledStep, block_size: int, device: torch.device | str
+) -> tuple[Batch, list[ItemRows]]:
+    """Lay a non-empty step out as tensors on `device`.
+
+    Cost: two host-to-device copies, and a fixed number of array operations whatever the number of sequences.
+    """
+    items = step.items
+    num_rows = np.array([item.num_new_tokens + item.num_tree_nodes for item in items], np.int64)
+    starts = np.array([item.start for item in items], np.int64)
+    row_ends = np.cumsum(num_rows)
+    total = int(row_ends[-1])
+
+    block_tables = _block_tables(items)
+    row_seq = np.repeat(np.arange(len(items)), num_rows)
+    # Nodes' slots follow the tokens' without a gap: an item's rows write one run of logical slots.
+    logical_slots = np.arange(total) + np.repeat(starts - row_ends + num_rows, num_rows)
+    blocks = block_tables[row_seq, logical_slots // block_size].astype(np.int64)
+    slot_mapping = blocks * block_size + logical_slots % block_size
+    position_ids = logical_slots
+    context_lens = (logical_slots + 1).astype(np.int32)
+    path_offsets, path_slots = np.zeros(total + 1, np.int32), np.zeros(0, np.int32)
+    if any(item.num_tree_nodes and not _is_in_place(item) for item in items):
+        path_offsets, path_slots = _lay_out_paths(items, position_ids, context_lens, slot_mapping)
+
+    input_ids: list[int] = []
+    logits_indices: list[int] = []
+    item_rows: list[ItemRows] = []
+    for item in items:
+        first_logits = len(logits_indices)
+        logits_indices += _rows_with_logits(item, len(input_ids))
+        item_rows.append(ItemRows(item, first_logits, len(logits_indices) - first_logits))
+        input_ids += item.seq.token_ids[item.start : item.start + item.num_new_tokens]
+        if item.num_tree_nodes and item.seq.tree is not None:
+            input_ids += item.seq.tree.token_ids[: item.num_tree_nodes]
+
+    ids, positions, slots, logits = _to_device(
+        [np.array(input_ids, np.int64), position_ids, slot_mapping, np.array(logits_indices, np.int64)],
+        device,
+    )
+    seqs, contexts, offsets, paths, tables = _to_device(
+        [row_seq.astype(np.int32), context_lens, path_offsets, path_slots, block_tables.reshape(-1)], device
+    )
+    batch = Batch(
+        input_ids=ids,
+        position_ids=positions,
+        slot_mapping=slots,
+        row_seq=seqs,
+        context_lens=contexts,
+        path_offsets=offsets,
+        path_slots=paths,
+        block_tables=tables.view(block_tables.shape),
+        logits_indices=logits,
+        num_seqs=len(items),
+    )
+    return batch, item_rows
+
+
+def _is_in_place(item: ScheduledItem) -> bool:
+    """Whether the scheduled nodes form a chain: their slots are then where the block table has them."""
+    tree = item.seq.tree
+    return tree is None or item.num_tree_nodes <= tree.num_in_place
+
+
+def _rows_with_logits(item: ScheduledItem, first_row: int) -> range:
+    end = first_row + item.num_new_tokens + item.num_tree_nodes
+    if item.seq.prompt_logits:
+        return range(first_row, end)
+    if not item.completes:
+        return range(0)
+    last_token = first_row + max(0, item.num_new_tokens - 1)
+    if item.num_tree_nodes == 0 and not item.seq.wants_logits:
+        return range(0)
+    return range(last_token, end)
+
+
+def _block_tables(items: list[ScheduledItem]) -> Int32Array:
+    tables = np.zeros((len(items), max(len(item.seq.block_ids) for item in items)), np.int32)
+    for line, item in zip(tables, items, strict=True):
+        line[: len(item.seq.block_ids)] = item.seq.block_ids
+    return tables
+
+
+def _lay_out_paths(
+    items: list[ScheduledItem], position_ids: Int64Array, context_lens: Int32Array, slot_mapping: Int64Array
+) -> tuple[Int32Array, Int32Array]:
+    """Give nodes off the leading chain their position by depth; returns their paths as offsets and slots."""
+    path_lens = np.zeros(len(position_ids) + 1, np.int32)
+    path_rows: list[int] = []
+    row = 0
+    for item in items:
+        row += item.num_new_tokens
+        tree, length = item.seq.tree, len(item.seq.token_ids)
+        if tree is not None and not _is_in_place(item):
+            for node in range(tree.num_in_place, item.num_tree_nodes):
+                depth = tree.depths[node]
+                position_ids[row + node] = length - 1 + depth
+                context_lens[row + node] = length
+                path_lens[row + node + 1] = depth
+                path_rows += [row + ancestor for ancestor in tree.path(node)]
+        row += item.num_tree_nodes
+    return np.cumsum(path_lens, dtype=np.int32), slot_mapping[path_rows].astype(np.int32)
+
+
+def _to_device(
+    arrays: list[Int32Array] | list[Int64Array], device: torch.device | str
+) -> tuple[torch.Tensor, ...]:
+    """Arrays of one dtype as tensors, by a single copy if the device is another."""
+    packed = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
+    parts: tuple[torch.Tensor, ...] = torch.split(packed, [len(part) for part in arrays])
+    return parts

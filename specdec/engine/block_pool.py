@@ -1,0 +1,248 @@
+"""Reference-counted KV blocks, the prefix cache over them, and copy-on-write.
+
+A block is in exactly one state: free (no owner, no content worth keeping), cached (no owner, but hashed:
+found again by prefix, evicted when blocks run out) or used (one owner or more). Only block numbers live here,
+no keys or values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from specdec.engine.errors import KVInvariantError, OutOfBlocks
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStats:
+    """Blocks by state; the three add up to the pool."""
+
+    used: int
+    cached: int
+    free: int
+
+
+class BlockPool:
+    """The physical blocks of one KV cache.
+
+    Guarantee: a block is handed out only when nobody owns it, and a hashed block keeps its content until it
+        is evicted.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, identity: bytes = b"") -> None:
+        """`identity` (weights digest, dtype) is part of every hash: different models never match."""
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks and slots, not {num_blocks} blocks of {block_size}")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._identity = identity
+        self._ref_counts = [0] * num_blocks
+        self._digests: list[bytes | None] = [None] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # unowned hashed blocks, the next to evict first
+        self._by_digest: dict[bytes, int] = {}
+
+    # --- ownership
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that `allocate` can hand out, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    def stats(self) -> BlockStats:
+        """Blocks by state."""
+        free, cached = len(self._free), len(self._cached)
+        return BlockStats(used=self.num_blocks - free - cached, cached=cached, free=free)
+
+    def ref_count(self, block: int) -> int:
+        """How many owners a block has."""
+        return self._ref_counts[block]
+
+    def is_hashed(self, block: int) -> bool:
+        """Whether the prefix cache can find this block."""
+        return self._digests[block] is not None
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Hand out blocks with one owner each, evicting the least recently used cached ones when free ones
+        run out.
+
+        Raises:
+            OutOfBlocks: fewer are free; none is handed out then.
+        """
+        if num_blocks > self.num_free:
+            raise OutOfBlocks(num_blocks, self.num_free)
+        blocks = []
+        for _ in range(num_blocks):
+            block = self._free.pop() if self._free else self._evict()
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add an owner to each block; revives cached ones.
+
+        Raises:
+            KVInvariantError: a block is free.
+        """
+        for block in blocks:
+            if self._ref_counts[block] == 0:
+                if self._digests[block] is None:
+                    raise KVInvariantError(f"block {block} is free and cannot be shared")
+                del self._cached[block]
+            self._ref_counts[block] += 1
+
+    def free(self, blocks: Sequence[int]) -> None:
+        """Drop one owner of each block. The last blocks are evicted first, so that a prefix outlives what
+        hangs from it.
+
+        Raises:
+            KVInvariantError: a block has no owner.
+        """
+        for block in reversed(blocks):
+            count = self._ref_counts[block] - 1
+            if count < 0:
+                raise KVInvariantError(f"block {block} is freed without an owner")
+            self._ref_counts[block] = count
+            if count == 0:
+                if self._digests[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+
+    def evict_all(self) -> int:
+        """Forget every cached block (new weights, a test); returns how many there were."""
+        num_evicted = len(self._cached)
+        while self._cached:
+            self._free.append(self._evict())
+        return num_evicted
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        digest = self._digests[block]
+        if digest is not None:
+            del self._by_digest[digest]
+            self._digests[block] = None
+        return block
+
+    # --- writing
+
+    def is_writable(self, block: int) -> bool:
+        """Whether a slot of this block may be written: it is unhashed and has one owner."""
+        return self._ref_counts[block] == 1 and self._digests[block] is None
+
+    def check_write(self, block: int) -> None:
+        """The check at the write itself.
+
+        Raises:
+            KVInvariantError: the block is hashed or has not exactly one owner.
+        """
+        if self._ref_counts[block] != 1 or self._digests[block] is not None:
+            state = "hashed" if self._digests[block] is not None else f"owned {self._ref_counts[block]} times"
+            raise KVInvariantError(f"write to block {block}, which is {state}")
+
+    def num_blocks_to_write(self, block_ids: Sequence[int], first_slot: int, num_slots: int) -> int:
+        """Blocks that `ensure_writable` would allocate. Cost: the blocks written, not the context."""
+        if num_slots <= 0:
+            return 0
+        end = (first_slot + num_slots - 1) // self.block_size + 1
+        held = len(block_ids)
+        needed = max(0, end - held)
+        for index in range(first_slot // self.block_size, min(end, held)):
+            if not self.is_writable(block_ids[index]):
+                needed += 1
+        return needed
+
+    def ensure_writable(
+        self, block_ids: array[int], first_slot: int, num_slots: int
+    ) -> list[tuple[int, int]]:
+        """Make logical slots ``[first_slot, first_slot + num_slots)`` writable, growing and unsharing
+        `block_ids` in place.
+
+        Returns: (source, destination) block copies to make before anything is written; only a first block
+            with slots before `first_slot` needs one, as the rest of what was shared is overwritten.
+
+        Raises:
+            OutOfBlocks: not enough are free; `block_ids` is unchanged then.
+        """
+        needed = self.num_blocks_to_write(block_ids, first_slot, num_slots)
+        if needed == 0:
+            return []
+        fresh = iter(self.allocate(needed))
+        copies = []
+        end = (first_slot + num_slots - 1) // self.block_size + 1
+        for index in range(first_slot // self.block_size, min(end, len(block_ids))):
+            shared = block_ids[index]
+            if self.is_writable(shared):
+                continue
+            block_ids[index] = private = next(fresh)
+            if index * self.block_size < first_slot:
+                copies.append((shared, private))
+            self.free([shared])
+        block_ids.extend(fresh)
+        return copies
+
+    # --- prefix cache
+
+    def extend_digests(
+        self, digests: list[bytes], token_ids: Sequence[int], salt: bytes, num_blocks: int
+    ) -> None:
+        """Continue a sequence's hash chain in place until it covers `num_blocks` full blocks.
+
+        A digest covers the parent block's digest, the block's tokens, the model's identity and the salt
+        (blake2b, 128 bits).
+        """
+        while len(digests) < num_blocks:
+            start = len(digests) * self.block_size
+            parent = digests[-1] if digests else self._root_digest(salt)
+            tokens = array("q", token_ids[start : start + self.block_size])
+            digests.append(hashlib.blake2b(parent + tokens.tobytes(), digest_size=DIGEST_BYTES).digest())
+
+    def lookup(
+        self,
+        token_ids: Sequence[int],
+        salt: bytes = b"",
+        digests: list[bytes] | None = None,
+        max_blocks: int | None = None,
+    ) -> list[int]:
+        """Blocks of the longest cached prefix of full blocks; they gain no owner, so `share` them before
+        anything else.
+
+        `digests` is the sequence's hash chain if it has one: it is continued as far as the search goes, and
+        not recomputed.
+        """
+        chain = [] if digests is None else digests
+        blocks: list[int] = []
+        num_full = len(token_ids) // self.block_size
+        for index in range(num_full if max_blocks is None else min(num_full, max_blocks)):
+            self.extend_digests(chain, token_ids, salt, index + 1)
+            block = self._by_digest.get(chain[index])
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def register(self, block: int, digest: bytes) -> bool:
+        """Hash a used block, whose slots must all be final; returns false if an equal block is hashed
+        already.
+
+        Raises:
+            KVInvariantError: nobody owns the block, or it has another hash.
+        """
+        if self._ref_counts[block] == 0:
+            raise KVInvariantError(f"block {block} is hashed without an owner")
+        if digest in self._by_digest:
+            return self._by_digest[digest] == block
+        if self._digests[block] is not None:
+            raise KVInvariantError(f"block {block} is hashed twice")
+        self._digests[block] = digest
+        self._by_digest[digest] = block
+        return True
+
+    def _root_digest(self, salt: bytes) -> bytes:
+        framed = len(self._identity).to_bytes(8, "little") + self._identity + salt
+        return hashlib.blake2b(framed, digest_size=DIGEST_BYTES).digest()

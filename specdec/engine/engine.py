@@ -1,0 +1,326 @@
+"""One inference engine: schedule, run, postprocess. Nothing in it says draft or target."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from collections.abc import Sequence as Ids
+from typing import Protocol
+
+import torch
+
+from specdec.engine.batch import Batch, build_batch
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.errors import KVInvariantError, SequenceStateError, TreeError
+from specdec.engine.outputs import EngineStats, ItemOutput, StepOutput
+from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
+from specdec.engine.sequence import Sequence
+
+__all__ = ["Engine", "EngineStats", "ItemOutput", "Runner", "StepOutput"]
+
+
+class Runner(Protocol):
+    """What the engine needs of a model: forward passes over a paged cache, and copies inside that cache."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches have to be."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] float32 of ``batch.logits_indices``; writes the rows' keys and values."""
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination), in order."""
+
+    def copy_slots(self, src: list[int], dst: list[int]) -> None:
+        """Copy physical slots in all layers; every source is read before any destination is written."""
+
+
+class Engine:
+    """Sequences, their KV cache and the steps over them.
+
+    Guarantee: whatever the order of appends, trees, rollbacks, forks, preemptions and evictions, a row's
+    logits are those of its own tokens computed afresh. Not thread-safe: one thread drives one engine.
+    """
+
+    def __init__(self, runner: Runner, block_pool: BlockPool, scheduler: Scheduler) -> None:
+        self.runner = runner
+        self.block_pool = block_pool
+        self.scheduler = scheduler
+        self.operations = 0
+        """Work done by rollbacks: tokens and blocks dropped, and one per call."""
+        self._ids = itertools.count()
+        self._unaccepted: list[Sequence] = []  # verified in the last step
+        self._rollbacks = 0
+        self._rollback_tokens = 0
+
+    # --- sequences
+
+    def add(
+        self,
+        token_ids: Iterable[int],
+        *,
+        num_prompt_tokens: int,
+        priority: int = 0,
+        cache_salt: bytes = b"",
+        prompt_logits: bool = False,
+    ) -> Sequence:
+        """Take in a sequence of committed tokens: all of them are final.
+
+        Raises:
+            SequenceTooLong: it is longer than the context or the pool, and so could never run.
+            SequenceStateError: it is empty, or its prompt is longer than its tokens.
+        """
+        tokens = list(token_ids)
+        if not 0 < num_prompt_tokens <= len(tokens):
+            raise SequenceStateError(f"a prompt of {num_prompt_tokens} tokens in a sequence of {len(tokens)}")
+        seq_id = next(self._ids)
+        seq = Sequence(
+            seq_id=seq_id,
+            token_ids=tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            num_final_tokens=len(tokens),
+            priority=priority,
+            arrival=seq_id,
+            cache_salt=cache_salt,
+            prompt_logits=prompt_logits,
+        )
+        self.scheduler.add(seq)
+        return seq
+
+    def fork(self, parent: Sequence) -> Sequence:
+        """A second sequence with the parent's tokens; blocks are shared until either writes (copy-on-write).
+
+        The tree and pending prompt logits stay with the parent. Cost: one copy of the token ids and the block
+        table.
+        """
+        self._check_held(parent)
+        seq_id = next(self._ids)
+        child = Sequence(
+            seq_id=seq_id,
+            token_ids=list(parent.token_ids),
+            num_prompt_tokens=parent.num_prompt_tokens,
+            num_final_tokens=parent.num_final_tokens,
+            num_computed_tokens=parent.num_computed_tokens,
+            num_served_tokens=parent.num_served_tokens,
+            num_cached_tokens=parent.num_cached_tokens,
+            block_ids=parent.block_ids[: self._num_blocks(parent.num_computed_tokens)],
+            priority=parent.priority,
+            arrival=seq_id,
+            cache_salt=parent.cache_salt,
+            wants_logits=parent.wants_logits,
+            block_digests=list(parent.block_digests),
+            num_hashed_blocks=parent.num_hashed_blocks,
+            admitted=parent.admitted,
+        )
+        self.block_pool.share(child.block_ids)
+        self.scheduler.add(child)
+        return child
+
+    def free(self, seq: Sequence) -> None:
+        """Let a sequence go; its hashed blocks stay in the prefix cache.
+
+        Raises:
+            SequenceStateError: it was freed before.
+        """
+        self._check_held(seq)
+        self.scheduler.remove(seq)
+
+    def append(self, seq: Sequence, token_ids: Ids[int]) -> None:
+        """Add tokens, to be computed by the next steps.
+
+        Verified nodes are forgotten, and a waiting tree is dropped as it hung from another token.
+
+        Raises:
+            SequenceTooLong: the context or the pool cannot hold them; nothing is added then.
+        """
+        self.scheduler.check_length(len(seq.token_ids) + len(token_ids))
+        self._forget_nodes(seq)
+        seq.tree = None
+        seq.token_ids.extend(token_ids)
+
+    def rollback(self, seq: Sequence, num_tokens: int) -> None:
+        """Cut a sequence to its first `num_tokens` tokens; whole blocks past the end are freed.
+
+        Cost: what is dropped, whatever the length of what stays (counted in `operations`).
+
+        Raises:
+            SequenceStateError: that would drop final tokens, or the sequence is shorter.
+        """
+        num_dropped = len(seq.token_ids) - num_tokens
+        if num_tokens < seq.num_final_tokens or num_dropped < 0:
+            lengths = f"{seq.num_final_tokens} final tokens, {len(seq.token_ids)} in all"
+            raise SequenceStateError(f"rollback to {num_tokens} tokens of a sequence with {lengths}")
+        seq.tree = None
+        del seq.token_ids[num_tokens:]
+        seq.num_computed_tokens = min(seq.num_computed_tokens, num_tokens)
+        seq.num_served_tokens = min(seq.num_served_tokens, num_tokens)
+        self.operations += 1 + num_dropped + self._forget_nodes(seq)
+        self._rollbacks += 1
+        self._rollback_tokens += num_dropped
+
+    def finalize(self, seq: Sequence, num_final_tokens: int) -> None:
+        """Declare the first `num_final_tokens` tokens final, and offer newly full blocks to the prefix cache.
+
+        Raises:
+            SequenceStateError: fewer than are final already, or more than there are.
+        """
+        if not seq.num_final_tokens <= num_final_tokens <= len(seq.token_ids):
+            lengths = f"{seq.num_final_tokens} final tokens, {len(seq.token_ids)} in all"
+            raise SequenceStateError(f"{num_final_tokens} final tokens in a sequence with {lengths}")
+        seq.num_final_tokens = num_final_tokens
+        self._hash_final_blocks(seq)
+
+    def accept(self, seq: Sequence, node_indices: Ids[int]) -> None:
+        """Append the accepted path (root down) of the tree that the last step verified; forget its other nodes.
+
+        Keys and values of the path move to where their tokens belong, in depth order; a chain is there
+        already. Must come before anything else is done to the sequence and before the next step.
+
+        Raises:
+            TreeError: not a path from the root, or a node that was not verified.
+            SequenceStateError: the last step verified no tree of this sequence.
+        """
+        tree = seq.verified_tree
+        if tree is None:
+            raise SequenceStateError("the last step verified no tree of this sequence")
+        tree.check_path(node_indices)
+        if node_indices and node_indices[-1] >= seq.num_verified_nodes:
+            raise TreeError(
+                "nodes", f"node {node_indices[-1]} is not among the {seq.num_verified_nodes} verified"
+            )
+        length = len(seq.token_ids)
+        if self._move_nodes(seq, node_indices):
+            seq.num_computed_tokens = length + len(node_indices)
+        seq.token_ids.extend(tree.token_ids[node] for node in node_indices)
+        seq.num_served_tokens = len(seq.token_ids)
+        self._forget_nodes(seq)
+
+    # --- steps
+
+    def step(self) -> StepOutput | None:
+        """Run one batch; None if nothing can run. Sequences that complete have no token pending afterwards.
+
+        Trees verified by the step before are forgotten unless accepted. If the runner raises, no sequence
+        advanced.
+        """
+        started_s = time.perf_counter()
+        for seq in self._unaccepted:
+            self._forget_nodes(seq)
+        self._unaccepted = []
+        scheduled = self.scheduler.schedule()
+        if not scheduled.items:
+            return None
+        if scheduled.copies:
+            self.runner.copy_blocks(scheduled.copies)
+        self._check_writes(scheduled)
+        batch, item_rows = build_batch(scheduled, self.block_pool.block_size, self.runner.device)
+        logits = self.runner.forward(batch)
+        outputs = []
+        for rows in item_rows:
+            self._advance(rows.item)
+            outputs.append(_item_output(rows.item, slice(rows.row_start, rows.row_start + rows.num_rows)))
+        return StepOutput(
+            logits=logits,
+            items=outputs,
+            preempted=scheduled.preempted,
+            num_tokens=scheduled.num_tokens,
+            num_context_tokens=sum(item.start + item.num_new_tokens for item in scheduled.items),
+            started_s=started_s,
+            elapsed_s=time.perf_counter() - started_s,
+        )
+
+    def stats(self) -> EngineStats:
+        """Gauges and counters; `running` sequences hold blocks, `waiting` ones do not."""
+        blocks = self.block_pool.stats()
+        counters = self.scheduler.counters
+        running = sum(1 for seq in self.scheduler.sequences if seq.block_ids)
+        return EngineStats(
+            blocks_used=blocks.used,
+            blocks_cached=blocks.cached,
+            blocks_total=self.block_pool.num_blocks,
+            running=running,
+            waiting=len(self.scheduler) - running,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            preemptions=counters.preemptions,
+            rollbacks=self._rollbacks,
+            rollback_tokens=self._rollback_tokens,
+        )
+
+    def _check_writes(self, scheduled: ScheduledStep) -> None:
+        """Every write goes into an unhashed block with one owner, past what is computed."""
+        block_size = self.block_pool.block_size
+        for item in scheduled.items:
+            end = item.start + item.num_new_tokens + item.num_tree_nodes
+            if item.start != item.seq.num_computed_tokens or end > len(item.seq.block_ids) * block_size:
+                raise KVInvariantError(f"sequence {item.seq.seq_id} would write slots {item.start} to {end}")
+            for index in range(item.start // block_size, (end - 1) // block_size + 1):
+                self.block_pool.check_write(item.seq.block_ids[index])
+
+    def _advance(self, item: ScheduledItem) -> None:
+        seq = item.seq
+        seq.num_computed_tokens += item.num_new_tokens
+        if item.completes:
+            seq.num_served_tokens = len(seq.token_ids)
+        if item.completes and seq.tree is not None:
+            if item.num_tree_nodes:
+                seq.verified_tree, seq.num_verified_nodes = seq.tree, item.num_tree_nodes
+                self._unaccepted.append(seq)
+            seq.tree = None
+        self._hash_final_blocks(seq)
+
+    def _move_nodes(self, seq: Sequence, nodes: Ids[int]) -> bool:
+        """Move the path's keys and values behind the tokens; false if a fork shares the place to write."""
+        length = len(seq.token_ids)
+        moves = [(node, place) for place, node in enumerate(nodes) if node != place]
+        if moves:
+            first, last = length + moves[0][1], length + moves[-1][1]
+            if self.block_pool.num_blocks_to_write(seq.block_ids, first, last - first + 1):
+                return False
+            self.runner.copy_slots(
+                [self._physical_slot(seq, length + node) for node, _ in moves],
+                [self._physical_slot(seq, length + place) for _, place in moves],
+            )
+        return True
+
+    def _physical_slot(self, seq: Sequence, logical_slot: int) -> int:
+        index, offset = divmod(logical_slot, self.block_pool.block_size)
+        return seq.block_ids[index] * self.block_pool.block_size + offset
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_pool.block_size)
+
+    def _forget_nodes(self, seq: Sequence) -> int:
+        """Forget verified nodes and free the blocks past the computed tokens; returns how many."""
+        seq.verified_tree, seq.num_verified_nodes = None, 0
+        num_kept = self._num_blocks(seq.num_computed_tokens)
+        dropped = seq.block_ids[num_kept:]
+        if dropped:
+            del seq.block_ids[num_kept:]
+            self.block_pool.free(dropped)
+        return len(dropped)
+
+    def _hash_final_blocks(self, seq: Sequence) -> None:
+        num_full = min(seq.num_final_tokens, seq.num_computed_tokens) // self.block_pool.block_size
+        if num_full > seq.num_hashed_blocks:
+            self.block_pool.extend_digests(seq.block_digests, seq.token_ids, seq.cache_salt, num_full)
+            for index in range(seq.num_hashed_blocks, num_full):
+                self.block_pool.register(seq.block_ids[index], seq.block_digests[index])
+            seq.num_hashed_blocks = num_full
+
+    def _check_held(self, seq: Sequence) -> None:
+        if not self.scheduler.holds(seq):
+            raise SequenceStateError(f"sequence {seq.seq_id} was freed")
+
+
+def _item_output(item: ScheduledItem, rows: slice) -> ItemOutput:
+    return ItemOutput(
+        seq=item.seq,
+        rows=rows,
+        start=item.start,
+        num_new_tokens=item.num_new_tokens,
+        tree_nodes=item.num_tree_nodes,
+        completes=item.completes,
+    )

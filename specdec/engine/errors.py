@@ -1,0 +1,51 @@
+"""Errors of the engine's bookkeeping.
+
+EngineError
+├── OutOfBlocks           more blocks asked for than are free (the scheduler prevents it)
+├── SequenceTooLong       a sequence that could never run: longer than the context or than the whole pool
+├── SequenceStateError    an operation that the sequence's state does not allow (rolling back final tokens,
+say) ├── TreeError             a malformed proposal tree: carries the field and the reason
+└── KVInvariantError      a broken invariant of the KV cache: always a bug, never bad input
+"""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of all errors raised by the engine's bookkeeping."""
+
+
+class OutOfBlocks(EngineError):  # noqa: N818 - what it says is an error already
+    """More blocks were asked for than are free."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} blocks needed, {free} free")
+        self.needed = needed
+        self.free = free
+
+
+class SequenceTooLong(EngineError):  # noqa: N818
+    """A sequence that can never be scheduled, however empty the pool."""
+
+    def __init__(self, num_tokens: int, max_tokens: int, limit: str) -> None:
+        super().__init__(f"a sequence of {num_tokens} tokens exceeds the {max_tokens} that the {limit} holds")
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+        self.limit = limit
+
+
+class SequenceStateError(EngineError):
+    """An operation that the sequence's state does not allow."""
+
+
+class TreeError(EngineError):
+    """A malformed proposal tree."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class KVInvariantError(EngineError):
+    """A broken invariant of the KV cache: a bug of the engine, never the caller's input."""

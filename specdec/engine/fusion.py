@@ -1,0 +1,208 @@
+"""Llama-like decoders as one native call per step.
+
+A step of a small model spends more time between its kernels than in them. For architectures whose layers are exactly
+norm, attention with rotary positions, norm and gated SiLU, all weights are repacked into one arena and the whole step (embedding to
+logits) runs in C++ (``native/decoder.cpp``). What counts is the self-test: the fused decoder must give the logits of
+the model's own dense forward pass, or it is not used.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.engine.attention import AttentionOptions
+from specdec.engine.batch import Batch
+from specdec.engine.kv_cache import KVCache, LayerGeometry
+from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
+
+_FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
+_TABLE_CHUNK = 4096
+
+
+class _DecoderLayer(ctypes.Structure):
+    """``DecoderLayer`` of decoder.cpp."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("input_norm", "query_norm", "key_norm", "post_norm")),
+        *((name, _POINTER) for name in ("qkv", "qkv_bias", "output", "output_bias")),
+        *((name, _POINTER) for name in ("gate_up", "gate_bias", "up_bias", "down", "down_bias")),
+        ("attention", AttentionView),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    """``Decoder`` of decoder.cpp."""
+
+    _fields_ = [
+        *((name, _POINTER) for name in ("embedding", "cosines", "sines", "final_norm", "lm_head", "lm_head_bias")),
+        ("layers", ctypes.POINTER(_DecoderLayer)),
+        *((name, _INT64) for name in ("num_layers", "hidden", "intermediate", "num_logits")),
+        ("norm_epsilon", ctypes.c_float),
+    ]
+
+
+def is_fusable(
+    model: PreTrainedModel, geometries: Sequence[LayerGeometry], options: Sequence[AttentionOptions], kernels: NativeKernels
+) -> bool:
+    """Whether a model with these attention calls has the one shape that the fused decoder computes."""
+    config = model.config
+    first = geometries[0]
+    return (
+        type(model).__name__ in _FUSABLE
+        and type(model).__module__.startswith("transformers.")
+        and config.hidden_act == "silu"
+        and len(geometries) == config.num_hidden_layers
+        and all(geometry == first for geometry in geometries)
+        and first.key_dim == first.value_dim
+        and first.key_dim % 2 == 0
+        and first.key_dim <= kernels.max_head_dim
+        and all(option.softcap is None and option.sinks is None for option in options)
+    )
+
+
+class FusedDecoder:
+    """Runs a fusable model. The model's own modules are no longer needed once it is made."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kernels: NativeKernels,
+        geometries: Sequence[LayerGeometry],
+        options: Sequence[AttentionOptions],
+        max_model_len: int,
+    ) -> None:
+        """Pack the weights of a float32 CPU model that ``is_fusable`` accepts; takes them off its modules one by one."""
+        self._kernels = kernels
+        self._kept: list[torch.Tensor] = []  # owners of the memory that the structures point to
+        self._cache: KVCache | None = None
+        self._workspace = torch.empty(0)
+        decoder, head = model.model, model.lm_head
+        layers = list(decoder.layers)
+        self._arena = kernels.empty_arena(_arena_size(layers, head, kernels))
+        self._arena_used = 0
+        self._layers = (_DecoderLayer * len(layers))()
+        heads = model.config.num_attention_heads
+        for target, layer, geometry, option in zip(self._layers, layers, geometries, options, strict=True):
+            target.attention = _attention_view(heads, geometry, option)
+            self._take_layer(target, layer)
+        cosines, sines = _rotary_tables(decoder.rotary_emb, max_model_len)
+        self.num_logits = int(head.weight.shape[0])
+        self._decoder = _Decoder(
+            embedding=self._keep(decoder.embed_tokens.weight),
+            cosines=self._keep(cosines),
+            sines=self._keep(sines),
+            final_norm=self._keep(decoder.norm.weight),
+            lm_head=self._pack([head.weight]),
+            lm_head_bias=self._keep(head.bias),
+            layers=self._layers,
+            num_layers=len(layers),
+            hidden=model.config.hidden_size,
+            intermediate=model.config.intermediate_size,
+            num_logits=self.num_logits,
+            norm_epsilon=model.config.rms_norm_eps,
+        )
+
+    def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """Logits ``[R, V]`` of a batch; writes its keys and values. Cost: one native call."""
+        if cache is not self._cache:
+            self._bind(cache)
+        library = self._kernels.library
+        view = BatchView.of(batch, cache.block_size)
+        needed = library.specdec_decoder_workspace(ctypes.byref(self._decoder), view.num_rows)
+        if needed > self._workspace.shape[0]:
+            self._workspace = torch.empty(needed)
+        logits = torch.empty(view.num_logits, self.num_logits)
+        library.specdec_decoder_step(
+            self._kernels.pool,
+            ctypes.byref(self._decoder),
+            ctypes.byref(view),
+            self._workspace.data_ptr(),
+            logits.data_ptr(),
+        )
+        return logits
+
+    def _bind(self, cache: KVCache) -> None:
+        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+            layer.attention.keys, layer.attention.values = keys.data_ptr(), values.data_ptr()
+        self._cache = cache
+
+    def _take_layer(self, target: _DecoderLayer, layer: nn.Module) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        target.input_norm = self._keep(layer.input_layernorm.weight)
+        target.post_norm = self._keep(layer.post_attention_layernorm.weight)
+        for name, norm in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+            if hasattr(attention, norm):
+                setattr(target, name, self._keep(getattr(attention, norm).weight))
+        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+        target.qkv = self._pack([torch.cat([p.weight for p in projections])])
+        if projections[0].bias is not None:
+            target.qkv_bias = self._keep(torch.cat([p.bias for p in projections]))
+        target.output, target.output_bias = self._pack([attention.o_proj.weight]), self._keep(attention.o_proj.bias)
+        target.gate_up = self._pack([mlp.gate_proj.weight, mlp.up_proj.weight])
+        target.gate_bias = self._keep(self._padded(mlp.gate_proj.bias))
+        target.up_bias = self._keep(self._padded(mlp.up_proj.bias))
+        target.down, target.down_bias = self._pack([mlp.down_proj.weight]), self._keep(mlp.down_proj.bias)
+        for module in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            module.weight = None
+
+    def _keep(self, tensor: torch.Tensor | None) -> int | None:
+        if tensor is None:
+            return None
+        own = tensor.detach().float().contiguous()
+        self._kept.append(own)
+        return own.data_ptr()
+
+    def _padded(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        if bias is None:
+            return None
+        return nn.functional.pad(bias.detach(), (0, -bias.shape[0] % self._kernels.panel_width))
+
+    def _pack(self, weights: Sequence[torch.Tensor]) -> int:
+        """Pack weights of one shape into the arena, their panels alternating; returns the address."""
+        start = self._arena_used
+        outputs, depth = weights[0].shape
+        for index, weight in enumerate(weights):
+            offset = start + index * depth * self._kernels.panel_width
+            self._kernels.pack_into(weight, self._arena, offset, len(weights))
+        self._arena_used += len(weights) * self._kernels.packed_size(outputs, depth)
+        return self._arena.data_ptr() + 4 * start
+
+
+def _arena_size(layers: Sequence[nn.Module], head: nn.Module, kernels: NativeKernels) -> int:
+    size = kernels.packed_size(*head.weight.shape)
+    for layer in layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = sum(p.weight.shape[0] for p in (attention.q_proj, attention.k_proj, attention.v_proj))
+        size += kernels.packed_size(qkv, attention.q_proj.weight.shape[1])
+        size += sum(
+            kernels.packed_size(*p.weight.shape) for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+        )
+    return size
+
+
+def _attention_view(num_heads: int, geometry: LayerGeometry, options: AttentionOptions) -> AttentionView:
+    return AttentionView(
+        num_heads=num_heads,
+        num_kv_heads=geometry.num_kv_heads,
+        key_dim=geometry.key_dim,
+        value_dim=geometry.value_dim,
+        sliding_window=options.sliding_window or 0,
+        scaling=options.scaling,
+        softcap=0.0,
+    )
+
+
+def _rotary_tables(rotary: nn.Module, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines ``[num_positions, head_dim / 2]`` as the model's own rotary module gives them."""
+    parts = []
+    probe = torch.zeros(1, dtype=torch.float32)
+    for start in range(0, num_positions, _TABLE_CHUNK):
+        positions = torch.arange(start, min(start + _TABLE_CHUNK, num_positions))[None]
+        cosines, sines = rotary(probe, positions)
+        half = cosines.shape[-1] // 2
+        parts.append((cosines[0, :, :half], sines[0, :, :half]))
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])

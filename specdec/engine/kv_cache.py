@@ -1,0 +1,94 @@
+"""The paged KV cache: one pool of blocks per attention layer, addressed by physical slots."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGeometry:
+    """What one attention call stores per token: ``num_kv_heads`` keys and values of the given sizes."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def num_elements(self) -> int:
+        """Numbers stored per token."""
+        return self.num_kv_heads * (self.key_dim + self.value_dim)
+
+
+class KVCache:
+    """Keys and values of every layer, in blocks that all layers share by number.
+
+    Layer ``i`` is ``keys[i]`` ``[num_blocks, num_kv_heads, block_size, key_dim]`` and ``values[i]`` likewise; where all
+    layers are alike, they are views of one tensor ``[layer, 2, block, kv head, slot, dim]``. Physical slot
+    ``s`` is offset ``s % block_size`` of block ``s // block_size``. Layers are numbered by the order of
+    the attention calls within one forward pass, which is not always the module's own index.
+    """
+
+    def __init__(
+        self,
+        geometries: Sequence[LayerGeometry],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.geometries = tuple(geometries)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self._stores: list[torch.Tensor] = []  # each [n, num_blocks, num_kv_heads, block_size, dim]
+        first = self.geometries[0]
+        if all(g == first for g in self.geometries) and first.key_dim == first.value_dim:
+            shape = (len(geometries), 2, num_blocks, first.num_kv_heads, block_size, first.key_dim)
+            data = torch.zeros(shape, dtype=dtype, device=device)
+            self.keys.extend(data[:, 0].unbind(0))
+            self.values.extend(data[:, 1].unbind(0))
+            self._stores.append(data.flatten(0, 1))
+            return
+        for geometry in self.geometries:
+            for dim, views in ((geometry.key_dim, self.keys), (geometry.value_dim, self.values)):
+                shape_one = (num_blocks, geometry.num_kv_heads, block_size, dim)
+                store = torch.zeros(shape_one, dtype=dtype, device=device)
+                views.append(store)
+                self._stores.append(store.unsqueeze(0))
+
+    @property
+    def num_layers(self) -> int:
+        """Attention calls per forward pass."""
+        return len(self.geometries)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return sum(store.numel() * store.element_size() for store in self._stores)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks ``(source, destination)`` in all layers, one after the other. Cost: one memcpy each."""
+        for source, destination in pairs:
+            for store in self._stores:
+                store[:, destination].copy_(store[:, source])
+
+    def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """Copy physical slots ``src[i] -> dst[i]`` in all layers; all are read before any is written."""
+        if not src:
+            return
+        sources = torch.tensor(src, dtype=torch.int64, device=self.device)
+        targets = torch.tensor(dst, dtype=torch.int64, device=self.device)
+        source_block, source_offset = sources // self.block_size, sources % self.block_size
+        target_block, target_offset = targets // self.block_size, targets % self.block_size
+        for store in self._stores:
+            store[:, target_block, :, target_offset] = store[:, source_block, :, source_offset]
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values ``[T, num_kv_heads, dim]`` at physical slots ``[T]`` of one layer."""
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        self.keys[layer][blocks, :, offsets] = keys.to(self.dtype)
+        self.values[layer][blocks, :, offsets] = values.to(self.dtype)

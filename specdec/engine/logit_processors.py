@@ -1,0 +1,188 @@
+"""From logits to the scores a token is drawn from, row by row, as transformers' processors and warpers do it.
+
+Every function is row-invariant: a row's result is the same bits whatever rows are beside it. Sums that decide a
+cut are therefore sums of integers, exact in any order.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specdec.engine.token_history import TokenHistory
+from specdec.sampling_params import SamplingParams
+
+MIN_TEMPERATURE = 1e-30
+"""Lower temperatures are taken as this one: it is as good as greedy already, and 0/0 must not happen."""
+WEIGHT_ONE = 2.0**42
+"""exp(0) as an integer weight: a vocabulary of 2^20 still sums to less than 2^63."""
+_EXP_COEFFICIENTS = tuple(1.0 / math.factorial(k) for k in range(11, -1, -1))
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What the sampler must know of one row of logits besides the logits."""
+
+    params: SamplingParams
+    position: int
+    """Absolute position (index in prompt plus output) of the token to be sampled."""
+    num_prompt_tokens: int
+    history: TokenHistory | None = None
+    """Of the session's committed tokens; read only if `params.needs_history`."""
+    extra_tokens: tuple[int, ...] = ()
+    """Uncommitted tokens between the committed ones and `position`: a tree node and its ancestors."""
+
+
+def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
+    """Return logits after bias, penalties and min_tokens; the argument itself where no row asks for any.
+
+    Args:
+        logits: [R, V] float32, left as it is.
+        rows: R contexts.
+
+    Raises:
+        ValueError: a row with penalties has no history, or one whose length contradicts its position.
+    """
+    if not any(row.params.adjusts_logits for row in rows):
+        return logits
+    adjusted = logits.clone(memory_format=torch.contiguous_format)
+    _add_bias_(adjusted, rows)
+    _penalize_(adjusted, rows)
+    _hold_back_(adjusted, rows)
+    return adjusted
+
+
+def _add_bias_(logits: Tensor, rows: Sequence[RowContext]) -> None:
+    vocab_size = logits.shape[1]
+    index: list[int] = []
+    bias: list[float] = []
+    for r, row in enumerate(rows):
+        for token_id, value in row.params.logit_bias.items():
+            if 0 <= token_id < vocab_size:
+                index.append(r * vocab_size + token_id)
+                bias.append(value)
+    if index:
+        flat_index = torch.tensor(index, device=logits.device)
+        flat = logits.view(-1)
+        flat[flat_index] = flat[flat_index] + torch.tensor(bias, dtype=torch.float32, device=logits.device)
+
+
+def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
+    vocab_size = logits.shape[1]
+    index_parts, seen_parts, output_parts, sizes = [], [], [], []
+    penalties: list[tuple[float, float, float]] = []
+    for r, row in enumerate(rows):
+        params = row.params
+        if not params.needs_history:
+            continue
+        if row.history is None or len(row.history) + len(row.extra_tokens) != row.position:
+            raise ValueError(f"penalties at position {row.position} need the history of all tokens before it")
+        counts = row.history.counts(row.extra_tokens)
+        index_parts.append(counts.token_ids + r * vocab_size)
+        seen_parts.append(counts.seen)
+        output_parts.append(counts.num_output)
+        sizes.append(len(counts.token_ids))
+        penalties.append((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
+    if not sizes:
+        return
+    device = logits.device
+    # [N] each, N = distinct tokens of all rows together
+    flat_index = torch.from_numpy(np.concatenate(index_parts)).to(device)
+    seen = torch.from_numpy(np.concatenate(seen_parts)).to(device)
+    num_output = torch.from_numpy(np.concatenate(output_parts)).to(device)
+    table = np.repeat(np.array(penalties, dtype=np.float32), sizes, axis=0)
+    repetition, presence, frequency = torch.from_numpy(table).to(device).unbind(1)
+
+    flat = logits.view(-1)
+    values = flat[flat_index]
+    repeated = torch.where(values < 0, values * repetition, values / repetition)
+    values = torch.where(seen, repeated, values)
+    values = values - presence * (num_output > 0)
+    values = values - frequency * num_output
+    flat[flat_index] = values
+
+
+def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
+    vocab_size = logits.shape[1]
+    index = [
+        r * vocab_size + token_id
+        for r, row in enumerate(rows)
+        if row.params.min_tokens > 0
+        for token_id in row.params.held_back_token_ids(row.position - row.num_prompt_tokens)
+        if 0 <= token_id < vocab_size
+    ]
+    if index:
+        logits.view(-1)[torch.tensor(index, device=logits.device)] = -math.inf
+
+
+def temperature_scores(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Return (logits - best of the row) / temperature: [R, V] float32, at most 0, never NaN.
+
+    Taking the best off first keeps precision and range at any temperature, and no probability changes.
+    """
+    divisors = torch.tensor(
+        [[max(temperature, MIN_TEMPERATURE)] for temperature in temperatures],
+        dtype=torch.float32,
+        device=logits.device,
+    )
+    return (logits - logits.amax(dim=1, keepdim=True)).div_(divisors)
+
+
+def cut_arguments(rows: Sequence[RowContext]) -> tuple[list[int], list[float], list[float]]:
+    """Return per row (top_k, top_p, lowest score that min_p allows), in the form `cut_` takes."""
+    top_k = [max(row.params.top_k, 0) for row in rows]
+    top_p = [row.params.top_p for row in rows]
+    min_score = [math.log(row.params.min_p) if row.params.min_p > 0.0 else -math.inf for row in rows]
+    return top_k, top_p, min_score
+
+
+def cut_(
+    scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]
+) -> Tensor:
+    """Set scores outside top-k, top-p and min-p to minus infinity, in place, and return them.
+
+    What stays is a prefix of the tokens by falling score, ties by rising id: down to the score of the k-th (with
+    all its ties), while the mass before a token is below top_p of what top-k kept, and down to `min_score`. The
+    first always stays.
+
+    Args:
+        scores: [R, V] float32 with 0 as best of each row, as `temperature_scores` returns them.
+        top_k: R counts, 0 is off.
+        top_p: R masses, 1 is off.
+        min_score: R scores, minus infinity is off.
+    """
+    num_rows, vocab_size = scores.shape
+    device = scores.device
+    ordered, token_ids = torch.sort(scores, dim=1, descending=True, stable=True)  # [R, V]
+    keep = torch.ones_like(ordered, dtype=torch.bool)
+    if any(top_k):
+        last = torch.tensor([[min(k or vocab_size, vocab_size) - 1] for k in top_k], device=device)
+        keep &= ordered >= ordered.gather(1, last)
+    if any(p < 1.0 for p in top_p):
+        mass = torch.tensor([[p] for p in top_p], dtype=torch.float64, device=device)
+        weights = integer_weights(ordered).masked_fill_(~keep, 0)
+        inclusive = weights.cumsum(dim=1)
+        limit = (inclusive[:, -1:].to(torch.float64) * mass).ceil_().to(torch.int64)
+        keep &= ((inclusive - weights) < limit) | (mass >= 1.0)
+    keep &= ordered >= torch.tensor(min_score, dtype=torch.float32, device=device).unsqueeze(1)
+    keep[:, 0] = True
+    kept = torch.empty_like(keep).scatter_(1, token_ids, keep)
+    return scores.masked_fill_(~kept, -math.inf)
+
+
+def integer_weights(scores: Tensor) -> Tensor:
+    """Return exp(scores) in units of 2^-42, rounded down to int64, for scores at most 0.
+
+    Sums of integers do not depend on their order, and single multiplications and additions of float64 are the same
+    everywhere, which `torch.exp` is not. Relative error under 2^-40.
+    """
+    x = scores.to(torch.float64).clamp_(min=-64.0)
+    n = (x * 1.4426950408889634).sub_(0.5).trunc_()
+    r = x - n * 0.6931471805599453
+    y = torch.full_like(r, _EXP_COEFFICIENTS[0])
+    for coefficient in _EXP_COEFFICIENTS[1:]:
+        y.mul_(r).add_(coefficient)
+    return y.mul_(WEIGHT_ONE).to(torch.int64) >> n.neg_().to(torch.int64)

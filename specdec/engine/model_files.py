@@ -1,0 +1,128 @@
+"""A model's files: where they lie, what identifies them, which tokenizer and stop tokens they name."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.engine.model_gate import ModelLoadError
+
+_WHOLE_FILE_BYTES = 1 << 30  # files up to here are hashed whole
+_SAMPLE_BYTES = 1 << 20
+_NUM_SAMPLES = 64
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """What two engines must share for one to continue the other's sessions."""
+
+    name: str
+    revision: str
+    weights_digest: str
+    architecture: str
+    dtype: str
+    tokenizer_digest: str
+
+
+def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
+    """Return the directory of a model and its revision ("" for a plain directory), downloading a hub id if need be.
+
+    Raises ``ModelLoadError`` where neither a directory nor a reachable hub repository has the name.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelLoadError(f"{model} has no config.json")
+        return path, revision or ""
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
+    except Exception as error:  # the hub client raises many unrelated types
+        raise ModelLoadError(f"{model} is neither a directory nor a model that the hub gives: {error}") from error
+    return snapshot, snapshot.name
+
+
+def weights_digest(directory: Path) -> str:
+    """Hex digest over the contents of all safetensors files, in the order of their names.
+
+    A file over 1 GiB counts by its size, its header (names, shapes, types) and 64 samples of 1 MiB spread evenly from
+    its first byte to its last: enough to tell checkpoints apart, no proof against tampering. Cost: about 1 s per GB.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    digest = hashlib.blake2b(digest_size=16)
+    for file in files:
+        size = file.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with file.open("rb") as stream:
+            if size <= _WHOLE_FILE_BYTES:
+                while chunk := stream.read(_SAMPLE_BYTES):
+                    digest.update(chunk)
+                continue
+            header = stream.read(8)
+            digest.update(header + stream.read(min(int.from_bytes(header, "little"), size)))
+            for index in range(_NUM_SAMPLES):
+                stream.seek((size - _SAMPLE_BYTES) * index // (_NUM_SAMPLES - 1))
+                digest.update(stream.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def config_digest(config: dict[str, Any]) -> str:
+    """Hex digest of a config: identifies a model of random weights."""
+    return hashlib.blake2b(canonical_json(config).encode(), digest_size=16).hexdigest()
+
+
+def canonical_json(value: object) -> str:
+    """JSON with sorted keys and no spaces."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A model's fast tokenizer as text, so that a process without torch can rebuild it."""
+
+    tokenizer_json: str  # "" where the model ships none
+    config: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the tokenizer's content, whatever its formatting; "" without a tokenizer."""
+        if not self.tokenizer_json:
+            return ""
+        content = canonical_json(json.loads(self.tokenizer_json))
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+    @property
+    def vocab_size(self) -> int | None:
+        """One more than the largest token id that the tokenizer knows; None without a tokenizer."""
+        if not self.tokenizer_json:
+            return None
+        content = json.loads(self.tokenizer_json)
+        vocab = content.get("model", {}).get("vocab", {})
+        ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
+        ids += [token["id"] for token in content.get("added_tokens", [])]
+        return max(ids) + 1 if ids else None
+
+
+def read_tokenizer(directory: Path) -> TokenizerFiles:
+    """Read ``tokenizer.json`` and ``tokenizer_config.json`` (with a chat template that lies beside them)."""
+    tokenizer, config_file = directory / "tokenizer.json", directory / "tokenizer_config.json"
+    text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else ""
+    config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    template = directory / "chat_template.jinja"
+    if template.is_file() and "chat_template" not in config:
+        config["chat_template"] = template.read_text(encoding="utf-8")
+    return TokenizerFiles(text, config)
+
+
+def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> tuple[int, ...]:
+    """End-of-sequence ids: of ``generation_config.json`` where it names any, else of the model's config."""
+    file = directory / "generation_config.json"
+    eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    if eos is None:
+        eos = config_eos
+    if eos is None:
+        return ()
+    return tuple(eos) if isinstance(eos, list) else (int(eos),)

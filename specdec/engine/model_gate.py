@@ -1,0 +1,102 @@
+"""The gate: proves at load that a model can be run through the paged cache, or says why not.
+
+Most incompatibilities are silent: the model runs and its logits are wrong. So nothing is believed that a config or a
+class name says. The checks, cheapest first:
+
+    1. the config: encoder-decoder, recurrent or chunked layers, frequencies that depend on the batch
+    2. the attention implementation, once switched
+    3. the attention calls of a forward pass: how many, always as many, with the engine's context
+    4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``self_test.py``)
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from specdec.engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+_PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_RECURRENT_HINTS = ("ssm_state_size", "state_size", "mamba_d_state", "conv_kernel", "rescale_every", "lru_width")
+
+
+class ModelLoadError(EngineError):
+    """A model that could not be loaded: missing files, a bad config, too little memory."""
+
+
+class ModelNotSupported(ModelLoadError):
+    """A model that loads, but that the engine cannot page; ``reason`` says why."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"{model} cannot be served: {reason}")
+        self.model = model
+        self.reason = reason
+
+
+def check_config(config: "PreTrainedConfig") -> None:
+    """Refuse what the config already rules out, before any weight is read. Raises ``ModelNotSupported``."""
+    name = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
+    foreign = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - _PAGED_LAYER_TYPES)
+    if foreign:
+        raise ModelNotSupported(name, f"layers of type {', '.join(foreign)} keep state outside paged attention")
+    if getattr(config, "attention_chunk_size", None):
+        raise ModelNotSupported(name, "chunked attention exists only in the mask, which paged attention does not see")
+    for hint in _RECURRENT_HINTS:
+        if getattr(config, hint, None) is not None:
+            raise ModelNotSupported(name, f"its config has {hint}: it keeps recurrent state outside attention")
+    for rope in rope_parameter_sets(config):
+        if "dynamic" in str(rope.get("rope_type", "default")):
+            raise ModelNotSupported(name, "dynamic rope takes its frequencies from the longest sequence of the batch")
+
+
+def rope_parameter_sets(config: "PreTrainedConfig") -> Iterator[dict[str, Any]]:
+    """Every set of rope parameters: one, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters or "rope_theta" in parameters:
+        yield parameters
+        return
+    for value in parameters.values():
+        if isinstance(value, dict):
+            yield value
+
+
+def longrope_limit(config: "PreTrainedConfig") -> int | None:
+    """Length up to which longrope uses its short frequencies, which do not depend on the batch; None without longrope."""
+    limits = [
+        int(rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0))
+        for rope in rope_parameter_sets(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(limits) if limits else None
+
+
+def switch_attention(model: "PreTrainedModel", name: str) -> None:
+    """Set the model's attention implementation and make sure that it took. Raises ``ModelNotSupported``."""
+    model_type = model.config.model_type
+    reason = "its attention does not look its function up in transformers' attention interface"
+    if not model._can_set_attn_implementation():
+        raise ModelNotSupported(model_type, reason)
+    try:
+        model.set_attn_implementation(name)
+    except (ValueError, KeyError, ImportError) as error:
+        raise ModelNotSupported(model_type, f"{reason} ({error})") from error
+    if model.config._attn_implementation != name:
+        raise ModelNotSupported(model_type, reason)
+
+
+def check_attention_calls(model: "PreTrainedModel", num_calls: list[int]) -> None:
+    """Judge how many attention calls several forward passes of different shapes made."""
+    model_type = model.config.model_type
+    num_layers = int(getattr(model.config, "num_hidden_layers", 0))
+    if min(num_calls) == 0:
+        raise ModelNotSupported(model_type, "its forward pass never calls the registered attention function")
+    if len(set(num_calls)) != 1:
+        raise ModelNotSupported(model_type, f"its attention calls per pass vary with the input: {sorted(set(num_calls))}")
+    if num_calls[0] < num_layers:
+        raise ModelNotSupported(
+            model_type,
+            f"{num_calls[0]} of its {num_layers} layers call the registered attention function; the others keep state elsewhere",
+        )

@@ -1,0 +1,134 @@
+"""Loads a decoder-only transformers model: safetensors only, no repository code unless allowed."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from specdec.engine.model_files import (
+    ModelIdentity,
+    TokenizerFiles,
+    config_digest,
+    find_model_files,
+    read_eos_token_ids,
+    read_tokenizer,
+    weights_digest,
+)
+from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, check_config, longrope_limit
+from specdec.engine.settings import EngineSettings
+
+_DUMMY_SEED = 0
+_UNLIMITED_LEN = 4096  # default for models without a longest sequence
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A model in memory, still with its own modules and dense attention, and what its files say."""
+
+    model: PreTrainedModel
+    identity: ModelIdentity
+    tokenizer: TokenizerFiles
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(settings: EngineSettings) -> LoadedModel:
+    """Load the model that the settings name.
+
+    Raises ``ModelNotSupported`` for what the config rules out and ``ModelLoadError`` for everything that fails on the way.
+    """
+    directory, revision = find_model_files(settings.model, settings.revision)
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelLoadError(f"{settings.model} has no usable config: {error}") from error
+    check_config(config)
+    device = _choose_device(settings.device)
+    dtype = _choose_dtype(settings.dtype, device, config)
+    max_model_len = _choose_max_model_len(settings.max_model_len, config)
+    if settings.load_format == "dummy":
+        model = _random_model(config, dtype, settings.trust_remote_code)
+        digest = f"random-{_DUMMY_SEED}-{config_digest(config.to_dict())}"
+    else:
+        model = _read_model(directory, settings, dtype)
+        digest = weights_digest(directory)
+    model.to(device)  # type: ignore[arg-type]
+    model.eval().requires_grad_(False)
+    tokenizer = read_tokenizer(directory)
+    identity = ModelIdentity(
+        name=settings.model if not Path(settings.model).is_dir() else directory.name,
+        revision=revision,
+        weights_digest=digest,
+        architecture=type(model).__name__,
+        dtype=str(dtype).removeprefix("torch."),
+        tokenizer_digest=tokenizer.digest,
+    )
+    eos = read_eos_token_ids(directory, getattr(config, "eos_token_id", None))
+    return LoadedModel(model, identity, tokenizer, eos, max_model_len, dtype, device)
+
+
+def _read_model(directory: Path, settings: EngineSettings, dtype: torch.dtype) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation="eager",
+            use_safetensors=True,
+            trust_remote_code=settings.trust_remote_code,
+        )
+    except (ValueError, OSError, KeyError, RuntimeError) as error:
+        raise ModelLoadError(f"{settings.model} could not be loaded: {error}") from error
+    return model
+
+
+def _random_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(_DUMMY_SEED)
+        try:
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+        except (ValueError, KeyError) as error:
+            raise ModelLoadError(f"no causal language model for {config.model_type}: {error}") from error
+    return model
+
+
+def _choose_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ModelLoadError(f"device {name} was asked for, but torch sees no CUDA device")
+    return torch.device("cuda:0" if name == "cuda" else name)
+
+
+def _choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> torch.dtype:
+    if name != "auto":
+        chosen: torch.dtype = getattr(torch, name)
+        return chosen
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(config, "dtype", None)
+    return own if own in (torch.float32, torch.bfloat16, torch.float16) else torch.bfloat16
+
+
+def _choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
+    """The longest sequence: what was asked, or what the model allows."""
+    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    longrope = longrope_limit(config)
+    if longrope is not None:
+        if asked is not None and asked > longrope:
+            raise ModelNotSupported(
+                config.model_type,
+                f"longrope changes all frequencies once the longest sequence of the batch passes {longrope} tokens; "
+                f"set max_model_len to {longrope} or less",
+            )
+        _logger.warning("longrope is pinned to its short frequencies", extra={"max_model_len": asked or longrope})
+        limit = longrope
+    if limit is not None and asked is not None and asked > limit:
+        raise ModelLoadError(f"max_model_len {asked} exceeds the {limit} positions of the model")
+    return int(asked or limit or _UNLIMITED_LEN)

@@ -1,0 +1,228 @@
+// A whole step of a Llama-like decoder in one call: embedding, layers, final norm, output rows. Threads meet at
+// barriers between the stages; every number is computed by the same operations in the same order whatever
+// the number of rows and threads.
+
+#include "attention.h"
+#include "linear.h"
+#include "thread_pool.h"
+
+using namespace specdec;
+
+extern "C" {
+
+// Both are mirrored by ctypes structures in fusion.py. Weights are packed (linear.h); null pointers: not there.
+struct DecoderLayer {
+  const float *input_norm, *query_norm, *key_norm, *post_norm;
+  const float *qkv, *qkv_bias, *output, *output_bias;
+  const float *gate_up, *gate_bias, *up_bias, *down, *down_bias;  // gate_up: panels of both, alternating
+  AttentionView attention;
+};
+
+struct Decoder {
+  const float *embedding, *cosines, *sines;  // [vocab, hidden], [positions, head_dim / 2] twice
+  const float *final_norm, *lm_head, *lm_head_bias;
+  const DecoderLayer* layers;
+  int64_t num_layers, hidden, intermediate, num_logits;
+  float norm_epsilon;
+};
+
+}  // extern "C"
+
+namespace {
+
+// Floats that a step of T rows works in: hidden, normed, qkv, attended, activated.
+struct Workspace {
+  Workspace(const Decoder& decoder, int64_t num_rows, float* memory) {
+    const AttentionView& heads = decoder.layers[0].attention;
+    query_width = heads.num_heads * heads.key_dim;
+    kv_width = heads.num_kv_heads * heads.key_dim;
+    qkv_width = query_width + 2 * kv_width;
+    hidden = memory;
+    normed = hidden + num_rows * decoder.hidden;
+    qkv = normed + num_rows * decoder.hidden;
+    attended = qkv + num_rows * qkv_width;
+    activated = attended + num_rows * query_width;
+    end = activated + num_rows * decoder.intermediate;
+  }
+  int64_t query_width, kv_width, qkv_width;
+  float *hidden, *normed, *qkv, *attended, *activated, *end;
+};
+
+// out = x / rms(x) * weight
+void rms_norm(const float* x, const float* weight, int64_t size, float epsilon, float* out) {
+  constexpr int kChains = 4;
+  Vec squares[kChains] = {};
+  int64_t i = 0;
+  for (; i + kChains * kLanes <= size; i += kChains * kLanes)
+    for (int c = 0; c < kChains; ++c) {
+      const Vec v = load(x + i + c * kLanes);
+      squares[c] = fma(v, v, squares[c]);
+    }
+  for (; i < size; i += kLanes) {
+    const Vec v = i + kLanes <= size ? load(x + i) : load_head(x + i, static_cast<int>(size - i));
+    squares[0] = fma(v, v, squares[0]);
+  }
+  const float mean = sum((squares[0] + squares[1]) + (squares[2] + squares[3])) / static_cast<float>(size);
+  const float scale = 1.0f / std::sqrt(mean + epsilon);
+  for (i = 0; i < size; ++i) out[i] = x[i] * scale * weight[i];
+}
+
+void rotate(float* head, const float* cosines, const float* sines, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float low = head[i], high = head[i + half];
+    head[i] = low * cosines[i] - high * sines[i];
+    head[i + half] = high * cosines[i] + low * sines[i];
+  }
+}
+
+class Step {
+ public:
+  Step(const Decoder& decoder, const BatchView& batch, ThreadPool& pool, float* memory, float* logits)
+      : decoder_(decoder), batch_(batch), pool_(pool), space_(decoder, batch.num_rows, memory), logits_(logits) {}
+
+  void run(int thread, int num_threads) const {
+    const Share rows(batch_.num_rows, thread, num_threads);
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      std::memcpy(space_.hidden + row * decoder_.hidden, decoder_.embedding + batch_.input_ids[row] * decoder_.hidden,
+                  decoder_.hidden * sizeof(float));
+    for (int64_t i = 0; i < decoder_.num_layers; ++i) run_layer(decoder_.layers[i], rows, thread, num_threads);
+    project_logits(thread, num_threads);
+  }
+
+ private:
+  void run_layer(const DecoderLayer& layer, const Share& rows, int thread, int num_threads) const {
+    const int64_t hidden = decoder_.hidden;
+    norm_rows(layer.input_norm, rows);  // a thread's own rows: it wrote them itself, or a barrier lies between
+    pool_.barrier();
+    project<false>(layer.qkv, layer.qkv_bias, space_.normed, hidden, space_.qkv_width, space_.qkv, thread, num_threads);
+    pool_.barrier();
+    place_heads(layer, thread, num_threads);
+    pool_.barrier();
+    attend_rows(batch_, layer.attention, space_.qkv, space_.qkv_width, layer.attention.key_dim, space_.attended, thread,
+                num_threads);
+    pool_.barrier();
+    project<true>(layer.output, layer.output_bias, space_.attended, space_.query_width, hidden, space_.hidden, thread,
+                  num_threads);
+    pool_.barrier();
+    norm_rows(layer.post_norm, rows);
+    pool_.barrier();
+    activate(layer, thread, num_threads);
+    pool_.barrier();
+    project<true>(layer.down, layer.down_bias, space_.activated, decoder_.intermediate, hidden, space_.hidden, thread,
+                  num_threads);
+    pool_.barrier();
+  }
+
+  void norm_rows(const float* weight, const Share& rows) const {
+    const int64_t hidden = decoder_.hidden;
+    for (int64_t row = rows.begin; row < rows.end; ++row)
+      rms_norm(space_.hidden + row * hidden, weight, hidden, decoder_.norm_epsilon, space_.normed + row * hidden);
+  }
+
+  // y = x * weight^T + bias, or y += where `add`; this thread's panels of it.
+  template <bool add>
+  void project(const float* weight, const float* bias, const float* x, int64_t depth, int64_t num_outputs, float* y,
+               int thread, int num_threads) const {
+    const Share panels(num_panels(num_outputs), thread, num_threads);
+    multiply(weight, panels.begin, panels.end, x, depth, batch_.num_rows, depth,
+             [&](int64_t panel, int64_t first_row, const auto& acc) {
+               write_panel<add>(acc, panel, bias, num_outputs, y + first_row * num_outputs, num_outputs);
+             });
+  }
+
+  // Norms and rotates queries and keys, and puts keys and values into their slots.
+  void place_heads(const DecoderLayer& layer, int thread, int num_threads) const {
+    const AttentionView& a = layer.attention;
+    const int64_t dim = a.key_dim, half = dim / 2, per_row = a.num_heads + 2 * a.num_kv_heads;
+    const Share heads(batch_.num_rows * per_row, thread, num_threads);
+    for (int64_t item = heads.begin; item < heads.end; ++item) {
+      const int64_t row = item / per_row, head = item % per_row;
+      float* data = space_.qkv + row * space_.qkv_width + head * dim;
+      const bool is_query = head < a.num_heads, is_value = head >= a.num_heads + a.num_kv_heads;
+      if (!is_value) {
+        const float* norm = is_query ? layer.query_norm : layer.key_norm;
+        if (norm != nullptr) rms_norm(data, norm, dim, decoder_.norm_epsilon, data);
+        const int64_t position = batch_.position_ids[row];
+        rotate(data, decoder_.cosines + position * half, decoder_.sines + position * half, half);
+      }
+      if (is_query) continue;
+      const int64_t kv_head = (head - a.num_heads) % a.num_kv_heads;
+      float* store = is_value ? a.values : a.keys;
+      std::memcpy(slot_address(store, batch_.slot_mapping[row], kv_head, a.num_kv_heads, batch_.block_size, dim), data,
+                  dim * sizeof(float));
+    }
+  }
+
+  // activated = silu(gate) * up
+  void activate(const DecoderLayer& layer, int thread, int num_threads) const {
+    const int64_t depth = decoder_.hidden, width = decoder_.intermediate;
+    const Share pairs(num_panels(width), thread, num_threads);
+    for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
+      const float* weight = layer.gate_up + 2 * pair * depth * kPanel;
+      for_row_blocks(batch_.num_rows, [&]<int rows>(int64_t first) {
+        const float* x = space_.normed + first * depth;
+        Accumulators<rows> both[2];
+        const auto keep = [&](int p, const auto& acc) { both[p] = acc; };
+        if constexpr (rows <= 3) {
+          multiply_panels<rows, 2>(weight, depth * kPanel, x, depth, depth, keep);
+        } else {
+          multiply_panels<rows, 1>(weight, 0, x, depth, depth, keep);
+          multiply_panels<rows, 1>(weight + depth * kPanel, 0, x, depth, depth,
+                                   [&](int, const auto& acc) { both[1] = acc; });
+        }
+        add_bias(both[0], layer.gate_bias, pair);
+        add_bias(both[1], layer.up_bias, pair);
+        for (int r = 0; r < rows; ++r)
+          for (int j = 0; j < kPanelVectors; ++j) both[0].v[r][j] = silu(both[0].v[r][j]) * both[1].v[r][j];
+        write_panel<false>(both[0], pair, nullptr, width, space_.activated + first * width, width);
+      });
+    }
+  }
+
+  template <int rows>
+  void add_bias(Accumulators<rows>& acc, const float* bias, int64_t panel) const {  // bias: zero-padded to whole panels
+    if (bias == nullptr) return;
+    for (int r = 0; r < rows; ++r)
+      for (int j = 0; j < kPanelVectors; ++j) acc.v[r][j] = acc.v[r][j] + load(bias + panel * kPanel + j * kLanes);
+  }
+
+  void project_logits(int thread, int num_threads) const {
+    const int64_t hidden = decoder_.hidden, num_rows = batch_.num_logits;
+    const Share rows(num_rows, thread, num_threads);
+    for (int64_t r = rows.begin; r < rows.end; ++r)
+      rms_norm(space_.hidden + batch_.logits_indices[r] * hidden, decoder_.final_norm, hidden, decoder_.norm_epsilon,
+               space_.normed + r * hidden);
+    pool_.barrier();
+    const Share panels(num_panels(decoder_.num_logits), thread, num_threads);
+    multiply(decoder_.lm_head, panels.begin, panels.end, space_.normed, hidden, num_rows, hidden,
+             [&](int64_t panel, int64_t first_row, const auto& acc) {
+               write_panel<false>(acc, panel, decoder_.lm_head_bias, decoder_.num_logits,
+                                  logits_ + first_row * decoder_.num_logits, decoder_.num_logits);
+             });
+  }
+
+  const Decoder& decoder_;
+  const BatchView& batch_;
+  ThreadPool& pool_;
+  const Workspace space_;
+  float* logits_;
+};
+
+}  // namespace
+
+extern "C" {
+
+// Floats of workspace that a step of num_rows rows needs.
+int64_t specdec_decoder_workspace(const Decoder* decoder, int64_t num_rows) {
+  return Workspace(*decoder, num_rows, nullptr).end - static_cast<float*>(nullptr);
+}
+
+// Runs one step; logits [num_logits rows, decoder->num_logits].
+void specdec_decoder_step(void* pool_handle, const Decoder* decoder, const BatchView* batch, float* workspace,
+                          float* logits) {
+  ThreadPool& pool = *static_cast<ThreadPool*>(pool_handle);
+  const Step step(*decoder, *batch, pool, workspace, logits);
+  pool.run([&](int thread, int num_threads) { step.run(thread, num_threads); });
+}
+
+}  // extern "C"

@@ -1,0 +1,215 @@
+"""The native kernels, called on tensors. All tensors are float32 on the CPU unless said otherwise."""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from specdec.engine.attention import AttentionOptions, ForwardContext
+from specdec.engine.batch import Batch
+from specdec.engine.native.build import build_library
+
+KERNEL_VERSION = 1  # part of the numerics id: raise it whenever a kernel's bits change
+_INT64, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_Strides = _INT64 * 2
+
+
+class BatchView(ctypes.Structure):
+    """``BatchView`` of attention.h. Borrows the batch's tensors."""
+
+    _fields_ = [
+        ("num_rows", _INT64),
+        ("num_logits", _INT64),
+        ("max_blocks", _INT64),
+        ("block_size", _INT64),
+        ("input_ids", _POINTER),
+        ("position_ids", _POINTER),
+        ("slot_mapping", _POINTER),
+        ("row_seq", _POINTER),
+        ("context_lens", _POINTER),
+        ("path_offsets", _POINTER),
+        ("path_slots", _POINTER),
+        ("block_tables", _POINTER),
+        ("logits_indices", _POINTER),
+    ]
+
+    @classmethod
+    def of(cls, batch: Batch, block_size: int) -> "BatchView":
+        """View a batch whose tensors are contiguous, as those of ``build_batch`` are."""
+        return cls(
+            batch.input_ids.shape[0],
+            batch.logits_indices.shape[0],
+            batch.block_tables.shape[1],
+            block_size,
+            batch.input_ids.data_ptr(),
+            batch.position_ids.data_ptr(),
+            batch.slot_mapping.data_ptr(),
+            batch.row_seq.data_ptr(),
+            batch.context_lens.data_ptr(),
+            batch.path_offsets.data_ptr(),
+            batch.path_slots.data_ptr(),
+            batch.block_tables.data_ptr(),
+            batch.logits_indices.data_ptr(),
+        )
+
+
+class AttentionView(ctypes.Structure):
+    """``AttentionView`` of attention.h."""
+
+    _fields_ = [
+        ("keys", _POINTER),
+        ("values", _POINTER),
+        ("sinks", _POINTER),
+        ("num_heads", _INT64),
+        ("num_kv_heads", _INT64),
+        ("key_dim", _INT64),
+        ("value_dim", _INT64),
+        ("sliding_window", _INT64),
+        ("scaling", _FLOAT),
+        ("softcap", _FLOAT),
+    ]
+
+
+class NativeKernels:
+    """The compiled library and its team of threads. Calls release the GIL.
+
+    Raises ``NativeUnavailable`` where the library cannot be built.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self.library = _load_library()
+        self.pool: int = self.library.specdec_pool_create(num_threads)
+        self.panel_width: int = self.library.specdec_panel_width()
+        self.lanes: int = self.library.specdec_lanes()
+        self.max_head_dim: int = self.library.specdec_max_head_dim()
+        self._finalizer = weakref.finalize(self, self.library.specdec_pool_destroy, self.pool)
+
+    def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> "NativeWeight":
+        """Pack a weight ``[N, K]``; see ``specdec.engine.linear.WeightPacker``."""
+        return NativeWeight(self, weight, bias)
+
+    def pack_into(self, weight: torch.Tensor, packed: torch.Tensor, offset: int, panel_step: int) -> None:
+        """Pack ``[N, K]`` into a buffer from ``offset`` on, its panels ``panel_step`` panels apart."""
+        source = weight.detach().float().contiguous()
+        target = packed.data_ptr() + 4 * offset
+        self.library.specdec_pack(source.data_ptr(), source.shape[0], source.shape[1], panel_step, target)
+
+    def packed_size(self, num_outputs: int, depth: int) -> int:
+        """Numbers that a packed weight ``[num_outputs, depth]`` takes."""
+        return -(-num_outputs // self.panel_width) * self.panel_width * depth
+
+    def empty_arena(self, size: int) -> torch.Tensor:
+        """Uninitialised memory for packed weights, on large pages where the system has them."""
+        arena = torch.empty(size)
+        self.library.specdec_advise_large_pages(arena.data_ptr(), 4 * size)
+        return arena
+
+    def empty_panels(self, num_outputs: int, depth: int) -> torch.Tensor:
+        """A buffer for a packed weight ``[num_outputs, depth]``."""
+        return torch.empty(self.packed_size(num_outputs, depth))
+
+    def linear(self, weight: "NativeWeight", rows: torch.Tensor, out: torch.Tensor) -> None:
+        """``out = rows @ weight.T + bias``; rows ``[T, K]`` and out ``[T, N]`` contiguous."""
+        self.library.specdec_linear(
+            self.pool,
+            weight.panels.data_ptr(),
+            None if weight.bias is None else weight.bias.data_ptr(),
+            rows.data_ptr(),
+            rows.shape[0],
+            weight.in_features,
+            weight.out_features,
+            out.data_ptr(),
+        )
+
+
+class NativeWeight:
+    """A weight packed into panels, with its bias."""
+
+    def __init__(self, kernels: NativeKernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._kernels = kernels
+        self.out_features, self.in_features = weight.shape
+        self.panels = kernels.empty_panels(self.out_features, self.in_features)
+        kernels.pack_into(weight, self.panels, 0, 1)
+        self.bias = None if bias is None else bias.detach().float().clone().contiguous()
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """See ``specdec.engine.linear.PackedWeight``."""
+        out = rows.new_empty(rows.shape[0], self.out_features)
+        self._kernels.linear(self, rows, out)
+        return out
+
+
+class NativeAttention:
+    """Row-invariant paged attention in C++; see ``specdec.engine.attention.AttentionKernel``."""
+
+    def __init__(self, kernels: NativeKernels) -> None:
+        self._kernels = kernels
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        context: ForwardContext,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """See ``AttentionKernel``. Cost: one native call."""
+        cache = context.cache
+        assert cache is not None
+        query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
+        view = context.scratch.get("view")
+        if view is None:
+            view = context.scratch["view"] = BatchView.of(context.batch, cache.block_size)
+        num_rows, num_heads, key_dim = query.shape
+        value_dim = value.shape[2]
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
+        rules = AttentionView(
+            cache.keys[layer].data_ptr(),
+            cache.values[layer].data_ptr(),
+            None if sinks is None else sinks.data_ptr(),
+            num_heads,
+            key.shape[1],
+            key_dim,
+            value_dim,
+            options.sliding_window or 0,
+            options.scaling,
+            options.softcap or 0.0,
+        )
+        out = query.new_empty(num_rows, num_heads, value_dim)
+        self._kernels.library.specdec_attention(
+            self._kernels.pool,
+            ctypes.byref(view),
+            ctypes.byref(rules),
+            query.data_ptr(),
+            _Strides(query.stride(0), query.stride(1)),
+            key.data_ptr(),
+            _Strides(key.stride(0), key.stride(1)),
+            value.data_ptr(),
+            _Strides(value.stride(0), value.stride(1)),
+            out.data_ptr(),
+        )
+        return out
+
+
+def _load_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(build_library()))
+    signatures: dict[str, tuple[object, Sequence[object]]] = {
+        "specdec_panel_width": (ctypes.c_int, ()),
+        "specdec_lanes": (ctypes.c_int, ()),
+        "specdec_max_head_dim": (ctypes.c_int, ()),
+        "specdec_pool_create": (_POINTER, (ctypes.c_int,)),
+        "specdec_pool_destroy": (None, (_POINTER,)),
+        "specdec_pack": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER)),
+        "specdec_linear": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _POINTER)),
+        "specdec_advise_large_pages": (None, (_POINTER, _INT64)),
+        "specdec_decoder_workspace": (_INT64, (_POINTER, _INT64)),
+        "specdec_decoder_step": (None, (_POINTER,) * 5),
+        "specdec_attention": (None, (_POINTER,) * 10),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, list(arguments)
+    return library

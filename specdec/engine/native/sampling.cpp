@@ -1,0 +1,289 @@
+// Sampling over a large vocabulary on the CPU: the best tokens of scores plus Gumbel noise, and the cuts of
+// top-k, top-p and min-p. Rows are computed one by one, so no row's result depends on the rows beside it.
+//
+// Same results as specdec/engine/perturbed_top.py and logit_processors.cut_: hashes are integers, scores are single
+// IEEE operations (compile without -ffast-math and without contraction), and bounds only decide what needs not be
+// looked at.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <vector>
+
+namespace {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr int64_t kBlock = 512;
+
+// ---- noise (specdec/noise.py) -------------------------------------------------------------------------------
+
+inline uint32_t hash_u32(uint32_t token_id, uint32_t key_0, uint32_t key_1) {
+  uint32_t x = token_id ^ key_0;
+  x ^= x >> 16;
+  x *= 0x7FEB352Du;
+  x ^= x >> 15;
+  x *= 0x846CA68Bu;
+  x ^= x >> 16;
+  x ^= key_1;
+  x ^= x >> 16;
+  x *= 0x21F0AAADu;
+  x ^= x >> 15;
+  x *= 0xD35A2D97u;
+  x ^= x >> 15;
+  return x;
+}
+
+inline float gumbel_from_bits(uint32_t h) {
+  const double u = (static_cast<double>(h) + 0.5) * 0x1p-32;
+  return static_cast<float>(-std::log(-std::log1p(-u)));
+}
+
+// At least gumbel_from_bits(h), from a few vector instructions: -log(-log1p(-u)) <= -log(u), and log2 of a float is
+// at least its exponent plus its mantissa. Too high by 0.06 at most where u is small. The slack of 0.001 is far more
+// than the rounding of scores that can still win (those within 30 of the best).
+inline float gumbel_bound(uint32_t h) {
+  const float x = static_cast<float>(static_cast<int32_t>(h >> 1)) + 0.25f;  // 2^31 u, rounded
+  int32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const float log2_at_least = static_cast<float>(bits) * 0x1p-23f - 127.0f;
+  return (31.0f - log2_at_least) * 0.69314718f + 0.001f;
+}
+
+// ---- best tokens of score + noise -----------------------------------------------------------------------------
+
+// The num_top best (score, token id), best first, ties to the lower id. Tokens are offered by rising id.
+class Top {
+ public:
+  explicit Top(int64_t size) : scores_(size, -kInfinity), token_ids_(size, 0) {}
+
+  float threshold() const { return scores_.back(); }
+
+  void offer(float score, int64_t token_id) {
+    if (!(score > threshold())) return;
+    size_t i = scores_.size() - 1;
+    for (; i > 0 && score > scores_[i - 1]; --i) {
+      scores_[i] = scores_[i - 1];
+      token_ids_[i] = token_ids_[i - 1];
+    }
+    scores_[i] = score;
+    token_ids_[i] = token_id;
+  }
+
+  const std::vector<float>& scores() const { return scores_; }
+  const std::vector<int64_t>& token_ids() const { return token_ids_; }
+
+ private:
+  std::vector<float> scores_;
+  std::vector<int64_t> token_ids_;
+};
+
+// In lanes, because a single running maximum is not vectorised without -ffast-math.
+inline float best_of(const float* values, int64_t n) {
+  constexpr int64_t kLanes = 32;
+  float best[kLanes];
+  std::fill(best, best + kLanes, -kInfinity);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int64_t j = 0; j < kLanes; ++j) best[j] = values[i + j] > best[j] ? values[i + j] : best[j];
+  }
+  for (; i < n; ++i) best[0] = values[i] > best[0] ? values[i] : best[0];
+  return *std::max_element(best, best + kLanes);
+}
+
+void top_plain(const float* logits, int64_t vocab_size, Top& top) {
+  for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, vocab_size);
+    if (!(best_of(logits + begin, end - begin) > top.threshold())) continue;
+    for (int64_t i = begin; i < end; ++i) top.offer(logits[i], i);
+  }
+}
+
+void top_perturbed(const float* logits, int64_t vocab_size, float temperature, uint32_t key_0, uint32_t key_1, Top& top) {
+  const float best_logit = best_of(logits, vocab_size);
+  float bounds[kBlock];
+  for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
+    const int64_t count = std::min(kBlock, vocab_size - begin);
+    const float* block = logits + begin;
+    for (int64_t i = 0; i < count; ++i) {
+      const uint32_t h = hash_u32(static_cast<uint32_t>(begin + i), key_0, key_1);
+      bounds[i] = (block[i] - best_logit) / temperature + gumbel_bound(h);
+    }
+    if (!(best_of(bounds, count) > top.threshold())) continue;
+    for (int64_t i = 0; i < count; ++i) {
+      if (!(bounds[i] > top.threshold())) continue;
+      const float g = gumbel_from_bits(hash_u32(static_cast<uint32_t>(begin + i), key_0, key_1));
+      top.offer((block[i] - best_logit) / temperature + g, begin + i);
+    }
+  }
+}
+
+// ---- cuts -----------------------------------------------------------------------------------------------------
+
+constexpr double kWeightOne = 0x1p42;
+constexpr int kNumBins = 1 << 11;
+constexpr float kNoWeight = -30.0f;  // exp of less is under 2^-42
+
+// Scores are at most 0, so the bits of their magnitude order them, best first.
+inline uint32_t magnitude_bits(float score) {
+  const float magnitude = std::fabs(score);
+  uint32_t bits;
+  std::memcpy(&bits, &magnitude, sizeof bits);
+  return bits;
+}
+
+// 16 bins for each power of two.
+inline int bin_of(float score) { return static_cast<int>(magnitude_bits(score) >> 20); }
+
+// 2048 bins for each of these.
+inline int fine_bin_of(float score) { return static_cast<int>((magnitude_bits(score) >> 9) & (kNumBins - 1)); }
+
+// The last token that stays, in the order of falling score and rising id.
+struct Cut {
+  float score;
+  int64_t token_id;
+
+  bool keeps(float other_score, int64_t other_id) const {
+    return other_score > score || (other_score == score && other_id <= token_id);
+  }
+};
+
+// Without branches: what is in the bin is as good as random.
+std::vector<int64_t> tokens_of_bin(const float* scores, int64_t vocab_size, int bin) {
+  std::vector<int64_t> token_ids(vocab_size);
+  int64_t count = 0;
+  for (int64_t i = 0; i < vocab_size; ++i) {
+    token_ids[count] = i;
+    count += bin_of(scores[i]) == bin;
+  }
+  token_ids.resize(count);
+  return token_ids;
+}
+
+// Down to the k-th best score, all that tie with it included.
+float top_k_score(const float* scores, int64_t vocab_size, int64_t k) {
+  if (k <= 0 || k >= vocab_size) return -kInfinity;
+  std::vector<int64_t> counts(kNumBins, 0);
+  for (int64_t i = 0; i < vocab_size; ++i) ++counts[bin_of(scores[i])];
+  int bin = 0;
+  for (; counts[bin] < k; ++bin) k -= counts[bin];
+  std::vector<float> candidates;
+  candidates.reserve(counts[bin]);
+  for (int64_t i = 0; i < vocab_size; ++i) {
+    if (bin_of(scores[i]) == bin) candidates.push_back(scores[i]);
+  }
+  std::nth_element(candidates.begin(), candidates.begin() + (k - 1), candidates.end(), std::greater<float>());
+  return candidates[k - 1];
+}
+
+// exp(score) in units of 2^-42, rounded down, from the same single operations as logit_processors.integer_weights.
+inline int64_t integer_weight(float score) {
+  const double x = static_cast<double>(score > -64.0f ? score : -64.0f);
+  const int64_t n = static_cast<int64_t>(x * 1.4426950408889634 - 0.5);  // at most 0
+  const double r = x - static_cast<double>(n) * 0.6931471805599453;
+  double y = 1.0 / 39916800.0;  // the Taylor series of exp, to the 11th power
+  y = y * r + 1.0 / 3628800.0;
+  y = y * r + 1.0 / 362880.0;
+  y = y * r + 1.0 / 40320.0;
+  y = y * r + 1.0 / 5040.0;
+  y = y * r + 1.0 / 720.0;
+  y = y * r + 1.0 / 120.0;
+  y = y * r + 1.0 / 24.0;
+  y = y * r + 1.0 / 6.0;
+  y = y * r + 0.5;
+  y = y * r + 1.0;
+  y = y * r + 1.0;
+  return static_cast<int64_t>(y * kWeightOne) >> -n;
+}
+
+// The token whose mass, added to that of all before it, reaches top_p of what top-k kept.
+Cut top_p_cut(const float* scores, int64_t vocab_size, double top_p, float kth_score) {
+  std::vector<int64_t> bin_weights(kNumBins, 0);
+  int64_t weights[kBlock];
+  for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
+    const int64_t count = std::min(kBlock, vocab_size - begin);
+    const float* block = scores + begin;
+    if (!(best_of(block, count) >= kNoWeight)) continue;
+    for (int64_t i = 0; i < count; ++i) weights[i] = integer_weight(block[i]);
+    for (int64_t i = 0; i < count; ++i) bin_weights[bin_of(block[i])] += block[i] >= kth_score ? weights[i] : 0;
+  }
+  int64_t total = 0;
+  for (const int64_t weight : bin_weights) total += weight;
+  const int64_t limit = std::max<int64_t>(1, static_cast<int64_t>(std::ceil(static_cast<double>(total) * top_p)));
+  const auto skip_bins = [limit](const std::vector<int64_t>& of_bins, int64_t& reached) {
+    int bin = 0;
+    for (; bin < kNumBins - 1 && reached + of_bins[bin] < limit; ++bin) reached += of_bins[bin];
+    return bin;
+  };
+  int64_t reached = 0;
+  std::vector<int64_t> token_ids = tokens_of_bin(scores, vocab_size, skip_bins(bin_weights, reached));
+  std::fill(bin_weights.begin(), bin_weights.end(), 0);
+  const int64_t num_tokens = static_cast<int64_t>(token_ids.size());
+  for (int64_t begin = 0; begin < num_tokens; begin += kBlock) {
+    const int64_t count = std::min(kBlock, num_tokens - begin);
+    float block[kBlock];
+    for (int64_t i = 0; i < count; ++i) block[i] = scores[token_ids[begin + i]];
+    for (int64_t i = 0; i < count; ++i) weights[i] = integer_weight(block[i]);
+    for (int64_t i = 0; i < count; ++i) bin_weights[fine_bin_of(block[i])] += block[i] >= kth_score ? weights[i] : 0;
+  }
+  const int fine_bin = skip_bins(bin_weights, reached);
+  const auto elsewhere = [scores, fine_bin](int64_t i) { return fine_bin_of(scores[i]) != fine_bin; };
+  token_ids.erase(std::remove_if(token_ids.begin(), token_ids.end(), elsewhere), token_ids.end());
+  std::sort(token_ids.begin(), token_ids.end(), [scores](int64_t a, int64_t b) {
+    return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+  });
+  for (const int64_t token_id : token_ids) {
+    if (scores[token_id] >= kth_score) reached += integer_weight(scores[token_id]);
+    if (reached >= limit) return {scores[token_id], token_id};
+  }
+  return {-kInfinity, vocab_size};  // limit above the whole, by rounding
+}
+
+void cut_row(float* row, int64_t vocab_size, int64_t top_k, double top_p, double min_score) {
+  const float kth_score = top_k_score(row, vocab_size, top_k);
+  // Of two cuts by score alone the higher binds; the first token, at 0, always stays.
+  const float lowest = std::min(0.0f, std::max(kth_score, static_cast<float>(min_score)));
+  Cut last{-kInfinity, vocab_size};
+  if (top_p < 1.0) last = top_p_cut(row, vocab_size, top_p, kth_score);
+  for (int64_t i = 0; i < vocab_size; ++i) {
+    if (!(row[i] >= lowest && last.keeps(row[i], i))) row[i] = -kInfinity;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// logits: row r at r * row_stride; temperatures [R], 0 is greedy; keys [R, 2] -> token_ids, scores [R, num_top], with
+// 1 <= num_top <= vocab_size.
+void specdec_perturbed_top(const float* logits, int64_t num_rows, int64_t vocab_size, int64_t row_stride,
+                           const float* temperatures, const uint32_t* keys, int64_t num_top, int64_t* token_ids,
+                           float* scores) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    Top top(num_top);
+    const float* row = logits + r * row_stride;
+    if (temperatures[r] == 0.0f) {
+      top_plain(row, vocab_size, top);
+    } else {
+      top_perturbed(row, vocab_size, temperatures[r], keys[2 * r], keys[2 * r + 1], top);
+    }
+    std::copy(top.token_ids().begin(), top.token_ids().end(), token_ids + r * num_top);
+    std::copy(top.scores().begin(), top.scores().end(), scores + r * num_top);
+  }
+}
+
+// scores [R, vocab_size], contiguous, 0 as best of each row: minus infinity is written to what top_k [R], top_p [R] and
+// min_score [R] cut off.
+void specdec_cut(float* scores, int64_t num_rows, int64_t vocab_size, const int64_t* top_k, const double* top_p,
+                 const double* min_score) {
+  for (int64_t r = 0; r < num_rows; ++r) cut_row(scores + r * vocab_size, vocab_size, top_k[r], top_p[r], min_score[r]);
+}
+
+// The Gumbel noise of count hashes from first on, stride apart, for tests.
+void specdec_gumbel(uint32_t first, uint32_t stride, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; ++i) out[i] = gumbel_from_bits(first + static_cast<uint32_t>(i) * stride);
+}
+
+}  // extern "C"

@@ -1,0 +1,88 @@
+"""The best tokens of scores plus Gumbel noise: exact, ties to the lowest token id, without the noise of them all.
+
+Every token is hashed, but the two float64 logarithms of its noise are taken only where a bound on them says that
+the token can still be among the best: a handful per row.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.noise import gumbel_from_bits, hash_u32
+
+_BOUND_SLACK = 1e-3
+"""More than the float32 rounding of any bound that can still win."""
+
+
+def perturbed_top(
+    logits: Tensor, temperatures: Sequence[float], keys: Sequence[int], num_top: int
+) -> tuple[list[int], list[float]]:
+    """Return the `num_top` best tokens of (logits - best) / temperature + gumbel, by falling score, rising id.
+
+    Rows of temperature 0 are ranked by their logits alone. A row's result depends on that row only.
+
+    Args:
+        logits: [R, V] float32 without NaN.
+        temperatures: R values.
+        keys: the two u32 of each row's noise key, 2 * R values.
+        num_top: at most V.
+
+    Returns:
+        Token ids and float32 scores, R * num_top of each, row by row. Where fewer than `num_top` tokens of a row
+        are above minus infinity the rest has that score and no meaning.
+    """
+    token_ids = [0] * (len(temperatures) * num_top)
+    scores = [-math.inf] * (len(temperatures) * num_top)
+    greedy = [r for r, temperature in enumerate(temperatures) if temperature == 0.0]
+    noisy = [r for r, temperature in enumerate(temperatures) if temperature != 0.0]
+    for rows in (greedy, noisy):
+        if not rows:
+            continue
+        part = logits if len(rows) == len(temperatures) else logits[rows]
+        if rows is greedy:
+            found = _survivors(part, part, part, num_top)
+        else:
+            found = _noisy_survivors(
+                part, [temperatures[r] for r in rows], [keys[2 * r : 2 * r + 2] for r in rows], num_top
+            )
+        for r, best in zip(rows, found, strict=True):
+            for i, (score, token_id) in enumerate(best):
+                token_ids[r * num_top + i] = token_id
+                scores[r * num_top + i] = score
+    return token_ids, scores
+
+
+def _noisy_survivors(
+    logits: Tensor, temperatures: Sequence[float], keys: Sequence[Sequence[int]], num_top: int
+) -> list[list[tuple[float, int]]]:
+    device = logits.device
+    divisors = torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
+    scores = (logits - logits.amax(dim=1, keepdim=True)).div_(divisors)  # [R, V]
+    hashes = hash_u32(
+        torch.tensor(keys, dtype=torch.int64, device=device), torch.arange(logits.shape[1], device=device)
+    )  # [R, V]
+    # -log(-log1p(-u)) <= -log(u), and nearly equal to it where it is large enough to win.
+    bounds = hashes.to(torch.float32).add_(0.5).mul_(2.0**-32).log_().neg_().add_(scores).add_(_BOUND_SLACK)
+    return _survivors(bounds, scores, hashes, num_top)
+
+
+def _survivors(
+    bounds: Tensor, scores: Tensor, hashes: Tensor, num_top: int
+) -> list[list[tuple[float, int]]]:
+    """Rank the tokens whose bound reaches the `num_top`-th exact value of the tokens with the best bounds."""
+    noisy = hashes is not scores
+    guess = bounds.topk(num_top, dim=1).indices  # [R, num_top]
+    exact = scores.gather(1, guess)
+    if noisy:
+        exact = exact + gumbel_from_bits(hashes.gather(1, guess))
+    threshold = exact.amin(dim=1, keepdim=True)
+    row_ids, token_ids = ((bounds >= threshold) & (bounds > -math.inf)).nonzero(as_tuple=True)
+    values = scores[row_ids, token_ids]
+    if noisy:
+        values = values + gumbel_from_bits(hashes[row_ids, token_ids])
+    ranked: list[list[tuple[float, int]]] = [[] for _ in range(bounds.shape[0])]
+    for r, token_id, value in zip(row_ids.tolist(), token_ids.tolist(), values.tolist(), strict=True):
+        ranked[r].append((-value, token_id))
+    return [[(-value, token_id) for value, token_id in sorted(best)[:num_top]] for best in ranked]

@@ -1,0 +1,98 @@
+"""Rejection verification: the output follows the target's distribution p whatever distribution q the draft has.
+
+Accept the draft's token x with probability min(1, p(x) / q(x)), else draw from norm(max(0, p - q)). Source:
+Leviathan, Kalman, Matias, "Fast inference from transformers via speculative decoding", arXiv:2211.17192,
+Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm 2.
+
+The guarantee rests on three things. The pairs the draft sends *are* q: it draws from them after they were rounded
+for the wire, and both sides divide them by the same sum. The draft's draw, the accept test and the residual draw
+use independent random numbers (`Purpose`). And whether a position is drafted, sent or verified may depend on
+tokens before it and on its q, never on the token drawn there: dropping a token for its own low q is biased.
+"""
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from specdec.noise import Purpose, uniform
+from specdec.sampling_params import SamplingParams
+
+
+class InvalidDraftDistribution(ValueError):
+    """A drafted token came with pairs that are no distribution, or that it cannot have been drawn from."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSample:
+    """A drafted token and the sparse distribution it was drawn from.
+
+    q(ids[i]) = probs[i] / fsum(probs), exactly, at the draft and at the target; it is 0 for all other ids.
+    """
+
+    token_id: int
+    ids: tuple[int, ...]
+    probs: tuple[float, ...]
+    """Positive float32 values, as they are on the wire."""
+
+    def check(self, vocab_size: int) -> None:
+        """Raise InvalidDraftDistribution unless this can have been drawn by an honest draft."""
+        if len(self.ids) != len(self.probs):
+            raise InvalidDraftDistribution(f"{len(self.ids)} ids but {len(self.probs)} probabilities")
+        if len(set(self.ids)) != len(self.ids):
+            raise InvalidDraftDistribution("an id occurs twice")
+        if not all(0 <= token_id < vocab_size for token_id in self.ids):
+            raise InvalidDraftDistribution(f"an id is outside the vocabulary of {vocab_size}")
+        if not all(math.isfinite(prob) and prob > 0.0 for prob in self.probs):
+            raise InvalidDraftDistribution("a probability is not positive and finite")
+        if self.token_id not in self.ids:
+            raise InvalidDraftDistribution(f"token {self.token_id} is outside its own distribution")
+
+
+def draw(ids: tuple[int, ...], probs: tuple[float, ...], u: float) -> int:
+    """Return the id at the point `u` in (0, 1) of the cumulated probs; probs need not sum to 1."""
+    cumulated = list(accumulate(probs))
+    # The product can round up to the whole sum.
+    return ids[min(bisect_right(cumulated, u * cumulated[-1]), len(ids) - 1)]
+
+
+def verify_token(target_probs: Tensor, draft: DraftSample, params: SamplingParams, t: int) -> tuple[bool, int]:
+    """Decide on one drafted token; the token returned is distributed as the target's, given a q-distributed draft.
+
+    Args:
+        target_probs: [V] float32, the target's fully processed distribution at `t` (`Sampler.probs`); divided here
+            by its float64 sum.
+        draft: the token and its distribution, checked.
+        params: of the session; greedy decoding is equality.
+        t: absolute position of the token.
+
+    Returns:
+        (True, the draft's token) or (False, the token that takes its place).
+
+    Cost: a sum over V, and a few passes over V after a rejection.
+    """
+    if params.is_greedy:
+        best = int((target_probs == target_probs.max()).nonzero()[0, 0])
+        return best == draft.token_id, best
+    draft_sum = math.fsum(draft.probs)
+    draft_prob = draft.probs[draft.ids.index(draft.token_id)] / draft_sum
+    target = target_probs.to(torch.float64)
+    target = target / target.sum()
+    u = uniform(params.seed, params.choice, Purpose.ACCEPT, t)
+    if u * draft_prob < float(target[draft.token_id]):
+        return True, draft.token_id
+    ids = torch.tensor(draft.ids, device=target.device)
+    probs = torch.tensor(draft.probs, dtype=torch.float64, device=target.device) / draft_sum
+    residual = target.index_add(0, ids, probs, alpha=-1).clamp_(min=0.0)
+    cumulated = residual.cumsum(0)
+    total = cumulated[-1:]
+    if float(total) <= 0.0:
+        return True, draft.token_id  # p = q: only rounding can have led here
+    u = uniform(params.seed, params.choice, Purpose.RESIDUAL, t)
+    index = int(torch.searchsorted(cumulated, total * u, right=True))
+    if index == len(cumulated):  # the product rounded up to the whole sum
+        index = int(residual.nonzero()[-1, 0])
+    return False, index

@@ -1,0 +1,208 @@
+"""Drawing tokens from logits: the same function of (logits, parameters, seed, position) at draft and target."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from specdec.engine import logit_processors
+from specdec.engine.logit_processors import RowContext, adjusted_logits, cut_arguments, temperature_scores
+from specdec.engine.native.build import NativeUnavailable
+from specdec.engine.native.sampling_ops import NativeSampling
+from specdec.engine.perturbed_top import perturbed_top
+from specdec.engine.rejection import DraftSample, draw
+from specdec.engine.token_history import TokenHistory
+from specdec.noise import Purpose, noise_key, uniform
+
+__all__ = ["Candidate", "DraftSample", "RowContext", "Sampler", "TokenHistory", "TokenLogprobs"]
+
+NativeMode = Literal["auto", "on", "off"]
+
+DRAFT_SUPPORT = 64
+"""Most tokens that a draft's distribution has in rejection mode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A token and its score with noise; of two, the higher is the likelier to be the target's token."""
+
+    token_id: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log-probabilities of the model as it is: before bias, penalties, temperature and cuts."""
+
+    logprob: float
+    """Of the chosen token."""
+    top: list[tuple[int, float]]
+    """The most likely tokens, best first, ties by rising id."""
+
+
+class Sampler:
+    """Draws tokens; stateless, and row-invariant: a row's result depends on that row's logits and context only.
+
+    Everywhere `logits` is [R, V'] float32 with V' >= vocab_size on the sampler's device; ids past vocab_size are
+    padding of the model's and are never sampled. It is never written to.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device | str, *, native: NativeMode = "auto") -> None:
+        """Make a sampler for `vocab_size` true token ids.
+
+        Args:
+            vocab_size: ids at and past it are never sampled.
+            device: of the logits.
+            native: C++ kernels for the CPU: "auto" takes them where they can be built, "on" demands them, "off" does
+                without. The results are the same.
+
+        Raises:
+            NativeUnavailable: `native` is "on" and they cannot be built.
+        """
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self.is_native = False
+        self._perturbed_top = perturbed_top
+        self._cut_ = logit_processors.cut_
+        if native == "off" or self.device.type != "cpu":
+            return
+        try:
+            kernels = NativeSampling()
+        except NativeUnavailable:
+            if native == "on":
+                raise
+            return
+        self.is_native = True
+        self._perturbed_top, self._cut_ = kernels.perturbed_top, kernels.cut_
+
+    def sample(self, logits: Tensor, rows: Sequence[RowContext]) -> list[int]:
+        """Return the token of each row: argmax of scores plus the noise of its position, or of logits if greedy.
+
+        Ties go to the lowest id. Exact: the noise of a seed that is not fixed beforehand makes this a sample of
+        softmax(scores).
+        """
+        return self._top(logits, rows, 1)[0]
+
+    def candidates(self, logits: Tensor, rows: Sequence[RowContext], num_candidates: int) -> list[list[Candidate]]:
+        """Return per row the best tokens with noise, best first; the first is what `sample` returns."""
+        n = min(num_candidates, self.vocab_size)
+        token_ids, scores = self._top(logits, rows, n)
+        found = [Candidate(*pair) for pair in zip(token_ids, scores, strict=True)]
+        return [
+            [candidate for candidate in found[r * n : (r + 1) * n] if candidate.score > -math.inf]
+            for r in range(len(rows))
+        ]
+
+    def process(self, logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
+        """Return what tokens are drawn from, [R, vocab_size]: 0 for the best of a row, -inf for what is cut off.
+
+        Greedy rows are the adjusted logits, without temperature and cuts.
+        """
+        adjusted = adjusted_logits(self._true_logits(logits), rows)
+        scores, _ = self._cut_scores(adjusted, rows)
+        plain = [r for r, row in enumerate(rows) if not row.params.has_cuts and not row.params.is_greedy]
+        if plain:
+            scores = scores.clone() if scores is adjusted else scores
+            scores[plain] = temperature_scores(adjusted[plain], [rows[r].params.temperature for r in plain])
+        return scores
+
+    def probs(self, logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
+        """Return the distribution each row is drawn from, [R, vocab_size] float32; one-hot for greedy rows."""
+        scores = self.process(logits, rows)
+        probs = torch.softmax(scores.to(torch.float64), dim=1).to(torch.float32)
+        greedy = [r for r, row in enumerate(rows) if row.params.is_greedy]
+        if greedy:
+            token_ids, _ = self._perturbed_top(scores[greedy], [0.0] * len(greedy), [0] * (2 * len(greedy)), 1)
+            probs[greedy] = 0.0
+            probs[greedy, token_ids] = 1.0
+        return probs
+
+    def draft_sample(
+        self, logits: Tensor, rows: Sequence[RowContext], m: int = DRAFT_SUPPORT
+    ) -> list[DraftSample]:
+        """Draw a token per row for rejection verification, from the row's m likeliest tokens.
+
+        The pairs in the result are float32 and are what the token is drawn from. They are renormalised only if
+        something was cut off: where all fits in m, q is p to the bit for equal logits.
+        """
+        probs = self.probs(logits, rows)
+        best, token_ids = probs.topk(min(m, self.vocab_size), dim=1)
+        if m < self.vocab_size:
+            covered = [math.fsum(row) for row in best.tolist()]
+            total = torch.tensor(covered, dtype=torch.float64, device=best.device).unsqueeze(1)
+            scaled = (best.to(torch.float64) / total).to(torch.float32)
+            was_cut = (probs > 0.0).sum(dim=1, keepdim=True) > m
+            best = torch.where(was_cut, scaled, best)
+        samples = []
+        for row, values, ids in zip(rows, best.tolist(), token_ids.tolist(), strict=True):
+            pairs = sorted((-prob, token_id) for prob, token_id in zip(values, ids, strict=True) if prob > 0.0)
+            support = tuple(token_id for _, token_id in pairs)
+            mass = tuple(-negated for negated, _ in pairs)
+            u = uniform(row.params.seed, row.params.choice, Purpose.DRAFT, row.position)
+            samples.append(DraftSample(draw(support, mass, u), support, mass))
+        return samples
+
+    def logprobs(
+        self, logits: Tensor, rows: Sequence[RowContext], chosen: Sequence[int]
+    ) -> list[TokenLogprobs | None]:
+        """Return the raw log-probabilities of the chosen tokens and of the best ones, None for rows without."""
+        result: list[TokenLogprobs | None] = [None] * len(rows)
+        wanted = [r for r, row in enumerate(rows) if row.params.num_logprobs is not None]
+        if not wanted:
+            return result
+        raw = self._true_logits(logits)[wanted].to(torch.float64)
+        raw = raw - torch.logsumexp(raw, dim=1, keepdim=True)  # [wanted, V]
+        columns = torch.tensor([chosen[r] for r in wanted], device=raw.device)
+        of_chosen = raw.gather(1, columns.unsqueeze(1)).squeeze(1).tolist()
+        for r, values, logprob in zip(wanted, raw, of_chosen, strict=True):
+            result[r] = TokenLogprobs(logprob, _best(values, rows[r].params.num_logprobs or 0))
+        return result
+
+    def _true_logits(self, logits: Tensor) -> Tensor:
+        return logits[:, : self.vocab_size].to(torch.float32)
+
+    def _top(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> tuple[list[int], list[float]]:
+        adjusted = adjusted_logits(self._true_logits(logits), rows)
+        scores, temperatures = self._cut_scores(adjusted, rows)
+        keys: list[int] = []
+        for row in rows:
+            params = row.params
+            keys += (
+                (0, 0)
+                if params.is_greedy
+                else noise_key(params.seed, params.choice, Purpose.PLAIN, row.position)
+            )
+        return self._perturbed_top(scores, temperatures, keys, num_top)
+
+    def _cut_scores(self, adjusted: Tensor, rows: Sequence[RowContext]) -> tuple[Tensor, list[float]]:
+        """Return logits, where rows with cuts are processed scores, and each row's remaining temperature."""
+        temperatures = [
+            0.0 if row.params.is_greedy else max(row.params.temperature, logit_processors.MIN_TEMPERATURE)
+            for row in rows
+        ]
+        cut = [r for r, row in enumerate(rows) if row.params.has_cuts]
+        if not cut:
+            return adjusted, temperatures
+        every = len(cut) == len(rows)
+        scores = temperature_scores(adjusted if every else adjusted[cut], [temperatures[r] for r in cut])
+        self._cut_(scores, *cut_arguments([rows[r] for r in cut]))
+        for r in cut:
+            temperatures[r] = 1.0
+        if every:
+            return scores, temperatures
+        merged = adjusted.clone(memory_format=torch.contiguous_format)
+        merged[cut] = scores
+        return merged, temperatures
+
+
+def _best(values: Tensor, n: int) -> list[tuple[int, float]]:
+    """Return the n highest values with their ids, best first, ties by rising id."""
+    n = min(n, len(values))
+    if n == 0:
+        return []
+    ids = (values >= values.topk(n).values[-1]).nonzero().squeeze(1)
+    pairs = sorted(zip((-values[ids]).tolist(), ids.tolist(), strict=True))[:n]
+    return [(token_id, -negated) for negated, token_id in pairs]

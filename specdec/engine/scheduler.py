@@ -1,0 +1,281 @@
+"""Which rows run in the next step, and who gives up blocks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.errors import SequenceTooLong
+from specdec.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class ScheduledItem:
+    """One sequence's share of a step: tokens ``[start, start + num_new_tokens)``, then leading nodes of its
+    tree.
+
+    Attributes:
+        seq: the sequence.
+        start: its computed tokens before the step.
+        num_new_tokens: pending tokens computed now; zero only for a tree below a token that is computed
+            already.
+        num_tree_nodes: nodes verified now, a prefix of ``seq.tree``; node ``i`` writes logical slot
+            ``len(token_ids) + i``.
+        completes: no token is pending afterwards.
+    """
+
+    seq: Sequence
+    start: int
+    num_new_tokens: int
+    num_tree_nodes: int
+    completes: bool
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """One ragged batch: its items, the block copies to make before it, and who was preempted for it."""
+
+    items: list[ScheduledItem] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the batch."""
+        return sum(item.num_new_tokens + item.num_tree_nodes for item in self.items)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened since the start."""
+
+    preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+
+class Scheduler:
+    """Continuous batching by recomputation.
+
+    Within one priority, decodes come before prefills and earlier arrivals before later ones; no priority
+    takes tokens from the decodes, and trees leave at least half of what is left to a waiting prefill. When
+    blocks run out, those who rank worse than the one who needs them are preempted: paused first, then the
+    lowest priority, then the latest arrival.
+    """
+
+    def __init__(self, block_pool: BlockPool, max_batch_tokens: int, max_batch_seqs: int, max_model_len: int) -> None:
+        """Bounds: rows of a step, sequences of a step, tokens of a sequence."""
+        self.block_pool = block_pool
+        self.max_batch_tokens = max_batch_tokens
+        self.max_batch_seqs = max_batch_seqs
+        self.max_model_len = max_model_len
+        self.counters = SchedulerCounters()
+        self._turn = 0
+        self._sequences: dict[int, Sequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        """All sequences, in order of arrival."""
+        return self._sequences.values()
+
+    def check_length(self, num_tokens: int) -> None:
+        """Refuse a length that could never be scheduled.
+
+        Raises:
+            SequenceTooLong: the context or the whole pool is smaller.
+        """
+        if num_tokens > self.max_model_len:
+            raise SequenceTooLong(num_tokens, self.max_model_len, "context")
+        capacity = self.block_pool.num_blocks * self.block_pool.block_size
+        if num_tokens > capacity:
+            raise SequenceTooLong(num_tokens, capacity, "KV cache")
+
+    def holds(self, seq: Sequence) -> bool:
+        """Whether the sequence was added and not removed."""
+        return self._sequences.get(seq.seq_id) is seq
+
+    def add(self, seq: Sequence) -> None:
+        """Take in a sequence; it runs as soon as a step has room.
+
+        Raises:
+            SequenceTooLong: it never could.
+        """
+        self.check_length(len(seq.token_ids))
+        self._sequences[seq.seq_id] = seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Let a sequence go and free its blocks; hashed ones stay in the prefix cache."""
+        del self._sequences[seq.seq_id]
+        self._release(seq)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Free a sequence's blocks, to be recomputed later; tokens and tree survive."""
+        self._release(seq)
+        self.counters.preemptions += 1
+
+    def schedule(self) -> ScheduledStep:
+        """Choose the next step's rows and give them blocks; an empty step means that nothing can run.
+
+        Cost: grows with the sequences and with the blocks written, not with the context.
+        """
+        step = ScheduledStep()
+        decodes, prefills = self._ready()
+        if not decodes and not prefills:
+            return step
+        prefill_budget = self.max_batch_tokens
+        for seq in decodes:
+            prefill_budget -= seq.num_pending_tokens
+        if prefills:
+            wanted = sum(len(seq.tree) for seq in decodes if seq.tree is not None)
+            prefill_budget -= min(wanted, prefill_budget // 2)
+        self._place_all(step, decodes, prefills, prefill_budget)
+        self._place_trees(step)
+        step.items = [item for item in step.items if item.num_new_tokens or item.num_tree_nodes]
+        for item in step.items:
+            self._turn += 1
+            item.seq.last_turn = self._turn
+        return step
+
+    def _ready(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Sequences that one short chunk finishes, and the others with something to compute, each by turn."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for seq in self._sequences.values():
+            if not seq.is_ready:
+                continue
+            is_decode = seq.num_computed_tokens and seq.num_pending_tokens <= self.block_pool.block_size
+            (decodes if is_decode else prefills).append(seq)
+        if len(decodes) > self.max_batch_seqs:  # take turns
+            decodes.sort(key=lambda seq: (seq.priority, seq.last_turn, seq.arrival))
+        elif len(decodes) > 1:
+            decodes.sort(key=lambda seq: (seq.priority, seq.arrival))
+        if len(prefills) > 1:
+            prefills.sort(key=lambda seq: (seq.priority, seq.arrival))
+        return decodes, prefills
+
+    def _place_all(
+        self, step: ScheduledStep, decodes: list[Sequence], prefills: list[Sequence], prefill_budget: int
+    ) -> None:
+        """Give pending tokens their rows and blocks, in order of (priority, decodes first)."""
+        budget = self.max_batch_tokens
+        order = decodes if not prefills else sorted(decodes + prefills, key=lambda seq: seq.priority)
+        waiting = {seq.seq_id for seq in prefills}
+        for seq in order:
+            if len(step.items) == self.max_batch_seqs or budget <= 0:
+                break
+            is_prefill = seq.seq_id in waiting
+            limit = min(budget, prefill_budget) if is_prefill else budget
+            if seq in step.preempted or (is_prefill and limit <= 0):
+                continue
+            num_new = self._place(seq, step, limit)
+            if num_new is None:
+                if is_prefill:
+                    prefill_budget = 0  # nobody overtakes a prefill that waits for blocks
+                continue
+            budget -= num_new
+            if is_prefill:
+                prefill_budget -= num_new
+
+    def _place(self, seq: Sequence, step: ScheduledStep, limit: int) -> int | None:
+        """Add an item of at most `limit` tokens, preempting for it; returns its tokens, or None."""
+        was_waiting = not seq.block_ids and seq.num_computed_tokens == 0
+        if was_waiting and not seq.prompt_logits:
+            self._share_cached_prefix(seq)
+        start = seq.num_computed_tokens
+        pending = len(seq.token_ids) - start
+        num_new = min(pending, limit)
+        # One that holds nothing yet starts only when all of it fits: half-done prefills would preempt each
+        # other in turn.
+        if not self._make_room(seq, step, pending if was_waiting else num_new):
+            if was_waiting:
+                self._release(seq)
+            return None
+        step.copies += self.block_pool.ensure_writable(seq.block_ids, start, num_new)
+        step.items.append(ScheduledItem(seq, start, num_new, 0, num_new == pending))
+        if was_waiting:
+            self._count_admission(seq)
+        return num_new
+
+    def _make_room(self, seq: Sequence, step: ScheduledStep, num_slots: int) -> bool:
+        """Preempt until `num_slots` more slots of `seq` can be written; false if that cannot be."""
+        pool = self.block_pool
+        while pool.num_blocks_to_write(seq.block_ids, seq.num_computed_tokens, num_slots) > pool.num_free:
+            victim = self._victim(seq, step)
+            if victim is None:
+                return False
+            self.preempt(victim)
+            step.preempted.append(victim)
+            # A victim that is in the step has nothing there but a tree.
+            step.items = [item for item in step.items if item.seq is not victim]
+        return True
+
+    def _victim(self, seq: Sequence, step: ScheduledStep) -> Sequence | None:
+        """Who gives up blocks for `seq`: the worst-ranked holder below it that is not part of this step.
+
+        If the step would otherwise be empty, a better-ranked holder with nothing to compute gives way too: a
+        sequence that waits for its client or its network must not stop the engine.
+        """
+        taken = {item.seq.seq_id for item in step.items if item.num_new_tokens}
+        holders = [
+            other
+            for other in self._sequences.values()
+            if other.block_ids and other is not seq and other.seq_id not in taken
+        ]
+        worst = max(holders, key=lambda other: other.rank, default=None)
+        if worst is not None and worst.rank > seq.rank:
+            return worst
+        if taken:
+            return None
+        idle = [other for other in holders if other.paused or other.is_idle or other.num_pending_tokens == 0]
+        return max(idle, key=lambda other: other.rank, default=None)
+
+    def _place_trees(self, step: ScheduledStep) -> None:
+        """Hang trees on items that complete, cut to what is left of rows, context and free blocks."""
+        pool = self.block_pool
+        budget = self.max_batch_tokens - step.num_tokens
+        for item in step.items:
+            tree = item.seq.tree
+            if tree is None or not item.completes or budget <= 0:
+                continue
+            block_ids, length = item.seq.block_ids, len(item.seq.token_ids)
+            num_nodes = min(len(tree), budget, self.max_model_len - length)
+            while num_nodes > 0 and pool.num_blocks_to_write(block_ids, length, num_nodes) > pool.num_free:
+                num_nodes -= 1
+            if num_nodes > 0:
+                step.copies += pool.ensure_writable(block_ids, length, num_nodes)
+                item.num_tree_nodes = num_nodes
+                budget -= num_nodes
+
+    # --- prefix cache and release
+
+    def _share_cached_prefix(self, seq: Sequence) -> None:
+        """Take over cached blocks of final tokens, short of the last token: its logits are to be computed."""
+        pool = self.block_pool
+        limit = min(seq.num_final_tokens, len(seq.token_ids) - 1)
+        if limit < pool.block_size:
+            return
+        blocks = pool.lookup(seq.token_ids, seq.cache_salt, seq.block_digests, limit // pool.block_size)
+        pool.share(blocks)
+        seq.block_ids.extend(blocks)
+        seq.num_hashed_blocks = len(blocks)
+        seq.num_computed_tokens = len(blocks) * pool.block_size
+
+    def _count_admission(self, seq: Sequence) -> None:
+        if not seq.prompt_logits:
+            self.counters.prefix_query_tokens += len(seq.token_ids)
+            self.counters.prefix_hit_tokens += seq.num_hashed_blocks * self.block_pool.block_size
+        if not seq.admitted:
+            seq.admitted = True
+            seq.num_cached_tokens = seq.num_hashed_blocks * self.block_pool.block_size
+
+    def _release(self, seq: Sequence) -> None:
+        self.block_pool.free(seq.block_ids)
+        del seq.block_ids[:]
+        seq.num_computed_tokens = 0
+        seq.num_hashed_blocks = 0
+        seq.verified_tree = None
+        seq.num_verified_nodes = 0

@@ -1,0 +1,158 @@
+"""The self-test of a loaded model: paged logits against dense ones, and one row's bits in different company.
+
+Two short sequences of random tokens run through a cache of their own: whole, in chunks, mixed, token by token, and
+as branches of a tree, in blocks that do not follow each other. Every row is filed under the tokens it has seen; rows that
+saw the same tokens must agree with the dense model within a tolerance, and bit by bit if the engine is to be called
+row-invariant.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from specdec.engine.batch import Batch
+from specdec.engine.kv_cache import KVCache
+
+_LENGTHS = (37, 22)
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' spread, root mean square
+
+PagedForward = Callable[[Batch, KVCache], torch.Tensor]
+DenseForward = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeRow:
+    """One row of a probe batch: the token path it ends, where it writes, and where it reads."""
+
+    sequence: int
+    path: tuple[int, ...]  # all tokens from position 0 to the row's own
+    logical_slot: int
+    context_len: int
+    path_logical_slots: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class ProbeLog:
+    """Logits by the tokens that a row has seen."""
+
+    rows: dict[tuple[int, ...], list[torch.Tensor]] = field(default_factory=dict)
+
+    def add(self, rows: Sequence[ProbeRow], logits: torch.Tensor) -> None:
+        """File the logits ``[T, V]`` of one pass."""
+        for row, values in zip(rows, logits.cpu(), strict=True):
+            self.rows.setdefault(row.path, []).append(values)
+
+    @property
+    def row_invariant(self) -> bool:
+        """Whether all rows that saw the same tokens are equal in every bit."""
+        return all(torch.equal(first, other) for first, *others in self.rows.values() for other in others)
+
+    def error(self, dense: DenseForward, sequences: Sequence[Sequence[int]]) -> float:
+        """Root mean square difference from the dense model, in units of the dense logits' standard deviation."""
+        squares, spread = [torch.zeros(())], [torch.zeros(())]
+        for tokens in sequences:
+            expected = dense(torch.tensor(tokens)).cpu()
+            for position, want in enumerate(expected):
+                for got in self.rows.get(tuple(tokens[: position + 1]), []):
+                    squares.append((got - want).double().square().mean())
+                    spread.append(want.double().var(unbiased=False))
+        scale = torch.stack(spread[1:]).mean().clamp_min(1e-24)
+        return float((torch.stack(squares[1:]).mean() / scale).sqrt())
+
+
+class Probe:
+    """The script of the self-test for one vocabulary and block size."""
+
+    def __init__(self, vocab_size: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        generator = torch.Generator().manual_seed(20)
+        longest = min(_LENGTHS[0], max_model_len - 2)
+        drawn = torch.randint(0, vocab_size, (longest + _LENGTHS[1],), generator=generator).tolist()
+        self._first: list[int] = drawn[:longest]
+        self._second: list[int] = drawn[longest : longest + min(_LENGTHS[1], max_model_len)]
+        self._nodes = [int(i) for i in torch.randint(0, vocab_size, (3,), generator=generator)]
+        self._block_size = block_size
+        self._device = device
+        self._num_slots = longest + 4
+        self._blocks_per_seq = -(-self._num_slots // block_size)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that the probe needs."""
+        return 2 * self._blocks_per_seq + 1
+
+    @property
+    def sequences(self) -> list[list[int]]:
+        """Token sequences whose prefixes are all the paths of the probe."""
+        left, right, below = self._nodes
+        return [[*self._first, left, below], [*self._first, right], self._second]
+
+    def run(self, forward: PagedForward, cache: KVCache, alone: PagedForward | None = None) -> ProbeLog:
+        """Run all batches. ``alone`` runs the token-by-token ones, on another number of threads, say."""
+        log = ProbeLog()
+        first, second = self._first, self._second
+        cut, half = len(first) // 2, len(second) // 2
+        tree = self._tree_rows()
+        plans = [
+            self._token_rows(0, first, 0, cut) + self._token_rows(1, second, 0, half),
+            self._token_rows(0, first, cut, len(first) - 1) + self._token_rows(1, second, half, half + 1),
+            self._token_rows(0, first, len(first) - 1, len(first)) + tree + self._token_rows(1, second, half + 1, len(second)),
+            self._token_rows(0, first, 0, len(first)),
+        ]
+        for rows in plans:
+            log.add(rows, forward(self.batch(rows), cache))
+        for position in range(len(first) - 3, len(first)):
+            rows = self._token_rows(0, first, position, position + 1)
+            log.add(rows, (alone or forward)(self.batch(rows), cache))
+        return log
+
+    def prefix_rows(self, num_rows: int) -> list[ProbeRow]:
+        """Rows of one prefill chunk of the first sequence."""
+        return self._token_rows(0, self._first, 0, min(num_rows, len(self._first)))
+
+    def batch(self, rows: Sequence[ProbeRow]) -> Batch:
+        """Lay rows out as a batch in which every row's logits are wanted."""
+        sequences = sorted({row.sequence for row in rows})
+        # Blocks in falling order, sequences interleaved: nothing lies where a plain layout would put it.
+        tables = [[self.num_blocks - 1 - (2 * i + s) for i in range(self._blocks_per_seq)] for s in (0, 1)]
+
+        def slot(sequence: int, logical: int) -> int:
+            return tables[sequence][logical // self._block_size] * self._block_size + logical % self._block_size
+
+        def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self._device)
+
+        offsets, path_slots = [0], []
+        for row in rows:
+            path_slots += [slot(row.sequence, logical) for logical in row.path_logical_slots]
+            offsets.append(len(path_slots))
+        return Batch(
+            input_ids=tensor([row.path[-1] for row in rows], torch.int64),
+            position_ids=tensor([len(row.path) - 1 for row in rows], torch.int64),
+            slot_mapping=tensor([slot(row.sequence, row.logical_slot) for row in rows], torch.int64),
+            row_seq=tensor([sequences.index(row.sequence) for row in rows]),
+            context_lens=tensor([row.context_len for row in rows]),
+            path_offsets=tensor(offsets),
+            path_slots=tensor(path_slots),
+            block_tables=torch.tensor([tables[s] for s in sequences], dtype=torch.int32, device=self._device),
+            logits_indices=torch.arange(len(rows), device=self._device),
+            num_seqs=len(sequences),
+        )
+
+    def _token_rows(self, sequence: int, tokens: list[int], start: int, end: int) -> list[ProbeRow]:
+        return [ProbeRow(sequence, tuple(tokens[: i + 1]), i, i + 1) for i in range(start, end)]
+
+    def _tree_rows(self) -> list[ProbeRow]:
+        """Two children of the first sequence's last token, and a child of the first of them."""
+        left, right, below = self._nodes
+        stem, end = tuple(self._first), len(self._first)
+        return [
+            ProbeRow(0, (*stem, left), end, end, (end,)),
+            ProbeRow(0, (*stem, right), end + 1, end, (end + 1,)),
+            ProbeRow(0, (*stem, left, below), end + 2, end, (end, end + 2)),
+        ]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Largest error that the self-test forgives."""
+    return _TOLERANCE[dtype]

@@ -1,0 +1,92 @@
+"""Which tokens a session has seen, kept up to date as tokens are committed, for the penalties."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class TokenCounts(NamedTuple):
+    """Distinct tokens of a context; arrays of one length, shared with the history: read only."""
+
+    token_ids: NDArray[np.int64]
+    seen: NDArray[np.bool_]
+    """In prompt or output."""
+    num_output: NDArray[np.int64]
+    """Occurrences in the output."""
+
+
+class TokenHistory:
+    """Counts of the committed tokens of one session.
+
+    Cost: O(1) per token appended or truncated; `counts` is O(1) without extra tokens and O(distinct) with.
+    """
+
+    def __init__(self, prompt_ids: Iterable[int]) -> None:
+        self._tokens = list(prompt_ids)
+        self._num_prompt_tokens = len(self._tokens)
+        self._slots: dict[int, int] = {}
+        self._token_ids = np.empty(64, dtype=np.int64)
+        self._num_total = np.zeros(64, dtype=np.int64)
+        self._num_output = np.zeros(64, dtype=np.int64)
+        for token_id in self._tokens:
+            slot = self._slot(token_id)  # may replace the arrays
+            self._num_total[slot] += 1
+
+    def __len__(self) -> int:
+        """Return the number of committed tokens, prompt included."""
+        return len(self._tokens)
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add committed output tokens."""
+        for token_id in token_ids:
+            slot = self._slot(token_id)
+            self._num_total[slot] += 1
+            self._num_output[slot] += 1
+        self._tokens.extend(token_ids)
+
+    def truncate(self, num_tokens: int) -> None:
+        """Forget all tokens past the first `num_tokens`, prompt included; ValueError inside the prompt."""
+        if not self._num_prompt_tokens <= num_tokens <= len(self._tokens):
+            raise ValueError(
+                f"cannot truncate {len(self._tokens)} tokens ({self._num_prompt_tokens} of prompt) to {num_tokens}"
+            )
+        for token_id in self._tokens[num_tokens:]:
+            slot = self._slots[token_id]
+            self._num_total[slot] -= 1
+            self._num_output[slot] -= 1
+        del self._tokens[num_tokens:]
+
+    def counts(self, extra_tokens: Sequence[int] = ()) -> TokenCounts:
+        """Return the counts of the committed tokens followed by `extra_tokens` of output."""
+        size = len(self._slots)
+        token_ids, num_total, num_output = (
+            self._token_ids[:size],
+            self._num_total[:size],
+            self._num_output[:size],
+        )
+        if extra_tokens:
+            new_ids = [token_id for token_id in dict.fromkeys(extra_tokens) if token_id not in self._slots]
+            slots = {token_id: size + i for i, token_id in enumerate(new_ids)}
+            token_ids = np.append(token_ids, np.array(new_ids, dtype=np.int64))
+            num_total = np.append(num_total, np.zeros(len(new_ids), dtype=np.int64))
+            num_output = np.append(num_output, np.zeros(len(new_ids), dtype=np.int64))
+            for token_id in extra_tokens:
+                slot = slots[token_id] if token_id in slots else self._slots[token_id]
+                num_total[slot] += 1
+                num_output[slot] += 1
+        return TokenCounts(token_ids, num_total > 0, num_output)
+
+    def _slot(self, token_id: int) -> int:
+        slot = self._slots.get(token_id)
+        if slot is None:
+            slot = len(self._slots)
+            if slot == len(self._token_ids):
+                self._token_ids, self._num_total, self._num_output = (
+                    np.concatenate([array, np.zeros_like(array)])
+                    for array in (self._token_ids, self._num_total, self._num_output)
+                )
+            self._slots[token_id] = slot
+            self._token_ids[slot] = token_id
+        return slot

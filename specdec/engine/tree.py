@@ -1,0 +1,144 @@
+"""Proposed tokens as a tree hung from the last committed token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from specdec.engine.errors import TreeError
+
+ROOT = -1
+"""The parent of a node that hangs from the last committed token."""
+
+MAX_TREE_NODES = 64
+"""Most nodes that one proposal or one step may carry."""
+
+
+class TokenTree:
+    """Proposed tokens in topological order: a parent comes before its children, so any prefix of the nodes is
+    a tree.
+
+    Node ``i`` has token ``token_ids[i]`` and parent ``parents[i]``, which is ``ROOT`` or less than ``i``.
+    Depth counts from 1.
+    """
+
+    __slots__ = ("_children", "depths", "num_in_place", "parents", "token_ids")
+
+    def __init__(self, token_ids: Iterable[int] = (), parents: Iterable[int] | None = None) -> None:
+        """Build from trusted lists; without parents, a chain. For lists off the wire use `from_wire`."""
+        self.token_ids: list[int] = []
+        self.parents: list[int] = []
+        self.depths: list[int] = []
+        self.num_in_place = 0
+        """Leading nodes that form a chain: accepted, their slots already are those of committed tokens."""
+        self._children: dict[tuple[int, int], int] = {}
+        tokens = list(token_ids)
+        above = range(-1, len(tokens) - 1) if parents is None else parents
+        for token, parent in zip(tokens, above, strict=True):
+            self._append(parent, token)
+
+    @classmethod
+    def from_wire(
+        cls,
+        token_ids: Sequence[int],
+        parents: Sequence[int],
+        vocab_size: int,
+        max_nodes: int = MAX_TREE_NODES,
+    ) -> TokenTree:
+        """Check a proposal's lists and build its tree; node indices stay those of the lists.
+
+        Equal children of one parent stay apart here (`child` finds the first); `graft` merges them.
+
+        Raises:
+            TreeError: too many nodes, lists of unequal length, an id outside the vocabulary, or a parent that
+                does not come before its child (which is how a cycle would have to look).
+        """
+        if len(token_ids) > max_nodes:
+            raise TreeError("token_ids", f"{len(token_ids)} nodes, at most {max_nodes} allowed")
+        if len(parents) != len(token_ids):
+            raise TreeError("parents", f"{len(parents)} parents for {len(token_ids)} tokens")
+        for index, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
+            if not 0 <= token < vocab_size:
+                raise TreeError(f"token_ids[{index}]", f"{token} is outside the vocabulary of {vocab_size}")
+            if not ROOT <= parent < index:
+                raise TreeError(f"parents[{index}]", f"{parent} does not come before node {index}")
+        return cls(token_ids, parents)
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"TokenTree(token_ids={self.token_ids}, parents={self.parents})"
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node hangs from the one before it."""
+        return self.num_in_place == len(self.token_ids)
+
+    def depth(self, node: int) -> int:
+        """Distance from the last committed token, 1 for its children; 0 for `ROOT`."""
+        return self.depths[node] if node >= 0 else 0
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from depth 1 down to `node`, itself included; empty for `ROOT`."""
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        path.reverse()
+        return path
+
+    def child(self, parent: int, token_id: int) -> int | None:
+        """The child of `parent` (or of `ROOT`) that carries `token_id`."""
+        return self._children.get((parent, token_id))
+
+    def add(self, parent: int, token_id: int) -> int:
+        """Hang a token below `parent` and return its node; an equal child that is there already is returned
+        instead.
+
+        Raises:
+            TreeError: there is no such parent.
+        """
+        if not ROOT <= parent < len(self.token_ids):
+            raise TreeError("parent", f"no node {parent} in a tree of {len(self.token_ids)}")
+        existing = self._children.get((parent, token_id))
+        return self._append(parent, token_id) if existing is None else existing
+
+    def graft(self, other: TokenTree, parent: int = ROOT) -> list[int]:
+        """Hang `other` below `parent`, merging equal children; returns where each of its nodes went."""
+        placed: list[int] = []
+        for token, above in zip(other.token_ids, other.parents, strict=True):
+            placed.append(self.add(parent if above < 0 else placed[above], token))
+        return placed
+
+    def subtree(self, root: int) -> tuple[TokenTree, dict[int, int]]:
+        """What hangs below `root`, re-hung from `ROOT`; and where each of those nodes went."""
+        below = TokenTree()
+        mapping = {root: ROOT}
+        for node in range(root + 1, len(self.token_ids)):
+            above = mapping.get(self.parents[node])
+            if above is not None:
+                mapping[node] = below._append(above, self.token_ids[node])
+        del mapping[root]
+        return below, mapping
+
+    def check_path(self, nodes: Sequence[int]) -> None:
+        """Check that `nodes` walk down from a child of `ROOT`.
+
+        Raises:
+            TreeError: a node does not exist or does not hang from the one before it.
+        """
+        above = ROOT
+        for node in nodes:
+            if not 0 <= node < len(self.token_ids) or self.parents[node] != above:
+                raise TreeError("nodes", f"{list(nodes)}: node {node} does not hang from {above}")
+            above = node
+
+    def _append(self, parent: int, token_id: int) -> int:
+        node = len(self.token_ids)
+        self.token_ids.append(token_id)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1 if parent >= 0 else 1)
+        self._children.setdefault((parent, token_id), node)
+        if parent == node - 1 == self.num_in_place - 1:
+            self.num_in_place += 1
+        return node

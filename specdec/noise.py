@@ -1,0 +1,128 @@
+"""Counter-based noise: every random number is a hash of where it is used.
+
+Nothing here has state, so a draft and a target, or a request before and after a crash, draw the same numbers.
+The integers are identical on every device. The Gumbel values are computed in float64 and rounded once to
+float32: two math libraries that differ in the last bit of a float64 agree on the float32 in all but a few of
+10^9 arguments.
+
+The random numbers of one (seed, choice, purpose, position) hang on a 64-bit key, made by the output function
+of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014). Over the token ids
+the key drives two rounds of 32-bit xorshift-multiply mixing with constants of low measured bias (C. Wellons,
+"Prospecting for hash functions"). For a fixed key that is a bijection, so no two tokens share a value.
+"""
+
+import enum
+import math
+
+import torch
+from torch import Tensor
+
+GUMBEL_MAX = 22.873857498168945
+"""The largest value of `gumbel`, at hash 0; a float32."""
+GUMBEL_MIN = -3.1299946308135986
+"""The smallest value of `gumbel`, at hash 2^32 - 1; a float32."""
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+_GAMMA = 0x9E3779B97F4A7C15
+# The multipliers as signed 32-bit numbers: products of a u32 with them never leave int64.
+_MUL_1A = 0x7FEB352D
+_MUL_1B = 0x846CA68B - (1 << 32)
+_MUL_2A = 0x21F0AAAD
+_MUL_2B = 0xD35A2D97 - (1 << 32)
+
+
+class Purpose(enum.IntEnum):
+    """What a random number is for. Numbers of different purposes are independent; sharing them is biased."""
+
+    PLAIN = 0
+    """The Gumbel noise of coupled sampling, and plain draws from the target in rejection mode."""
+    DRAFT = 1
+    """What the draft samples from q, in rejection mode."""
+    ACCEPT = 2
+    """The accept test."""
+    RESIDUAL = 3
+    """The draw that follows a rejection."""
+
+
+def _mix64(x: int) -> int:
+    """Return the SplitMix64 output function of a u64: a bijection."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _key64(seed: int, choice: int, purpose: Purpose, t: int) -> int:
+    stream = _mix64((_mix64((seed + _GAMMA) & _MASK64) + (choice + 1) * _GAMMA) & _MASK64)
+    return _mix64((stream + (4 * t + purpose + 1) * _GAMMA) & _MASK64)
+
+
+def noise_key(seed: int, choice: int, purpose: Purpose, t: int) -> tuple[int, int]:
+    """Return the two u32 that drive all per-token noise of one position.
+
+    Args:
+        seed: unsigned 64-bit.
+        choice: index of the choice within its request, >= 0.
+        purpose: what the noise is for.
+        t: absolute position (index in prompt plus output) of the token being sampled.
+    """
+    key = _key64(seed, choice, purpose, t)
+    return key >> 32, key & _MASK32
+
+
+def uniform(seed: int, choice: int, purpose: Purpose, t: int) -> float:
+    """Return a uniform number strictly inside (0, 1), on a grid of 2^-52."""
+    # 53 bits plus a half would not fit in a float64 and could round to 1.
+    return ((_key64(seed, choice, purpose, t) >> 12) + 0.5) * 2.0**-52
+
+
+def hash_u32(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Hash token ids under the key of their row; the same integers on every device.
+
+    Args:
+        keys: [R, 2] int64, rows as `noise_key` returns them.
+        token_ids: [N] or [R, N] int64, in [0, 2^32).
+
+    Returns:
+        [R, N] int64 in [0, 2^32).
+    """
+    x = token_ids ^ keys[:, :1]
+    _mix32_(x, 16, _MUL_1A, 15, _MUL_1B, 16)
+    x ^= keys[:, 1:]
+    _mix32_(x, 16, _MUL_2A, 15, _MUL_2B, 15)
+    return x
+
+
+def _mix32_(x: Tensor, shift_1: int, mul_1: int, shift_2: int, mul_2: int, shift_3: int) -> None:
+    x ^= x >> shift_1
+    x *= mul_1
+    x &= _MASK32
+    x ^= x >> shift_2
+    x *= mul_2
+    x &= _MASK32
+    x ^= x >> shift_3
+
+
+def gumbel_from_bits(h: Tensor) -> Tensor:
+    """Return the standard Gumbel quantile of u32 hashes: finite, and falling as the hash grows.
+
+    u = (h + 1/2) 2^-32 is exact in float64 and strictly inside (0, 1); -log(-log1p(-u)) is rounded once.
+
+    Args:
+        h: int64 in [0, 2^32), any shape.
+
+    Returns:
+        float32 of the same shape, within [GUMBEL_MIN, GUMBEL_MAX].
+    """
+    u = h.to(torch.float64).add_(0.5).mul_(2.0**-32)
+    return u.neg_().log1p_().neg_().log_().neg_().to(torch.float32)
+
+
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the Gumbel noise of tokens, [R, N] float32; arguments as for `hash_u32`."""
+    return gumbel_from_bits(hash_u32(keys, token_ids))
+
+
+def gumbel_scalar(h: int) -> float:
+    """Return `gumbel_from_bits` of one hash before the rounding to float32, by Python's math library."""
+    return -math.log(-math.log1p(-(h + 0.5) * 2.0**-32))

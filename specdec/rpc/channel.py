@@ -1,0 +1,55 @@
+"""Client channels: the same limits, keepalive and TLS for every connection between services."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+from specdec.rpc.settings import ClientSettings, WireSettings
+
+_MAX_RECONNECT_BACKOFF_MS = 2000
+_MIN_RECONNECT_BACKOFF_MS = 100
+
+
+def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
+    """gRPC options that client and server must agree on: message limits and keepalive."""
+    return [
+        ("grpc.max_receive_message_length", settings.max_message_bytes),
+        ("grpc.max_send_message_length", settings.max_message_bytes),
+        ("grpc.keepalive_time_ms", round(settings.keepalive_time_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # gRPC would stop pinging after two pings without data; idle streams must notice a dead peer too.
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+
+def open_channel(address: str, settings: ClientSettings) -> grpc.aio.Channel:
+    """A channel to host:port; connects lazily and reconnects by itself, at most two seconds apart.
+
+    Never goes through an HTTP proxy, and shares its connection with no other channel. Raises OSError when a TLS
+    file cannot be read.
+    """
+    options: list[tuple[str, int | str]] = [
+        *wire_options(settings),
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", _MIN_RECONNECT_BACKOFF_MS),
+        ("grpc.min_reconnect_backoff_ms", _MIN_RECONNECT_BACKOFF_MS * 10),
+        ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
+    ]
+    if not settings.replica_tls:
+        return grpc.aio.insecure_channel(address, options=options)
+    if settings.replica_tls_server_name:
+        options.append(("grpc.ssl_target_name_override", settings.replica_tls_server_name))
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=_read(settings.replica_tls_ca_file),
+        private_key=_read(settings.replica_tls_key_file),
+        certificate_chain=_read(settings.replica_tls_cert_file),
+    )
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def _read(path: Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()

@@ -1,0 +1,95 @@
+"""The first code of an engine process: `python -m specdec.rpc.engine_child`, started by EngineProcess.
+
+Reads its instructions from standard input, makes sure that it dies with its parent, takes its cores, and calls
+the entry.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from typing import Any, TypedDict
+
+import structlog
+
+from specdec.rpc.frames import EnginePort, FrameKind, PeerGone
+from specdec.telemetry import setup_logging
+
+_PR_SET_PDEATHSIG = 1
+_LAST_FRAMES_S = 2.0
+
+
+class Launch(TypedDict):
+    """What the parent tells."""
+
+    entry: str
+    """module:function, called with the port and the settings."""
+    settings_class: str
+    """module:class, a pydantic model."""
+    settings: str
+    """Its JSON."""
+    socket_fd: int
+    parent_pid: int
+    cores: list[int] | None
+    service: str
+    log_level: str
+    log_format: str
+
+
+def main() -> int:
+    """Runs the entry; 0 when it returns or the servicer is gone, 1 when it fails."""
+    launch: Launch = json.load(sys.stdin)
+    _die_with_parent(launch["parent_pid"])
+    _leave_signals_to_parent()
+    faulthandler.enable()
+    setup_logging(launch["service"], launch["log_level"], launch["log_format"])
+    if launch["cores"]:
+        os.sched_setaffinity(0, launch["cores"])
+    os.set_inheritable(launch["socket_fd"], False)
+    port = EnginePort(socket.socket(fileno=launch["socket_fd"]))
+    try:
+        settings = _resolve(launch["settings_class"]).model_validate_json(launch["settings"])
+        _resolve(launch["entry"])(port, settings)
+    except PeerGone:
+        return 0
+    except Exception as error:
+        structlog.get_logger(__name__).exception("engine_failed")
+        port.send(FrameKind.FATAL, payload=f"{type(error).__name__}: {error}".encode())
+        return 1
+    finally:
+        port.flush(_LAST_FRAMES_S)
+        port.close()
+    return 0
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def _die_with_parent(parent_pid: int) -> None:
+    """The end of the socket tells a living loop; the signal also ends one that is stuck in a step."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        raise SystemExit(0)
+
+
+def _leave_signals_to_parent() -> None:
+    """A signal to the process group must not end the engine before the servicer has drained it.
+
+    Handlers, unlike ignored signals, are not inherited by programs that the engine starts.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

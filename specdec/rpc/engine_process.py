@@ -1,0 +1,320 @@
+"""The engine process as the servicer sees it: started, watched, fed with frames, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Protocol
+
+import structlog
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+
+from specdec.rpc.engine_child import Launch
+from specdec.rpc.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
+from specdec.rpc.frame_writer import FrameWriter
+from specdec.rpc.frames import EnginePort
+from specdec.rpc.settings import ReplicaServiceSettings
+from specdec.v1 import common_pb2
+
+__all__ = ["EnginePort", "EngineProcess", "StreamSink"]
+
+_RECEIVE_BYTES = 256 * 1024
+# Requests kept for an engine that is in a long step; senders wait above it.
+_HIGH_WATER_BYTES = 8 * 1024 * 1024
+_EXIT_AFTER_CLOSE_S = 5.0
+_log = structlog.get_logger(__name__)
+
+
+class StreamSink(Protocol):
+    """Where the engine's frames for one stream go. Called from the event loop; must not block."""
+
+    def on_message(self, payload: bytes) -> None:
+        """An encoded response."""
+
+    def on_abort(self, status: status_pb2.Status) -> None:
+        """The engine ends the stream."""
+
+    def on_engine_gone(self, reason: str) -> None:
+        """There is no engine any more."""
+
+
+class EngineProcess:
+    """One engine process and the socket to it. Used from one event loop; `start` once.
+
+    A frame costs one system call and no task; frames of streams that are closed are dropped.
+    """
+
+    def __init__(
+        self,
+        entry: str,
+        settings: ReplicaServiceSettings,
+        *,
+        service: str,
+        cores: frozenset[int] | None = None,
+    ) -> None:
+        self._entry = entry
+        self._settings = settings
+        self._service = service
+        self._cores = cores
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._decoder = FrameDecoder()
+        self._sinks: dict[int, StreamSink] = {}
+        self._next_stream_id = NO_STREAM + 1
+        self._room = asyncio.Event()
+        self._room.set()
+        self._is_connected = False
+        self._is_watching_writes = False
+        self._is_stopping = False
+        self._ready = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._exited = asyncio.Event()
+        self._tokenizer_json: list[bytes] = []
+        self.exit_reason = ""
+        """Why the process is gone; empty while it lives."""
+        self.fatal_reason = ""
+        """What the engine said before it gave up."""
+        self.info: common_pb2.GetReplicaInfoResponse | None = None
+        """What it serves, with the latest load; None before it is ready."""
+        self.tokenizer_config = ""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the model is loaded and warmed, and the process lives."""
+        return self.info is not None and not self.exit_reason
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id; None before `start`."""
+        return None if self._process is None else self._process.pid
+
+    def tokenizer_json(self) -> bytes:
+        """The content of tokenizer.json; empty when the engine sent none."""
+        return b"".join(self._tokenizer_json)
+
+    def start(self) -> None:
+        """Starts the process. It is ready when `wait_ready` returns."""
+        self._loop = asyncio.get_running_loop()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        ours.setblocking(False)
+        self._connection = ours
+        self._writer = FrameWriter(ours)
+        with theirs:
+            self._process = self._spawn(theirs.fileno())
+        self._is_connected = True
+        self._pidfd = os.pidfd_open(self._process.pid)
+        self._loop.add_reader(ours, self._on_readable)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        _log.info("engine_started", pid=self._process.pid, cores=sorted(self._cores or ()))
+
+    async def wait_ready(self) -> common_pb2.GetReplicaInfoResponse:
+        """What the engine serves, once it is ready. Raises RuntimeError with the reason when it exits instead."""
+        waits = [asyncio.create_task(event.wait()) for event in (self._ready, self._exited)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if self.info is None or self.exit_reason:
+            raise RuntimeError(self.exit_reason)
+        return self.info
+
+    async def wait_exited(self) -> str:
+        """The reason, once the process is gone."""
+        await self._exited.wait()
+        return self.exit_reason
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Asks for no new sessions and waits until none is left; False when `timeout_s` was not enough."""
+        if not self.is_ready:
+            return True
+        self._write(FrameKind.DRAIN, NO_STREAM, b"")
+        try:
+            await asyncio.wait_for(self._drained.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self, grace_s: float) -> None:
+        """Asks the entry to return and waits; kills the process after `grace_s`."""
+        if self._process is None:
+            return
+        self._is_stopping = True
+        self._write(FrameKind.SHUTDOWN, NO_STREAM, b"")
+        try:
+            await asyncio.wait_for(self._exited.wait(), grace_s)
+        except TimeoutError:
+            _log.warning("engine_killed", pid=self._process.pid, grace_s=grace_s)
+            self._process.kill()
+            await self._exited.wait()
+
+    def open_stream(self, sink: StreamSink, peer: str) -> int:
+        """Tells the engine of a new stream; its frames go to `sink` until `close_stream`. Returns the stream's id."""
+        stream_id = self._next_stream_id
+        self._next_stream_id += 1
+        self._sinks[stream_id] = sink
+        self._write(FrameKind.STREAM_OPENED, stream_id, peer.encode())
+        return stream_id
+
+    def close_stream(self, stream_id: int) -> None:
+        """Tells the engine that the peer is gone. Closing twice does nothing."""
+        if self._sinks.pop(stream_id, None) is not None:
+            self._write(FrameKind.STREAM_CLOSED, stream_id, b"")
+
+    async def send_message(self, stream_id: int, payload: bytes) -> None:
+        """Relays a request; waits while the engine is far behind."""
+        if not self._room.is_set():
+            await self._room.wait()
+        self._write(FrameKind.MESSAGE, stream_id, payload)
+
+    def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
+        cls = type(self._settings)
+        launch: Launch = {
+            "entry": self._entry,
+            "settings_class": f"{cls.__module__}:{cls.__qualname__}",
+            "settings": self._settings.model_dump_json(),
+            "socket_fd": socket_fd,
+            "parent_pid": os.getpid(),
+            "cores": None if self._cores is None else sorted(self._cores),
+            "service": self._service,
+            "log_level": self._settings.log_level,
+            "log_format": self._settings.log_format,
+        }
+        # A program of its own and not a fork or multiprocessing's spawn: it imports nothing of the servicer.
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specdec.rpc.engine_child"],
+            stdin=subprocess.PIPE,
+            pass_fds=[socket_fd],
+            env=environment,
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(json.dumps(launch).encode())
+        return process
+
+    def _write(self, kind: FrameKind, stream_id: int, payload: bytes) -> None:
+        if not self._is_connected:
+            return
+        try:
+            self._writer.write(kind, stream_id, payload)
+        except OSError:
+            self._disconnect()
+            return
+        self._watch_writes()
+
+    def _on_writable(self) -> None:
+        try:
+            self._writer.flush()
+        except OSError:
+            self._disconnect()
+            return
+        self._watch_writes()
+
+    def _watch_writes(self) -> None:
+        num_pending = self._writer.num_pending_bytes
+        if (num_pending > 0) != self._is_watching_writes:
+            self._is_watching_writes = num_pending > 0
+            if num_pending:
+                self._loop.add_writer(self._connection, self._on_writable)
+            else:
+                self._loop.remove_writer(self._connection)
+        if num_pending > _HIGH_WATER_BYTES:
+            self._room.clear()
+        elif not self._room.is_set() and num_pending < _HIGH_WATER_BYTES // 2:
+            self._room.set()
+
+    def _on_readable(self) -> bool:
+        """Takes what has arrived; False when there was nothing, or no connection is left."""
+        try:
+            data = self._connection.recv(_RECEIVE_BYTES)
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self._disconnect()
+            return False
+        try:
+            for frame in self._decoder.feed(data):
+                self._on_frame(frame)
+        except (FrameError, DecodeError) as error:
+            self.fatal_reason = self.fatal_reason or f"the engine sent what is no frame: {error}"
+            self._disconnect()
+        return self._is_connected
+
+    def _on_frame(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.MESSAGE:
+                if (sink := self._sinks.get(frame.stream_id)) is not None:
+                    sink.on_message(frame.payload)
+            case FrameKind.STREAM_ABORT:
+                if (sink := self._sinks.get(frame.stream_id)) is not None:
+                    sink.on_abort(status_pb2.Status.FromString(frame.payload))
+            case FrameKind.LOAD:
+                if self.info is not None:
+                    self.info.load.ParseFromString(frame.payload)
+            case FrameKind.TOKENIZER:
+                piece = common_pb2.GetTokenizerResponse.FromString(frame.payload)
+                self._tokenizer_json.append(piece.tokenizer_json)
+                self.tokenizer_config = self.tokenizer_config or piece.tokenizer_config
+            case FrameKind.READY:
+                self.info = common_pb2.GetReplicaInfoResponse.FromString(frame.payload)
+                self._ready.set()
+            case FrameKind.FATAL:
+                self.fatal_reason = frame.payload.decode(errors="replace")
+            case FrameKind.DRAINED:
+                self._drained.set()
+            case _:
+                _log.warning("unexpected_frame", kind=frame.kind.name)
+
+    def _disconnect(self) -> None:
+        """The socket is of no use any more; the process has a moment to exit by itself."""
+        if not self._is_connected:
+            return
+        self._is_connected = False
+        self._loop.remove_reader(self._connection)
+        self._loop.remove_writer(self._connection)
+        self._connection.close()
+        self._room.set()
+        if not self._exited.is_set():
+            self._loop.call_later(_EXIT_AFTER_CLOSE_S, self._kill_leftover)
+
+    def _kill_leftover(self) -> None:
+        if self._process is not None and not self._exited.is_set():
+            self._process.kill()
+
+    def _on_exit(self) -> None:
+        assert self._process is not None
+        code = self._process.wait()
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        while self._is_connected and self._on_readable():
+            pass  # What it said last, FATAL above all, is still in the socket.
+        self._disconnect()
+        self.exit_reason = self.fatal_reason or _describe_exit(code)
+        _log.log(
+            20 if self._is_stopping else 40,
+            "engine_exited",
+            pid=self._process.pid,
+            exit_code=code,
+            reason=self.exit_reason,
+        )
+        self._exited.set()
+        self._drained.set()
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.on_engine_gone(self.exit_reason)
+
+
+def _describe_exit(code: int) -> str:
+    if code < 0:
+        return f"the engine process was killed by {signal.Signals(-code).name}"
+    return f"the engine process exited with code {code}"

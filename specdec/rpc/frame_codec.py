@@ -1,0 +1,115 @@
+"""The frames that servicer and engine process exchange over their socket.
+
+A frame is a 9 byte little-endian header (payload length u32, kind u8, stream id u32) and the payload.
+Payloads are encoded protobuf messages that the servicer relays without decoding them.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple
+
+HEADER = struct.Struct("<IBI")
+# Larger than any gRPC message (16 MiB by default) and than the largest tokenizers in use (about 40 MB).
+MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
+# Frames that are not about one stream carry this stream id; real ids start at 1.
+NO_STREAM = 0
+# Up to here header and payload are joined into one buffer; copying more costs more than it saves.
+_JOIN_LIMIT_BYTES = 64 * 1024
+
+
+class FrameKind(enum.IntEnum):
+    """What a frame says; the arrow is its direction."""
+
+    STREAM_OPENED = 1
+    """Servicer to engine: a peer opened a stream; payload: the peer's address."""
+    STREAM_CLOSED = 2
+    """Servicer to engine: the peer of this stream is gone."""
+    MESSAGE = 3
+    """Both ways: one encoded request or response of this stream."""
+    STREAM_ABORT = 4
+    """Engine to servicer: end this stream with the encoded google.rpc.Status in the payload."""
+    DRAIN = 5
+    """Servicer to engine: take no new sessions; answer DRAINED when none is left."""
+    SHUTDOWN = 6
+    """Servicer to engine: return from the entry now."""
+    READY = 7
+    """Engine to servicer: loaded and warmed; payload: encoded GetReplicaInfoResponse."""
+    LOAD = 8
+    """Engine to servicer, about four times a second: encoded LoadReport."""
+    FATAL = 9
+    """Engine to servicer: why the engine cannot work, for people; UTF-8 text."""
+    TOKENIZER = 10
+    """Engine to servicer, before READY: encoded GetTokenizerResponse (all of it, or in pieces)."""
+    DRAINED = 11
+    """Engine to servicer: no session is left after a DRAIN."""
+
+
+class Frame(NamedTuple):
+    """One frame."""
+
+    kind: FrameKind
+    stream_id: int
+    payload: bytes
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame, or a payload over the limit: the connection cannot be used any further."""
+
+
+_KINDS: dict[int, FrameKind] = {int(kind): kind for kind in FrameKind}
+
+
+def encode_frame(kind: FrameKind, stream_id: int, payload: bytes) -> list[bytes]:
+    """The buffers to write for one frame: one, or header and payload apart when the payload is large.
+
+    Raises FrameError when the payload is over MAX_PAYLOAD_BYTES.
+    """
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise _too_long(kind, len(payload))
+    header = HEADER.pack(len(payload), kind, stream_id)
+    return [header + payload] if len(payload) <= _JOIN_LIMIT_BYTES else [header, payload]
+
+
+def _too_long(kind: FrameKind, num_bytes: int) -> FrameError:
+    return FrameError(f"a {kind.name} frame of {num_bytes} bytes is over the limit of {MAX_PAYLOAD_BYTES}")
+
+
+class FrameDecoder:
+    """Cuts a byte stream into frames; keeps what is incomplete for the next call.
+
+    Each byte is copied at most twice, and a frame that arrives in many pieces is not rescanned.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    @property
+    def num_buffered_bytes(self) -> int:
+        """Bytes of a frame that is not complete yet."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> list[Frame]:
+        """The frames that `data` completes, in order. Raises FrameError on an unknown kind or length."""
+        buffer = self._buffer
+        buffer += data
+        available = len(buffer)
+        frames: list[Frame] = []
+        start = 0
+        while available - start >= HEADER.size:
+            length, kind_number, stream_id = HEADER.unpack_from(buffer, start)
+            kind = _KINDS.get(kind_number)
+            if kind is None:
+                raise FrameError(f"unknown frame kind {kind_number}")
+            if length > MAX_PAYLOAD_BYTES:
+                raise _too_long(kind, length)
+            payload_start = start + HEADER.size
+            end = payload_start + length
+            if end > available:
+                break
+            frames.append(Frame(kind, stream_id, bytes(memoryview(buffer)[payload_start:end])))
+            start = end
+        if start:
+            del buffer[:start]
+        return frames

@@ -1,0 +1,164 @@
+"""The servicer process of a replica, target or draft: starts the engine, relays its streams, says what it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import grpc
+import structlog
+from prometheus_client import CollectorRegistry
+
+from specdec import __version__
+from specdec.rpc.affinity import split_cores
+from specdec.rpc.engine_process import EngineProcess
+from specdec.rpc.errors import NotReady
+from specdec.rpc.server import StartupFailed, run_service
+from specdec.rpc.settings import ReplicaServiceSettings
+from specdec.rpc.stream_relay import StreamRelay
+from specdec.telemetry import RelayMetrics, enable_multiprocess_metrics, setup_logging
+from specdec.v1 import common_pb2
+
+TOKENIZER_PIECE_BYTES = 1024 * 1024
+_ENGINE_STOP_S = 5.0
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ReplicaRole:
+    """What distinguishes a target's servicer from a draft's."""
+
+    name: str
+    """For logs and metrics."""
+    grpc_name: str
+    """Full name of the gRPC service."""
+    stream_method: str
+    """Its bidirectional method, relayed unopened."""
+    engine_entry: str
+    """module:function that the engine process runs."""
+    serves_tokenizer: bool
+    """Whether the service has GetTokenizer."""
+
+
+class ReplicaService:
+    """A replica's gRPC service; a specdec.rpc.server.Service."""
+
+    def __init__(
+        self, role: ReplicaRole, settings: ReplicaServiceSettings, registry: CollectorRegistry
+    ) -> None:
+        self.name = role.name
+        self.grpc_names = (role.grpc_name,)
+        self._role = role
+        self._settings = settings
+        try:
+            engine_cores, self._cores = split_cores(settings.engine_cores, os.sched_getaffinity(0))
+        except ValueError as error:
+            raise StartupFailed(str(error)) from error
+        self._engine = EngineProcess(
+            role.engine_entry, settings, service=f"{role.name}-engine", cores=engine_cores
+        )
+        metrics = RelayMetrics(registry, role.name)
+        self._relay = StreamRelay(self._engine, metrics, settings.stream_buffer_bytes)
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the handlers."""
+        handlers: dict[str, grpc.RpcMethodHandler] = {
+            self._role.stream_method: grpc.stream_stream_rpc_method_handler(self._relay.handle),
+            "GetReplicaInfo": grpc.unary_unary_rpc_method_handler(
+                self._get_replica_info,
+                request_deserializer=common_pb2.GetReplicaInfoRequest.FromString,
+                response_serializer=common_pb2.GetReplicaInfoResponse.SerializeToString,
+            ),
+        }
+        if self._role.serves_tokenizer:
+            handlers["GetTokenizer"] = grpc.unary_stream_rpc_method_handler(
+                self._get_tokenizer,
+                request_deserializer=common_pb2.GetTokenizerRequest.FromString,
+                response_serializer=common_pb2.GetTokenizerResponse.SerializeToString,
+            )
+        generic = grpc.method_handlers_generic_handler(self._role.grpc_name, handlers)
+        server.add_generic_rpc_handlers((generic,))
+
+    async def start(self) -> None:
+        """Starts the engine and waits for the model to be loaded and warmed. Raises StartupFailed."""
+        self._engine.start()
+        _pin_all_threads(self._cores)
+        try:
+            info = await asyncio.wait_for(self._engine.wait_ready(), self._settings.load_timeout_s)
+        except TimeoutError as error:
+            raise StartupFailed(
+                f"load_timeout_s: the model was not ready after {self._settings.load_timeout_s} s"
+            ) from error
+        except RuntimeError as error:
+            raise StartupFailed(str(error)) from error
+        info.version = info.version or __version__
+        identity = info.identity
+        _log.info(
+            "model_ready", model=identity.name, numerics_id=identity.numerics_id, device=identity.device,
+            row_invariant=identity.row_invariant, kv_blocks=info.load.kv_blocks_total,
+        )  # fmt: skip
+
+    async def wait_failed(self) -> str:
+        """Returns when the engine process is gone."""
+        return await self._engine.wait_exited()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Waits until no session is left, then ends the streams, so that coordinators go elsewhere."""
+        is_empty = await self._engine.drain(timeout_s)
+        _log.info("drained" if is_empty else "drain_timed_out")
+        self._relay.end_streams(NotReady("the replica is shutting down", reason="DRAINING"))
+
+    async def stop(self) -> None:
+        """Stops the engine process."""
+        await self._engine.stop(_ENGINE_STOP_S)
+
+    async def _get_replica_info(
+        self, _request: common_pb2.GetReplicaInfoRequest, _context: grpc.aio.ServicerContext
+    ) -> common_pb2.GetReplicaInfoResponse:
+        if self._engine.info is None or not self._engine.is_ready:
+            raise NotReady("the model is loading")
+        return self._engine.info
+
+    async def _get_tokenizer(
+        self, _request: common_pb2.GetTokenizerRequest, _context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[common_pb2.GetTokenizerResponse]:
+        if not self._engine.is_ready:
+            raise NotReady("the model is loading")
+        content = self._engine.tokenizer_json()
+        config = self._engine.tokenizer_config
+        for start in range(0, max(len(content), 1), TOKENIZER_PIECE_BYTES):
+            piece = content[start : start + TOKENIZER_PIECE_BYTES]
+            yield common_pb2.GetTokenizerResponse(tokenizer_json=piece, tokenizer_config=config)
+            config = ""
+
+
+def run_replica(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
+    """Runs a replica until a signal or a failure ends it; returns the exit code."""
+    setup_logging(role.name, settings.log_level, settings.log_format)
+    with tempfile.TemporaryDirectory(prefix="specdec-metrics-") as directory:
+        enable_multiprocess_metrics(directory)
+        return asyncio.run(_run(role, settings))
+
+
+async def _run(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
+    registry = CollectorRegistry()
+    try:
+        service = ReplicaService(role, settings, registry)
+    except StartupFailed as error:
+        _log.error("startup_failed", reason=str(error))
+        return 1
+    return await run_service(service, settings, registry=registry)
+
+
+def _pin_all_threads(cores: frozenset[int] | None) -> None:
+    """Affinity belongs to a thread, and gRPC has started some of its own by now."""
+    if cores is None:
+        return
+    for thread_id in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread_id), cores)
+        except ProcessLookupError:
+            continue

@@ -1,0 +1,254 @@
+"""The life of a service process: listen, start, serve, drain, stop.
+
+listening    gRPC, health (NOT_SERVING), reflection and /metrics answer; calls get UNAVAILABLE with RetryInfo
+ready        Service.start returned (for a replica: the model is loaded and warmed); health is SERVING
+draining     SIGTERM or SIGINT: health is NOT_SERVING, Service.drain lets running work end
+stopped      open calls are cut off after a grace period; a second signal comes straight here
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Protocol
+
+import grpc
+import structlog
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, start_http_server
+
+from specdec import __version__
+from specdec.rpc.channel import wire_options
+from specdec.rpc.error_interceptor import ErrorInterceptor
+from specdec.rpc.settings import ServiceSettings
+from specdec.telemetry import scrape_registry
+
+_MIN_PEER_PING_INTERVAL_MS = 1000
+# Over the drain's own limit: a drain that hangs must not hold the process.
+_DRAIN_MARGIN_S = 5.0
+_log = structlog.get_logger(__name__)
+
+
+class StartupFailed(Exception):
+    """The service cannot start; the message says why, for people."""
+
+
+class Service(Protocol):
+    """What run_service needs of a service."""
+
+    @property
+    def name(self) -> str:
+        """Short name for logs: coordinator, target or draft."""
+
+    @property
+    def grpc_names(self) -> Sequence[str]:
+        """Full names of its gRPC services, for health and reflection."""
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds its handlers. They answer from the first moment on, with NotReady until `start` has returned."""
+
+    async def start(self) -> None:
+        """Becomes ready. Raises StartupFailed. May be cancelled."""
+
+    async def wait_failed(self) -> str:
+        """Returns a reason when the service can no longer work; runs from the start of `start` on."""
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no new work, waits for running work at most `timeout_s`, then ends what is left, with a status."""
+
+    async def stop(self) -> None:
+        """Releases everything. Called once, whatever happened before."""
+
+
+def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
+    """A server that is bound, not started, and the port it has.
+
+    It has keepalive, explicit message limits, TLS when configured, and turns errors of handlers into typed
+    statuses. Raises StartupFailed naming the setting when the port or a TLS file cannot be used.
+    """
+    options: list[tuple[str, int]] = [
+        *wire_options(settings),
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
+        ("grpc.http2.max_ping_strikes", 0),
+        # Else two servers on one port share its connections without a word.
+        ("grpc.so_reuseport", 0),
+    ]
+    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+    return server, _bind(server, settings)
+
+
+async def run_service(
+    service: Service, settings: ServiceSettings, *, registry: CollectorRegistry | None = None
+) -> int:
+    """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
+
+    `registry` is what /metrics shows when metrics are not in multiprocess mode. Logs `listening` with the ports and
+    `ready` once health is SERVING.
+    """
+    stopping = asyncio.Event()
+    aborting = asyncio.Event()
+    failure = asyncio.create_task(service.wait_failed())
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(service.stop)
+            server, port = build_server(settings)
+            readiness = _Readiness(service.grpc_names)
+            await readiness.register(server)
+            service.register(server)
+            if settings.reflection:
+                names = (*service.grpc_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+                reflection.enable_server_reflection(names, server)
+            _install_signals(stopping, aborting)
+            await server.start()
+            stack.push_async_callback(server.stop, 0)
+            metrics_port = stack.enter_context(_metrics_endpoint(settings, registry or CollectorRegistry()))
+            health_port = await stack.enter_async_context(_plaintext_health(settings, readiness))
+            _log.info(
+                "listening", host=settings.host, port=port, metrics_port=metrics_port, health_port=health_port,
+                version=__version__, tls=settings.tls_cert_file is not None,
+            )  # fmt: skip
+            exit_code = await _serve(service, readiness, failure, stopping)
+            await readiness.shut_down()
+            if exit_code == 0:
+                await _drain(service, settings.drain_s, aborting, failure)
+            _log.info("stopping", exit_code=exit_code)
+            await server.stop(0 if aborting.is_set() or exit_code else settings.stop_grace_s)
+            return exit_code
+    except StartupFailed as error:
+        _log.error("startup_failed", reason=str(error))
+        return 1
+    finally:
+        failure.cancel()
+
+
+class _Readiness:
+    """Health of all gRPC services of a process, and of the empty name, together."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = ("", *names)
+        self._servicers: list[health.aio.HealthServicer] = []
+        self._status: int = health_pb2.HealthCheckResponse.NOT_SERVING
+
+    async def register(self, server: grpc.aio.Server) -> None:
+        servicer = health.aio.HealthServicer()
+        self._servicers.append(servicer)
+        for name in self._names:
+            await servicer.set(name, self._status)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+
+    async def set_serving(self) -> None:
+        self._status = health_pb2.HealthCheckResponse.SERVING
+        for servicer in self._servicers:
+            for name in self._names:
+                await servicer.set(name, self._status)
+
+    async def shut_down(self) -> None:
+        for servicer in self._servicers:
+            await servicer.enter_graceful_shutdown()
+
+
+async def _serve(
+    service: Service, readiness: _Readiness, failure: asyncio.Task[str], stopping: asyncio.Event
+) -> int:
+    """From listening until a signal (0) or a failure (1)."""
+    stop = asyncio.create_task(stopping.wait())
+    start = asyncio.create_task(service.start())
+    try:
+        await asyncio.wait({start, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done() and not stop.done():
+            await start
+            await readiness.set_serving()
+            _log.info("ready")
+            await asyncio.wait({stop, failure}, return_when=asyncio.FIRST_COMPLETED)
+        if stop.done():
+            return 0
+        _log.error("failed", reason=failure.result())
+        return 1
+    finally:
+        for task in (start, stop):
+            task.cancel()
+        await asyncio.gather(start, stop, return_exceptions=True)
+
+
+async def _drain(
+    service: Service, drain_s: float, aborting: asyncio.Event, failure: asyncio.Task[str]
+) -> None:
+    _log.info("draining", drain_s=drain_s)
+    drain = asyncio.create_task(service.drain(drain_s))
+    abort = asyncio.create_task(aborting.wait())
+    await asyncio.wait(
+        {drain, abort, failure}, timeout=drain_s + _DRAIN_MARGIN_S, return_when=asyncio.FIRST_COMPLETED
+    )
+    if drain.done() and drain.exception() is not None:
+        _log.error("drain_failed", exc_info=drain.exception())
+    for task in (drain, abort):
+        task.cancel()
+
+
+def _install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
+    def on_signal(number: signal.Signals) -> None:
+        _log.info("signal", signal=number.name)
+        (aborting if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+
+
+def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
+    address = f"{settings.host}:{settings.port}"
+    try:
+        if settings.tls_cert_file is None or settings.tls_key_file is None:
+            return server.add_insecure_port(address)
+        client_ca = settings.tls_client_ca_file
+        credentials = grpc.ssl_server_credentials(
+            [(settings.tls_key_file.read_bytes(), settings.tls_cert_file.read_bytes())],
+            root_certificates=None if client_ca is None else client_ca.read_bytes(),
+            require_client_auth=client_ca is not None,
+        )
+        return server.add_secure_port(address, credentials)
+    except OSError as error:
+        raise StartupFailed(f"tls_cert_file, tls_key_file, tls_client_ca_file: {error}") from error
+    except (RuntimeError, ValueError) as error:
+        raise StartupFailed(f"host, port: cannot listen on {address}: {error}") from error
+
+
+@contextlib.contextmanager
+def _metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) -> Iterator[int | None]:
+    if settings.metrics_port is None:
+        yield None
+        return
+    try:
+        server, _ = start_http_server(settings.metrics_port, settings.host, scrape_registry(registry))
+    except OSError as error:
+        address = f"{settings.host}:{settings.metrics_port}"
+        raise StartupFailed(f"metrics_port: cannot listen on {address}: {error.strerror}") from error
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextlib.asynccontextmanager
+async def _plaintext_health(settings: ServiceSettings, readiness: _Readiness) -> AsyncIterator[int | None]:
+    if settings.health_port is None:
+        yield None
+        return
+    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    await readiness.register(server)
+    try:
+        port = server.add_insecure_port(f"{settings.host}:{settings.health_port}")
+    except RuntimeError as error:
+        raise StartupFailed(
+            f"health_port: cannot listen on {settings.host}:{settings.health_port}"
+        ) from error
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(0)

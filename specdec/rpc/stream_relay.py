@@ -1,0 +1,152 @@
+"""Relays the frames of gRPC streams to the engine process and back, unopened.
+
+This is on the path of every token, twice per step, so per message there is one queue operation, one system call and
+no task: each stream has one task that reads and one that writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import Any
+
+import grpc
+import structlog
+from google.rpc import status_pb2
+
+from specdec.rpc.engine_process import EngineProcess
+from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, abort_with_status, to_status
+from specdec.telemetry import RelayMetrics
+
+_log = structlog.get_logger(__name__)
+
+
+class StreamRelay:
+    """The handler of a bidirectional method of a replica; registered without (de)serializers."""
+
+    def __init__(self, engine: EngineProcess, metrics: RelayMetrics, stream_buffer_bytes: int) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._stream_buffer_bytes = stream_buffer_bytes
+        self._streams: set[_RelayedStream] = set()
+
+    async def handle(self, _requests: Any, context: grpc.aio.ServicerContext) -> None:
+        """Relays one stream until either side ends it. Raises NotReady before the engine is ready."""
+        if not self._engine.is_ready:
+            raise NotReady("the model is loading")
+        stream = _RelayedStream(self._engine, context, self._metrics, self._stream_buffer_bytes)
+        self._streams.add(stream)
+        self._metrics.streams.inc()
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)
+            self._metrics.streams.dec()
+
+    def end_streams(self, error: SpecdecError) -> None:
+        """Ends all open streams with an error, after what was queued for them is written."""
+        for stream in self._streams:
+            stream.on_abort(to_status(error))
+
+
+class _RelayedStream:
+    """One stream: the calling task writes, one more reads."""
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        context: grpc.aio.ServicerContext,
+        metrics: RelayMetrics,
+        buffer_bytes: int,
+    ) -> None:
+        self._engine = engine
+        self._context = context
+        self._metrics = metrics
+        self._buffer_bytes = buffer_bytes
+        self._queue: deque[bytes] = deque()
+        self._num_queued_bytes = 0
+        self._wake: asyncio.Future[None] | None = None
+        self._is_ending = False
+        self._status: status_pb2.Status | None = None
+
+    async def run(self) -> None:
+        """Relays until the peer, the engine or an error ends the stream."""
+        stream_id = self._engine.open_stream(self, self._context.peer())
+        reader = asyncio.create_task(self._read(stream_id))
+        outcome = "cancelled"
+        try:
+            await self._write()
+            outcome = "closed" if self._status is None else "aborted"
+        finally:
+            self._engine.close_stream(stream_id)
+            reader.cancel()
+            self._metrics.stream_ends.labels(outcome).inc()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reader
+        if self._status is not None:
+            await abort_with_status(self._context, self._status)
+
+    def on_message(self, payload: bytes) -> None:
+        """Queues a response; when the peer is too far behind, the stream is aborted instead."""
+        if self._is_ending:
+            return
+        self._num_queued_bytes += len(payload)
+        if self._num_queued_bytes > self._buffer_bytes:
+            self._queue.clear()
+            self.on_abort(to_status(Overloaded("responses are not being read", reason="STREAM_NOT_READ")))
+            return
+        self._queue.append(payload)
+        self._wake_writer()
+
+    def on_abort(self, status: status_pb2.Status) -> None:
+        """Ends the stream with a status, after what is queued."""
+        if not self._is_ending:
+            self._status = status
+            self._end()
+
+    def on_engine_gone(self, reason: str) -> None:
+        """Ends the stream; the peer may try another replica, or this one once it is restarted."""
+        self.on_abort(to_status(Unavailable(reason, reason="ENGINE_GONE")))
+
+    def _end(self) -> None:
+        self._is_ending = True
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        queue = self._queue
+        count = self._metrics.messages.labels("out")
+        count_bytes = self._metrics.message_bytes.labels("out")
+        while True:
+            while queue:
+                payload = queue.popleft()
+                await self._context.write(payload)
+                self._num_queued_bytes -= len(payload)
+                count.inc()
+                count_bytes.inc(len(payload))
+            if self._is_ending:
+                return
+            self._wake = loop.create_future()
+            await self._wake
+            self._wake = None
+
+    async def _read(self, stream_id: int) -> None:
+        count = self._metrics.messages.labels("in")
+        count_bytes = self._metrics.message_bytes.labels("in")
+        try:
+            while True:
+                payload: Any = await self._context.read()
+                if payload is grpc.aio.EOF:
+                    break
+                await self._engine.send_message(stream_id, payload)
+                count.inc()
+                count_bytes.inc(len(payload))
+        except grpc.RpcError as error:
+            _log.info("stream_broken", stream_id=stream_id, error=str(error))
+        finally:
+            self._end()

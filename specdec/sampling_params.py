@@ -1,0 +1,79 @@
+"""How the tokens of one choice are to be sampled."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+class VerifyMode(enum.Enum):
+    """How a target decides whether a drafted token stands; greedy decoding is equality in both."""
+
+    COUPLED = "coupled"
+    """Draft and target share the noise; a drafted token is accepted iff it is the token the target samples."""
+    REJECTION = "rejection"
+    """A drafted token is accepted with probability min(1, p/q), else the residual is sampled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """The sampling parameters of one choice, taken as legal: whoever admits a request validates them.
+
+    Processing order, as in transformers: logit bias, repetition penalty (prompt and output tokens), presence and
+    frequency penalty (output tokens only), min_tokens, temperature, top-k, top-p, min-p, then the draw.
+    """
+
+    max_tokens: int
+    """Most tokens to produce, counted from the end of the prompt."""
+    seed: int
+    """Unsigned 64-bit; with `choice` it fixes every random number."""
+    choice: int = 0
+    """Index of this choice within its request."""
+    temperature: float = 1.0
+    """0 is greedy: no noise, and no cuts (they never remove the best token)."""
+    top_k: int = 0
+    """Keep the k best tokens and all that tie with the k-th; 0 is off."""
+    top_p: float = 1.0
+    """Keep the best tokens until their mass reaches this; the best token always stays; 1 is off."""
+    min_p: float = 0.0
+    """Keep tokens at least this likely relative to the best one; 0 is off."""
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Token id to what is added to its logit."""
+    min_tokens: int = 0
+    """No stop or end-of-sequence token is sampled before this many output tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    eos_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    """End-of-sequence tokens do not end the choice; `min_tokens` holds them back all the same."""
+    num_logprobs: int | None = None
+    """None: no log-probabilities; 0: of the sampled token; n: of the n most likely tokens too."""
+
+    is_greedy: bool = field(init=False, repr=False, compare=False)
+    needs_history: bool = field(init=False, repr=False, compare=False)
+    """Some penalty is on, so the tokens so far matter."""
+    adjusts_logits: bool = field(init=False, repr=False, compare=False)
+    """Something may change logits before temperature: penalties, bias or min_tokens."""
+    has_cuts: bool = field(init=False, repr=False, compare=False)
+    """Some of top-k, top-p and min-p is on and matters."""
+
+    def __post_init__(self) -> None:
+        """Work out, once per request, what the sampler asks of every row."""
+        needs_history = (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+        cuts = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+        is_greedy = self.temperature == 0.0
+        object.__setattr__(self, "is_greedy", is_greedy)
+        object.__setattr__(self, "needs_history", needs_history)
+        object.__setattr__(
+            self, "adjusts_logits", needs_history or bool(self.logit_bias) or self.min_tokens > 0
+        )
+        object.__setattr__(self, "has_cuts", cuts and not is_greedy)
+
+    def held_back_token_ids(self, num_output_tokens: int) -> tuple[int, ...]:
+        """Token ids that may not follow `num_output_tokens` output tokens because of `min_tokens`."""
+        if num_output_tokens >= self.min_tokens:
+            return ()
+        return tuple(sorted({*self.eos_token_ids, *self.stop_token_ids}))

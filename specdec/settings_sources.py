@@ -1,0 +1,168 @@
+"""Reads a settings class from flags, environment and a file, with errors that name the setting."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+S = TypeVar("S", bound=BaseModel)
+# For a service of the same name Kubernetes sets, for example, SPECDEC_TARGET_PORT=tcp://10.0.0.1:50052.
+_SERVICE_LINK = re.compile(r"^(tcp|udp|sctp)://[^/]+:\d+$")
+_INVALID_EXIT_CODE = 2
+
+
+class SettingsInvalid(ValueError):
+    """Settings that cannot be used; each problem is one line that names the setting and its spellings."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = list(problems)
+
+
+class _Environment(EnvSettingsSource):
+    """The environment without the variables that Kubernetes makes up for services."""
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        variables = super()._load_env_vars()
+        return {name: value for name, value in variables.items() if not _SERVICE_LINK.match(value or "")}
+
+
+def load_settings(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> S:
+    """Builds settings: flags over environment (`env_prefix` + upper-case name) over file over defaults.
+
+    The file (YAML, TOML or JSON) is named by `--config` or the variable `env_prefix` + CONFIG. `--help` prints the
+    flags and exits. Raises SettingsInvalid with all problems found.
+    """
+    reader = _reader(cls, _config_values(argv, env_prefix))
+    try:
+        loaded = reader(
+            _cli_parse_args=list(argv),
+            _cli_prog_name=prog,
+            _env_prefix=env_prefix,
+        )
+    except ValidationError as error:
+        problems = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
+        raise SettingsInvalid(
+            [_describe(problem, env_prefix) for problem in reversed(problems.values())]
+        ) from error
+    except SettingsError as error:
+        raise SettingsInvalid([_plain(error)]) from error
+    values = {name: getattr(loaded, name) for name in cls.model_fields}
+    return cls.model_validate(values)
+
+
+def settings_or_exit(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> S:
+    """As load_settings, but problems go to standard error, and the process exits with code 2."""
+    try:
+        return load_settings(cls, argv, env_prefix=env_prefix, prog=prog)
+    except SettingsInvalid as error:
+        for problem in error.problems:
+            sys.stderr.write(f"{prog}: {problem}\n")
+        raise SystemExit(_INVALID_EXIT_CODE) from None
+
+
+def _reader(cls: type[S], file_values: Mapping[str, Any]) -> Any:
+    """The settings class with sources, and with --config among its flags."""
+
+    def settings_customise_sources(
+        reader: type[BaseSettings],
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        environment = _Environment(settings_cls, env_prefix=getattr(env_settings, "env_prefix", None))
+        return environment, InitSettingsSource(settings_cls, init_kwargs=dict(file_values))
+
+    namespace: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__annotations__": {"config": Path | None},
+        "config": Field(default=None, description="File with settings (.yaml, .toml or .json)."),
+        "model_config": SettingsConfigDict(
+            env_ignore_empty=True,
+            env_parse_none_str="null",
+            cli_parse_none_str="null",
+            cli_kebab_case=True,
+            cli_implicit_flags=True,
+            cli_exit_on_error=False,
+            cli_hide_none_type=True,
+            cli_avoid_json=True,
+            extra="forbid",
+        ),
+        "settings_customise_sources": classmethod(settings_customise_sources),
+    }
+    return type(cls.__name__, (cls, BaseSettings), namespace)
+
+
+def _config_values(argv: Sequence[str], env_prefix: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--config")
+    try:
+        known, _ = parser.parse_known_args(list(argv))
+    except argparse.ArgumentError as error:
+        raise SettingsInvalid([f"config: {error}"]) from error
+    name: str | None = known.config or os.environ.get(f"{env_prefix}CONFIG")
+    if not name:
+        return {}
+    values = _read_file(Path(name))
+    if not isinstance(values, dict):
+        raise SettingsInvalid([f"config: {name} does not hold a mapping of settings"])
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+def _read_file(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+        match path.suffix:
+            case ".yaml" | ".yml":
+                return yaml.safe_load(text) or {}
+            case ".toml":
+                return tomllib.loads(text)
+            case ".json":
+                return json.loads(text)
+    except OSError as error:
+        raise SettingsInvalid([f"config: cannot read {path}: {error.strerror}"]) from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise SettingsInvalid([f"config: {path} does not parse: {error}"]) from error
+    raise SettingsInvalid([f"config: {path} is none of .yaml, .yml, .toml, .json"])
+
+
+def _describe(problem: Any, env_prefix: str) -> str:
+    location = ".".join(str(part) for part in problem["loc"])
+    message = problem["msg"].removeprefix("Value error, ")
+    if not location:
+        return str(message)
+    name = str(problem["loc"][0])
+    spellings = f"--{name.replace('_', '-')}, {env_prefix}{name.upper()}"
+    match problem["type"]:
+        case "missing":
+            return f"{location} is required: set {spellings}"
+        case "extra_forbidden":
+            return f"{location} is not a setting"
+        case _:
+            return f"{location}: {message}, got {problem['input']!r} ({spellings})"
+
+
+def _plain(error: SettingsError) -> str:
+    """The message without the library's own words around it."""
+    return str(error).removeprefix("error parsing CLI: ")

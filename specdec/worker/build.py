@@ -1,0 +1,69 @@
+"""Loads a model and puts its engine together: the same for both roles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from specdec import __version__
+from specdec.config import DraftSettings, TargetSettings
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.engine import Engine
+from specdec.engine.model_runner import ModelRunner
+from specdec.engine.sampling import Sampler
+from specdec.engine.scheduler import Scheduler
+from specdec.rpc.frames import EnginePort, FrameKind
+from specdec.v1 import common_pb2 as pb
+
+_TOKENIZER_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine ready to step, its sampler, and what it serves."""
+
+    engine: Engine
+    sampler: Sampler
+    info: pb.GetReplicaInfoResponse
+
+
+def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort) -> BuiltEngine:
+    """Load, prove and warm the model, send its tokenizer to the servicer.
+
+    Raises:
+        ModelNotSupported, ModelLoadError: with a reason for people.
+    """
+    runner = ModelRunner.load(settings)
+    runner.warmup()
+    salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
+    pool = BlockPool(runner.num_blocks, runner.block_size, salt)
+    scheduler = Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len)
+    sampler = Sampler(runner.vocab_size, runner.device)
+    identity = pb.ModelIdentity(
+        name=settings.served_name,
+        revision=runner.identity.revision,
+        architecture=runner.identity.architecture,
+        weights_digest=runner.identity.weights_digest,
+        tokenizer_digest=runner.identity.tokenizer_digest,
+        numerics_id=runner.numerics_id,
+        row_invariant=runner.row_invariant,
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        eos_token_ids=runner.eos_token_ids,
+        num_parameters=runner.num_parameters,
+        dtype=runner.identity.dtype,
+        device=str(runner.device),
+    )
+    _send_tokenizer(runner, port)
+    info = pb.GetReplicaInfoResponse(identity=identity, version=__version__)
+    return BuiltEngine(Engine(runner, pool, scheduler), sampler, info)
+
+
+def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:
+    content = runner.tokenizer_json.encode()
+    config = json.dumps(runner.tokenizer_config, default=str)
+    for start in range(0, max(1, len(content)), _TOKENIZER_CHUNK_BYTES):
+        piece = pb.GetTokenizerResponse(
+            tokenizer_json=content[start : start + _TOKENIZER_CHUNK_BYTES], tokenizer_config="" if start else config
+        )
+        port.send(FrameKind.TOKENIZER, payload=piece.SerializeToString())

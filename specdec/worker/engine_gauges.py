@@ -1,0 +1,42 @@
+"""Exports an engine's running totals and gauges as metrics."""
+
+from __future__ import annotations
+
+from prometheus_client import Counter
+
+from specdec.engine.outputs import EngineStats, StepOutput
+from specdec.telemetry import DraftMetrics, TargetMetrics
+
+
+class EngineGauges:
+    """Turns snapshots of EngineStats into gauges, and their growth into counters."""
+
+    def __init__(self, metrics: TargetMetrics | DraftMetrics) -> None:
+        self._metrics = metrics
+        self._last: dict[str, int] = {}
+
+    def observe(self, stats: EngineStats, num_sessions: int) -> None:
+        """Export a snapshot. Cost: some ten metric updates."""
+        metrics = self._metrics
+        metrics.sessions.set(num_sessions)
+        metrics.running.set(stats.running)
+        metrics.queue_length.set(stats.waiting)
+        metrics.kv_blocks_used.set(stats.blocks_used)
+        metrics.kv_blocks_cached.set(stats.blocks_cached)
+        metrics.kv_blocks.set(stats.blocks_total)
+        self._count(metrics.prefix_cache_queries, "queries", stats.prefix_query_tokens)
+        self._count(metrics.prefix_cache_hits, "hits", stats.prefix_hit_tokens)
+        self._count(metrics.preemptions, "preemptions", stats.preemptions)
+        self._count(metrics.rollbacks, "rollbacks", stats.rollbacks)
+
+    def observe_step(self, output: StepOutput, kind: str, elapsed_s: float) -> None:
+        """Export one step."""
+        metrics = self._metrics
+        metrics.steps.labels(kind).inc()
+        metrics.step_seconds.labels(kind).observe(elapsed_s)
+        metrics.step_tokens.observe(output.num_tokens)
+        metrics.step_sequences.observe(len(output.items))
+
+    def _count(self, counter: Counter, name: str, total: int) -> None:
+        counter.inc(total - self._last.get(name, 0))
+        self._last[name] = total

@@ -1,0 +1,40 @@
+"""The body of an engine process, the same for both roles: load, say so, loop; or say why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from specdec.config import DraftSettings, TargetSettings
+from specdec.engine.errors import EngineError
+from specdec.engine.model_gate import ModelLoadError, ModelNotSupported
+from specdec.rpc.frames import EnginePort, FrameKind
+from specdec.worker.build import BuiltEngine, build_engine
+from specdec.worker.loop import EngineWorker, Role, Wire
+
+_FLUSH_TIMEOUT_S = 2.0
+
+
+def run_role(
+    port: EnginePort,
+    settings: TargetSettings | DraftSettings,
+    wire: Wire,
+    make_role: Callable[[EngineWorker, BuiltEngine], Role],
+) -> None:
+    """Load the model, announce it, and run the role until the servicer goes or says stop."""
+    log = structlog.get_logger("specdec.worker")
+    try:
+        built = build_engine(settings, port)
+    except (ModelNotSupported, ModelLoadError, EngineError) as error:
+        port.send(FrameKind.FATAL, payload=str(error).encode())
+        port.flush(_FLUSH_TIMEOUT_S)
+        return
+    worker = EngineWorker(port, wire, built.info, settings.session_ttl_s)
+    worker.role = make_role(worker, built)
+    identity = built.info.identity
+    log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
+    built.info.load.CopyFrom(worker.role.load())
+    port.send(FrameKind.READY, payload=built.info.SerializeToString())
+    worker.run()
+    port.flush(_FLUSH_TIMEOUT_S)

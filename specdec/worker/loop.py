@@ -1,0 +1,268 @@
+"""The loop of an engine process: take frames, run a step, send what it decided.
+
+One thread, no locks. Frames that arrive during a step wait in the socket until the step is over; everything that a
+step decides for one coordinator leaves in one message, whatever the number of sessions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import structlog
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2
+
+from specdec.rpc.frames import EnginePort, Frame, FrameKind, PeerGone
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.errors import SessionFailure, stream_status
+from specdec.worker.sessions import Owner, Session, SessionTable, StaleLease
+
+_LOAD_INTERVAL_S = 0.25
+_MAX_PENDING_BYTES = 32 * 2**20
+
+
+class Role(Protocol):
+    """What a target or a draft does with sessions; the loop does the rest."""
+
+    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> Session:
+        """Make a session; raises SessionFailure."""
+
+    def position(self, session: Session) -> int:
+        """Number of tokens held."""
+
+    def entry(self, session: Session, kind: str, body: Any) -> None:
+        """Any entry but open and close; raises SessionFailure."""
+
+    def close(self, session: Session) -> None:
+        """Free what the session holds."""
+
+    def set_orphaned(self, session: Session, orphaned: bool) -> None:
+        """The owner's stream broke, or is back."""
+
+    def resend(self, session: Session, committed_length: int) -> None:
+        """Emit again what the owner has not seen."""
+
+    def wait_s(self, now_s: float) -> float | None:
+        """0: a step is due; positive: not before then; None: nothing to do until a frame arrives."""
+
+    def step(self) -> None:
+        """Run one step and emit what it decided."""
+
+    def load(self) -> pb.LoadReport:
+        """How loaded the replica is; also the moment to export gauges."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The message types of one role's stream."""
+
+    request: type[Any]
+    response: type[Any]
+    result: type[Any]
+
+
+Emit = Callable[..., None]
+
+
+class EngineWorker:
+    """Runs one role over one engine port until the servicer goes or tells it to stop."""
+
+    def __init__(self, port: EnginePort, wire: Wire, info: pb.GetReplicaInfoResponse, session_ttl_s: float) -> None:
+        self.port = port
+        self.sessions = SessionTable(session_ttl_s)
+        self._wire = wire
+        self._info = info
+        self._outbox: dict[int, list[Any]] = defaultdict(list)
+        self._attached: dict[int, pb.Attached] = {}
+        self._next_load_s = 0.0
+        self._draining = False
+        self._stopping = False
+        self._log = structlog.get_logger("specdec.worker")
+        self.role: Role
+
+    def emit(self, session: Session, **body: Any) -> None:
+        """Queue a result for the session's owner; dropped when its stream is broken (attach resends)."""
+        if session.owner.stream_id is not None:
+            result = self._wire.result(session_id=session.session_id, epoch=session.epoch, **body)
+            self._outbox[session.owner.stream_id].append(result)
+
+    def end(self, session: Session) -> None:
+        """Close a session from this side."""
+        self.sessions.remove(session)
+        self.role.close(session)
+
+    def fail(self, session: Session, failure: SessionFailure) -> None:
+        """End a session with an error that its owner is told."""
+        self._log.warning("session_failed", session=session.session_id, reason=failure.reason, error=str(failure))
+        self.emit(session, error=_session_error(failure))
+        self.end(session)
+
+    def run(self) -> None:
+        """Loop until told to stop. Ends quietly when the servicer is gone."""
+        try:
+            while not self._stopping:
+                self._turn()
+        except PeerGone:
+            self._log.info("servicer_gone")
+
+    def _turn(self) -> None:
+        for frame in self.port.poll(0):
+            self._handle(frame)
+        now_s = time.monotonic()
+        for session in self.sessions.expired(now_s):
+            self._log.info("session_expired", session=session.session_id)
+            self.end(session)
+        # Asked after all that arrived is known: what is at hand now decides whether to wait at all.
+        until_step_s = self.role.wait_s(now_s)
+        if until_step_s == 0:
+            self.role.step()
+            self._flush()
+            return
+        self._flush()
+        for frame in self.port.poll(self._timeout_s(until_step_s, now_s)):
+            self._handle(frame)
+
+    def _timeout_s(self, until_step_s: float | None, now_s: float) -> float:
+        waits = [self._next_load_s - now_s]
+        if until_step_s is not None:
+            waits.append(until_step_s)
+        if (expiry_s := self.sessions.next_expiry_s()) is not None:
+            waits.append(expiry_s - now_s)
+        return max(0.0, min(waits))
+
+    def _flush(self) -> None:
+        now_s = time.monotonic()
+        load = None
+        if now_s >= self._next_load_s:
+            self._next_load_s = now_s + _LOAD_INTERVAL_S
+            load = self.role.load()
+            self.port.send(FrameKind.LOAD, 0, load.SerializeToString())
+        streams = set(self._outbox) | set(self._attached)
+        for stream_id in streams:
+            response = self._wire.response(results=self._outbox.pop(stream_id, ()))
+            if (attached := self._attached.pop(stream_id, None)) is not None:
+                response.attached.CopyFrom(attached)
+                load = load or self.role.load()
+            if load is not None:
+                response.load.CopyFrom(load)
+            self.port.send(FrameKind.MESSAGE, stream_id, response.SerializeToString())
+        if self._draining and not len(self.sessions):
+            self.port.send(FrameKind.DRAINED, 0, b"")
+            self._draining = False
+
+    def _handle(self, frame: Frame) -> None:
+        match frame.kind:
+            case FrameKind.MESSAGE:
+                self._handle_message(frame.stream_id, frame.payload)
+            case FrameKind.STREAM_CLOSED:
+                self._outbox.pop(frame.stream_id, None)
+                self._attached.pop(frame.stream_id, None)
+                for session in self.sessions.detach(frame.stream_id, time.monotonic()):
+                    self.role.set_orphaned(session, True)
+            case FrameKind.DRAIN:
+                self._draining = True
+            case FrameKind.SHUTDOWN:
+                self._stopping = True
+            case _:
+                pass
+
+    def _handle_message(self, stream_id: int, payload: bytes) -> None:
+        try:
+            request = self._wire.request.FromString(payload)
+        except DecodeError:
+            self._abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the message does not parse")
+            return
+        if request.HasField("attach"):
+            self._attach(stream_id, request.attach)
+        owner = self.sessions.owner_of(stream_id)
+        if owner is None:
+            self._abort(stream_id, code_pb2.FAILED_PRECONDITION, "NOT_ATTACHED", "the first message must be an attach")
+            return
+        for entry in request.entries:
+            self._handle_entry(owner, stream_id, entry)
+        if self.port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
+            self._abort(stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", "responses are not being read")
+
+    def _attach(self, stream_id: int, attach: pb.Attach) -> None:
+        try:
+            owner, former = self.sessions.attach(stream_id, attach.owner_id, attach.lease_generation)
+        except StaleLease as error:
+            self._abort(stream_id, code_pb2.FAILED_PRECONDITION, "STALE_LEASE", str(error))
+            return
+        if former is not None and former != stream_id:
+            self._abort(former, code_pb2.ABORTED, "OWNER_REPLACED", "the owner attached on another stream")
+        listed = {s.session_id: s for s in attach.sessions}
+        for session in [s for s in owner.sessions.values() if not _is_same(s, listed.get(s.session_id))]:
+            self.end(session)
+        unknown = [session_id for session_id in listed if session_id not in owner.sessions]
+        self._attached[stream_id] = pb.Attached(identity=self._info.identity, unknown_session_ids=unknown)
+        self._log.info("attached", owner=owner.owner_id, sessions=len(owner.sessions), unknown=len(unknown))
+        for session in list(owner.sessions.values()):
+            self.role.set_orphaned(session, False)
+            self.role.resend(session, listed[session.session_id].committed_length)
+
+    def _handle_entry(self, owner: Owner, stream_id: int, entry: Any) -> None:
+        kind = entry.WhichOneof("entry")
+        session = self.sessions.get(entry.session_id)
+        if kind == "open":
+            self._open(owner, stream_id, entry, session)
+            return
+        if session is None or session.owner is not owner or session.epoch != entry.epoch:
+            return
+        if kind == "close":
+            self.end(session)
+            return
+        try:
+            self.role.entry(session, kind, getattr(entry, kind))
+        except SessionFailure as failure:
+            self.fail(session, failure)
+
+    def _open(self, owner: Owner, stream_id: int, entry: Any, current: Session | None) -> None:
+        try:
+            if current is not None and not self._replace(current, owner, entry):
+                return
+            session = self.role.open(owner, entry.session_id, entry.epoch, entry.open)
+        except SessionFailure as failure:
+            error = _session_error(failure)
+            result = self._wire.result(session_id=entry.session_id, epoch=entry.epoch, error=error)
+            self._outbox[stream_id].append(result)
+            return
+        session.lease_generation = entry.open.lease_generation
+        self.sessions.add(session)
+        self.emit(session, opened=pb.SessionOpened(position=self.role.position(session)))
+
+    def _replace(self, current: Session, owner: Owner, entry: Any) -> bool:
+        """Make way for a session that is opened again; false when the entry is an old one.
+
+        The lease of a request decides between owners: a lower generation is refused, a higher one takes the session over.
+        """
+        generation = entry.open.lease_generation
+        is_same_owner = current.owner is owner
+        if generation < current.lease_generation or (generation == current.lease_generation and not is_same_owner):
+            message = f"the session is held under lease generation {current.lease_generation}"
+            raise SessionFailure(code_pb2.FAILED_PRECONDITION, "STALE_LEASE", message, field="open.lease_generation")
+        if is_same_owner and entry.epoch <= current.epoch:
+            return False
+        if is_same_owner:
+            self.end(current)
+        else:
+            message = f"taken over under lease generation {generation}"
+            self.fail(current, SessionFailure(code_pb2.ABORTED, "SESSION_TAKEN_OVER", message))
+        return True
+
+    def _abort(self, stream_id: int, code: int, reason: str, message: str) -> None:
+        self._outbox.pop(stream_id, None)
+        status = stream_status(code, reason, message)
+        self.port.send(FrameKind.STREAM_ABORT, stream_id, status.SerializeToString())
+
+
+def _is_same(session: Session, listed: pb.AttachedSession | None) -> bool:
+    return listed is not None and listed.epoch == session.epoch
+
+
+def _session_error(failure: SessionFailure) -> pb.SessionError:
+    return pb.SessionError(status=failure.to_status(), expected_position=failure.expected_position)

@@ -1,0 +1,129 @@
+"""Who owns which session: attachment, epochs, leases, and sessions that outlive a broken stream.
+
+Invariants:
+    * an owner has at most one live stream; a newer stream with an equal or higher lease generation cuts the older one
+      off;
+    * a session belongs to the owner whose stream opened it, and its id is unique among all owners of the replica;
+    * a session whose owner has no live stream is orphaned: it takes part in no step, and is freed after
+      ``session_ttl_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from specdec.engine.sequence import Sequence
+
+
+class StaleLease(Exception):
+    """An owner attached, or opened a session, with a lower lease generation than was already seen."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One choice while it decodes, as a replica sees it. Roles extend it."""
+
+    session_id: str
+    epoch: int
+    owner: Owner
+    seq: Sequence | None
+    orphaned_at_s: float | None = None
+    lease_generation: int = 0
+    """Of the request's lease; decides between owners who both claim the session."""
+
+
+@dataclass(slots=True, eq=False)
+class Owner:
+    """A coordinator process: its lease, its live stream (None: broken) and its sessions."""
+
+    owner_id: str
+    lease_generation: int
+    stream_id: int | None
+    sessions: dict[str, Session] = field(default_factory=dict)
+
+
+class SessionTable:
+    """All sessions of a replica by id, and their owners by stream."""
+
+    def __init__(self, session_ttl_s: float) -> None:
+        self.session_ttl_s = session_ttl_s
+        self._sessions: dict[str, Session] = {}
+        self._owners: dict[str, Owner] = {}
+        self._streams: dict[int, Owner] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(self._sessions.values())
+
+    def get(self, session_id: str) -> Session | None:
+        """The session, if the replica holds it."""
+        return self._sessions.get(session_id)
+
+    def owner_of(self, stream_id: int) -> Owner | None:
+        """The owner that attached on this stream."""
+        return self._streams.get(stream_id)
+
+    def attach(self, stream_id: int, owner_id: str, lease_generation: int) -> tuple[Owner, int | None]:
+        """Bind a stream to an owner.
+
+        Returns:
+            The owner, and the stream that was cut off (None when there was none).
+
+        Raises:
+            StaleLease: the generation is lower than one seen before.
+        """
+        owner = self._owners.get(owner_id)
+        if owner is None:
+            owner = self._owners[owner_id] = Owner(owner_id, lease_generation, None)
+        if lease_generation < owner.lease_generation:
+            raise StaleLease(f"generation {lease_generation} is older than {owner.lease_generation}")
+        former = owner.stream_id
+        if former is not None:
+            self._streams.pop(former, None)
+        owner.lease_generation = lease_generation
+        owner.stream_id = stream_id
+        self._streams[stream_id] = owner
+        for session in owner.sessions.values():
+            session.orphaned_at_s = None
+        return owner, former
+
+    def detach(self, stream_id: int, now_s: float) -> list[Session]:
+        """The stream broke: its owner's sessions become orphans, which are returned."""
+        owner = self._streams.pop(stream_id, None)
+        if owner is None:
+            return []
+        owner.stream_id = None
+        for session in owner.sessions.values():
+            session.orphaned_at_s = now_s
+        self._forget_if_idle(owner)
+        return list(owner.sessions.values())
+
+    def add(self, session: Session) -> None:
+        """Register an opened session."""
+        self._sessions[session.session_id] = session
+        session.owner.sessions[session.session_id] = session
+
+    def remove(self, session: Session) -> None:
+        """Forget a closed session."""
+        if self._sessions.get(session.session_id) is session:
+            del self._sessions[session.session_id]
+        if session.owner.sessions.get(session.session_id) is session:
+            del session.owner.sessions[session.session_id]
+        self._forget_if_idle(session.owner)
+
+    def expired(self, now_s: float) -> list[Session]:
+        """Orphans whose time to live has passed."""
+        limit = now_s - self.session_ttl_s
+        return [s for s in self._sessions.values() if s.orphaned_at_s is not None and s.orphaned_at_s <= limit]
+
+    def next_expiry_s(self) -> float | None:
+        """When the oldest orphan expires; None without orphans."""
+        times = [s.orphaned_at_s for s in self._sessions.values() if s.orphaned_at_s is not None]
+        return min(times) + self.session_ttl_s if times else None
+
+    def _forget_if_idle(self, owner: Owner) -> None:
+        if owner.stream_id is None and not owner.sessions:
+            self._owners.pop(owner.owner_id, None)

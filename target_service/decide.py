@@ -1,0 +1,131 @@
+"""From a step's logits to what each session commits: one sampling call over all rows, then a walk per session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from specdec.engine.rejection import verify_token
+from specdec.engine.sampling import DraftSample, RowContext, Sampler
+from specdec.engine.tree import ROOT, TokenTree
+from specdec.sampling_params import VerifyMode
+from specdec.v1 import common_pb2 as pb
+from target_service.logprobs import position_logprobs
+from target_service.session import TargetSession
+from target_service.walk import Walk, walk_tree
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A session whose pending tokens a step has computed.
+
+    Attributes:
+        session: the session; its sequence holds the committed tokens.
+        root_row: row of the logits that decides the next token; node ``i`` has row ``root_row + 1 + i``.
+        tree: the nodes offered; the first `num_nodes` were verified.
+        chosen: for each of them, its index in the session's speculation tree.
+    """
+
+    session: TargetSession
+    root_row: int
+    tree: TokenTree
+    num_nodes: int
+    chosen: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a step commits for a session, with log-probabilities where they were asked for."""
+
+    candidate: Candidate
+    walk: Walk
+    logprobs: list[pb.PositionLogprobs]
+
+
+def decide(candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler) -> list[Decision]:
+    """Sample the row of every committed token and node, and walk every tree.
+
+    Args:
+        candidates: whose rows to sample; forks of one prompt share a row.
+        logits: [R, V] float32.
+        sampler: draws by the shared noise.
+    """
+    rows: list[int] = []
+    contexts: list[RowContext] = []
+    firsts: list[int] = []
+    for candidate in candidates:
+        firsts.append(len(rows))
+        for node in range(ROOT, candidate.num_nodes):
+            rows.append(candidate.root_row + 1 + node)
+            contexts.append(_context(candidate, node))
+    if not rows:
+        return []
+    needed = logits if rows == list(range(len(logits))) else logits[rows]
+    tokens = sampler.sample(needed, contexts)
+    decisions = []
+    for candidate, first in zip(candidates, firsts, strict=True):
+        end = first + 1 + candidate.num_nodes
+        own = _Rows(candidate, needed[first:end], contexts[first:end], tokens[first:end])
+        walk = own.walk(sampler)
+        decisions.append(Decision(candidate, walk, own.logprobs(walk, sampler)))
+    return decisions
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """One candidate's rows: index 0 decides the token after the committed ones, ``1 + i`` the one after node ``i``."""
+
+    candidate: Candidate
+    logits: torch.Tensor
+    contexts: list[RowContext]
+    tokens: list[int]
+
+    def walk(self, sampler: Sampler) -> Walk:
+        """Walk the verified tree by the session's mode of verification."""
+        candidate, session = self.candidate, self.candidate.session
+        is_first = not session.has_decided and session.num_tokens == session.body.num_prompt_tokens
+        return walk_tree(
+            candidate.tree,
+            candidate.num_nodes,
+            self._rejection(sampler) if session.mode is VerifyMode.REJECTION else self._coupled,
+            session.end,
+            session.num_tokens,
+            pb.ORIGIN_PREFILL if is_first else pb.ORIGIN_DECODE,
+        )
+
+    def logprobs(self, walk: Walk, sampler: Sampler) -> list[pb.PositionLogprobs]:
+        """Raw log-probabilities of the committed tokens; empty when the session wants none."""
+        if self.candidate.session.params.num_logprobs is None:
+            return []
+        rows = [1 + node for node in walk.rows]
+        contexts = [self.contexts[row] for row in rows]
+        return [position_logprobs(entry) for entry in sampler.logprobs(self.logits[rows], contexts, walk.token_ids)]
+
+    def _coupled(self, node: int, child: int | None) -> int:
+        return self.tokens[1 + node]
+
+    def _rejection(self, sampler: Sampler) -> Callable[[int, int | None], int]:
+        def decide_token(node: int, child: int | None) -> int:
+            if child is None:
+                return self.tokens[1 + node]
+            context = self.contexts[1 + node]
+            probs = sampler.probs(self.logits[1 + node : 2 + node], [context])[0]
+            payload = self.candidate.session.tree.nodes[self.candidate.chosen[child]]
+            drawn = DraftSample(self.candidate.tree.token_ids[child], payload.token_ids, payload.probs)
+            return verify_token(probs, drawn, context.params, context.position)[1]
+
+        return decide_token
+
+
+def _context(candidate: Candidate, node: int) -> RowContext:
+    session = candidate.session
+    path = tuple(candidate.tree.token_ids[ancestor] for ancestor in candidate.tree.path(node))
+    return RowContext(
+        params=session.params,
+        position=session.num_tokens + len(path),
+        num_prompt_tokens=session.body.num_prompt_tokens,
+        history=session.history,
+        extra_tokens=path,
+    )

@@ -1,0 +1,38 @@
+"""Raw log-probabilities as wire messages."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.engine.sampling import TokenLogprobs
+from specdec.v1 import common_pb2 as pb
+
+
+def position_logprobs(entry: TokenLogprobs | None) -> pb.PositionLogprobs:
+    """The sampler's log-probabilities of one position."""
+    if entry is None:
+        return pb.PositionLogprobs()
+    top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in entry.top]
+    return pb.PositionLogprobs(logprob=entry.logprob, top=top)
+
+
+def prompt_logprobs(logits: torch.Tensor, next_token_ids: list[int], num_top: int) -> list[pb.PositionLogprobs]:
+    """Log-probabilities of prompt tokens given the logits before them.
+
+    Args:
+        logits: [N, V] float32, rows of consecutive prompt tokens.
+        next_token_ids: [N], the prompt token after each.
+        num_top: number of alternatives.
+    """
+    logprobs = torch.log_softmax(logits[: len(next_token_ids)], dim=-1)
+    chosen = logprobs.gather(1, torch.tensor(next_token_ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
+    values, ids = (t.tolist() for t in logprobs.topk(num_top, dim=-1)) if num_top else ([], [])
+    return [
+        pb.PositionLogprobs(
+            logprob=logprob,
+            top=[pb.TokenLogprob(token_id=i, logprob=v) for i, v in zip(ids[row], values[row], strict=True)]
+            if num_top
+            else [],
+        )
+        for row, logprob in enumerate(chosen)
+    ]

@@ -1,0 +1,70 @@
+"""What a target exports of its steps and verdicts."""
+
+from __future__ import annotations
+
+from specdec.engine.outputs import EngineStats, StepOutput
+from specdec.telemetry import TargetMetrics
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.engine_gauges import EngineGauges
+from target_service.session import TargetSession
+
+_ORIGINS = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
+_FINISH = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in pb.FinishReason.items()}
+
+
+class TargetRecorder:
+    """Updates a target's metrics; one call per step, one per verdict."""
+
+    def __init__(self, metrics: TargetMetrics) -> None:
+        self._metrics = metrics
+        self._engine = EngineGauges(metrics)
+
+    def load(self, stats: EngineStats, num_sessions: int, draft_credit: int) -> None:
+        """Gauges, a few times a second."""
+        self._engine.observe(stats, num_sessions)
+        self._metrics.draft_credit.set(draft_credit)
+
+    def opened(self) -> None:
+        """A session was opened."""
+        self._metrics.opened.inc()
+
+    def rejected_proposal(self) -> None:
+        """A proposal was malformed."""
+        self._metrics.mismatches.inc()
+
+    def step(self, output: StepOutput, num_waiting_prefill: int, elapsed_s: float) -> None:
+        """One step of the engine."""
+        num_nodes = sum(item.tree_nodes for item in output.items)
+        kind = "verify" if num_nodes else "prefill" if num_waiting_prefill else "plain"
+        self._engine.observe_step(output, kind, elapsed_s)
+        if num_nodes:
+            self._metrics.verify_seconds.observe(elapsed_s)
+            self._metrics.verified_nodes.inc(num_nodes)
+
+    def verdict(self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float) -> None:
+        """One verdict, before the session's own record of its last one is updated."""
+        metrics = self._metrics
+        for origin in verdict.origins:
+            metrics.tokens.labels(_ORIGINS[origin]).inc()
+        if session.last_verdict_at_s is None:
+            metrics.ttft_seconds.observe(decided_at_s - session.opened_at_s)
+        else:
+            num_tokens = len(verdict.token_ids)
+            for _ in range(num_tokens):
+                metrics.inter_token_seconds.observe((decided_at_s - session.last_verdict_at_s) / num_tokens)
+            (metrics.hits if verdict.hit else metrics.misses).inc()
+            metrics.hold_off_seconds.observe(verdict.hold_off_us * 1e-6)
+        for depth, count in enumerate(verdict.verified_by_depth, 1):
+            if count:
+                metrics.proposed_tokens.labels(str(depth)).inc()
+        for depth in range(1, verdict.num_accepted + 1):
+            metrics.accepted_tokens.labels(str(depth)).inc()
+        if verdict.verified_by_depth:
+            metrics.committed_per_verify.observe(len(verdict.token_ids))
+        num_rejected = sum(verdict.verified_by_depth) - verdict.num_accepted
+        if num_rejected:
+            metrics.rollback_tokens.observe(num_rejected)
+        metrics.wasted_tokens.inc(verdict.num_wasted)
+        metrics.stale_proposals.inc(num_stale)
+        if verdict.finish_reason:
+            metrics.requests.labels(_FINISH[verdict.finish_reason]).inc()

@@ -1,0 +1,134 @@
+"""When the target runs its next step and what that step verifies: the policies, applied to live sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.sampling_params import VerifyMode
+from specdec.v1 import common_pb2 as pb
+from target_service.hold_off import DraftLatency, nodes_to_wait_for
+from target_service.session import TargetSession
+from target_service.step_time import StepTimeModel
+from target_service.verify_policy import AcceptanceCalibration, select_nodes
+from target_service.walk import Walk
+
+_MAX_FITTED_ROWS = 128  # prefill chunks would bend the line that decodes and verifications lie on
+_MAX_UNANSWERED = 2
+_PATIENCE = 1.5
+_LATENCY_FADE = 0.98
+
+
+class Pacing:
+    """Chooses hold-offs and trees from what the target has measured: step times, draft latency, acceptance."""
+
+    def __init__(self, hold_off_ms: float | None) -> None:
+        self.step_time = StepTimeModel()
+        self.acceptance = AcceptanceCalibration()
+        self.draft_latency = DraftLatency()
+        self._hold_off_ms = hold_off_ms
+
+    def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
+        """Time until the next step is due; 0: now; None: nothing to step.
+
+        A step holds off only while every session may gain from it: prefill, plain decoding and sessions whose draft is
+        silent are never kept waiting for the drafts of others.
+        """
+        if not ready:
+            return None
+        until_s = 0.0
+        for session in ready:
+            if session.is_undecided:
+                self._plan_hold_off(session, now_s)
+            if session.wanted_nodes == 0 and len(session.tree) == 0:
+                return 0.0
+            if len(session.tree) < session.wanted_nodes:
+                until_s = max(until_s, session.hold_until_s - now_s)
+        return until_s
+
+    def choose_trees(self, ready: Sequence[TargetSession]) -> dict[str, list[int]]:
+        """Set the tree that the next step verifies for each session; returns the chosen nodes by session id."""
+        candidates = [s for s in ready if s.seq is not None and len(s.tree) and s.seq.num_pending_tokens <= 1]
+        limits = [min(s.max_nodes, s.end.max_depth(s.num_tokens), self._credit(s)) for s in candidates]
+        scores = [self._path_scores(s) for s in candidates]
+        selected = select_nodes(scores, limits, len(ready) - len(candidates), self.step_time)
+        chosen: dict[str, list[int]] = {}
+        for session, nodes in zip(candidates, selected, strict=True):
+            if nodes and session.seq is not None:
+                session.seq.tree = session.tree.select(nodes)
+                chosen[session.session_id] = nodes
+        return chosen
+
+    def observe_step(self, num_rows: int, elapsed_s: float) -> None:
+        """A step took this long."""
+        if num_rows <= _MAX_FITTED_ROWS:
+            self.step_time.observe(num_rows, elapsed_s)
+
+    def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
+        """Learn from the nodes whose parents were accepted."""
+        accepted = set(walk.path)
+        reached = {-1, *walk.path}
+        for index, node in enumerate(chosen):
+            parent = session.tree.tokens.parents[node]
+            if parent == -1 or (parent in chosen and chosen.index(parent) in reached):
+                self.acceptance.observe(session.tree.nodes[node].score, index in accepted)
+
+    def observe_proposal(self, session: TargetSession, num_new: int, draft_us: int, now_s: float) -> None:
+        """A proposal brought `num_new` usable nodes."""
+        session.num_unanswered = 0
+        if num_new and draft_us:
+            self.draft_latency.observe_node(draft_us * 1e-6 / num_new)
+        if session.held_since_s is not None and len(session.tree) == num_new:
+            self.draft_latency.observe_first(now_s - session.held_since_s - (num_new - 1) * self.draft_latency.node_s)
+
+    def after_verdict(self, session: TargetSession) -> None:
+        """A verdict was sent: the next step's hold-off is planned once all that arrived meanwhile is in the tree."""
+        session.is_undecided = True
+        session.had_proposal = False
+        session.held_since_s = None
+        session.wanted_nodes = 0
+
+    def _plan_hold_off(self, session: TargetSession, now_s: float) -> None:
+        session.is_undecided = False
+        session.had_proposal = len(session.tree) > 0
+        limit = min(session.max_nodes, session.end.max_depth(session.num_tokens))
+        if session.had_proposal or limit == 0:
+            return
+        session.num_unanswered += 1
+        if session.num_unanswered > _MAX_UNANSWERED:
+            return
+        if self._hold_off_ms is not None:
+            wanted, hold_s = limit, self._hold_off_ms / 1e3
+        else:
+            latency = self.draft_latency
+            wanted = nodes_to_wait_for(self.acceptance.mean_rate, latency, self.step_time.predict, limit)
+            hold_s = _PATIENCE * (latency.first_s + (wanted - 1) * latency.node_s)
+            if wanted == 0:
+                latency.first_s *= _LATENCY_FADE  # never measured while no step waits, so try again in time
+        if wanted and hold_s > 0:
+            session.wanted_nodes, session.held_since_s, session.hold_until_s = wanted, now_s, now_s + hold_s
+
+    def _path_scores(self, session: TargetSession) -> list[float]:
+        if session.mode is VerifyMode.REJECTION:
+            # What is verified must not depend on the tokens drawn, so not on their scores either.
+            return [self.acceptance.mean_rate**depth for depth in session.tree.tokens.depths]
+        scores: list[float] = []
+        for node, parent in zip(session.tree.nodes, session.tree.tokens.parents, strict=True):
+            scores.append(self.acceptance.rate(node.score) * (scores[parent] if parent >= 0 else 1.0))
+        return scores
+
+    @staticmethod
+    def _credit(session: TargetSession) -> int:
+        return max(0, session.credit_position - session.num_tokens - 1)
+
+
+def depths_of(tree_depths: Sequence[int]) -> list[int]:
+    """Number of nodes at depth 1, 2, ..."""
+    counts = [0] * max(tree_depths, default=0)
+    for depth in tree_depths:
+        counts[depth - 1] += 1
+    return counts
+
+
+def end_position(verdict: pb.Verdict) -> int:
+    """Position after a verdict's last token."""
+    return int(verdict.start_position) + len(verdict.token_ids)

@@ -1,0 +1,144 @@
+"""The tree of proposals that hangs from a session's last committed token.
+
+Invariants: children of one node have different tokens; every node hangs, through its ancestors, from the last committed
+token; a node's payload (score, distribution) is the one of the proposal that brought it first. The tree is data only:
+it holds no KV, and dropping any of it costs speed, never correctness.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from google.rpc import code_pb2
+
+from specdec.engine.errors import TreeError
+from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.errors import SessionFailure, invalid
+
+DEFAULT_SCORE = 0.7
+"""Estimated acceptance of a node whose proposal carries no score."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What a proposal says about one node besides its token.
+
+    Attributes:
+        score: the draft's estimate of the probability that it is accepted, given that its parent is.
+        token_ids, probs: the truncated distribution that it was sampled from (rejection mode only).
+    """
+
+    score: float
+    token_ids: tuple[int, ...] = ()
+    probs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class SpeculationTree:
+    """Proposed tokens below the last committed one."""
+
+    vocab_size: int
+    tokens: TokenTree = field(default_factory=TokenTree)
+    nodes: list[Node] = field(default_factory=list)
+    num_stale: int = 0
+    """Proposed tokens that arrived too late or off the committed path, since last taken."""
+    draft_us: int = 0
+    """Drafting time that proposals reported, since last taken."""
+
+    def __len__(self) -> int:
+        return len(self.nodes)
+
+    def merge(self, proposal: pb.Proposal, committed: list[int]) -> None:
+        """Hang a proposal: walk the tokens committed since its start through it, merge what is left below the root.
+
+        Cost: linear in the proposal.
+
+        Raises:
+            SessionFailure: it starts past the committed tokens, is no tree, is too large, or holds an unknown id.
+        """
+        num_committed = len(committed)
+        if not 1 <= proposal.start_position <= num_committed:
+            message = f"{proposal.start_position} is not within the {num_committed} committed tokens"
+            raise invalid("proposal.start_position", message, expected_position=num_committed)
+        offered = self._parse(proposal, num_committed)
+        self.draft_us += proposal.draft_us
+        root = ROOT
+        for token in committed[proposal.start_position :]:
+            child = offered.child(root, token)
+            if child is None:
+                self.num_stale += len(offered)
+                return
+            root = child
+        below, moved = offered.subtree(root)
+        self.num_stale += len(offered) - len(below)
+        room = MAX_TREE_NODES - len(self.tokens)
+        before = len(self.tokens)
+        origin = {new: old for old, new in moved.items()}
+        placed: list[int] = []
+        for node, (token, parent) in enumerate(zip(below.token_ids, below.parents, strict=True)):
+            above = ROOT if parent < 0 else placed[parent]
+            existing = self.tokens.child(above, token)
+            if existing is None and len(self.tokens) - before >= room:
+                break
+            placed.append(self.tokens.add(above, token) if existing is None else existing)
+            if len(self.tokens) > len(self.nodes):
+                self.nodes.append(_payload(proposal, origin[node]))
+
+    def advance(self, token_ids: list[int]) -> int:
+        """Tokens were committed: keep what hangs below them. Returns how many nodes were dropped unaccepted."""
+        root, num_walked = ROOT, 0
+        for token in token_ids:
+            child = self.tokens.child(root, token)
+            if child is None:
+                return self.clear() - num_walked
+            root, num_walked = child, num_walked + 1
+        before = len(self.nodes)
+        self.tokens, moved = self.tokens.subtree(root)
+        self.nodes = [self.nodes[old] for old in sorted(moved)]
+        return before - len(self.nodes) - num_walked
+
+    def clear(self) -> int:
+        """Drop everything; returns how many nodes there were."""
+        dropped = len(self.nodes)
+        self.tokens = TokenTree()
+        self.nodes = []
+        return dropped
+
+    def select(self, chosen: list[int]) -> TokenTree:
+        """The tree of the chosen nodes, which must be closed under parents and in ascending order."""
+        position = {node: index for index, node in enumerate(chosen)}
+        parents = [position.get(self.tokens.parents[node], ROOT) for node in chosen]
+        return TokenTree([self.tokens.token_ids[node] for node in chosen], parents)
+
+    def path_scores(self) -> list[float]:
+        """For each node the estimated probability that it and all its ancestors are accepted."""
+        scores: list[float] = []
+        for node, parent in zip(self.nodes, self.tokens.parents, strict=True):
+            scores.append(node.score * (scores[parent] if parent >= 0 else 1.0))
+        return scores
+
+    def _parse(self, proposal: pb.Proposal, num_committed: int) -> TokenTree:
+        parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))
+        try:
+            offered = TokenTree.from_wire(proposal.token_ids, parents, self.vocab_size)
+        except TreeError as error:
+            raise SessionFailure(
+                code_pb2.INVALID_ARGUMENT,
+                "INVALID_PROPOSAL",
+                f"proposal.{error}",
+                field="proposal",
+                expected_position=num_committed,
+            ) from error
+        for name in ("scores", "distributions"):
+            if len(getattr(proposal, name)) not in (0, len(offered)):
+                raise invalid(f"proposal.{name}", "must be empty or have one entry per node")
+        return offered
+
+
+def _payload(proposal: pb.Proposal, index: int) -> Node:
+    score = proposal.scores[index] / 255 if proposal.scores else DEFAULT_SCORE
+    if not proposal.distributions:
+        return Node(score)
+    sparse = proposal.distributions[index]
+    return Node(score, tuple(sparse.token_ids), tuple(sparse.probs))

@@ -1,0 +1,317 @@
+"""The target's role over the engine: sessions in, one ragged step over all of them, verdicts out."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+from google.protobuf.message import DecodeError
+from google.rpc import code_pb2
+
+from specdec.config import TargetSettings
+from specdec.engine.errors import EngineError
+from specdec.engine.outputs import StepOutput
+from specdec.engine.sequence import Sequence
+from specdec.engine.token_history import TokenHistory
+from specdec.engine.tree import TokenTree
+from specdec.sampling_params import VerifyMode
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.build import BuiltEngine
+from specdec.worker.errors import SessionFailure, invalid
+from specdec.worker.loop import EngineWorker
+from specdec.worker.opening import check_open, sampling_params
+from specdec.worker.sessions import Owner, Session
+from target_service.decide import Candidate, Decision, decide
+from target_service.logprobs import prompt_logprobs
+from target_service.metrics import TargetRecorder
+from target_service.pacing import Pacing, depths_of, end_position
+from target_service.session import TargetSession
+from target_service.speculation_tree import SpeculationTree
+from target_service.walk import EndOfChoice
+
+_MODES = {pb.VERIFY_MODE_COUPLED: VerifyMode.COUPLED, pb.VERIFY_MODE_REJECTION: VerifyMode.REJECTION}
+
+
+class Verifier:
+    """Decodes all sessions of a target and verifies what drafts propose for them.
+
+    Guarantee: in coupled mode a session's tokens are a function of the model, its numerics, prompt, parameters, seed
+    and choice; proposals change only how many steps they take.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        built: BuiltEngine,
+        settings: TargetSettings,
+        recorder: TargetRecorder,
+    ) -> None:
+        self.pacing = Pacing(settings.hold_off_ms)
+        self._worker = worker
+        self._engine = built.engine
+        self._sampler = built.sampler
+        self._identity = built.info.identity
+        self._settings = settings
+        self._recorder = recorder
+        self._by_seq: dict[int, TargetSession] = {}
+        self._forks: dict[str, list[TargetSession]] = {}
+        """Sessions that wait for the prompt of another one, by its id."""
+
+    # --- sessions
+
+    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TargetSession:
+        """Check and admit a session. A fork of a prompt in prefill waits for it; its KV is then shared."""
+        settings, identity = self._settings, self._identity
+        if len(self._worker.sessions) >= settings.max_sessions:
+            message = f"all {settings.max_sessions} sessions are taken"
+            raise SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message)
+        check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len)
+        params = sampling_params(body, tuple(identity.eos_token_ids))
+        history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
+        history.append(body.token_ids[body.num_prompt_tokens :])
+        mode = _MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
+        limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+        session = TargetSession(
+            session_id=session_id,
+            epoch=epoch,
+            owner=owner,
+            seq=None,
+            body=body,
+            params=params,
+            mode=VerifyMode.COUPLED if params.is_greedy else mode,
+            end=EndOfChoice(params, body.num_prompt_tokens, identity.max_model_len),
+            history=history,
+            tree=SpeculationTree(identity.vocab_size),
+            max_nodes=min(limit, settings.max_proposal_nodes) if body.speculate else 0,
+            credit_position=body.credit_position,
+            opened_at_s=time.monotonic(),
+        )
+        self._recorder.opened()
+        if self._can_fork(session):
+            self._forks.setdefault(body.fork_from, []).append(session)
+        else:
+            self._start(session)
+        return session
+
+    def position(self, session: Session) -> int:
+        """Number of committed tokens."""
+        return cast(TargetSession, session).num_tokens
+
+    def entry(self, session: Session, kind: str, body: Any) -> None:
+        """A proposal, or more credit."""
+        session = cast(TargetSession, session)
+        if kind == "proposal":
+            self._merge(session, body)
+        elif kind == "credit":
+            session.credit_position = max(session.credit_position, body.position)
+            while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
+                session.sent.popleft()
+            self._update_pause(session)
+
+    def close(self, session: Session) -> None:
+        """Free the sequence; its full blocks stay in the prefix cache."""
+        session = cast(TargetSession, session)
+        if session.seq is not None:
+            del self._by_seq[session.seq.seq_id]
+            self._engine.free(session.seq)
+            session.seq = None
+        elif session in (waiting := self._forks.get(session.body.fork_from, [])):
+            waiting.remove(session)
+        for orphan in self._forks.pop(session.session_id, []):
+            self._start(orphan)
+
+    def set_orphaned(self, session: Session, orphaned: bool) -> None:
+        """Orphans take part in no step."""
+        self._update_pause(cast(TargetSession, session))
+
+    def resend(self, session: Session, committed_length: int) -> None:
+        """Emit the verdicts that end past `committed_length` again."""
+        for verdict in cast(TargetSession, session).sent:
+            if end_position(verdict) > committed_length:
+                self._worker.emit(session, verdict=verdict)
+
+    def load(self) -> pb.LoadReport:
+        """Load of the engine; exports the gauges too."""
+        stats = self._engine.stats()
+        self._recorder.load(stats, len(self._worker.sessions), self._settings.max_draft_tokens)
+        return pb.LoadReport(
+            num_running=stats.running,
+            num_waiting=stats.waiting + sum(map(len, self._forks.values())),
+            kv_blocks_used=stats.blocks_used,
+            kv_blocks_total=stats.blocks_total,
+            draft_credit=self._settings.max_draft_tokens,
+            step_us=int(self.pacing.step_time.predict(max(1, stats.running)) * 1e6),
+        )
+
+    # --- steps
+
+    def wait_s(self, now_s: float) -> float | None:
+        """When the next step is due: now, after a hold-off, or not before a frame arrives."""
+        return self.pacing.wait_s(self._ready(), now_s)
+
+    def step(self) -> None:
+        """Choose what to verify, run the engine once, and turn its logits into verdicts."""
+        started_s = time.monotonic()
+        ready = self._ready()
+        chosen = self.pacing.choose_trees(ready)
+        output = self._engine.step()
+        if output is None:
+            return
+        candidates = self._candidates(output, chosen, started_s)
+        decisions = decide(candidates, output.logits, self._sampler)
+        elapsed_s = time.monotonic() - started_s
+        self.pacing.observe_step(output.num_tokens, elapsed_s)
+        self._recorder.step(output, sum(not item.completes for item in output.items), elapsed_s)
+        for decision in decisions:
+            self._commit(decision, started_s, elapsed_s)
+
+    def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
+        candidates = []
+        for item in output.items:
+            session = self._by_seq[item.seq.seq_id]
+            if session.first_step_at_s is None:
+                session.first_step_at_s = started_s
+            if item.seq.prompt_logits:
+                self._take_prompt_logprobs(session, output, item.rows, item.start)
+            if not item.completes:
+                continue
+            root_row = item.rows.stop - item.tree_nodes - 1
+            for fork in self._forks.pop(session.session_id, []):
+                self._register(fork, self._engine.fork(item.seq))
+                fork.first_step_at_s = started_s
+                candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
+            tree = item.seq.verified_tree or TokenTree()
+            candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
+        return candidates
+
+    def _commit(self, decision: Decision, started_s: float, elapsed_s: float) -> None:
+        candidate, walk = decision.candidate, decision.walk
+        session, seq = candidate.session, candidate.session.seq
+        assert seq is not None
+        start = session.num_tokens
+        self.pacing.observe_walk(session, candidate.chosen[: candidate.num_nodes], walk)
+        num_stale = session.tree.num_stale
+        num_wasted = session.tree.advance(walk.token_ids) + num_stale
+        if session.mode is VerifyMode.REJECTION:
+            num_wasted += session.tree.clear()
+        held_s = started_s - session.held_since_s if session.held_since_s is not None else 0.0
+        verdict = pb.Verdict(
+            start_position=start,
+            token_ids=walk.token_ids,
+            origins=walk.origins,
+            logprobs=decision.logprobs,
+            finish_reason=walk.finish_reason,
+            stop_token_id=walk.stop_token_id,
+            verified_by_depth=depths_of(candidate.tree.depths[: candidate.num_nodes]),
+            num_accepted=len(walk.path),
+            hit=session.had_proposal,
+            step_us=int(elapsed_s * 1e6),
+            hold_off_us=int(held_s * 1e6),
+            draft_us=session.tree.draft_us,
+            num_wasted=num_wasted,
+        )
+        if not session.has_decided:
+            _describe_prefill(session, verdict, started_s + elapsed_s)
+        session.tree.num_stale = session.tree.draft_us = 0
+        decided_at_s = time.monotonic()
+        self._recorder.verdict(session, verdict, num_stale, decided_at_s)
+        session.last_verdict_at_s = decided_at_s
+        session.has_decided = True
+        session.sent.append(verdict)
+        self._worker.emit(session, verdict=verdict)
+        if candidate.num_nodes:
+            self._engine.accept(seq, walk.path)
+        self._engine.append(seq, walk.token_ids[len(walk.path) :])
+        self._engine.finalize(seq, len(seq.token_ids))
+        session.history.append(walk.token_ids)
+        if walk.finish_reason:
+            self._worker.end(session)
+            return
+        seq.prompt_logits = False
+        self._update_pause(session)
+        self.pacing.after_verdict(session)
+
+    # --- details
+
+    def _ready(self) -> list[TargetSession]:
+        return [s for s in self._by_seq.values() if s.seq is not None and s.seq.is_ready]
+
+    def _can_fork(self, session: TargetSession) -> bool:
+        parent = self._worker.sessions.get(session.body.fork_from)
+        return (
+            isinstance(parent, TargetSession)
+            and parent.owner is session.owner
+            and parent.seq is not None
+            and not parent.has_decided
+            and len(parent.body.token_ids) == parent.body.num_prompt_tokens
+            and session.body.token_ids == parent.body.token_ids
+            and session.body.cache_salt == parent.body.cache_salt
+            and not session.body.HasField("num_prompt_logprobs")
+        )
+
+    def _start(self, session: TargetSession) -> None:
+        body = session.body
+        try:
+            seq = self._engine.add(
+                body.token_ids,
+                num_prompt_tokens=body.num_prompt_tokens,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                prompt_logits=body.HasField("num_prompt_logprobs"),
+            )
+        except EngineError as error:
+            raise invalid("open.token_ids", str(error)) from error
+        self._register(session, seq)
+
+    def _register(self, session: TargetSession, seq: Sequence) -> None:
+        session.seq = seq
+        self._by_seq[seq.seq_id] = session
+        self._update_pause(session)
+
+    def _update_pause(self, session: TargetSession) -> None:
+        if session.seq is not None:
+            starved = session.has_decided and session.num_tokens >= session.credit_position
+            session.seq.paused = starved or session.orphaned_at_s is not None
+
+    def _merge(self, session: TargetSession, encoded: bytes) -> None:
+        if not session.max_nodes:
+            return
+        before = len(session.tree)
+        try:
+            proposal = pb.Proposal.FromString(encoded)
+            if session.mode is VerifyMode.REJECTION and len(proposal.distributions) != len(proposal.token_ids):
+                raise invalid("proposal.distributions", "rejection verification needs one per node")
+            session.tree.merge(proposal, session.token_ids)
+        except DecodeError:
+            self._reject(session, invalid("proposal", "does not parse"))
+            return
+        except SessionFailure as failure:
+            self._reject(session, failure)
+            return
+        num_new = len(session.tree) - before
+        self.pacing.observe_proposal(session, num_new, proposal.draft_us, time.monotonic())
+
+    def _reject(self, session: TargetSession, failure: SessionFailure) -> None:
+        """A bad proposal costs the session its draft, never its tokens."""
+        self._recorder.rejected_proposal()
+        rejected = pb.ProposalRejected(status=failure.to_status(), expected_position=session.num_tokens)
+        self._worker.emit(session, proposal_rejected=rejected)
+
+    def _take_prompt_logprobs(self, session: TargetSession, output: StepOutput, rows: slice, start: int) -> None:
+        if session.has_decided:
+            return
+        num_known = len(session.prompt_logprobs) - start  # after a preemption the chunk comes again
+        logits = output.logits[rows][num_known:]
+        following = session.body.token_ids[start + num_known + 1 : session.body.num_prompt_tokens][: len(logits)]
+        if following:
+            num_top = session.body.num_prompt_logprobs
+            session.prompt_logprobs += prompt_logprobs(logits[: len(following)], list(following), num_top)
+
+
+def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s: float) -> None:
+    first_step_at_s = session.first_step_at_s or session.opened_at_s
+    verdict.queue_us = int((first_step_at_s - session.opened_at_s) * 1e6)
+    verdict.prefill_us = int((decided_at_s - first_step_at_s) * 1e6)
+    verdict.num_cached_tokens = session.seq.num_cached_tokens if session.seq is not None else 0
+    verdict.prompt_logprobs.extend(session.prompt_logprobs)
+    session.prompt_logprobs = []

@@ -1,0 +1,81 @@
+"""Which proposed nodes a step verifies: pure functions over estimated acceptance and a step-time model.
+
+A step over ``S`` sessions that verifies the node set ``V`` commits ``S + sum of path probabilities in V`` tokens on
+average and takes ``T(S + |V|)``. Nodes are added best first while that raises tokens per second. A node's path
+probability is at most its parent's, so the best-first order never takes a node before its parent. With many sessions
+``T`` is steep and the rule shrinks to plain decoding by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from target_service.step_time import StepTimeModel
+
+
+def select_nodes(
+    path_scores: Sequence[Sequence[float]], limits: Sequence[int], num_other_rows: int, step_time: StepTimeModel
+) -> list[list[int]]:
+    """Pick the nodes to verify, per session, in ascending order.
+
+    Args:
+        path_scores: per session, the acceptance probability of each node together with its ancestors.
+        limits: per session, the most nodes it may have verified in this step.
+        num_other_rows: rows of the step besides these sessions' own (prefill chunks, plain decodes).
+        step_time: predicts the step's time from its rows.
+    """
+    ranked = sorted(
+        ((score, -index, session) for session, scores in enumerate(path_scores) for index, score in enumerate(scores)),
+        reverse=True,
+    )
+    chosen: list[list[int]] = [[] for _ in path_scores]
+    expected_tokens = float(len(path_scores))
+    num_rows = len(path_scores) + num_other_rows
+    for score, negative_index, session in ranked:
+        if len(chosen[session]) >= limits[session]:
+            continue
+        rate = expected_tokens / step_time.predict(num_rows)
+        if score < rate * step_time.row_s:
+            break
+        chosen[session].append(-negative_index)
+        expected_tokens += score
+        num_rows += 1
+    return [sorted(nodes) for nodes in chosen]
+
+
+@dataclass(slots=True)
+class AcceptanceCalibration:
+    """Turns the draft's advisory scores into acceptance rates, learnt online per score band.
+
+    Each band starts as if ``prior_weight`` nodes with the band's own score had been seen, and forgets with `decay`.
+    """
+
+    num_bands: int = 8
+    prior_weight: float = 4.0
+    decay: float = 0.995
+    _accepted: list[float] = field(default_factory=list)
+    _verified: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._verified = [self.prior_weight] * self.num_bands
+        self._accepted = [self.prior_weight * (band + 0.5) / self.num_bands for band in range(self.num_bands)]
+
+    def _band(self, score: float) -> int:
+        return min(int(score * self.num_bands), self.num_bands - 1)
+
+    def observe(self, score: float, accepted: bool) -> None:
+        """A node whose parent was accepted was verified."""
+        band = self._band(score)
+        self._accepted[band] = self._accepted[band] * self.decay + accepted
+        self._verified[band] = self._verified[band] * self.decay + 1.0
+
+    def rate(self, score: float) -> float:
+        """Estimated probability that a node of this score is accepted when its parent is."""
+        band = self._band(score)
+        return self._accepted[band] / self._verified[band]
+
+    @property
+    def mean_rate(self) -> float:
+        """Acceptance over all bands."""
+        return sum(self._accepted) / sum(self._verified)

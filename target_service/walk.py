@@ -1,0 +1,108 @@
+"""From sampled tokens to a verdict: the walk down the verified tree, in both modes of verification.
+
+Coupled (design section 1): the target's token at each node is a function of prompt, parameters, seed and position, so
+a node is accepted iff it carries that token. Rejection (Leviathan et al. arXiv:2211.17192, algorithm 1; Chen et al.
+arXiv:2302.01318) accepts with probability min(1, p/q) and otherwise draws from the residual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdec.engine.tree import ROOT, TokenTree
+from specdec.sampling_params import SamplingParams
+from specdec.v1 import common_pb2 as pb
+
+
+@dataclass(slots=True)
+class Walk:
+    """What a step commits for a session.
+
+    Attributes:
+        token_ids, origins: the committed tokens and where each came from.
+        rows: for each committed token, the node (`ROOT`: the last committed token) whose logits decided it.
+        path: the accepted nodes, root-down.
+        finish_reason: set when the last token ends the choice.
+        stop_token_id: the stop or end-of-sequence token that ended it.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[pb.Origin.ValueType] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
+    stop_token_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EndOfChoice:
+    """When a choice ends on its tokens alone.
+
+    Attributes:
+        params: stop tokens, ignore_eos and max_tokens.
+        num_prompt_tokens: length of the prompt.
+        max_model_len: the longest sequence that the model takes.
+    """
+
+    params: SamplingParams
+    num_prompt_tokens: int
+    max_model_len: int
+
+    def check(self, token_id: int, num_tokens: int) -> tuple[pb.FinishReason.ValueType, int | None]:
+        """Whether the choice ends with `token_id` as its token number `num_tokens` (prompt included)."""
+        params = self.params
+        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
+        if is_eos or token_id in params.stop_token_ids:
+            return pb.FINISH_REASON_STOP, token_id
+        if num_tokens - self.num_prompt_tokens >= params.max_tokens or num_tokens >= self.max_model_len:
+            return pb.FINISH_REASON_LENGTH, None
+        return pb.FINISH_REASON_UNSPECIFIED, None
+
+    def max_depth(self, num_tokens: int) -> int:
+        """Deepest node worth verifying after `num_tokens` committed tokens: one token always follows the last node."""
+        left = self.num_prompt_tokens + self.params.max_tokens - num_tokens
+        return max(0, min(left, self.max_model_len - num_tokens) - 1)
+
+
+def walk_tree(
+    tree: TokenTree,
+    num_verified: int,
+    decide: Callable[[int, int | None], int],
+    end: EndOfChoice,
+    num_tokens: int,
+    plain_origin: pb.Origin.ValueType,
+) -> Walk:
+    """Walk from the root while the decided token is a verified node.
+
+    Args:
+        tree: the verified nodes are its first `num_verified`.
+        num_verified: how many nodes the step verified.
+        decide: from a row (node, or `ROOT`) and the token that its only verified child carries (None: no such child, or
+            not one alone) to the target's token at the next position.
+        end: when the choice ends.
+        num_tokens: committed tokens before the step.
+        plain_origin: origin of the token when the step verified nothing.
+    """
+    walk = Walk()
+    children: dict[int, list[int]] = {}
+    for node in range(num_verified):
+        children.setdefault(tree.parents[node], []).append(node)
+    node = ROOT
+    while True:
+        below = children.get(node, [])
+        token = decide(node, tree.token_ids[below[0]] if len(below) == 1 else None)
+        accepted = next((child for child in below if tree.token_ids[child] == token), None)
+        walk.token_ids.append(token)
+        walk.rows.append(node)
+        if accepted is not None:
+            walk.origins.append(pb.ORIGIN_DRAFT)
+            walk.path.append(accepted)
+        elif below:
+            walk.origins.append(pb.ORIGIN_RECOVERED)
+        else:
+            walk.origins.append(pb.ORIGIN_BONUS if num_verified else plain_origin)
+        walk.finish_reason, walk.stop_token_id = end.check(token, num_tokens + len(walk.token_ids))
+        if accepted is None or walk.finish_reason:
+            return walk
+        node = accepted

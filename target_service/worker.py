@@ -1,0 +1,22 @@
+"""The target's engine process."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY
+
+from specdec.config import TargetSettings
+from specdec.rpc.frames import EnginePort
+from specdec.telemetry import TargetMetrics
+from specdec.v1 import target_pb2
+from specdec.worker.entry import run_role
+from specdec.worker.loop import Wire
+from target_service.metrics import TargetRecorder
+from target_service.verifier import Verifier
+
+_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
+
+
+def run_engine(port: EnginePort, settings: TargetSettings) -> None:
+    """Entry of the process: returns when the servicer is gone or says stop."""
+    recorder = TargetRecorder(TargetMetrics(REGISTRY))
+    run_role(port, settings, _WIRE, lambda worker, built: Verifier(worker, built, settings, recorder))

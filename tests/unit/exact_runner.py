@@ -1,0 +1,139 @@
+"""A model whose keys and values are digests, for tests of the engine's bookkeeping.
+
+A slot's content is a hash of its token, its position and the contents of the slots it attends to, in order of
+position. One wrong, stale or missing slot anywhere in a row's past changes the row's logits: stricter than
+floats, and the same on every machine.
+"""
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from specdec.engine.batch import Batch
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.engine import Engine
+from specdec.engine.scheduler import Scheduler
+
+NUM_LOGITS = 4
+
+
+def slot_content(token_id: int, position: int, past: bytes) -> bytes:
+    """What a row writes, given the contents of its past."""
+    head = token_id.to_bytes(8, "little") + position.to_bytes(8, "little")
+    return hashlib.blake2b(head + past, digest_size=8).digest()
+
+
+@lru_cache(maxsize=50_000)
+def prefix_contents(token_ids: tuple[int, ...]) -> bytes:
+    """Contents of all slots of a sequence prefilled afresh."""
+    if not token_ids:
+        return b""
+    past = prefix_contents(token_ids[:-1])
+    return past + slot_content(token_ids[-1], len(token_ids) - 1, past)
+
+
+def fresh_logits(token_ids: list[int]) -> torch.Tensor:
+    """Logits [NUM_LOGITS] of the last token of a sequence prefilled afresh, without any cache."""
+    for end in range(0, len(token_ids), 256):  # keeps the recursion shallow
+        prefix_contents(tuple(token_ids[:end]))
+    return _logits(prefix_contents(tuple(token_ids))[-8:])
+
+
+def _logits(content: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(content, np.uint16).astype(np.float32))
+
+
+class ExactRunner:
+    """The paged side: reads and writes slots only as a batch says, and refuses batches that break its rules."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.device = torch.device("cpu")
+        self.block_size = block_size
+        self.num_forwards = 0
+        self.num_block_copies = 0
+        self.num_slot_copies = 0
+        self._slots = [b"unwritten" for _ in range(num_blocks * block_size)]
+
+    def block_contents(self, block: int) -> bytes:
+        """All that a block holds."""
+        return b"".join(self._slots[block * self.block_size : (block + 1) * self.block_size])
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """In order."""
+        for src, dst in pairs:
+            first, size = dst * self.block_size, self.block_size
+            self._slots[first : first + size] = self._slots[src * size : (src + 1) * size]
+            self.num_block_copies += 1
+
+    def copy_slots(self, src: list[int], dst: list[int]) -> None:
+        """All read before any is written."""
+        assert len(set(dst)) == len(dst) == len(src)
+        contents = [self._slots[slot] for slot in src]
+        for slot, content in zip(dst, contents, strict=True):
+            self._slots[slot] = content
+            self.num_slot_copies += 1
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """As a layer does, all rows write before any reads: a slot written by a later row reads as garbage."""
+        check_batch(batch)
+        written = batch.slot_mapping.tolist()
+        assert len(set(written)) == len(written), "two rows write one slot"
+        for slot in written:
+            self._slots[slot] = b"written by a later row"
+        rows = zip(batch.input_ids.tolist(), batch.position_ids.tolist(), written, strict=True)
+        for row, (token_id, position, slot) in enumerate(rows):
+            past = attended_slots(batch, row, self.block_size)
+            assert past.pop() == slot, "a row does not attend to itself last"
+            self._slots[slot] = slot_content(token_id, position, b"".join(self._slots[i] for i in past))
+        self.num_forwards += 1
+        kept = [_logits(self._slots[written[row]]) for row in batch.logits_indices.tolist()]
+        return torch.stack(kept) if kept else torch.zeros(0, NUM_LOGITS)
+
+
+def attended_slots(batch: Batch, row: int, block_size: int) -> list[int]:
+    """Physical slots that a row reads, in order of position."""
+    table = batch.block_tables[int(batch.row_seq[row])].tolist()
+    slots = [table[i // block_size] * block_size + i % block_size for i in range(int(batch.context_lens[row]))]
+    return slots + batch.path_slots[int(batch.path_offsets[row]) : int(batch.path_offsets[row + 1])].tolist()
+
+
+def check_batch(batch: Batch) -> None:
+    """The shapes, dtypes and sums that `Batch` promises."""
+    num_rows = len(batch.input_ids)
+    for name in ("input_ids", "position_ids", "slot_mapping", "logits_indices"):
+        assert getattr(batch, name).dtype == torch.int64, name
+    for name in ("row_seq", "context_lens", "path_offsets", "path_slots", "block_tables"):
+        assert getattr(batch, name).dtype == torch.int32, name
+    assert batch.position_ids.shape == batch.slot_mapping.shape == batch.row_seq.shape == (num_rows,)
+    assert batch.path_offsets.shape == (num_rows + 1,)
+    assert batch.block_tables.shape[0] == batch.num_seqs
+    assert torch.equal(batch.context_lens + batch.path_offsets.diff(), batch.position_ids.int() + 1)
+    assert bool((batch.row_seq.diff() >= 0).all())
+    assert bool((batch.logits_indices.diff() > 0).all())
+
+
+def make_engine(
+    num_blocks: int = 32,
+    block_size: int = 4,
+    max_batch_tokens: int = 64,
+    max_batch_seqs: int = 8,
+    max_model_len: int = 96,
+) -> tuple[Engine, ExactRunner]:
+    """A small engine over an exact model."""
+    runner = ExactRunner(num_blocks, block_size)
+    pool = BlockPool(num_blocks, block_size)
+    return Engine(runner, pool, Scheduler(pool, max_batch_tokens, max_batch_seqs, max_model_len)), runner
+
+
+def assert_blocks_add_up(engine: Engine) -> None:
+    """No block leaks: every reference is a table's, every block is in exactly one state."""
+    pool = engine.block_pool
+    held = [block for seq in engine.scheduler.sequences for block in seq.block_ids]
+    assert [held.count(block) for block in range(pool.num_blocks)] == [
+        pool.ref_count(block) for block in range(pool.num_blocks)
+    ]
+    stats = pool.stats()
+    assert stats.used == len(set(held))
+    assert stats.used + stats.cached + stats.free == pool.num_blocks

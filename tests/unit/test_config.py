@@ -1,0 +1,185 @@
+"""Settings from flags, environment and files, and the errors that name them."""
+
+from pathlib import Path
+
+import pytest
+
+from specdec.config import (
+    CoordinatorSettings,
+    DraftSettings,
+    TargetSettings,
+    load_settings,
+    settings_or_exit,
+)
+from specdec.engine.settings import EngineSettings
+from specdec.rpc.affinity import parse_cores, split_cores
+from specdec.settings_sources import SettingsInvalid
+
+
+def load_target(*argv: str) -> TargetSettings:
+    return load_settings(TargetSettings, argv, env_prefix="SPECDEC_TARGET_", prog="target")
+
+
+def problems_of(*argv: str, cls: type = TargetSettings) -> list[str]:
+    with pytest.raises(SettingsInvalid) as caught:
+        load_settings(cls, argv, env_prefix=cls.env_prefix, prog="test")
+    return caught.value.problems
+
+
+def test_target_settings_are_engine_settings_too() -> None:
+    settings = load_target("--model", "m", "--num-threads", "2", "--dtype", "float32", "--device", "cpu")
+    assert isinstance(settings, EngineSettings)
+    assert (settings.model, settings.num_threads, settings.dtype) == ("m", 2, "float32")
+    assert settings.served_name == "m"
+
+
+def test_flag_beats_environment_beats_file_beats_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "target.yaml"
+    config.write_text("model: from-file\nmax-sessions: 1\nnum_threads: 3\ndrain_s: 4\n")
+    monkeypatch.setenv("SPECDEC_TARGET_CONFIG", str(config))
+    monkeypatch.setenv("SPECDEC_TARGET_NUM_THREADS", "5")
+    monkeypatch.setenv("SPECDEC_TARGET_DRAIN_S", "6")
+
+    settings = load_target("--drain-s", "7")
+
+    assert (settings.model, settings.max_sessions) == ("from-file", 1)
+    assert (settings.num_threads, settings.drain_s) == (5, 7.0)
+    assert settings.max_draft_tokens == 8
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("c.toml", 'model = "m"\nreflection = false\n'), ("c.json", '{"model": "m", "reflection": false}')],
+)
+def test_other_file_formats_are_read(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    settings = load_target("--config", str(tmp_path / name))
+    assert settings.model == "m"
+    assert not settings.reflection
+
+
+def test_missing_setting_is_named_with_all_its_spellings() -> None:
+    assert problems_of() == ["model is required: set --model, SPECDEC_TARGET_MODEL"]
+
+
+def test_all_bad_settings_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_TARGET_DTYPE", "int3")
+    problems = problems_of("--model", "m", "--num-threads", "many", "--port", "70000")
+    assert [problem.split(":")[0] for problem in problems] == ["dtype", "num_threads", "port"]
+    assert all("SPECDEC_TARGET_" in problem for problem in problems)
+    assert "'many'" in problems[1]
+
+
+def test_unknown_flag_and_unknown_key_are_errors(tmp_path: Path) -> None:
+    assert problems_of("--model", "m", "--modle", "x") == ["unrecognized arguments: --modle x"]
+    config = tmp_path / "c.yaml"
+    config.write_text("model: m\nmodle: x\n")
+    assert problems_of("--config", str(config)) == ["modle is not a setting"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "complaint"),
+    [
+        ("none.yaml", None, "cannot read"),
+        ("bad.yaml", "a: [", "does not parse"),
+        ("list.yaml", "- a", "mapping"),
+        ("c.ini", "", "none of"),
+    ],
+)
+def test_file_that_cannot_be_used_is_named(
+    tmp_path: Path, name: str, text: str | None, complaint: str
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    (problem,) = problems_of("--config", str(tmp_path / name))
+    assert problem.startswith("config: ")
+    assert complaint in problem
+
+
+def test_variables_that_kubernetes_makes_up_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_TARGET_PORT", "tcp://10.0.0.1:50052")
+    monkeypatch.setenv("SPECDEC_TARGET_SERVICE_HOST", "10.0.0.1")
+    assert load_target("--model", "m").port == 50052
+
+
+def test_lists_are_comma_separated_in_flags_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_COORDINATOR_TARGETS", "a:1, b:2")
+    settings = load_settings(
+        CoordinatorSettings,
+        ["--drafts", "c:3,d:4", "--drafts", "e:5"],
+        env_prefix="SPECDEC_COORDINATOR_",
+        prog="c",
+    )
+    assert settings.targets == ("a:1", "b:2")
+    assert settings.drafts == ("c:3", "d:4", "e:5")
+
+
+def test_bad_address_in_a_list_is_shown() -> None:
+    (problem,) = problems_of("--targets", "a:1,nonsense", cls=CoordinatorSettings)
+    assert "'nonsense' is not host:port" in problem
+    assert "SPECDEC_COORDINATOR_TARGETS" in problem
+
+
+def test_optional_settings_are_switched_off_by_null(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_DRAFT_METRICS_PORT", "null")
+    settings = load_settings(DraftSettings, ["--model", "m"], env_prefix="SPECDEC_DRAFT_", prog="d")
+    assert settings.metrics_port is None
+
+
+def test_secret_is_not_shown_by_repr() -> None:
+    settings = CoordinatorSettings(targets=("a:1",), resume_secret="0123456789abcdef")  # type: ignore[arg-type]
+    assert "0123456789" not in repr(settings)
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["--tls-cert-file", "/none"], "tls_cert_file and tls_key_file must be set together"),
+        (["--tls-client-ca-file", "/none"], "tls_client_ca_file needs tls_cert_file"),
+        (["--tls-cert-file", "/none", "--tls-key-file", "/none"], "tls_cert_file: no such file: /none"),
+        (["--engine-cores", "3-1"], "counts down"),
+        (["--engine-cores", "some"], "not auto, off or a list"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_explained(argv: list[str], complaint: str) -> None:
+    (problem,) = problems_of("--model", "m", *argv)
+    assert complaint in problem
+
+
+def test_process_exits_with_2_and_the_problem_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        settings_or_exit(TargetSettings, ["--port", "x"], env_prefix="SPECDEC_TARGET_", prog="specdec target")
+    assert caught.value.code == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("specdec target: model is required")
+    assert lines[1].startswith("specdec target: port: ")
+
+
+def test_settings_survive_the_way_to_the_engine_process() -> None:
+    settings = load_target("--model", "m", "--engine-cores", "0-1")
+    assert TargetSettings.model_validate_json(settings.model_dump_json()) == settings
+
+
+@pytest.mark.parametrize(
+    ("setting", "available", "engine", "servicer"),
+    [
+        ("off", range(4), None, None),
+        ("auto", [2], None, None),
+        ("auto", range(4), {1, 2, 3}, {0}),
+        ("auto", range(16), set(range(2, 16)), {0, 1}),
+        ("1-2", range(4), {1, 2}, {0, 3}),
+        ("0,1", range(2), {0, 1}, None),
+    ],
+)
+def test_cores_are_split_between_engine_and_servicer(
+    setting: str, available: list[int], engine: set[int] | None, servicer: set[int] | None
+) -> None:
+    assert split_cores(setting, available) == (engine, servicer)
+
+
+def test_core_that_the_process_may_not_use_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"engine_cores: \[9\]"):
+        split_cores("1,9", range(4))
+    assert parse_cores("0-2,5") == {0, 1, 2, 5}

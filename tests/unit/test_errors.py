@@ -1,0 +1,153 @@
+"""Errors as statuses and back, and what a handler's exception becomes for a client."""
+
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from specdec.rpc import errors
+from specdec.rpc.channel import open_channel
+from specdec.rpc.errors import SpecdecError, from_rpc_error, from_status, to_status
+from specdec.rpc.server import build_server
+from specdec.rpc.settings import ClientSettings, ServiceSettings
+from specdec.telemetry import setup_logging
+
+
+def every_error() -> Iterator[SpecdecError]:
+    for value in vars(errors).values():
+        if not isinstance(value, type) or not issubclass(value, SpecdecError):
+            continue
+        if value is SpecdecError or value.__name__.startswith("_"):
+            continue
+        if value is errors.InvalidRequest:
+            yield errors.InvalidRequest("sampling.top_p", "must be in (0, 1]")
+        elif issubclass(value, (errors.Overloaded, errors.Unavailable)):
+            yield value("later", retry_after_s=2.5, metadata={"a": "b"})
+        else:
+            yield value("what happened", metadata={"a": "b"})
+
+
+@pytest.mark.parametrize("error", list(every_error()), ids=lambda error: type(error).__name__)
+def test_every_error_survives_the_wire(error: SpecdecError) -> None:
+    back = from_status(status_pb2.Status.FromString(to_status(error).SerializeToString()))
+
+    assert type(back) is type(error)
+    assert (back.message, back.reason, back.metadata) == (error.message, error.reason, error.metadata)
+    assert getattr(back, "retry_after_s", None) == getattr(error, "retry_after_s", None)
+    assert getattr(back, "field", None) == getattr(error, "field", None)
+
+
+def test_every_error_has_a_reason_of_its_own() -> None:
+    reasons = [error.reason for error in every_error()]
+    assert len(reasons) == len(set(reasons))
+
+
+def test_invalid_request_names_its_field() -> None:
+    violations = error_details_pb2.BadRequest()
+    status = to_status(errors.InvalidRequest("sampling.n", "must be at least 1"))
+    assert [detail.Unpack(violations) for detail in status.details] == [False, True]
+    assert violations.field_violations[0].field == "sampling.n"
+    assert status.code == code_pb2.INVALID_ARGUMENT
+
+
+def test_status_of_another_maker_becomes_the_class_of_its_code() -> None:
+    error = from_status(status_pb2.Status(code=code_pb2.UNAVAILABLE, message="connection refused"))
+    assert type(error) is errors.Unavailable
+    assert error.retry_after_s > 0
+    assert type(from_status(status_pb2.Status(code=code_pb2.UNKNOWN))) is errors.Internal
+    assert type(from_status(status_pb2.Status(code=code_pb2.INVALID_ARGUMENT))) is errors.InvalidRequest
+
+
+def test_unknown_reason_is_kept() -> None:
+    status = to_status(errors.Unavailable("gone", reason="SOMETHING_NEW"))
+    back = from_status(status)
+    assert type(back) is errors.Unavailable
+    assert back.reason == "SOMETHING_NEW"
+
+
+def test_cause_of_an_internal_error_is_logged_under_the_id_that_the_caller_gets(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setup_logging("test")
+    try:
+        raise KeyError("secret detail")
+    except KeyError as cause:
+        status = to_status(cause)
+    logging.getLogger().handlers.clear()
+
+    assert "secret" not in status.message
+    error_id = from_status(status).metadata["error_id"]
+    line = json.loads(capsys.readouterr().err.splitlines()[-1])
+    assert line["error_id"] == error_id
+    assert "secret detail" in json.dumps(line["exception"])
+
+
+async def _raise_invalid(_request: bytes, _context: grpc.aio.ServicerContext) -> bytes:
+    raise errors.InvalidRequest("prompt", "is empty")
+
+
+async def _raise_bug(_request: bytes, _context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    yield b"first"
+    raise ZeroDivisionError("secret detail")
+
+
+async def _overload(_request: bytes, context: grpc.aio.ServicerContext) -> None:
+    await context.write(b"first")
+    raise errors.Overloaded("full", retry_after_s=0.5)
+
+
+@pytest.fixture
+async def channel() -> AsyncIterator[grpc.aio.Channel]:
+    server, port = build_server(ServiceSettings(host="127.0.0.1", port=0))
+    handlers = {
+        "Invalid": grpc.unary_unary_rpc_method_handler(_raise_invalid),
+        "Bug": grpc.unary_stream_rpc_method_handler(_raise_bug),
+        "Overload": grpc.unary_stream_rpc_method_handler(_overload),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("specdec.test", handlers),))
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}", ClientSettings()) as channel:
+        yield channel
+    await server.stop(0)
+
+
+async def test_handler_that_raises_ends_the_call_with_typed_details(channel: grpc.aio.Channel) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary("/specdec.test/Invalid")(b"")
+
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, errors.InvalidRequest)
+    assert error.field == "prompt"
+
+
+async def test_bug_in_a_stream_shows_the_client_an_id_and_nothing_else(channel: grpc.aio.Channel) -> None:
+    call = channel.unary_stream("/specdec.test/Bug")(b"")
+    assert await call.read() == b"first"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, errors.Internal)
+    assert error.message == f"internal error {error.metadata['error_id']}"
+    assert "secret" not in repr(caught.value)
+
+
+async def test_retry_delay_reaches_the_client_of_a_stream(channel: grpc.aio.Channel) -> None:
+    call = channel.unary_stream("/specdec.test/Overload")(b"")
+    assert await call.read() == b"first"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+
+    error = from_rpc_error(caught.value)
+    assert isinstance(error, errors.Overloaded)
+    assert error.retry_after_s == 0.5
+
+
+async def test_error_of_a_peer_that_is_not_there_is_unavailable() -> None:
+    async with open_channel("127.0.0.1:1", ClientSettings()) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await channel.unary_unary("/specdec.test/Invalid")(b"", timeout=10)
+    assert isinstance(from_rpc_error(caught.value), errors.Unavailable)

@@ -1,0 +1,121 @@
+"""What `specdec up` starts, on which cores and devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.cli import devices
+from specdec.cli.cores import CoreAssignment, assign_cores
+from specdec.cli.errors import StartupFailed
+from specdec.cli.local_plan import LocalPlan, describe_placement, plan_services, split_evenly
+from specdec.cli.service_process import ServiceSpec
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "target", "draft", "shared"),
+    [
+        (1, (0,), (0,), (0,)),
+        (2, (0,), (1,), (1,)),
+        (3, (0,), (1,), (2,)),
+        (4, (0, 1), (2,), (3,)),
+        (8, (0, 1, 2, 3), (4,), (5, 6, 7)),
+    ],
+)
+def test_the_target_gets_about_half_of_the_cores(
+    num_cores: int, target: tuple[int, ...], draft: tuple[int, ...], shared: tuple[int, ...]
+) -> None:
+    assert assign_cores(range(num_cores)) == CoreAssignment(target, draft, shared)
+
+
+def test_core_numbers_need_not_begin_at_zero() -> None:
+    assert assign_cores([7, 5]) == CoreAssignment((5,), (7,), (7,))
+
+
+def test_no_core_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no cores"):
+        assign_cores([])
+
+
+def test_replicas_share_the_cores_of_their_role_evenly() -> None:
+    assert split_evenly([0, 1, 2, 3], 2) == [(0, 1), (2, 3)]
+    assert split_evenly([0, 1, 2], 2) == [(0,), (1, 2)]
+    assert split_evenly([4], 2) == [(4,), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "target", "draft"),
+    [
+        ("auto", 0, "cpu", "cpu"),
+        ("auto", 1, "cuda:0", "cuda:0"),
+        ("auto", 2, "cuda:0", "cuda:1"),
+        ("cuda", 8, "cuda:0", "cuda:1"),
+        ("cpu", 2, "cpu", "cpu"),
+    ],
+)
+def test_each_engine_has_its_own_gpu_where_there_are_two(device: str, num_gpus: int, target: str, draft: str) -> None:
+    assert devices.plan_devices(device, num_gpus) == devices.DevicePlan(target, draft)
+
+
+def test_asking_for_a_gpu_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no GPU"):
+        devices.plan_devices("cuda", 0)
+
+
+def test_a_shared_gpu_is_divided_so_that_neither_takes_all() -> None:
+    plan = devices.divide_memory(devices.DevicePlan("cuda:0", "cuda:0"), 80 * 2**30, 20 * 2**30)
+    assert plan.target_kv_bytes is not None
+    assert plan.draft_kv_bytes is not None
+    assert plan.draft_kv_bytes < plan.target_kv_bytes
+    assert plan.target_kv_bytes + plan.draft_kv_bytes < 60 * 2**30
+
+
+def test_weights_that_do_not_fit_a_shared_gpu_are_an_error() -> None:
+    with pytest.raises(ValueError, match="GiB"):
+        devices.divide_memory(devices.DevicePlan("cuda:0", "cuda:0"), 10, 20)
+
+
+def plan(environment: dict[str, str] | None = None, **wishes: object) -> list[ServiceSpec]:
+    wish = LocalPlan(target_model="T", draft_model="D", device="cpu", **wishes)  # type: ignore[arg-type]
+    return plan_services(wish, environment=environment or {}, cores=range(4))
+
+
+def test_three_services_are_planned_with_the_coordinator_last() -> None:
+    target, draft, coordinator = plan()
+    assert (target.module, draft.module, coordinator.module) == ("target_service", "draft_service", "coordinator")
+    assert target.environment["SPECDEC_TARGET_ENGINE_CORES"] == "0,1"
+    assert target.environment["SPECDEC_TARGET_NUM_THREADS"] == "2"
+    assert target.cores == (0, 1, 3)
+    assert "--model=T" in target.arguments
+    assert f"--targets={target.address}" in coordinator.arguments
+    assert f"--drafts={draft.address}" in coordinator.arguments
+
+
+def test_what_the_environment_sets_is_not_overridden_by_a_default() -> None:
+    target, *_ = plan({"SPECDEC_TARGET_NUM_THREADS": "7"})
+    assert "SPECDEC_TARGET_NUM_THREADS" not in target.environment
+
+
+def test_settings_go_to_their_service_as_flags() -> None:
+    target, draft, _ = plan(target_settings={"max_draft_tokens": 3, "reflection": False})
+    assert "--max-draft-tokens=3" in target.arguments
+    assert "--no-reflection" in target.arguments
+    assert "--max-draft-tokens=3" not in draft.arguments
+
+
+def test_replicas_have_names_and_ports_of_their_own() -> None:
+    specs = plan(num_targets=2, num_drafts=0, free_ports=True)
+    assert [spec.name for spec in specs] == ["target", "target-1", "coordinator"]
+    assert len({spec.address for spec in specs}) == 3
+    assert "--drafts=" in specs[-1].arguments
+
+
+def test_placement_is_told_by_cores_or_device() -> None:
+    rows = describe_placement(plan())
+    assert rows[0] == ("target", "127.0.0.1:50052", "cores 0,1")
+    assert rows[2] == ("coordinator", "127.0.0.1:50051", "")
+
+
+def test_a_missing_gpu_is_told_as_a_failure_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.cli.local_plan.count_gpus", lambda: 0)
+    with pytest.raises(StartupFailed, match="no GPU"):
+        plan_services(LocalPlan(target_model="T", draft_model="D", device="cuda"), environment={}, cores=[0])

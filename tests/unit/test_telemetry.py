@@ -1,0 +1,131 @@
+"""Logs as JSON lines, and metrics with unique names that can be scraped from several processes."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+
+from specdec.telemetry import (
+    CoordinatorMetrics,
+    DraftMetrics,
+    RelayMetrics,
+    TargetMetrics,
+    scrape_registry,
+    setup_logging,
+)
+
+
+@pytest.fixture
+def restored_logging() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+@pytest.mark.usefixtures("restored_logging")
+def test_log_lines_are_json_with_ids_as_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("target", "info", "json")
+    log = structlog.get_logger("specdec.test")
+    log.debug("too_fine")
+    log.info("session_opened", session="o/r/0", epoch=1)
+    logging.getLogger("library").warning("says %d", 7)
+
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert first["event"] == "session_opened"
+    assert (first["session"], first["epoch"], first["service"], first["level"]) == (
+        "o/r/0",
+        1,
+        "target",
+        "info",
+    )
+    assert (second["event"], second["logger"]) == ("says 7", "library")
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("log_format", ["json", "console"])
+def test_tracebacks_never_show_local_variables(capsys: pytest.CaptureFixture[str], log_format: str) -> None:
+    setup_logging("target", "info", log_format)
+    prompt = "what the client asked"
+    try:
+        raise ValueError(len(prompt))
+    except ValueError:
+        structlog.get_logger("specdec.test").exception("failed")
+
+    output = capsys.readouterr().err
+    assert "ValueError" in output
+    assert prompt not in output
+
+
+def test_each_service_exports_what_the_operators_were_promised() -> None:
+    text = {}
+    for group in (CoordinatorMetrics, TargetMetrics, DraftMetrics):
+        registry = CollectorRegistry()
+        group(registry)
+        text[group] = generate_latest(registry).decode()
+    for group, names in {
+        CoordinatorMetrics: [
+            "requests_total", "tokens_total", "time_to_first_token_seconds", "inter_token_seconds", "queue_length",
+            "proposed_tokens_total", "accepted_tokens_total", "draft_latency_seconds", "verify_latency_seconds",
+        ],
+        TargetMetrics: [
+            "requests_total", "tokens_total", "time_to_first_token_seconds", "inter_token_seconds", "queue_length",
+            "steps_total", "proposed_tokens_total", "accepted_tokens_total", "rollbacks_total", "kv_blocks_used",
+            "verify_seconds",
+        ],
+        DraftMetrics: [
+            "requests_total", "tokens_total", "queue_length", "steps_total", "rollbacks_total", "kv_blocks_used",
+            "draft_seconds",
+        ],
+    }.items():  # fmt: skip
+        prefix = group._prefix
+        missing = [
+            name
+            for name in names
+            if f"# TYPE specdec_{prefix}_{name.removesuffix('_total')}" not in text[group]
+        ]
+        assert not missing
+
+
+@pytest.mark.parametrize(("group", "service"), [(TargetMetrics, "target"), (DraftMetrics, "draft")])
+def test_names_of_the_two_processes_of_a_replica_do_not_clash(group: type, service: str) -> None:
+    registry = CollectorRegistry()
+    group(registry)
+    RelayMetrics(registry, service)
+
+
+def test_own_registry_is_scraped_without_multiprocess_mode() -> None:
+    registry = CollectorRegistry()
+    assert scrape_registry(registry) is registry
+
+
+def test_metrics_of_all_processes_are_merged(tmp_path: Path) -> None:
+    code = """
+import sys
+from specdec.telemetry import *
+enable_multiprocess_metrics(sys.argv[1])
+import subprocess
+metrics = RelayMetrics(CollectorRegistry(), "target")
+metrics.streams.set(2)
+child = (
+    "from specdec.telemetry import *; metrics = TargetMetrics(CollectorRegistry());"
+    "metrics.steps.labels('verify').inc(3); metrics.kv_blocks_used.set(5)"
+)
+subprocess.run([sys.executable, "-c", child], check=True)
+from prometheus_client import generate_latest
+print(generate_latest(scrape_registry(CollectorRegistry())).decode())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    lines = result.stdout.splitlines()
+    assert 'specdec_target_steps_total{kind="verify"} 3.0' in lines
+    assert "specdec_target_open_streams 2.0" in lines
