@@ -44,7 +44,9 @@ def run(names: list[str], device: str, console: Console) -> list[dict[str, objec
     """Measure 1 row, 8 rows of one sequence and 8 sequences for each shape; prints a table."""
     bandwidth = copy_bandwidth(device)
     rows = []
-    table = Table(title=f"step times on {device}, context {CONTEXT}; copy bandwidth {bandwidth / 1e9:.0f} GB/s")
+    table = Table(
+        title=f"step times on {device}, context {CONTEXT}; copy bandwidth {bandwidth / 1e9:.0f} GB/s"
+    )
     for column in ("shape", "floor ms", "1 row", "8 rows of one sequence", "8 sequences", "1 row / floor"):
         table.add_column(column, justify="right")
     for name in names:
@@ -66,7 +68,9 @@ def measure(name: str, device: str, bandwidth: float) -> dict[str, object]:
     weight_bytes = runner.num_parameters * runner.dtype.itemsize
     pool = BlockPool(runner.num_blocks, runner.block_size)
     engine = Engine(
-        runner, pool, Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len)
+        runner,
+        pool,
+        Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len),
     )
     one_row, eight_rows = _time_steps(engine, 1, 0), _time_steps(engine, 1, 7)
     eight_sequences = _time_steps(engine, 8, 0)

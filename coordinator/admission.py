@@ -25,8 +25,9 @@ class _Waiter:
 class AdmissionQueue:
     """A bounded priority queue in front of a bounded number of places.
 
-    Lower priorities first, then first come, first served. When the queue is full, a newcomer takes the place of the
-    last in line if it goes before it; otherwise it is refused. Costs O(log waiting), and O(waiting) when full.
+    Lower priorities first, then first come, first served. When the queue is full, a newcomer takes the place
+    of the last in line if it goes before it; otherwise it is refused. Costs O(log waiting), and O(waiting)
+    when full.
     """
 
     def __init__(self, max_running: int, max_waiting: int, queue_timeout_s: float | None) -> None:

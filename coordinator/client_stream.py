@@ -13,10 +13,11 @@ _MOST_MERGED_TOKENS = 64
 
 
 class ClientStream:
-    """A queue with one reader. It is bounded by credit: targets run only so far ahead of what was taken and written.
+    """A queue with one reader. It is bounded by credit: targets run only so far ahead of what was taken and
+    written.
 
-    Deltas of one choice that wait behind a slow write are merged, so that a client that fell behind catches up in
-    fewer chunks.
+    Deltas of one choice that wait behind a slow write are merged, so that a client that fell behind catches
+    up in fewer chunks.
     """
 
     def __init__(self) -> None:
@@ -38,7 +39,7 @@ class ClientStream:
 
     def push_delta(self, index: int, text: str, tokens: Sequence[api.OutputToken]) -> None:
         """Queue output of a choice."""
-        if self._chunks:
+        if self._chunks and not self._is_closed:
             last = self._chunks[-1].delta
             if (
                 self._chunks[-1].HasField("delta")

@@ -7,9 +7,9 @@
     on_written      client  -> target    credit: how far it may run ahead of what the client took
     end             both sides close; the client learns why
 
-The target decodes on its own: it needs no message between two steps, and a proposal only makes it faster. So nothing
-here waits, and nothing here can change a token: the client's tokens are the target's, cut at a stop string. What goes
-wrong on the way is repaired in `recovery.py`.
+The target decodes on its own: it needs no message between two steps, and a proposal only makes it faster. So
+nothing here waits, and nothing here can change a token: the client's tokens are the target's, cut at a stop
+string. What goes wrong on the way is repaired in `recovery.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Incremental detokenisation: text deltas of a growing token sequence, never half a character.
 
-`tokenizers.decoders.DecodeStream` is not used: it withholds everything after bytes that are not UTF-8, and what it
-gave then differs from decoding all ids at once. Where a decoder's bytes per token are known, a delta costs one table
-look-up and one step of an incremental UTF-8 decoder, whatever the length of the sequence.
+`tokenizers.decoders.DecodeStream` is not used: it withholds everything after bytes that are not UTF-8, and
+what it gave then differs from decoding all ids at once. Where a decoder's bytes per token are known, a delta
+costs one table look-up and one step of an incremental UTF-8 decoder, whatever the length of the sequence.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Detokenizer(Protocol):
 class DetokenizerFactory:
     """Makes detokenizers for one tokenizer, and tells the text of single tokens.
 
-    Guarantee: the concatenation of all deltas is `tokenizer.decode(ids)`. For decoders with byte fallback it holds
-    for sequences whose byte tokens are well-formed UTF-8; otherwise each stray byte gives one U+FFFD, while
-    `Tokenizer.decode` also spoils the well-formed characters beside it (which may have been streamed already).
+    Guarantee: the concatenation of all deltas is `tokenizer.decode(ids)`. For decoders with byte fallback it
+    holds for sequences whose byte tokens are well-formed UTF-8; otherwise each stray byte gives one U+FFFD,
+    while `Tokenizer.decode` also spoils the well-formed characters beside it (which may have been streamed
+    already).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -70,7 +71,7 @@ class DetokenizerFactory:
         return self._make(skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """A token's own text, special tokens included; half characters become U+FFFD. Empty for unknown ids."""
+        """A token's own text, special tokens included; half characters are U+FFFD. Empty for unknown ids."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self._own_text(token_id)

@@ -151,8 +151,9 @@ class Fleet:
         served = (await self.wait_served()).identity
         if identity.tokenizer_digest != served.tokenizer_digest:
             raise IncompatibleReplica(
-                f"the draft {identity.name} has another tokenizer ({identity.tokenizer_digest or 'unknown'}) than the "
-                f"target {served.name} ({served.tokenizer_digest or 'unknown'}): decoding goes on without it"
+                f"the draft {identity.name} has another tokenizer ({identity.tokenizer_digest or 'unknown'}) "
+                f"than the target {served.name} ({served.tokenizer_digest or 'unknown'}): "
+                "decoding goes on without it"
             )
 
     async def _check_target(self, link: TargetLink, identity: pb.ModelIdentity) -> None:

@@ -1,7 +1,7 @@
 """What was streamed of each request, kept so that another stream can take it up.
 
-Writing happens on the hot path, so `begin`, `append` and `end` never wait: an implementation that leaves the process
-buffers and sends in the background. Only `load` may wait.
+Writing happens on the hot path, so `begin`, `append` and `end` never wait: an implementation that leaves the
+process buffers and sends in the background. Only `load` may wait.
 """
 
 from __future__ import annotations

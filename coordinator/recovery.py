@@ -1,9 +1,11 @@
-"""What happens when a replica breaks, errs, refuses, or comes back. Tokens already delivered are never in question.
+"""What happens when a replica breaks, errs, refuses, or comes back. Tokens already delivered are never in
+question.
 
-target stream broken      its sessions wait; on reattaching, those it lost are opened again with all their tokens
-target gone too long      another target that serves the same model, else UNAVAILABLE (the client can resume)
-target refuses a session  opened again with growing waits; at once, without its draft, when a proposal was at fault
-draft broken or wrong     the session goes on without it, and gets a draft again when there is one
+target stream broken      its sessions wait; on reattaching, those it lost are opened again with all their
+tokens target gone too long      another target that serves the same model, else UNAVAILABLE (the client can
+resume) target refuses a session  opened again with growing waits; at once, without its draft, when a proposal
+was at fault draft broken or wrong     the session goes on without it, and gets a draft again when there is
+one
 """
 
 from __future__ import annotations

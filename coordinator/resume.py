@@ -1,7 +1,7 @@
 """Taking up an interrupted request: proof that it was ours, and agreement on the tokens.
 
-A resume token is a MAC over request id, seed, model identity and tenant, so that any coordinator with the same secret
-can check it without a store.
+A resume token is a MAC over request id, seed, model identity and tenant, so that any coordinator with the
+same secret can check it without a store.
 """
 
 from __future__ import annotations

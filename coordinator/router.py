@@ -1,4 +1,4 @@
-"""Which replica a request goes to: the one that holds the longest part of its prompt, else the least loaded."""
+"""Which replica a request goes to: the one with the longest part of its prompt, else the least loaded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _DIGEST_BYTES = 16
 class PrefixRouter:
     """Remembers which prefixes were sent where, by a chain of block hashes.
 
-    Affinity counts only while the replica that has the prefix runs at most `max_imbalance` sessions more than the
-    least loaded one. Costs one short hash per block of the prompt.
+    Affinity counts only while the replica that has the prefix runs at most `max_imbalance` sessions more than
+    the least loaded one. Costs one short hash per block of the prompt.
     """
 
     def __init__(self, max_blocks: int = 65_536, max_imbalance: int = 8) -> None:

@@ -54,30 +54,30 @@ class CoordinatorServicer:
         """Add the handlers to a server."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         handlers = {
-            "Generate": _handler(stream, self.Generate, api.GenerateRequest),
-            "Abort": _handler(unary, self.Abort, api.AbortRequest),
-            "Tokenize": _handler(unary, self.Tokenize, api.TokenizeRequest),
-            "Detokenize": _handler(unary, self.Detokenize, api.DetokenizeRequest),
-            "GetModelInfo": _handler(unary, self.GetModelInfo, api.GetModelInfoRequest),
-            "GetStatus": _handler(unary, self.GetStatus, api.GetStatusRequest),
+            "Generate": _handler(stream, self.generate, api.GenerateRequest),
+            "Abort": _handler(unary, self.abort, api.AbortRequest),
+            "Tokenize": _handler(unary, self.tokenize, api.TokenizeRequest),
+            "Detokenize": _handler(unary, self.detokenize, api.DetokenizeRequest),
+            "GetModelInfo": _handler(unary, self.get_model_info, api.GetModelInfoRequest),
+            "GetStatus": _handler(unary, self.get_status, api.GetStatusRequest),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
-    async def Generate(
+    async def generate(
         self, request: api.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
         """Generates one or more choices for a prompt and streams them."""
-        remaining_s = context.time_remaining()
+        remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
         await self._generator.run(request, Caller(_tenant(context), deadline_s), context.write)
 
-    async def Abort(
+    async def abort(
         self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.AbortResponse:
         """Ends a running request."""
         return api.AbortResponse(aborted=self._generator.abort(_tenant(context), request.request_id))
 
-    async def Tokenize(
+    async def tokenize(
         self, request: api.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.TokenizeResponse:
         """Text or chat messages to token ids."""
@@ -100,7 +100,7 @@ class CoordinatorServicer:
         texts = [served.tokenizer.detokenizers.token_text(token_id) for token_id in token_ids]
         return api.TokenizeResponse(token_ids=token_ids, tokens=texts)
 
-    async def Detokenize(
+    async def detokenize(
         self, request: api.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.DetokenizeResponse:
         """Token ids to text."""
@@ -114,7 +114,7 @@ class CoordinatorServicer:
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return api.DetokenizeResponse(text=served.tokenizer.decode(request.token_ids, skip))
 
-    async def GetModelInfo(
+    async def get_model_info(
         self, request: api.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.GetModelInfoResponse:
         """What is served."""
@@ -131,7 +131,7 @@ class CoordinatorServicer:
             has_chat_template=served.tokenizer.has_chat_template,
         )
 
-    async def GetStatus(
+    async def get_status(
         self, request: api.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.GetStatusResponse:
         """Replicas, load and limits."""

@@ -32,7 +32,7 @@ class TextTokenizer:
 
     @classmethod
     def from_path(cls, path: Path) -> TextTokenizer:
-        """From a folder with tokenizer.json (and tokenizer_config.json, chat_template.jinja), or that file itself."""
+        """From a folder with tokenizer.json (tokenizer_config.json, chat_template.jinja), or that file."""
         folder = path if path.is_dir() else path.parent
         file = path / "tokenizer.json" if path.is_dir() else path
         config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
@@ -79,7 +79,7 @@ class TextTokenizer:
 class _GenerationTag(jinja2.ext.Extension):
     """`{% generation %}` marks assistant text for training; here it is transparent."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Any) -> Any:
         line = next(parser.stream).lineno
@@ -88,7 +88,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 def compile_template(source: str) -> Callable[..., str]:
-    """Compile a chat template in a sandbox, with the settings, filters and functions that templates rely on."""
+    """Compile a chat template in a sandbox, with the settings and functions that templates rely on."""
 
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)

@@ -29,7 +29,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.loop import EngineWorker
-from specdec.worker.opening import check_open, sampling_params
+from specdec.worker.opening import VERIFY_MODES, check_open, sampling_params
 from specdec.worker.sessions import Owner, Session
 
 
@@ -65,7 +65,8 @@ class Drafter:
         params = sampling_params(body, tuple(identity.eos_token_ids))
         history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
         history.append(body.token_ids[body.num_prompt_tokens :])
-        is_rejection = body.verify_mode == pb.VERIFY_MODE_REJECTION and not params.is_greedy
+        mode = VERIFY_MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
+        is_rejection = mode is VerifyMode.REJECTION and not params.is_greedy
         limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
         self._recorder.opened()
         try:
@@ -87,7 +88,7 @@ class Drafter:
             mode=VerifyMode.REJECTION if is_rejection else VerifyMode.COUPLED,
             history=history,
             num_committed=len(body.token_ids),
-            max_chain=limit if is_rejection else None,
+            max_chain=limit if is_rejection or limit == 0 else None,
             committed_at_s=time.monotonic(),
         )
         self._by_seq[seq.seq_id] = session
@@ -148,13 +149,19 @@ class Drafter:
         if start > committed:
             message = f"commit.start_position: {start} leaves a gap after {committed} committed tokens"
             reason, code = "COMMIT_GAP", code_pb2.OUT_OF_RANGE
-            raise SessionFailure(code, reason, message, field="commit.start_position", expected_position=committed)
+            self._recorder.mismatch()
+            raise SessionFailure(
+                code, reason, message, field="commit.start_position", expected_position=committed
+            )
         if any(token >= self._identity.vocab_size for token in token_ids):
-            raise invalid("commit.token_ids", "a token id is outside the vocabulary", expected_position=committed)
+            raise invalid(
+                "commit.token_ids", "a token id is outside the vocabulary", expected_position=committed
+            )
         overlap = min(committed - start, len(token_ids))
         if seq.token_ids[start : start + overlap] != token_ids[:overlap]:
             message = "commit.token_ids: contradicts tokens that were committed before"
             reason, code = "COMMIT_MISMATCH", code_pb2.FAILED_PRECONDITION
+            self._recorder.mismatch()
             raise SessionFailure(code, reason, message, field="commit.token_ids", expected_position=committed)
         new = token_ids[overlap:]
         if not new:
@@ -164,7 +171,7 @@ class Drafter:
             if token != drafted.token_id:
                 break
             num_confirmed += 1
-        keeps_chain = num_confirmed == len(new) and session.mode is VerifyMode.COUPLED
+        keeps_chain = num_confirmed == len(new)
         num_dropped = 0 if keeps_chain else len(session.chain) - num_confirmed
         self._recorder.commit(num_confirmed, len(new), num_dropped)
         if not keeps_chain:
@@ -175,12 +182,16 @@ class Drafter:
             session.is_chain_over = False
         else:
             del session.chain[:num_confirmed]
-        session.num_sent = max(0, session.num_sent - num_confirmed) if keeps_chain else 0
+        # In rejection mode the target starts every round afresh: it is sent again what it dropped.
+        is_kept_there = keeps_chain and session.mode is VerifyMode.COUPLED
+        session.num_sent = max(0, session.num_sent - num_confirmed) if is_kept_there else 0
         session.num_committed = committed + len(new)
         session.history.append(new)
         session.committed_at_s = time.monotonic()
         self._engine.finalize(seq, session.num_committed)
         self._update_pause(session)
+        if session.mode is VerifyMode.REJECTION and session.is_chain_complete:
+            self._propose(session)
 
     def _append(self, session: DraftSession, token_ids: list[int]) -> None:
         assert session.seq is not None
@@ -209,7 +220,7 @@ class Drafter:
         sessions, rows = [], []
         for item in output.items:
             session = self._by_seq[item.seq.seq_id]
-            if item.completes and not session.is_chain_over:
+            if item.completes and not session.is_chain_over and session.max_chain != 0:
                 sessions.append(session)
                 rows.append(item.rows.stop - 1)
         if sessions:
@@ -266,7 +277,7 @@ class Drafter:
             session.is_chain_over = True
             session.chain.pop()
         self._update_pause(session)
-        if session.max_chain is None or len(session.chain) >= session.max_chain or session.is_chain_over:
+        if session.max_chain is None or session.is_chain_complete:
             self._propose(session)
 
     def _ends_choice(self, session: DraftSession, token_id: int) -> bool:

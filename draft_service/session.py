@@ -40,7 +40,8 @@ class DraftSession(Session):
         num_committed: tokens that are final.
         chain: drafted tokens past them.
         num_sent: leading tokens of the chain that a proposal has carried.
-        max_chain: longest chain in rejection mode, where rounds are synchronous; None in coupled mode.
+        max_chain: longest chain in rejection mode, where rounds are synchronous; 0 for a session that wants no drafts;
+            None in coupled mode, where the growth policy decides.
         is_chain_over: the chain ends the choice, or reached the draft's context: nothing follows until a commit.
         committed_at_s: when the last commit arrived, until a proposal answers it.
     """
@@ -55,6 +56,12 @@ class DraftSession(Session):
     num_sent: int = 0
     is_chain_over: bool = False
     committed_at_s: float | None = None
+
+    @property
+    def is_chain_complete(self) -> bool:
+        """Whether nothing is to be added to the chain before the next commit."""
+        is_full = self.max_chain is not None and len(self.chain) >= self.max_chain
+        return is_full or self.is_chain_over
 
     @property
     def path_score(self) -> float:

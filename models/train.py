@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +19,13 @@ from training import architectures, checkpoints, phases
 from training.batches import encode_files
 from training.clock import Phase
 from training.corpus import read_corpus
-from training.optimizer import SplitOptimizer
+from training.induction import plant_induction_head
 from training.prompts import build_prompts
 from training.tokenizer import train_tokenizer
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-COTRAIN_SHARE, SAMPLE_SHARE = 0.72, 0.08  # of the budget; the rest is distillation
+TARGET_SHARE = 0.65  # of the budget
+SAMPLE_SHARE = 0.12  # of what is left then; distillation gets the rest
 CHECKPOINT_EVERY_S = 300.0
 
 logger = logging.getLogger("models.training")
@@ -33,30 +35,29 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder that gets target/ and draft/.")],
     minutes: Annotated[float, typer.Option(help="Wall-clock budget of the three phases together.")] = 60.0,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 2,
-    distil_only: Annotated[bool, typer.Option(help="Keep OUT's target; train its draft on.")] = False,
+    keep_target: Annotated[bool, typer.Option(help="Keep OUT's target and train a new draft.")] = False,
 ) -> None:
     """Train tokenizer, target and draft, and save them in bfloat16."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(threads)
     files = read_corpus()
     train_files = [file for file in files if not file.is_validation]
-    if distil_only:
+    if keep_target:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "target")
         target = checkpoints.load_for_training(out / "target", seed=0)
-        draft = checkpoints.load_for_training(out / "draft", seed=0)
     else:
         tokenizer = train_tokenizer(file.text for file in train_files)
         target = architectures.build(architectures.target_config(), seed=0)
-        draft = architectures.build(architectures.draft_config(), seed=0)
         prompts = build_prompts([file for file in files if file.is_validation], tokenizer)
         out.mkdir(parents=True, exist_ok=True)
         (out / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
+    draft = architectures.build(architectures.draft_config(), seed=0)
+    plant_induction_head(draft)
     documents = encode_files(tokenizer, train_files)
     num_tokens = sum(map(len, documents))
     logger.info("%d files, %.2f M tokens", len(documents), num_tokens / 1e6)
     logger.info("target %d, draft %d parameters", target.num_parameters(), draft.num_parameters())
 
-    draft_optimizer = SplitOptimizer(draft, matrix_lr=0.02, vector_lr=4e-3, weight_decay=0.02)
     log: dict[str, object] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -64,37 +65,37 @@ def main(
         "train_files": len(documents),
         "train_tokens": num_tokens,
     }
-    shares = [COTRAIN_SHARE, SAMPLE_SHARE, 1 - COTRAIN_SHARE - SAMPLE_SHARE]
-    if distil_only:
-        shares = [0.0, *(share / (1 - COTRAIN_SHARE) for share in shares[1:])]
-    budget_s = [60 * minutes * share for share in shares]
-
-    def save_pair() -> None:
+    target_share = 0.0 if keep_target else TARGET_SHARE
+    budget_s = 60 * minutes * (1 - target_share)
+    if not keep_target:
+        save_target = _every(CHECKPOINT_EVERY_S, lambda: checkpoints.save(target, tokenizer, out / "target"))
+        log["target"] = _log_of(phases.train_target(target, documents, 60 * minutes * target_share, save_target))
         checkpoints.save(target, tokenizer, out / "target")
-        checkpoints.save(draft, tokenizer, out / "draft")
 
-    if not distil_only:
-        next_save_s = CHECKPOINT_EVERY_S
-
-        def checkpoint(elapsed_s: float) -> None:
-            nonlocal next_save_s
-            if elapsed_s >= next_save_s:
-                next_save_s += CHECKPOINT_EVERY_S
-                save_pair()
-
-        phase = phases.cotrain(target, draft, draft_optimizer, documents, budget_s[0], checkpoint)
-        log["cotrain"] = _log_of(phase)
-        save_pair()
-    target_twin: LlamaForCausalLM = checkpoints.plain_copy(target)
-    target.load_state_dict(target_twin.state_dict())  # the draft learns from the weights as saved
-    samples = phases.sample(target_twin, documents, budget_s[1])
+    twin = checkpoints.plain_copy(target)
+    target.load_state_dict(twin.state_dict())  # the draft learns from the weights as saved
+    samples = phases.sample(twin, documents, budget_s * SAMPLE_SHARE)
     log["sampled_sequences"] = len(samples)
-    phase = phases.distil(target, draft, draft_optimizer, documents, samples, budget_s[2])
-    log["distil"] = _log_of(phase)
+    save_draft = _every(CHECKPOINT_EVERY_S, lambda: checkpoints.save(draft, tokenizer, out / "draft"))
+    phase = phases.distil(target, draft, documents, samples, budget_s * (1 - SAMPLE_SHARE), save_draft)
+    log["draft"] = _log_of(phase)
     checkpoints.save(draft, tokenizer, out / "draft")
-    log_name = "training_log_distil.json" if distil_only else "training_log.json"
+    log_name = "training_log_draft.json" if keep_target else "training_log.json"
     (out / log_name).write_text(json.dumps(log, indent=1) + "\n")
     logger.info("done")
+
+
+def _every(seconds: float, action: Callable[[], None]) -> Callable[[float], None]:
+    """Return a function of the time elapsed that runs ``action`` once in ``seconds``."""
+    due = seconds
+
+    def checkpoint(elapsed_s: float) -> None:
+        nonlocal due
+        if elapsed_s >= due:
+            due += seconds
+            action()
+
+    return checkpoint
 
 
 def _log_of(phase: Phase) -> dict[str, object]:

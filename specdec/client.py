@@ -55,9 +55,7 @@ class ClientSettings:
 
 def service_config(service: descriptor.ServiceDescriptor) -> str:
     """Return the gRPC service config that retries all methods of a service."""
-    return json.dumps(
-        {"methodConfig": [{"name": [{"service": service.full_name}], "retryPolicy": RETRY_POLICY}]}
-    )
+    return json.dumps({"methodConfig": [{"name": [{"service": service.full_name}], "retryPolicy": RETRY_POLICY}]})
 
 
 class Client:
@@ -96,9 +94,7 @@ class Client:
         self, request: coordinator_pb2.GenerateRequest
     ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
         """Yield the chunks of a request. Leaving the iteration (`aclose`) cancels the request."""
-        call = self._stub.Generate(
-            request, timeout=self._settings.timeout_s, metadata=self._settings.metadata
-        )
+        call = self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.metadata)
         try:
             async for chunk in call:
                 yield chunk
@@ -126,9 +122,7 @@ class Client:
 
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        request = coordinator_pb2.DetokenizeRequest(
-            token_ids=token_ids, skip_special_tokens=skip_special_tokens
-        )
+        request = coordinator_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._call(self._stub.Detokenize, request)).text
 
     async def model_info(self) -> coordinator_pb2.GetModelInfoResponse:

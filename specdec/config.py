@@ -177,7 +177,7 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     resume_secret: SecretStr | None = Field(
         default=None,
         min_length=16,
-        description="Key of the resume tokens, the same on all coordinators; null: random, tokens die with the process.",
+        description="Key of resume tokens, one for all coordinators; null: random, of this process only.",
     )
 
     @model_validator(mode="after")

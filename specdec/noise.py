@@ -12,7 +12,6 @@ the key drives two rounds of 32-bit xorshift-multiply mixing with constants of l
 """
 
 import enum
-import math
 
 import torch
 from torch import Tensor
@@ -71,9 +70,14 @@ def noise_key(seed: int, choice: int, purpose: Purpose, t: int) -> tuple[int, in
 
 
 def uniform(seed: int, choice: int, purpose: Purpose, t: int) -> float:
-    """Return a uniform number strictly inside (0, 1), on a grid of 2^-52."""
-    # 53 bits plus a half would not fit in a float64 and could round to 1.
-    return ((_key64(seed, choice, purpose, t) >> 12) + 0.5) * 2.0**-52
+    """Return a uniform number strictly inside (0, 1), on a grid of 2^-52; arguments as for `noise_key`."""
+    return uniform_from_bits(_key64(seed, choice, purpose, t))
+
+
+def uniform_from_bits(bits: int) -> float:
+    """Return the uniform number of a u64: (b + 1/2) 2^-52 of its upper 52 bits, never 0 and never 1."""
+    # 53 bits and a half would not fit in a float64: the largest of them would round to 1.
+    return ((bits >> 12) + 0.5) * 2.0**-52
 
 
 def hash_u32(keys: Tensor, token_ids: Tensor) -> Tensor:
@@ -121,8 +125,3 @@ def gumbel_from_bits(h: Tensor) -> Tensor:
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Return the Gumbel noise of tokens, [R, N] float32; arguments as for `hash_u32`."""
     return gumbel_from_bits(hash_u32(keys, token_ids))
-
-
-def gumbel_scalar(h: int) -> float:
-    """Return `gumbel_from_bits` of one hash before the rounding to float32, by Python's math library."""
-    return -math.log(-math.log1p(-(h + 0.5) * 2.0**-32))

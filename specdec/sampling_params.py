@@ -60,16 +60,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Work out, once per request, what the sampler asks of every row."""
-        needs_history = (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        needs_history = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
         cuts = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
         is_greedy = self.temperature == 0.0
         object.__setattr__(self, "is_greedy", is_greedy)
         object.__setattr__(self, "needs_history", needs_history)
-        object.__setattr__(
-            self, "adjusts_logits", needs_history or bool(self.logit_bias) or self.min_tokens > 0
-        )
+        object.__setattr__(self, "adjusts_logits", needs_history or bool(self.logit_bias) or self.min_tokens > 0)
         object.__setattr__(self, "has_cuts", cuts and not is_greedy)
 
     def held_back_token_ids(self, num_output_tokens: int) -> tuple[int, ...]:

@@ -48,8 +48,8 @@ class _Environment(EnvSettingsSource):
 def load_settings(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: str) -> S:
     """Builds settings: flags over environment (`env_prefix` + upper-case name) over file over defaults.
 
-    The file (YAML, TOML or JSON) is named by `--config` or the variable `env_prefix` + CONFIG. `--help` prints the
-    flags and exits. Raises SettingsInvalid with all problems found.
+    The file (YAML, TOML or JSON) is named by `--config` or the variable `env_prefix` + CONFIG. `--help`
+    prints the flags and exits. Raises SettingsInvalid with all problems found.
     """
     reader = _reader(cls, _config_values(argv, env_prefix))
     try:

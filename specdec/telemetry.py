@@ -1,7 +1,7 @@
 """Structured logs, and the metrics of each service.
 
-Every metric is named specdec_<service>_..., is defined here and only here, and is exported by the process that
-constructs its group. A target or draft is two processes, so their metrics go through prometheus_client's
+Every metric is named specdec_<service>_..., is defined here and only here, and is exported by the process
+that constructs its group. A target or draft is two processes, so their metrics go through prometheus_client's
 multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them (`scrape_registry`).
 """
 
@@ -90,7 +90,7 @@ def enable_multiprocess_metrics(directory: str) -> None:
 
 
 def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
-    """What /metrics shows: the files of all processes in multiprocess mode, else the process's own registry."""
+    """What /metrics shows: in multiprocess mode the files of all processes, else the process's registry."""
     if _MULTIPROCESS_VARIABLE not in os.environ:
         return own
     registry = CollectorRegistry()

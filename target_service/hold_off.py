@@ -53,7 +53,9 @@ def nodes_to_wait_for(
         max_nodes: most nodes that may be verified.
     """
     plain_s = step_s(1)
-    meanwhile = int(max(0.0, (plain_s - latency.first_s) / latency.node_s)) if latency.node_s > 0 else max_nodes
+    meanwhile = (
+        int(max(0.0, (plain_s - latency.first_s) / latency.node_s)) if latency.node_s > 0 else max_nodes
+    )
     meanwhile = min(meanwhile, max_nodes)
     if meanwhile:
         later_tokens = acceptance * expected_tokens(acceptance, meanwhile) + (1 - acceptance)

@@ -16,16 +16,24 @@ def position_logprobs(entry: TokenLogprobs | None) -> pb.PositionLogprobs:
     return pb.PositionLogprobs(logprob=entry.logprob, top=top)
 
 
-def prompt_logprobs(logits: torch.Tensor, next_token_ids: list[int], num_top: int) -> list[pb.PositionLogprobs]:
+def prompt_logprobs(
+    logits: torch.Tensor, next_token_ids: list[int], num_top: int, vocab_size: int
+) -> list[pb.PositionLogprobs]:
     """Log-probabilities of prompt tokens given the logits before them.
 
     Args:
         logits: [N, V] float32, rows of consecutive prompt tokens.
         next_token_ids: [N], the prompt token after each.
         num_top: number of alternatives.
+        vocab_size: ids from here on are padding of the model's.
     """
-    logprobs = torch.log_softmax(logits[: len(next_token_ids)], dim=-1)
-    chosen = logprobs.gather(1, torch.tensor(next_token_ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
+    logprobs = torch.log_softmax(logits[: len(next_token_ids), :vocab_size].to(torch.float64), dim=-1)
+    num_top = min(num_top, vocab_size)
+    chosen = (
+        logprobs.gather(1, torch.tensor(next_token_ids, device=logits.device).unsqueeze(1))
+        .squeeze(1)
+        .tolist()
+    )
     values, ids = (t.tolist() for t in logprobs.topk(num_top, dim=-1)) if num_top else ([], [])
     return [
         pb.PositionLogprobs(

@@ -39,7 +39,7 @@ class Pacing:
         for session in ready:
             if session.is_undecided:
                 self._plan_hold_off(session, now_s)
-            if session.wanted_nodes == 0 and len(session.tree) == 0:
+            if not session.has_decided or (session.wanted_nodes == 0 and len(session.tree) == 0):
                 return 0.0
             if len(session.tree) < session.wanted_nodes:
                 until_s = max(until_s, session.hold_until_s - now_s)
@@ -47,6 +47,9 @@ class Pacing:
 
     def choose_trees(self, ready: Sequence[TargetSession]) -> dict[str, list[int]]:
         """Set the tree that the next step verifies for each session; returns the chosen nodes by session id."""
+        for session in ready:
+            if session.seq is not None:
+                session.seq.tree = None  # chosen for a step that had no room for the session
         candidates = [s for s in ready if s.seq is not None and len(s.tree) and s.seq.num_pending_tokens <= 1]
         limits = [min(s.max_nodes, s.end.max_depth(s.num_tokens), self._credit(s)) for s in candidates]
         scores = [self._path_scores(s) for s in candidates]
@@ -74,11 +77,14 @@ class Pacing:
 
     def observe_proposal(self, session: TargetSession, num_new: int, draft_us: int, now_s: float) -> None:
         """A proposal brought `num_new` usable nodes."""
+        if not num_new:
+            return
         session.num_unanswered = 0
-        if num_new and draft_us:
-            self.draft_latency.observe_node(draft_us * 1e-6 / num_new)
+        latency = self.draft_latency
+        if draft_us:
+            latency.observe_node(draft_us * 1e-6 / num_new)
         if session.held_since_s is not None and len(session.tree) == num_new:
-            self.draft_latency.observe_first(now_s - session.held_since_s - (num_new - 1) * self.draft_latency.node_s)
+            latency.observe_first(max(0.0, now_s - session.held_since_s - (num_new - 1) * latency.node_s))
 
     def after_verdict(self, session: TargetSession) -> None:
         """A verdict was sent: the next step's hold-off is planned once all that arrived meanwhile is in the tree."""

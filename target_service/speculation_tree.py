@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from google.rpc import code_pb2
 
 from specdec.engine.errors import TreeError
+from specdec.engine.rejection import DraftSample, InvalidDraftDistribution
 from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
@@ -61,7 +62,7 @@ class SpeculationTree:
         if not 1 <= proposal.start_position <= num_committed:
             message = f"{proposal.start_position} is not within the {num_committed} committed tokens"
             raise invalid("proposal.start_position", message, expected_position=num_committed)
-        offered = self._parse(proposal, num_committed)
+        offered, source = _without_equal_siblings(self._parse(proposal, num_committed))
         self.draft_us += proposal.draft_us
         root = ROOT
         for token in committed[proposal.start_position :]:
@@ -74,7 +75,7 @@ class SpeculationTree:
         self.num_stale += len(offered) - len(below)
         room = MAX_TREE_NODES - len(self.tokens)
         before = len(self.tokens)
-        origin = {new: old for old, new in moved.items()}
+        origin = {new: source[old] for old, new in moved.items()}
         placed: list[int] = []
         for node, (token, parent) in enumerate(zip(below.token_ids, below.parents, strict=True)):
             above = ROOT if parent < 0 else placed[parent]
@@ -111,13 +112,6 @@ class SpeculationTree:
         parents = [position.get(self.tokens.parents[node], ROOT) for node in chosen]
         return TokenTree([self.tokens.token_ids[node] for node in chosen], parents)
 
-    def path_scores(self) -> list[float]:
-        """For each node the estimated probability that it and all its ancestors are accepted."""
-        scores: list[float] = []
-        for node, parent in zip(self.nodes, self.tokens.parents, strict=True):
-            scores.append(node.score * (scores[parent] if parent >= 0 else 1.0))
-        return scores
-
     def _parse(self, proposal: pb.Proposal, num_committed: int) -> TokenTree:
         parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))
         try:
@@ -133,7 +127,24 @@ class SpeculationTree:
         for name in ("scores", "distributions"):
             if len(getattr(proposal, name)) not in (0, len(offered)):
                 raise invalid(f"proposal.{name}", "must be empty or have one entry per node")
+        for index, (token, sparse) in enumerate(zip(offered.token_ids, proposal.distributions, strict=False)):
+            try:
+                DraftSample(token, tuple(sparse.token_ids), tuple(sparse.probs)).check(self.vocab_size)
+            except InvalidDraftDistribution as error:
+                raise invalid(f"proposal.distributions[{index}]", str(error)) from error
         return offered
+
+
+def _without_equal_siblings(offered: TokenTree) -> tuple[TokenTree, list[int]]:
+    """The tree with equal children of one parent merged, and for each of its nodes the first one it came from."""
+    merged = TokenTree()
+    source: list[int] = []
+    placed: list[int] = []
+    for node, (token, parent) in enumerate(zip(offered.token_ids, offered.parents, strict=True)):
+        placed.append(merged.add(ROOT if parent < 0 else placed[parent], token))
+        if len(merged) > len(source):
+            source.append(node)
+    return merged, source
 
 
 def _payload(proposal: pb.Proposal, index: int) -> Node:

@@ -19,7 +19,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.loop import EngineWorker
-from specdec.worker.opening import check_open, sampling_params
+from specdec.worker.opening import VERIFY_MODES, check_open, sampling_params
 from specdec.worker.sessions import Owner, Session
 from target_service.decide import Candidate, Decision, decide
 from target_service.logprobs import prompt_logprobs
@@ -28,8 +28,6 @@ from target_service.pacing import Pacing, depths_of, end_position
 from target_service.session import TargetSession
 from target_service.speculation_tree import SpeculationTree
 from target_service.walk import EndOfChoice
-
-_MODES = {pb.VERIFY_MODE_COUPLED: VerifyMode.COUPLED, pb.VERIFY_MODE_REJECTION: VerifyMode.REJECTION}
 
 
 class Verifier:
@@ -69,7 +67,7 @@ class Verifier:
         params = sampling_params(body, tuple(identity.eos_token_ids))
         history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
         history.append(body.token_ids[body.num_prompt_tokens :])
-        mode = _MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
+        mode = VERIFY_MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
         limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
         session = TargetSession(
             session_id=session_id,
@@ -165,7 +163,9 @@ class Verifier:
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
 
-    def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
+    def _candidates(
+        self, output: StepOutput, chosen: dict[str, list[int]], started_s: float
+    ) -> list[Candidate]:
         candidates = []
         for item in output.items:
             session = self._by_seq[item.seq.seq_id]
@@ -181,7 +181,9 @@ class Verifier:
                 fork.first_step_at_s = started_s
                 candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
             tree = item.seq.verified_tree or TokenTree()
-            candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
+            candidates.append(
+                Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, []))
+            )
         return candidates
 
     def _commit(self, decision: Decision, started_s: float, elapsed_s: float) -> None:
@@ -279,7 +281,9 @@ class Verifier:
         before = len(session.tree)
         try:
             proposal = pb.Proposal.FromString(encoded)
-            if session.mode is VerifyMode.REJECTION and len(proposal.distributions) != len(proposal.token_ids):
+            if session.mode is VerifyMode.REJECTION and len(proposal.distributions) != len(
+                proposal.token_ids
+            ):
                 raise invalid("proposal.distributions", "rejection verification needs one per node")
             session.tree.merge(proposal, session.token_ids)
         except DecodeError:
@@ -297,15 +301,20 @@ class Verifier:
         rejected = pb.ProposalRejected(status=failure.to_status(), expected_position=session.num_tokens)
         self._worker.emit(session, proposal_rejected=rejected)
 
-    def _take_prompt_logprobs(self, session: TargetSession, output: StepOutput, rows: slice, start: int) -> None:
+    def _take_prompt_logprobs(
+        self, session: TargetSession, output: StepOutput, rows: slice, start: int
+    ) -> None:
         if session.has_decided:
             return
         num_known = len(session.prompt_logprobs) - start  # after a preemption the chunk comes again
         logits = output.logits[rows][num_known:]
-        following = session.body.token_ids[start + num_known + 1 : session.body.num_prompt_tokens][: len(logits)]
+        following = session.body.token_ids[start + num_known + 1 : session.body.num_prompt_tokens][
+            : len(logits)
+        ]
         if following:
             num_top = session.body.num_prompt_logprobs
-            session.prompt_logprobs += prompt_logprobs(logits[: len(following)], list(following), num_top)
+            vocab_size = self._identity.vocab_size
+            session.prompt_logprobs += prompt_logprobs(logits, list(following), num_top, vocab_size)
 
 
 def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s: float) -> None:

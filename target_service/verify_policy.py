@@ -15,7 +15,10 @@ from target_service.step_time import StepTimeModel
 
 
 def select_nodes(
-    path_scores: Sequence[Sequence[float]], limits: Sequence[int], num_other_rows: int, step_time: StepTimeModel
+    path_scores: Sequence[Sequence[float]],
+    limits: Sequence[int],
+    num_other_rows: int,
+    step_time: StepTimeModel,
 ) -> list[list[int]]:
     """Pick the nodes to verify, per session, in ascending order.
 
@@ -26,7 +29,11 @@ def select_nodes(
         step_time: predicts the step's time from its rows.
     """
     ranked = sorted(
-        ((score, -index, session) for session, scores in enumerate(path_scores) for index, score in enumerate(scores)),
+        (
+            (score, -index, session)
+            for session, scores in enumerate(path_scores)
+            for index, score in enumerate(scores)
+        ),
         reverse=True,
     )
     chosen: list[list[int]] = [[] for _ in path_scores]

@@ -78,8 +78,8 @@ def walk_tree(
     Args:
         tree: the verified nodes are its first `num_verified`.
         num_verified: how many nodes the step verified.
-        decide: from a row (node, or `ROOT`) and the token that its only verified child carries (None: no such child, or
-            not one alone) to the target's token at the next position.
+        decide: from a row (node, or `ROOT`) and its only verified child (None: there is none, or not one alone) to the
+            target's token at the next position.
         end: when the choice ends.
         num_tokens: committed tokens before the step.
         plain_origin: origin of the token when the step verified nothing.
@@ -91,7 +91,7 @@ def walk_tree(
     node = ROOT
     while True:
         below = children.get(node, [])
-        token = decide(node, tree.token_ids[below[0]] if len(below) == 1 else None)
+        token = decide(node, below[0] if len(below) == 1 else None)
         accepted = next((child for child in below if tree.token_ids[child] == token), None)
         walk.token_ids.append(token)
         walk.rows.append(node)

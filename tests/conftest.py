@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+
+import pytest
+
+PROCESS_FOLDERS = [Path(__file__).parent / name for name in ("integration", "e2e", "chaos")]
 
 # Two workers with all cores' OpenMP threads each would stall one another. Read when torch is first imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -12,3 +17,10 @@ for name in [name for name in os.environ if name.startswith("SPECDEC_")]:
     del os.environ[name]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts processes: they pin cores, so these tests run alone."""
+    for item in items:
+        if any(folder in item.path.parents for folder in PROCESS_FOLDERS):
+            item.add_marker(pytest.mark.integration)

@@ -1,7 +1,8 @@
 """A stream to one replica that is opened again whenever it breaks.
 
-What is queued within one turn of the event loop leaves in one frame. What comes in is handled by the task that reads
-it, with no queue between: a verdict is on its way to the client before the next frame is looked at.
+What is queued within one turn of the event loop leaves in one frame. What comes in is handled by the task
+that reads it, with no queue between: a verdict is on its way to the client before the next frame is looked
+at.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class LinkSettings:
 
 
 class LinkEvents(Protocol):
-    """What a link tells those who care for replicas. Called in the reader; must not raise but where stated."""
+    """What a link tells those who care for replicas. Called in the reader; raises only where stated."""
 
     async def check_identity(self, link: Any, identity: pb.ModelIdentity) -> None:
         """A replica says what it serves; raises IncompatibleReplica if it cannot be used."""
@@ -72,7 +73,8 @@ class LinkEvents(Protocol):
 
 
 class ReplicaLink:
-    """The part that is the same for targets and drafts. Run `run` as a task for as long as the link is wanted.
+    """The part that is the same for targets and drafts. Run `run` as a task for as long as the link is
+    wanted.
 
     Invariant: `sessions` holds exactly the sessions that this replica should hold, with their current epochs.
     """
@@ -126,7 +128,7 @@ class ReplicaLink:
             self._call.cancel()
 
     def _queue(self, entry: Any) -> None:
-        """Send an entry with the next frame; dropped while the stream is down, as attaching makes up for it."""
+        """Send an entry with the next frame; dropped while the stream is down: attaching makes up for it."""
         if self.state is not LinkState.READY:
             return
         self._outbox.append(entry)

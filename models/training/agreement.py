@@ -57,9 +57,7 @@ class ChainFigures:
         prefix = [count / self.chains for count in self.unbroken]
         return {
             "chains": self.chains,
-            "agreement_given_prefix": [
-                round(a / max(1, b), 4) for a, b in zip(self.unbroken, reached, strict=True)
-            ],
+            "agreement_given_prefix": [round(a / max(1, b), 4) for a, b in zip(self.unbroken, reached, strict=True)],
             "prefix_agreement": [round(rate, 4) for rate in prefix],
             "accepted_of_4": round(sum(prefix[:4]), 3),
             "accepted_of_8": round(sum(prefix[:8]), 3),
@@ -84,8 +82,8 @@ def over_text(
             tokens = torch.tensor([[BOS_ID, *document[start : start + length - 1]]])
             inputs, labels = tokens[:, :-1], tokens[0, 1:]
             if len(labels):
-                scores = (_log_probabilities(model, inputs)[0] for model in (target, draft))
-                figures.add(*scores, labels)
+                target_log, draft_log = (_log_probabilities(m, inputs)[0] for m in (target, draft))
+                figures.add(target_log, draft_log, labels)
     return figures
 
 
@@ -106,9 +104,7 @@ def continue_text(
         if token == EOS_ID:
             break
         tokens.append(token)
-        output = target(
-            input_ids=torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True
-        )
+        output = target(input_ids=torch.tensor([[token]]), past_key_values=output.past_key_values, use_cache=True)
     return tokens
 
 
@@ -130,9 +126,7 @@ def along_continuation(
     labels = sequence[0, num_prompt:]
     if not len(labels):
         return
-    target_log, draft_log = (
-        _log_probabilities(model, sequence)[0, num_prompt - 1 : -1] for model in (target, draft)
-    )
+    target_log, draft_log = (_log_probabilities(model, sequence)[0, num_prompt - 1 : -1] for model in (target, draft))
     text.add(target_log, draft_log, labels)
     if chains is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 import tempfile
 from pathlib import Path
@@ -29,10 +30,21 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
         twin.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
+        save_tokenizer(tokenizer, Path(scratch))
         for path in Path(scratch).iterdir():
             path.chmod(0o644)
             os.replace(path, folder / path.name)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write the tokenizer under the class name that every transformers release since 4 knows."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    for transient in ("backend", "is_local", "local_files_only"):
+        config.pop(transient, None)
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 def load_for_training(folder: Path, seed: int) -> LlamaForCausalLM:

@@ -35,13 +35,11 @@ def orthogonalize(matrices: Tensor, steps: int = 5) -> Tensor:
 class Muon(torch.optim.Optimizer):
     """Momentum whose update is orthogonalised; matrices of one shape are handled as one batch."""
 
-    def __init__(
-        self, matrices: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95
-    ) -> None:
+    def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
         super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every matrix that has a gradient."""
         for group in self.param_groups:
             by_shape: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
@@ -75,9 +73,7 @@ class SplitOptimizer:
         vectors = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
         self._optimizers: list[torch.optim.Optimizer] = [
             Muon(matrices, lr=matrix_lr, weight_decay=weight_decay),
-            torch.optim.AdamW(
-                vectors, lr=vector_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True
-            ),
+            torch.optim.AdamW(vectors, lr=vector_lr, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0, fused=True),
         ]
         self._peaks = [matrix_lr, vector_lr]
 

@@ -14,7 +14,7 @@ from types import TracebackType
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.errors import StartupFailed
+from specdec.cli.errors import ClusterFailed
 from specdec.cli.service_process import ServiceProcess, ServiceSpec
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -145,12 +145,12 @@ class Cluster:
             on_wait: Told what is being waited for, whenever that changes.
 
         Raises:
-            StartupFailed: A service ended or took too long; says which and why. Nothing is left running.
+            ClusterFailed: A service ended or took too long; says which and why. Nothing is left running.
         """
         for service in self.services.values():
             port = int(service.spec.address.rpartition(":")[2])
             if not port_is_free(port):
-                raise StartupFailed(f"{service.spec.name}: port {port} is in use")
+                raise ClusterFailed(f"{service.spec.name}: port {port} is in use")
         try:
             for service in self.services.values():
                 service.log_path.write_bytes(b"")
@@ -166,7 +166,7 @@ class Cluster:
             raise
 
     def wait_healthy(self, name: str) -> None:
-        """Return when a service answers SERVING. Raises StartupFailed when it ends, or does not in time."""
+        """Return when a service answers SERVING. Raises ClusterFailed when it ends, or does not in time."""
         service = self.services[name]
         request = health_pb2.HealthCheckRequest()
         with self._channel(service.spec.address) as channel:
@@ -177,7 +177,7 @@ class Cluster:
                         return
 
     def wait_connected(self, num_ready: int | None = None) -> None:
-        """Return when the coordinator reports every replica (or this many) ready. Raises StartupFailed."""
+        """Return when the coordinator reports every replica (or this many) ready. Raises ClusterFailed."""
         service = self.services["coordinator"]
         wanted = len(self.services) - 1 if num_ready is None else num_ready
         states: list[str] = []
@@ -188,7 +188,7 @@ class Cluster:
                     status = stub.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=1.0)
                     states[:] = [f"{r.role} {r.address} is {r.state} {r.detail}".rstrip() for r in status.replicas]
                     if any(replica.state == "incompatible" for replica in status.replicas):
-                        raise StartupFailed(f"coordinator: {'; '.join(states)}")
+                        raise ClusterFailed(f"coordinator: {'; '.join(states)}")
                     if sum(replica.state == "ready" for replica in status.replicas) >= wanted:
                         return
 
@@ -203,22 +203,22 @@ class Cluster:
     def _attempts(
         self, service: ServiceProcess, timeout_s: float, failure: str, details: Sequence[str] = ()
     ) -> Iterator[None]:
-        """Yield until the caller is satisfied. Raises StartupFailed when a service ends or the time is up."""
+        """Yield until the caller is satisfied. Raises ClusterFailed when a service ends or the time is up."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             self.check_running()
             yield
             service.wait(POLL_S)
-        raise StartupFailed(
+        raise ClusterFailed(
             "\n".join([f"{service.spec.name} {failure} within {timeout_s:g} s", *details, *_end_of_log(service)])
         )
 
     def check_running(self) -> None:
-        """Raise StartupFailed, with the end of its log, when a service has ended without being told to."""
+        """Raise ClusterFailed, with the end of its log, when a service has ended without being told to."""
         for service in self.services.values():
             if service.exit_code is not None and not service.told_to_end:
                 reason = f"{service.spec.name} ended with exit code {service.exit_code}"
-                raise StartupFailed("\n".join([reason, *_end_of_log(service)]))
+                raise ClusterFailed("\n".join([reason, *_end_of_log(service)]))
 
     def kill(self, name: str) -> None:
         """Kill a service at once, with its own children; `restart` brings it back."""

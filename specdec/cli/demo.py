@@ -13,7 +13,7 @@ from rich.rule import Rule
 from rich.text import Text
 
 import specdec
-from specdec.cli.errors import StartupFailed, reported_errors
+from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.generate import Display, run_request
 from specdec.cli.local_plan import LocalPlan, shipped_model
 from specdec.cli.up import Device, DraftModel, TargetModel, running_cluster, stop_on_signals
@@ -57,12 +57,12 @@ def demo(
 
 
 def held_out_prompt(prompt_id: str | None = None) -> str:
-    """Return a prompt the pair was not trained on: the first, or this one. Raises StartupFailed."""
+    """Return a prompt the pair was not trained on: the first, or this one. Raises ClusterFailed."""
     try:
         prompts = json.loads(PROMPTS.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise StartupFailed(f"cannot read {PROMPTS}: {error}") from error
+        raise ClusterFailed(f"cannot read {PROMPTS}: {error}") from error
     for entry in prompts:
         if prompt_id is None or entry["id"] == prompt_id:
             return str(entry["text"])
-    raise StartupFailed(f"no prompt {prompt_id!r} in {PROMPTS}")
+    raise ClusterFailed(f"no prompt {prompt_id!r} in {PROMPTS}")

@@ -31,8 +31,8 @@ EXIT_CODES = {
 }
 
 
-class StartupFailed(Exception):
-    """A service did not become healthy; the message says which, why, and where its log is."""
+class ClusterFailed(Exception):
+    """A service did not start, or ended by itself; the message says which, why, and where its log is."""
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def reported_errors(console: Console) -> Iterator[None]:
     except SpecdecError as error:
         console.print(describe(error))
         raise typer.Exit(EXIT_CODES.get(error.code, EXIT_FAILURE)) from None
-    except StartupFailed as error:
+    except ClusterFailed as error:
         console.print(Text.assemble(("error: ", "bold red"), str(error)))
         raise typer.Exit(EXIT_FAILURE) from None
     except KeyboardInterrupt:

@@ -19,7 +19,7 @@ from specdec.cli.devices import (
     plan_devices,
     weights_bytes,
 )
-from specdec.cli.errors import StartupFailed
+from specdec.cli.errors import ClusterFailed
 from specdec.cli.service_process import ServiceSpec
 
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053}
@@ -45,10 +45,10 @@ class LocalPlan:
 
 
 def shipped_model(role: str) -> str:
-    """Return the folder of the shipped target or draft. Raises StartupFailed when it is not there."""
+    """Return the folder of the shipped target or draft. Raises ClusterFailed when it is not there."""
     folder = Path(specdec.__file__).resolve().parents[1] / "models" / role
     if not (folder / "config.json").is_file():
-        raise StartupFailed(f"the shipped {role} is not at {folder}; name a model with --{role}")
+        raise ClusterFailed(f"the shipped {role} is not at {folder}; name a model with --{role}")
     return str(folder)
 
 
@@ -62,7 +62,7 @@ def plan_services(
         cores: What may be used; None: what this process may use.
 
     Raises:
-        StartupFailed: The device is not there, or memory does not suffice.
+        ClusterFailed: The device is not there, or memory does not suffice.
     """
     environment = os.environ if environment is None else environment
     assignment = assign_cores(sorted(os.sched_getaffinity(0)) if cores is None else cores)
@@ -90,7 +90,7 @@ def _devices(plan: LocalPlan) -> DevicePlan:
             weights = weights_bytes(plan.target_model) + weights_bytes(plan.draft_model)
             return divide_memory(devices, free_gpu_bytes(devices.target), weights)
     except ValueError as error:
-        raise StartupFailed(str(error)) from error
+        raise ClusterFailed(str(error)) from error
     return devices
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,6 +86,8 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     """Run the command."""
+    # gRPC's own log lines (a peer went away) would stand between the command's.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     app()
 
 

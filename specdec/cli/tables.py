@@ -53,7 +53,7 @@ def statistics_table(completion: Completion) -> Table:
         share = f" ({stats.num_accepted / stats.num_proposed:.0%})" if stats.num_proposed else ""
         table.add_row("draft tokens accepted", f"{stats.num_accepted} of {stats.num_proposed} verified{share}")
         table.add_row("  by depth", acceptance_by_depth(stats))
-        table.add_row("mean acceptance length", f"{stats.mean_acceptance_length:.2f} tokens per verifying step")
+        table.add_row("acceptance length", f"{stats.mean_acceptance_length:.2f} tokens per verifying step, on average")
         table.add_row("proposal at hand", f"{stats.hit_rate:.0%} of steps")
         table.add_row("draft tokens wasted", str(stats.num_wasted))
     table.add_section()
@@ -91,6 +91,8 @@ def comparison_table(speculative: Completion, plain: Completion) -> Table:
     table.add_row("decoding speed", _speed(fast), _speed(slow), Text(ratio, style="bold"))
     first = _milliseconds(speculative.first_token_s), _milliseconds(plain.first_token_s)
     table.add_row("time to first token", *first, "")
+    cached = [f"{run.require_finished().usage.cached_tokens}" for run in (speculative, plain)]
+    table.add_row("  prompt tokens cached", *cached, "")
     steps = speculative.require_finished().stats.num_steps, plain.require_finished().stats.num_steps
     table.add_row("target steps", *map(str, steps), f"{steps[0] / steps[1]:.2f}x" if steps[1] else "-")
     table.add_row("output tokens", str(speculative.num_tokens), str(plain.num_tokens), "")

@@ -82,7 +82,7 @@ def up(
 
 
 def _watch(cluster: Cluster, log_view: LogView | None) -> None:
-    """Run until Ctrl-C. Raises StartupFailed when a service ends by itself."""
+    """Run until Ctrl-C. Raises ClusterFailed when a service ends by itself."""
     coordinator = cluster.services["coordinator"]
     while True:
         cluster.check_running()
@@ -93,7 +93,7 @@ def _watch(cluster: Cluster, log_view: LogView | None) -> None:
 
 @contextmanager
 def running_cluster(plan: LocalPlan, console: Console, log_dir: Path | None = None) -> Iterator[Cluster]:
-    """Start a plan's services, saying what is waited for; stop them at the end. Raises StartupFailed."""
+    """Start a plan's services, saying what is waited for; stop them at the end. Raises ClusterFailed."""
     specs = plan_services(plan)
     table = make_table("Services", "service", "address", "place")
     for row in describe_placement(specs):

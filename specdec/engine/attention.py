@@ -123,7 +123,10 @@ class TiledAttention:
         out = queries.new_zeros(*shape, value.shape[2])
         start = int(first.min()) // TILE * TILE
         for tile in range(start, int(positions.max()) + 1, TILE):
-            blocks, offsets = slots[:, tile : tile + TILE] // cache.block_size, slots[:, tile : tile + TILE] % cache.block_size
+            blocks, offsets = (
+                slots[:, tile : tile + TILE] // cache.block_size,
+                slots[:, tile : tile + TILE] % cache.block_size,
+            )
             keys = cache.keys[layer][blocks, :, offsets].float()  # [T, TILE, Hkv, D]
             values = cache.values[layer][blocks, :, offsets].float()
             keys = keys.permute(0, 2, 3, 1).reshape(num_rows * num_kv_heads, -1, TILE)
@@ -169,7 +172,14 @@ class GatherAttention:
         per_row = slots.shape[1] * cache.geometries[layer].num_elements
         chunk = max(1, _GATHER_ELEMENTS // per_row)
         parts = [
-            self._attend(query[i : i + chunk], slots[i : i + chunk], batch.position_ids[i : i + chunk], layer, cache, options)
+            self._attend(
+                query[i : i + chunk],
+                slots[i : i + chunk],
+                batch.position_ids[i : i + chunk],
+                layer,
+                cache,
+                options,
+            )
             for i in range(0, num_rows, chunk)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -69,9 +69,7 @@ class ItemRows:
     num_rows: int
 
 
-def build_batch(
-    step: ScheduledStep, block_size: int, device: torch.device | str
-) -> tuple[Batch, list[ItemRows]]:
+def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str) -> tuple[Batch, list[ItemRows]]:
     """Lay a non-empty step out as tensors on `device`.
 
     Cost: two host-to-device copies, and a fixed number of array operations whatever the number of sequences.
@@ -173,9 +171,7 @@ def _lay_out_paths(
     return np.cumsum(path_lens, dtype=np.int32), slot_mapping[path_rows].astype(np.int32)
 
 
-def _to_device(
-    arrays: list[Int32Array] | list[Int64Array], device: torch.device | str
-) -> tuple[torch.Tensor, ...]:
+def _to_device(arrays: list[Int32Array] | list[Int64Array], device: torch.device | str) -> tuple[torch.Tensor, ...]:
     """Arrays of one dtype as tensors, by a single copy if the device is another."""
     packed = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
     parts: tuple[torch.Tensor, ...] = torch.split(packed, [len(part) for part in arrays])

@@ -157,9 +157,7 @@ class BlockPool:
                 needed += 1
         return needed
 
-    def ensure_writable(
-        self, block_ids: array[int], first_slot: int, num_slots: int
-    ) -> list[tuple[int, int]]:
+    def ensure_writable(self, block_ids: array[int], first_slot: int, num_slots: int) -> list[tuple[int, int]]:
         """Make logical slots ``[first_slot, first_slot + num_slots)`` writable, growing and unsharing
         `block_ids` in place.
 
@@ -188,9 +186,7 @@ class BlockPool:
 
     # --- prefix cache
 
-    def extend_digests(
-        self, digests: list[bytes], token_ids: Sequence[int], salt: bytes, num_blocks: int
-    ) -> None:
+    def extend_digests(self, digests: list[bytes], token_ids: Sequence[int], salt: bytes, num_blocks: int) -> None:
         """Continue a sequence's hash chain in place until it covers `num_blocks` full blocks.
 
         A digest covers the parent block's digest, the block's tokens, the model's identity and the salt

@@ -187,9 +187,7 @@ class Engine:
             raise SequenceStateError("the last step verified no tree of this sequence")
         tree.check_path(node_indices)
         if node_indices and node_indices[-1] >= seq.num_verified_nodes:
-            raise TreeError(
-                "nodes", f"node {node_indices[-1]} is not among the {seq.num_verified_nodes} verified"
-            )
+            raise TreeError("nodes", f"node {node_indices[-1]} is not among the {seq.num_verified_nodes} verified")
         length = len(seq.token_ids)
         if self._move_nodes(seq, node_indices):
             seq.num_computed_tokens = length + len(node_indices)

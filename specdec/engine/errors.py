@@ -15,7 +15,7 @@ class EngineError(Exception):
     """Base of all errors raised by the engine's bookkeeping."""
 
 
-class OutOfBlocks(EngineError):  # noqa: N818 - what it says is an error already
+class OutOfBlocks(EngineError):
     """More blocks were asked for than are free."""
 
     def __init__(self, needed: int, free: int) -> None:
@@ -24,7 +24,7 @@ class OutOfBlocks(EngineError):  # noqa: N818 - what it says is an error already
         self.free = free
 
 
-class SequenceTooLong(EngineError):  # noqa: N818
+class SequenceTooLong(EngineError):
     """A sequence that can never be scheduled, however empty the pool."""
 
     def __init__(self, num_tokens: int, max_tokens: int, limit: str) -> None:

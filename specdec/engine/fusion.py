@@ -38,7 +38,10 @@ class _Decoder(ctypes.Structure):
     """``Decoder`` of decoder.cpp."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("embedding", "cosines", "sines", "final_norm", "lm_head", "lm_head_bias")),
+        *(
+            (name, _POINTER)
+            for name in ("embedding", "cosines", "sines", "final_norm", "lm_head", "lm_head_bias")
+        ),
         ("layers", ctypes.POINTER(_DecoderLayer)),
         *((name, _INT64) for name in ("num_layers", "hidden", "intermediate", "num_logits")),
         ("norm_epsilon", ctypes.c_float),
@@ -46,7 +49,10 @@ class _Decoder(ctypes.Structure):
 
 
 def is_fusable(
-    model: PreTrainedModel, geometries: Sequence[LayerGeometry], options: Sequence[AttentionOptions], kernels: NativeKernels
+    model: PreTrainedModel,
+    geometries: Sequence[LayerGeometry],
+    options: Sequence[AttentionOptions],
+    kernels: NativeKernels,
 ) -> bool:
     """Whether a model with these attention calls has the one shape that the fused decoder computes."""
     config = model.config
@@ -112,7 +118,9 @@ class FusedDecoder:
             self._bind(cache)
         library = self._kernels.library
         view = BatchView.of(batch, cache.block_size)
-        needed = library.specdec_decoder_workspace(ctypes.byref(self._decoder), view.num_rows)
+        needed = library.specdec_decoder_workspace(
+            ctypes.byref(self._decoder), view.num_rows, self._kernels.num_threads
+        )
         if needed > self._workspace.shape[0]:
             self._workspace = torch.empty(needed)
         logits = torch.empty(view.num_logits, self.num_logits)
@@ -141,7 +149,10 @@ class FusedDecoder:
         target.qkv = self._pack([torch.cat([p.weight for p in projections])])
         if projections[0].bias is not None:
             target.qkv_bias = self._keep(torch.cat([p.bias for p in projections]))
-        target.output, target.output_bias = self._pack([attention.o_proj.weight]), self._keep(attention.o_proj.bias)
+        target.output, target.output_bias = (
+            self._pack([attention.o_proj.weight]),
+            self._keep(attention.o_proj.bias),
+        )
         target.gate_up = self._pack([mlp.gate_proj.weight, mlp.up_proj.weight])
         target.gate_bias = self._keep(self._padded(mlp.gate_proj.bias))
         target.up_bias = self._keep(self._padded(mlp.up_proj.bias))
@@ -179,7 +190,8 @@ def _arena_size(layers: Sequence[nn.Module], head: nn.Module, kernels: NativeKer
         qkv = sum(p.weight.shape[0] for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         size += kernels.packed_size(qkv, attention.q_proj.weight.shape[1])
         size += sum(
-            kernels.packed_size(*p.weight.shape) for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            kernels.packed_size(*p.weight.shape)
+            for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
     return size
 

@@ -70,12 +70,14 @@ class KVCache:
         """Memory held."""
         return sum(store.numel() * store.element_size() for store in self._stores)
 
+    @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks ``(source, destination)`` in all layers, one after the other. Cost: one memcpy each."""
         for source, destination in pairs:
             for store in self._stores:
                 store[:, destination].copy_(store[:, source])
 
+    @torch.inference_mode()
     def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy physical slots ``src[i] -> dst[i]`` in all layers; all are read before any is written."""
         if not src:

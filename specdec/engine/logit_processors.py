@@ -139,9 +139,7 @@ def cut_arguments(rows: Sequence[RowContext]) -> tuple[list[int], list[float], l
     return top_k, top_p, min_score
 
 
-def cut_(
-    scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]
-) -> Tensor:
+def cut_(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]) -> Tensor:
     """Set scores outside top-k, top-p and min-p to minus infinity, in place, and return them.
 
     What stays is a prefix of the tokens by falling score, ties by rising id: down to the score of the k-th (with
@@ -154,8 +152,7 @@ def cut_(
         top_p: R masses, 1 is off.
         min_score: R scores, minus infinity is off.
     """
-    num_rows, vocab_size = scores.shape
-    device = scores.device
+    vocab_size, device = scores.shape[1], scores.device
     ordered, token_ids = torch.sort(scores, dim=1, descending=True, stable=True)  # [R, V]
     keep = torch.ones_like(ordered, dtype=torch.bool)
     if any(top_k):

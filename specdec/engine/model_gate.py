@@ -9,16 +9,26 @@ class name says. The checks, cheapest first:
     4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``self_test.py``)
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from specdec.engine.attention import AttentionError
 from specdec.engine.errors import EngineError
 
 if TYPE_CHECKING:
+    from specdec.engine.kv_cache import LayerGeometry
     from transformers import PreTrainedConfig, PreTrainedModel
 
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
-_RECURRENT_HINTS = ("ssm_state_size", "state_size", "mamba_d_state", "conv_kernel", "rescale_every", "lru_width")
+_RECURRENT_HINTS = (
+    "ssm_state_size",
+    "state_size",
+    "mamba_d_state",
+    "conv_kernel",
+    "rescale_every",
+    "lru_width",
+)
 
 
 class ModelLoadError(EngineError):
@@ -41,15 +51,23 @@ def check_config(config: "PreTrainedConfig") -> None:
         raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
     foreign = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - _PAGED_LAYER_TYPES)
     if foreign:
-        raise ModelNotSupported(name, f"layers of type {', '.join(foreign)} keep state outside paged attention")
+        raise ModelNotSupported(
+            name, f"layers of type {', '.join(foreign)} keep state outside paged attention"
+        )
     if getattr(config, "attention_chunk_size", None):
-        raise ModelNotSupported(name, "chunked attention exists only in the mask, which paged attention does not see")
+        raise ModelNotSupported(
+            name, "chunked attention exists only in the mask, which paged attention does not see"
+        )
     for hint in _RECURRENT_HINTS:
         if getattr(config, hint, None) is not None:
-            raise ModelNotSupported(name, f"its config has {hint}: it keeps recurrent state outside attention")
+            raise ModelNotSupported(
+                name, f"its config has {hint}: it keeps recurrent state outside attention"
+            )
     for rope in rope_parameter_sets(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
-            raise ModelNotSupported(name, "dynamic rope takes its frequencies from the longest sequence of the batch")
+            raise ModelNotSupported(
+                name, "dynamic rope takes its frequencies from the longest sequence of the batch"
+            )
 
 
 def rope_parameter_sets(config: "PreTrainedConfig") -> Iterator[dict[str, Any]]:
@@ -66,7 +84,10 @@ def rope_parameter_sets(config: "PreTrainedConfig") -> Iterator[dict[str, Any]]:
 def longrope_limit(config: "PreTrainedConfig") -> int | None:
     """Length up to which longrope uses its short frequencies, which do not depend on the batch; None without longrope."""
     limits = [
-        int(rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", 0))
+        int(
+            rope.get("original_max_position_embeddings")
+            or getattr(config, "original_max_position_embeddings", 0)
+        )
         for rope in rope_parameter_sets(config)
         if rope.get("rope_type") == "longrope"
     ]
@@ -87,16 +108,31 @@ def switch_attention(model: "PreTrainedModel", name: str) -> None:
         raise ModelNotSupported(model_type, reason)
 
 
-def check_attention_calls(model: "PreTrainedModel", num_calls: list[int]) -> None:
-    """Judge how many attention calls several forward passes of different shapes made."""
+def check_attention_calls(model: "PreTrainedModel", passes: Sequence[Sequence["LayerGeometry"]]) -> None:
+    """Judge the attention calls of several passes of different shapes. Raises ``ModelNotSupported``."""
     model_type = model.config.model_type
+    counts = sorted({len(calls) for calls in passes})
     num_layers = int(getattr(model.config, "num_hidden_layers", 0))
-    if min(num_calls) == 0:
+    if counts[0] == 0:
         raise ModelNotSupported(model_type, "its forward pass never calls the registered attention function")
-    if len(set(num_calls)) != 1:
-        raise ModelNotSupported(model_type, f"its attention calls per pass vary with the input: {sorted(set(num_calls))}")
-    if num_calls[0] < num_layers:
+    if len(counts) > 1:
+        raise ModelNotSupported(model_type, f"its attention calls per pass vary with the input: {counts}")
+    if counts[0] < num_layers:
         raise ModelNotSupported(
-            model_type,
-            f"{num_calls[0]} of its {num_layers} layers call the registered attention function; the others keep state elsewhere",
+            model_type, f"only {counts[0]} of its {num_layers} layers call the registered attention function"
         )
+    if any(list(calls) != list(passes[0]) for calls in passes):
+        raise ModelNotSupported(model_type, "the sizes of its keys and values vary with the input")
+
+
+@contextmanager
+def refusing(model_type: str) -> Iterator[None]:
+    """Turn what a model's forward pass raises on a ragged batch into a refusal."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except AttentionError as error:
+        raise ModelNotSupported(model_type, str(error)) from error
+    except (TypeError, ValueError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        raise ModelNotSupported(model_type, f"its forward pass fails on a ragged batch: {error}") from error

@@ -33,8 +33,15 @@ class LoadedModel:
     tokenizer: TokenizerFiles
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    vocab_size: int  # ids that the tokenizer can name; the logits may have more columns
+    num_logits: int
+    num_parameters: int
     dtype: torch.dtype
     device: torch.device
+
+    def release_model(self) -> None:
+        """Drop the modules: something else runs the model."""
+        self.model = None  # type: ignore[assignment]
 
 
 def load_model(settings: EngineSettings) -> LoadedModel:
@@ -69,7 +76,19 @@ def load_model(settings: EngineSettings) -> LoadedModel:
         tokenizer_digest=tokenizer.digest,
     )
     eos = read_eos_token_ids(directory, getattr(config, "eos_token_id", None))
-    return LoadedModel(model, identity, tokenizer, eos, max_model_len, dtype, device)
+    num_logits = int(model.get_output_embeddings().weight.shape[0])
+    return LoadedModel(
+        model=model,
+        identity=identity,
+        tokenizer=tokenizer,
+        eos_token_ids=eos,
+        max_model_len=max_model_len,
+        vocab_size=min(num_logits, tokenizer.vocab_size or num_logits),
+        num_logits=num_logits,
+        num_parameters=int(model.num_parameters()),
+        dtype=dtype,
+        device=device,
+    )
 
 
 def _read_model(directory: Path, settings: EngineSettings, dtype: torch.dtype) -> PreTrainedModel:
@@ -127,7 +146,9 @@ def _choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
                 f"longrope changes all frequencies once the longest sequence of the batch passes {longrope} tokens; "
                 f"set max_model_len to {longrope} or less",
             )
-        _logger.warning("longrope is pinned to its short frequencies", extra={"max_model_len": asked or longrope})
+        _logger.warning(
+            "longrope is pinned to its short frequencies", extra={"max_model_len": asked or longrope}
+        )
         limit = longrope
     if limit is not None and asked is not None and asked > limit:
         raise ModelLoadError(f"max_model_len {asked} exceeds the {limit} positions of the model")

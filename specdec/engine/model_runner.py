@@ -4,30 +4,19 @@ import logging
 import platform
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
-from specdec.engine.attention import (
-    ATTENTION_NAME,
-    CONTEXT_KWARG,
-    AttentionError,
-    AttentionKernel,
-    ForwardContext,
-    GatherAttention,
-    RecordingKernel,
-    TiledAttention,
-    register_paged_attention,
-)
+from specdec.engine.attention import GatherAttention, RecordingKernel, TiledAttention
 from specdec.engine.batch import Batch
+from specdec.engine.fusion import FusedDecoder, is_fusable
 from specdec.engine.kv_cache import KVCache, LayerGeometry
-from specdec.engine.linear import OneDnnWeight, WeightPacker, make_modules_row_invariant
-from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, check_attention_calls, switch_attention
+from specdec.engine.linear import OneDnnWeight, make_modules_row_invariant
+from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, refusing
 from specdec.engine.model_loader import LoadedModel, load_model
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
+from specdec.engine.ragged_model import RaggedModel, StepModel
 from specdec.engine.self_test import Probe, ProbeLog, tolerance
 from specdec.engine.settings import EngineSettings
 
@@ -36,14 +25,23 @@ _CUDA_FREE_SHARE = 0.9
 _WARMUP_ROWS = (1, 2, 8, 32)
 _logger = logging.getLogger(__name__)
 
+DenseLogits = dict[tuple[int, ...], torch.Tensor]
+
 
 class ModelRunner:
     """A model, its KV cache and the kernels that run it. Make it with ``load``.
 
-    Not thread-safe: one thread at a time may call it, and always the same one.
+    Not thread-safe: one thread at a time may call it.
     """
 
-    def __init__(self, loaded: LoadedModel, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        settings: EngineSettings,
+        step_model: StepModel,
+        cache: KVCache,
+        kernel_path: str,
+    ) -> None:
         self.settings = settings
         self.device = loaded.device
         self.dtype = loaded.dtype
@@ -52,15 +50,15 @@ class ModelRunner:
         self.tokenizer_config = loaded.tokenizer.config
         self.eos_token_ids = loaded.eos_token_ids
         self.max_model_len = loaded.max_model_len
-        self.block_size = settings.block_size
-        self.num_logits = int(loaded.model.get_output_embeddings().weight.shape[0])
-        self.vocab_size = min(self.num_logits, loaded.tokenizer.vocab_size or self.num_logits)
+        self.vocab_size = loaded.vocab_size  # ids that the tokenizer can name
+        self.num_logits = loaded.num_logits  # columns of the logits: at least vocab_size
+        self.num_parameters = loaded.num_parameters
+        self.block_size = cache.block_size
+        self.num_blocks = cache.num_blocks
         self.row_invariant = False
-        self.num_parameters = int(loaded.model.num_parameters())
-        self._model = loaded.model
-        self._kernel: AttentionKernel = GatherAttention() if self.device.type == "cuda" else TiledAttention()
-        self._kernel_path = "torch"
-        self._cache: KVCache | None = None
+        self._step_model = step_model
+        self._cache = cache
+        self._kernel_path = kernel_path
 
     @classmethod
     def load(cls, settings: EngineSettings) -> "ModelRunner":
@@ -70,27 +68,12 @@ class ModelRunner:
         demanded guarantee are missing. Sets ATen's threads for the whole process: 1 on CPU float32, whose kernels
         bring their own.
         """
-        loaded = load_model(settings)
-        runner = cls(loaded, settings)
-        runner._prepare(settings)
-        return runner
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks of the cache."""
-        return self.cache.num_blocks
-
-    @property
-    def cache(self) -> KVCache:
-        """The KV cache."""
-        if self._cache is None:
-            raise ModelLoadError("the model is not loaded to its end")
-        return self._cache
+        return _RunnerBuilder(settings).build()
 
     @property
     def numerics_id(self) -> str:
         """What a row's bits depend on besides the model: equal ids give equal logits where ``row_invariant`` holds."""
-        parts = [str(self.dtype).removeprefix("torch."), self.device.type, self._kernel_path]
+        parts = [self.identity.dtype, self.device.type, self._kernel_path]
         if self.device.type == "cuda":
             parts.append(torch.cuda.get_device_name(self.device).replace(" ", "-"))
         else:
@@ -98,139 +81,161 @@ class ModelRunner:
         return "/".join([*parts, f"torch-{torch.__version__}", "tp1"])
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """One pass over a ragged batch of T rows; returns logits ``[R, V]`` float32 of the rows in ``logits_indices``.
+        """One pass over a ragged batch of T rows; returns logits ``[R, num_logits]`` float32 of ``logits_indices``.
 
         Every row's key and value are written to its slot before any row reads. Cost: one model forward over T rows.
         """
-        return self._run(batch, self.cache, self._kernel)
+        with torch.inference_mode():
+            return self._step_model(batch, self._cache)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks ``(source, destination)`` in all layers."""
-        self.cache.copy_blocks(pairs)
+        self._cache.copy_blocks(pairs)
 
     def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy physical KV slots ``src[i] -> dst[i]`` in all layers; all are read before any is written."""
-        self.cache.copy_slots(src, dst)
-
-    @torch.inference_mode()
-    def _run(self, batch: Batch, cache: KVCache | None, kernel: AttentionKernel) -> torch.Tensor:
-        context = ForwardContext(batch, cache, kernel)
-        return self._run_model(context)
-
-    def _run_model(self, context: ForwardContext) -> torch.Tensor:
-        batch = context.batch
-        num_rows = batch.logits_indices.shape[0]
-        kept = batch.logits_indices if num_rows else batch.logits_indices.new_zeros(1)
-        kwargs: dict[str, Any] = {CONTEXT_KWARG: context}
-        output = self._model(
-            input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.position_ids.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=kept,
-            **kwargs,
-        )
-        logits: torch.Tensor = output.logits[0, :num_rows].float()
-        return logits
-
-    @torch.inference_mode()
-    def _run_dense(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Logits ``[T, V]`` of one sequence by the model's own attention, without any of the engine's parts."""
-        logits: torch.Tensor = self._model(input_ids=token_ids[None].to(self.device), use_cache=False).logits
-        return logits[0].float()
-
-    def _prepare(self, settings: EngineSettings) -> None:
-        is_exact = self.device.type == "cpu" and self.dtype == torch.float32
-        if settings.deterministic and not is_exact:
-            raise ModelLoadError("deterministic needs float32 on CPU: no row-invariant kernels exist for anything else")
-        if self.device.type == "cpu":
-            torch.set_num_threads(1 if is_exact else settings.num_threads)
-        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
-        expected = self._dense_logits(probe) if settings.self_test else {}
-        register_paged_attention()
-        switch_attention(self._model, ATTENTION_NAME)
-        if is_exact and settings.deterministic is not False:
-            make_modules_row_invariant(self._model, self._choose_kernels(settings))
-        geometries = self._record_geometries(probe)
-        if settings.self_test:
-            self._self_test(probe, geometries, expected)
-        self._cache = self._allocate(settings, geometries)
-
-    def _choose_kernels(self, settings: EngineSettings) -> WeightPacker:
-        """Take the native kernels where they can be had, else oneDNN and torch; returns the packer of linear layers."""
-        if settings.native != "off":
-            try:
-                kernels = NativeKernels(settings.num_threads)
-            except NativeUnavailable as error:
-                if settings.native == "on":
-                    raise ModelLoadError(f"native kernels were asked for: {error}") from error
-                _logger.warning("no native kernels, the slower torch path is used", extra={"reason": str(error)})
-            else:
-                self._kernel = NativeAttention(kernels)
-                self._kernel_path = f"native-{KERNEL_VERSION}-lanes{kernels.lanes}"
-                return kernels.pack
-        self._kernel_path = "onednn"
-        return partial(OneDnnWeight, num_threads=settings.num_threads)
-
-    def _dense_logits(self, probe: Probe) -> dict[tuple[int, ...], torch.Tensor]:
-        return {tuple(tokens): self._run_dense(torch.tensor(tokens)) for tokens in probe.sequences}
-
-    def _record_geometries(self, probe: Probe) -> list[LayerGeometry]:
-        """Run shapes through the model without attending, to count the attention calls and size the cache."""
-        recorders = [RecordingKernel() for _ in range(2)]
-        try:
-            for recorder, rows in zip(recorders, (probe.prefix_rows(2), probe.prefix_rows(7)), strict=True):
-                self._run(probe.batch(rows), None, recorder)
-        except AttentionError as error:
-            raise ModelNotSupported(self._model.config.model_type, str(error)) from error
-        except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-            raise ModelNotSupported(self._model.config.model_type, f"its ragged forward pass fails: {error}") from error
-        check_attention_calls(self._model, [len(recorder.geometries) for recorder in recorders])
-        if recorders[0].geometries != recorders[1].geometries:
-            raise ModelNotSupported(self._model.config.model_type, "its KV sizes vary with the input")
-        return recorders[0].geometries
-
-    def _self_test(
-        self, probe: Probe, geometries: list[LayerGeometry], expected: dict[tuple[int, ...], torch.Tensor]
-    ) -> None:
-        cache = KVCache(geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
-        try:
-            log = probe.run(partial(self._run, kernel=self._kernel), cache)
-        except (AttentionError, TypeError, ValueError, RuntimeError) as error:
-            raise ModelNotSupported(self._model.config.model_type, f"its paged forward pass fails: {error}") from error
-        self._judge(probe, log, expected)
-
-    def _judge(self, probe: Probe, log: ProbeLog, expected: dict[tuple[int, ...], torch.Tensor]) -> None:
-        error = log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences)
-        if not error <= tolerance(self.dtype):
-            raise ModelNotSupported(
-                self._model.config.model_type,
-                f"paged logits differ from dense ones by {error:.2g} of their spread: something besides "
-                "keys and values decides its attention",
-            )
-        self.row_invariant = log.row_invariant
-        if self.settings.deterministic and not self.row_invariant:
-            raise ModelLoadError(f"{self.identity.name} is not row-invariant: rows differ with their company")
-
-    def _allocate(self, settings: EngineSettings, geometries: list[LayerGeometry]) -> KVCache:
-        num_blocks = settings.num_blocks or self._num_blocks_for_budget(settings, geometries)
-        return KVCache(geometries, num_blocks, self.block_size, self.dtype, self.device)
-
-    def _num_blocks_for_budget(self, settings: EngineSettings, geometries: list[LayerGeometry]) -> int:
-        block_bytes = sum(g.num_elements for g in geometries) * self.block_size * self.dtype.itemsize
-        budget = settings.kv_cache_memory_bytes
-        if budget is None:
-            budget = _CPU_KV_BYTES
-            if self.device.type == "cuda":
-                budget = int(torch.cuda.mem_get_info(self.device)[0] * _CUDA_FREE_SHARE)
-        most_useful = settings.max_batch_seqs * (-(-self.max_model_len // self.block_size) + 4)
-        num_blocks = min(budget // block_bytes, most_useful)
-        if num_blocks < 2:
-            raise ModelLoadError(f"a KV budget of {budget} bytes does not hold two blocks of {block_bytes} bytes")
-        return int(num_blocks)
+        self._cache.copy_slots(src, dst)
 
     def warmup(self) -> None:
         """Run a few shapes through a small cache of its own, so that the first real step pays for no initialisation."""
         probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
-        cache = KVCache(self.cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
-        for num_rows in _WARMUP_ROWS:
-            self._run(probe.batch(probe.prefix_rows(num_rows)), cache, self._kernel)
+        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
+        with torch.inference_mode():
+            for num_rows in _WARMUP_ROWS:
+                self._step_model(probe.batch(probe.prefix_rows(num_rows)), cache)
+
+
+class _RunnerBuilder:
+    """The stages of loading: dense reference, kernels, gate, fusion, cache."""
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._loaded = load_model(settings)
+        loaded = self._loaded
+        self._is_exact = loaded.device.type == "cpu" and loaded.dtype == torch.float32
+        if settings.deterministic and not self._is_exact:
+            raise ModelLoadError(
+                "deterministic needs float32 on CPU: no row-invariant kernels exist for anything else"
+            )
+        self._wants_invariance = self._is_exact and settings.deterministic is not False
+        self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
+        self._kernels = self._make_kernels() if self._wants_invariance else None
+
+    @torch.inference_mode()
+    def build(self) -> ModelRunner:
+        """Run all stages."""
+        settings, loaded = self._settings, self._loaded
+        if loaded.device.type == "cpu":
+            torch.set_num_threads(1 if self._wants_invariance else settings.num_threads)
+        expected = self._dense_logits() if settings.self_test else {}
+        ragged = RaggedModel(
+            loaded.model, TiledAttention() if loaded.device.type == "cpu" else GatherAttention()
+        )
+        recorded = ragged.record_attention(self._probe)
+        step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
+        cache = self._allocate(recorded.geometries)
+        runner = ModelRunner(loaded, settings, step_model, cache, kernel_path)
+        runner.row_invariant = row_invariant
+        return runner
+
+    def _choose_model(
+        self, ragged: RaggedModel, recorded: RecordingKernel, expected: DenseLogits
+    ) -> tuple[StepModel, str, bool]:
+        """The fastest step model that passes the self-test, its kernel path, and whether it is row-invariant."""
+        kernels, loaded = self._kernels, self._loaded
+        if (
+            kernels is not None
+            and self._settings.fused == "auto"
+            and is_fusable(loaded.model, recorded.geometries, recorded.options, kernels)
+        ):
+            fused = FusedDecoder(
+                loaded.model, kernels, recorded.geometries, recorded.options, loaded.max_model_len
+            )
+            error, row_invariant = self._test(fused, recorded.geometries, expected)
+            if error <= tolerance(loaded.dtype) and row_invariant:
+                loaded.release_model()
+                return fused, f"fused-{KERNEL_VERSION}-lanes{kernels.lanes}", row_invariant
+            _logger.error(
+                "the fused decoder failed its self-test and is not used", extra={"logit_error": error}
+            )
+            loaded.model = ragged.model = load_model(self._settings).model
+            ragged = RaggedModel(loaded.model, ragged.kernel)
+        kernel_path = self._install_kernels(ragged)
+        error, row_invariant = self._test(ragged, recorded.geometries, expected)
+        if not error <= tolerance(loaded.dtype):
+            raise ModelNotSupported(
+                loaded.model.config.model_type,
+                f"paged logits differ from dense ones by {error:.2g} of their spread: something besides keys and "
+                "values decides its attention",
+            )
+        row_invariant = row_invariant and self._wants_invariance
+        if self._settings.deterministic and not row_invariant:
+            raise ModelLoadError(
+                f"{loaded.identity.name} is not row-invariant: a row's logits differ with its company"
+            )
+        return ragged, kernel_path, row_invariant
+
+    def _make_kernels(self) -> NativeKernels | None:
+        if self._settings.native == "off":
+            return None
+        try:
+            return NativeKernels(self._settings.num_threads)
+        except NativeUnavailable as error:
+            if self._settings.native == "on":
+                raise ModelLoadError(f"native kernels were asked for: {error}") from error
+            _logger.warning("no native kernels: the slower torch path is used", extra={"reason": str(error)})
+            return None
+
+    def _install_kernels(self, ragged: RaggedModel) -> str:
+        """Give a transformers model the best kernels at hand; returns the name of the path."""
+        if not self._wants_invariance:
+            return "torch"
+        if self._kernels is None:
+            make_modules_row_invariant(
+                ragged.model, partial(OneDnnWeight, num_threads=self._settings.num_threads)
+            )
+            return "onednn"
+        make_modules_row_invariant(ragged.model, self._kernels.pack)
+        ragged.kernel = NativeAttention(self._kernels)
+        return f"native-{KERNEL_VERSION}-lanes{self._kernels.lanes}"
+
+    def _dense_logits(self) -> DenseLogits:
+        """Logits ``[T, V]`` of the probe's sequences by the model's own attention, without any of the engine's parts."""
+        expected = {}
+        with refusing(self._loaded.model.config.model_type):
+            for tokens in self._probe.sequences:
+                ids = torch.tensor([tokens], device=self._loaded.device)
+                expected[tuple(tokens)] = self._loaded.model(input_ids=ids, use_cache=False).logits[0].float()
+        return expected
+
+    def _test(
+        self, step_model: StepModel, geometries: list[LayerGeometry], expected: DenseLogits
+    ) -> tuple[float, bool]:
+        """Run the self-test; returns the error against dense logits and whether rows were invariant."""
+        loaded, probe = self._loaded, self._probe
+        if not expected:
+            return 0.0, self._wants_invariance
+        cache = KVCache(geometries, probe.num_blocks, self._settings.block_size, loaded.dtype, loaded.device)
+        with refusing(loaded.identity.architecture):
+            log: ProbeLog = probe.run(step_model, cache)
+        return log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences), log.row_invariant
+
+    def _allocate(self, geometries: list[LayerGeometry]) -> KVCache:
+        settings, loaded = self._settings, self._loaded
+        num_blocks = settings.num_blocks or self._num_blocks_for_budget(geometries)
+        return KVCache(geometries, num_blocks, settings.block_size, loaded.dtype, loaded.device)
+
+    def _num_blocks_for_budget(self, geometries: list[LayerGeometry]) -> int:
+        settings, loaded = self._settings, self._loaded
+        block_bytes = sum(g.num_elements for g in geometries) * settings.block_size * loaded.dtype.itemsize
+        budget = settings.kv_cache_memory_bytes
+        if budget is None and loaded.device.type == "cuda":
+            budget = int(torch.cuda.mem_get_info(loaded.device)[0] * _CUDA_FREE_SHARE)
+        budget = budget or _CPU_KV_BYTES
+        most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)
+        num_blocks = min(budget // block_bytes, most_useful)
+        if num_blocks < 2:
+            raise ModelLoadError(
+                f"a KV budget of {budget} bytes does not hold two blocks of {block_bytes} bytes"
+            )
+        return int(num_blocks)

@@ -68,9 +68,7 @@ def _noisy_survivors(
     return _survivors(bounds, scores, hashes, num_top)
 
 
-def _survivors(
-    bounds: Tensor, scores: Tensor, hashes: Tensor, num_top: int
-) -> list[list[tuple[float, int]]]:
+def _survivors(bounds: Tensor, scores: Tensor, hashes: Tensor, num_top: int) -> list[list[tuple[float, int]]]:
     """Rank the tokens whose bound reaches the `num_top`-th exact value of the tokens with the best bounds."""
     noisy = hashes is not scores
     guess = bounds.topk(num_top, dim=1).indices  # [R, num_top]

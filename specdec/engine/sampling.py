@@ -120,9 +120,7 @@ class Sampler:
             probs[greedy, token_ids] = 1.0
         return probs
 
-    def draft_sample(
-        self, logits: Tensor, rows: Sequence[RowContext], m: int = DRAFT_SUPPORT
-    ) -> list[DraftSample]:
+    def draft_sample(self, logits: Tensor, rows: Sequence[RowContext], m: int = DRAFT_SUPPORT) -> list[DraftSample]:
         """Draw a token per row for rejection verification, from the row's m likeliest tokens.
 
         The pairs in the result are float32 and are what the token is drawn from. They are renormalised only if
@@ -145,9 +143,7 @@ class Sampler:
             samples.append(DraftSample(draw(support, mass, u), support, mass))
         return samples
 
-    def logprobs(
-        self, logits: Tensor, rows: Sequence[RowContext], chosen: Sequence[int]
-    ) -> list[TokenLogprobs | None]:
+    def logprobs(self, logits: Tensor, rows: Sequence[RowContext], chosen: Sequence[int]) -> list[TokenLogprobs | None]:
         """Return the raw log-probabilities of the chosen tokens and of the best ones, None for rows without."""
         result: list[TokenLogprobs | None] = [None] * len(rows)
         wanted = [r for r, row in enumerate(rows) if row.params.num_logprobs is not None]
@@ -170,11 +166,7 @@ class Sampler:
         keys: list[int] = []
         for row in rows:
             params = row.params
-            keys += (
-                (0, 0)
-                if params.is_greedy
-                else noise_key(params.seed, params.choice, Purpose.PLAIN, row.position)
-            )
+            keys += (0, 0) if params.is_greedy else noise_key(params.seed, params.choice, Purpose.PLAIN, row.position)
         return self._perturbed_top(scores, temperatures, keys, num_top)
 
     def _cut_scores(self, adjusted: Tensor, rows: Sequence[RowContext]) -> tuple[Tensor, list[float]]:

@@ -15,7 +15,11 @@ from specdec.engine.batch import Batch
 from specdec.engine.kv_cache import KVCache
 
 _LENGTHS = (37, 22)
-_TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1e-1}  # of the logits' spread, root mean square
+_TOLERANCE = {
+    torch.float32: 1e-3,
+    torch.float16: 3e-2,
+    torch.bfloat16: 1e-1,
+}  # of the logits' spread, root mean square
 
 PagedForward = Callable[[Batch, KVCache], torch.Tensor]
 DenseForward = Callable[[torch.Tensor], torch.Tensor]
@@ -96,7 +100,9 @@ class Probe:
         plans = [
             self._token_rows(0, first, 0, cut) + self._token_rows(1, second, 0, half),
             self._token_rows(0, first, cut, len(first) - 1) + self._token_rows(1, second, half, half + 1),
-            self._token_rows(0, first, len(first) - 1, len(first)) + tree + self._token_rows(1, second, half + 1, len(second)),
+            self._token_rows(0, first, len(first) - 1, len(first))
+            + tree
+            + self._token_rows(1, second, half + 1, len(second)),
             self._token_rows(0, first, 0, len(first)),
         ]
         for rows in plans:
@@ -117,7 +123,9 @@ class Probe:
         tables = [[self.num_blocks - 1 - (2 * i + s) for i in range(self._blocks_per_seq)] for s in (0, 1)]
 
         def slot(sequence: int, logical: int) -> int:
-            return tables[sequence][logical // self._block_size] * self._block_size + logical % self._block_size
+            return (
+                tables[sequence][logical // self._block_size] * self._block_size + logical % self._block_size
+            )
 
         def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self._device)

@@ -16,20 +16,27 @@ class EngineSettings(BaseModel):
     model: str = Field(min_length=1, description="Directory of a transformers model, or a hub id.")
     revision: str | None = Field(default=None, description="Hub revision (branch, tag or commit).")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Weights and KV cache; auto is float32 on CPU, the checkpoint's dtype on CUDA."
+        default="auto",
+        description="Weights and KV cache; auto is float32 on CPU, the checkpoint's dtype on CUDA.",
     )
     device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto takes cuda:0 where there is one."
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="auto takes cuda:0 where there is one.",
     )
     num_threads: int = Field(default=1, ge=1, le=256, description="Threads of the CPU kernels.")
     block_size: int = Field(default=16, ge=1, le=1024, description="KV slots per block.")
-    num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; None: as many as the budget holds.")
+    num_blocks: int | None = Field(
+        default=None, ge=1, description="KV blocks; None: as many as the budget holds."
+    )
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         ge=1,
         description="KV budget; None: 1 GiB on CPU, 90 % of what the weights leave free on CUDA.",
     )
-    max_model_len: int | None = Field(default=None, ge=1, description="Longest sequence; None: what the model allows.")
+    max_model_len: int | None = Field(
+        default=None, ge=1, description="Longest sequence; None: what the model allows."
+    )
     max_batch_tokens: int = Field(default=512, ge=1, description="Rows of one step.")
     max_batch_seqs: int = Field(default=64, ge=1, description="Sequences of one step.")
     deterministic: bool | None = Field(
@@ -39,7 +46,8 @@ class EngineSettings(BaseModel):
     )
     trust_remote_code: bool = Field(default=False, description="Allow code from the model's repository.")
     native: Literal["auto", "on", "off"] = Field(
-        default="auto", description="C++ CPU kernels: auto uses them where a compiler is there, on fails without."
+        default="auto",
+        description="C++ CPU kernels: auto uses them where a compiler is there, on fails without.",
     )
     fused: Literal["auto", "off"] = Field(
         default="auto", description="One native call per step for Llama-like models on CPU float32."
@@ -48,5 +56,6 @@ class EngineSettings(BaseModel):
         default="auto", description="dummy makes random weights from the model's config, for benchmarks."
     )
     self_test: bool = Field(
-        default=True, description="Compare paged with dense logits at load; off only for models that passed before."
+        default=True,
+        description="Compare paged with dense logits at load; off only for models that passed before.",
     )

@@ -1,7 +1,7 @@
 """Which CPU cores the engine process has, and which are left to its servicer.
 
-Work of the servicer on a core that computes stalls every thread of the step at the next barrier, so the two never
-share a core when there is a choice.
+Work of the servicer on a core that computes stalls every thread of the step at the next barrier, so the two
+never share a core when there is a choice.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ def split_cores(
 ) -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """The cores of (engine, servicer); None means: leave as it is.
 
-    `setting` is auto, off or a list. auto leaves the lowest eighth of the cores, at least one, to the servicer and
-    the others to the engine; with one core both share it. Raises ValueError when a listed core is not available.
+    `setting` is auto, off or a list. auto leaves the lowest eighth of the cores, at least one, to the
+    servicer and the others to the engine; with one core both share it. Raises ValueError when a listed core
+    is not available.
     """
     cores = sorted(available)
     if setting == "off" or (setting == "auto" and len(cores) < 2):

@@ -13,10 +13,12 @@ _MIN_RECONNECT_BACKOFF_MS = 100
 
 
 def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
-    """gRPC options that client and server must agree on: message limits and keepalive."""
+    """gRPC options that clients and servers share: message limits and keepalive."""
     return [
         ("grpc.max_receive_message_length", settings.max_message_bytes),
-        ("grpc.max_send_message_length", settings.max_message_bytes),
+        # The receiver decides: it answers RESOURCE_EXHAUSTED, where a sender's own limit ends a stream as
+        # INTERNAL.
+        ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", round(settings.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
@@ -28,8 +30,8 @@ def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
 def open_channel(address: str, settings: ClientSettings) -> grpc.aio.Channel:
     """A channel to host:port; connects lazily and reconnects by itself, at most two seconds apart.
 
-    Never goes through an HTTP proxy, and shares its connection with no other channel. Raises OSError when a TLS
-    file cannot be read.
+    Never goes through an HTTP proxy, and shares its connection with no other channel. Raises OSError when a
+    TLS file cannot be read.
     """
     options: list[tuple[str, int | str]] = [
         *wire_options(settings),

@@ -1,7 +1,7 @@
 """The first code of an engine process: `python -m specdec.rpc.engine_child`, started by EngineProcess.
 
-Reads its instructions from standard input, makes sure that it dies with its parent, takes its cores, and calls
-the entry.
+Reads its instructions from standard input, makes sure that it dies with its parent, takes its cores, and
+calls the entry.
 """
 
 from __future__ import annotations
@@ -92,4 +92,8 @@ def _leave_signals_to_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tearing torch down takes seconds and can crash; nothing is left that needs it.
+    os._exit(exit_code)

@@ -115,7 +115,7 @@ class EngineProcess:
         _log.info("engine_started", pid=self._process.pid, cores=sorted(self._cores or ()))
 
     async def wait_ready(self) -> common_pb2.GetReplicaInfoResponse:
-        """What the engine serves, once it is ready. Raises RuntimeError with the reason when it exits instead."""
+        """What it serves, once it is ready. Raises RuntimeError with the reason if it exits instead."""
         waits = [asyncio.create_task(event.wait()) for event in (self._ready, self._exited)]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -156,7 +156,7 @@ class EngineProcess:
             await self._exited.wait()
 
     def open_stream(self, sink: StreamSink, peer: str) -> int:
-        """Tells the engine of a new stream; its frames go to `sink` until `close_stream`. Returns the stream's id."""
+        """Tells the engine of a new stream, whose frames go to `sink`, and returns the stream's id."""
         stream_id = self._next_stream_id
         self._next_stream_id += 1
         self._sinks[stream_id] = sink

@@ -1,4 +1,4 @@
-"""Turns what handlers raise into typed statuses, so that no client ever sees a traceback or a bare UNKNOWN."""
+"""Turns what handlers raise into typed statuses: no client ever sees a traceback or a bare UNKNOWN."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OWN_METHODS = "/specdec."
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call whose handler raised: a SpecdecError with its status, anything else as Internal, logged by id.
+    """Ends a call whose handler raised: a SpecdecError with its status, all else as Internal, logged by id.
 
     Only methods of specdec are wrapped; it costs nothing per message.
     """

@@ -240,7 +240,7 @@ def _subclasses(base: type[SpecdecError]) -> Iterator[type[SpecdecError]]:
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """The google.rpc.Status of an error; all but a SpecdecError become INTERNAL and are logged under an id."""
+    """The google.rpc.Status of an error; all but a SpecdecError become INTERNAL and are logged."""
     known = error if isinstance(error, SpecdecError) else internal_error(error)
     status = status_pb2.Status(code=known.code.value[0], message=known.message[:_MAX_MESSAGE_CHARS])
     info = error_details_pb2.ErrorInfo(reason=known.reason, domain=DOMAIN, metadata=known.metadata)

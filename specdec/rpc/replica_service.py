@@ -1,4 +1,4 @@
-"""The servicer process of a replica, target or draft: starts the engine, relays its streams, says what it serves."""
+"""The servicer process of a target or draft: starts the engine, relays its streams, says what it serves."""
 
 from __future__ import annotations
 

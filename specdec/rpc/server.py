@@ -48,7 +48,7 @@ class Service(Protocol):
         """Full names of its gRPC services, for health and reflection."""
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Adds its handlers. They answer from the first moment on, with NotReady until `start` has returned."""
+        """Adds its handlers. They answer at once, with NotReady until `start` has returned."""
 
     async def start(self) -> None:
         """Becomes ready. Raises StartupFailed. May be cancelled."""
@@ -57,7 +57,7 @@ class Service(Protocol):
         """Returns a reason when the service can no longer work; runs from the start of `start` on."""
 
     async def drain(self, timeout_s: float) -> None:
-        """Takes no new work, waits for running work at most `timeout_s`, then ends what is left, with a status."""
+        """Takes no new work, waits at most `timeout_s` for running work, ends the rest with a status."""
 
     async def stop(self) -> None:
         """Releases everything. Called once, whatever happened before."""
@@ -86,8 +86,8 @@ async def run_service(
 ) -> int:
     """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
 
-    `registry` is what /metrics shows when metrics are not in multiprocess mode. Logs `listening` with the ports and
-    `ready` once health is SERVING.
+    `registry` is what /metrics shows when metrics are not in multiprocess mode. Logs `listening` with the
+    ports and `ready` once health is SERVING.
     """
     stopping = asyncio.Event()
     aborting = asyncio.Event()
@@ -108,8 +108,8 @@ async def run_service(
             metrics_port = stack.enter_context(_metrics_endpoint(settings, registry or CollectorRegistry()))
             health_port = await stack.enter_async_context(_plaintext_health(settings, readiness))
             _log.info(
-                "listening", host=settings.host, port=port, metrics_port=metrics_port, health_port=health_port,
-                version=__version__, tls=settings.tls_cert_file is not None,
+                "listening", host=settings.host, port=port, metrics_port=metrics_port,
+                health_port=health_port, tls=settings.tls_cert_file is not None, version=__version__,
             )  # fmt: skip
             exit_code = await _serve(service, readiness, failure, stopping)
             await readiness.shut_down()

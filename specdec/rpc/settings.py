@@ -93,8 +93,8 @@ class ReplicaServiceSettings(ServiceSettings):
 
     engine_cores: Cores = Field(
         default="auto",
-        description="CPU cores of the engine process, such as 1-3,6; auto leaves the lowest eighth, at least one, to "
-        "the servicer, off pins nothing.",
+        description="CPU cores of the engine process, such as 1-3,6; auto leaves the lowest eighth, at least "
+        "one, to the servicer; off pins nothing.",
     )
     load_timeout_s: float = Field(
         default=1800.0, gt=0, description="Give up when the model is not loaded and warmed after this long."
@@ -102,7 +102,7 @@ class ReplicaServiceSettings(ServiceSettings):
     stream_buffer_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=64 * 1024,
-        description="Most responses kept for a coordinator that does not read; over it the stream is aborted.",
+        description="Most responses kept for a coordinator that does not read; above, its stream is aborted.",
     )
 
 

@@ -1,7 +1,7 @@
 """Relays the frames of gRPC streams to the engine process and back, unopened.
 
-This is on the path of every token, twice per step, so per message there is one queue operation, one system call and
-no task: each stream has one task that reads and one that writes.
+This is on the path of every token, twice per step, so per message there is one queue operation, one system
+call and no task: each stream has one task that reads and one that writes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from google.rpc import status_pb2
 
 from specdec.rpc.engine_process import EngineProcess
 from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, abort_with_status, to_status
+from specdec.rpc.frame_codec import NO_STREAM
 from specdec.telemetry import RelayMetrics
 
 _log = structlog.get_logger(__name__)
@@ -64,6 +65,7 @@ class _RelayedStream:
         self._context = context
         self._metrics = metrics
         self._buffer_bytes = buffer_bytes
+        self._stream_id = NO_STREAM
         self._queue: deque[bytes] = deque()
         self._num_queued_bytes = 0
         self._wake: asyncio.Future[None] | None = None
@@ -72,14 +74,14 @@ class _RelayedStream:
 
     async def run(self) -> None:
         """Relays until the peer, the engine or an error ends the stream."""
-        stream_id = self._engine.open_stream(self, self._context.peer())
-        reader = asyncio.create_task(self._read(stream_id))
+        self._stream_id = self._engine.open_stream(self, self._context.peer())
+        reader = asyncio.create_task(self._read())
         outcome = "cancelled"
         try:
             await self._write()
             outcome = "closed" if self._status is None else "aborted"
         finally:
-            self._engine.close_stream(stream_id)
+            self._engine.close_stream(self._stream_id)
             reader.cancel()
             self._metrics.stream_ends.labels(outcome).inc()
         with contextlib.suppress(asyncio.CancelledError):
@@ -93,7 +95,9 @@ class _RelayedStream:
             return
         self._num_queued_bytes += len(payload)
         if self._num_queued_bytes > self._buffer_bytes:
+            # The write under way ends when the peer reads or is gone; the engine need not wait for that.
             self._queue.clear()
+            self._engine.close_stream(self._stream_id)
             self.on_abort(to_status(Overloaded("responses are not being read", reason="STREAM_NOT_READ")))
             return
         self._queue.append(payload)
@@ -135,7 +139,7 @@ class _RelayedStream:
             await self._wake
             self._wake = None
 
-    async def _read(self, stream_id: int) -> None:
+    async def _read(self) -> None:
         count = self._metrics.messages.labels("in")
         count_bytes = self._metrics.message_bytes.labels("in")
         try:
@@ -143,10 +147,10 @@ class _RelayedStream:
                 payload: Any = await self._context.read()
                 if payload is grpc.aio.EOF:
                     break
-                await self._engine.send_message(stream_id, payload)
+                await self._engine.send_message(self._stream_id, payload)
                 count.inc()
                 count_bytes.inc(len(payload))
         except grpc.RpcError as error:
-            _log.info("stream_broken", stream_id=stream_id, error=str(error))
+            _log.info("stream_broken", stream_id=self._stream_id, error=str(error))
         finally:
             self._end()

@@ -37,7 +37,9 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort) -> 
     runner.warmup()
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
-    scheduler = Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len)
+    # A sequence that fills the whole cache can still run; a longer one never could.
+    max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
+    scheduler = Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, max_model_len)
     sampler = Sampler(runner.vocab_size, runner.device)
     identity = pb.ModelIdentity(
         name=settings.served_name,
@@ -48,7 +50,7 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort) -> 
         numerics_id=runner.numerics_id,
         row_invariant=runner.row_invariant,
         vocab_size=runner.vocab_size,
-        max_model_len=runner.max_model_len,
+        max_model_len=max_model_len,
         eos_token_ids=runner.eos_token_ids,
         num_parameters=runner.num_parameters,
         dtype=runner.identity.dtype,
@@ -64,6 +66,7 @@ def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:
     config = json.dumps(runner.tokenizer_config, default=str)
     for start in range(0, max(1, len(content)), _TOKENIZER_CHUNK_BYTES):
         piece = pb.GetTokenizerResponse(
-            tokenizer_json=content[start : start + _TOKENIZER_CHUNK_BYTES], tokenizer_config="" if start else config
+            tokenizer_json=content[start : start + _TOKENIZER_CHUNK_BYTES],
+            tokenizer_config="" if start else config,
         )
         port.send(FrameKind.TOKENIZER, payload=piece.SerializeToString())

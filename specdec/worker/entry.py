@@ -33,7 +33,9 @@ def run_role(
     worker = EngineWorker(port, wire, built.info, settings.session_ttl_s)
     worker.role = make_role(worker, built)
     identity = built.info.identity
-    log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
+    log.info(
+        "ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant
+    )
     built.info.load.CopyFrom(worker.role.load())
     port.send(FrameKind.READY, payload=built.info.SerializeToString())
     worker.run()

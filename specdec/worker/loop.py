@@ -71,8 +71,16 @@ Emit = Callable[..., None]
 class EngineWorker:
     """Runs one role over one engine port until the servicer goes or tells it to stop."""
 
-    def __init__(self, port: EnginePort, wire: Wire, info: pb.GetReplicaInfoResponse, session_ttl_s: float) -> None:
+    def __init__(
+        self,
+        port: EnginePort,
+        wire: Wire,
+        info: pb.GetReplicaInfoResponse,
+        session_ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.port = port
+        self._clock = clock
         self.sessions = SessionTable(session_ttl_s)
         self._wire = wire
         self._info = info
@@ -97,7 +105,9 @@ class EngineWorker:
 
     def fail(self, session: Session, failure: SessionFailure) -> None:
         """End a session with an error that its owner is told."""
-        self._log.warning("session_failed", session=session.session_id, reason=failure.reason, error=str(failure))
+        self._log.warning(
+            "session_failed", session=session.session_id, reason=failure.reason, error=str(failure)
+        )
         self.emit(session, error=_session_error(failure))
         self.end(session)
 
@@ -112,7 +122,7 @@ class EngineWorker:
     def _turn(self) -> None:
         for frame in self.port.poll(0):
             self._handle(frame)
-        now_s = time.monotonic()
+        now_s = self._clock()
         for session in self.sessions.expired(now_s):
             self._log.info("session_expired", session=session.session_id)
             self.end(session)
@@ -135,7 +145,7 @@ class EngineWorker:
         return max(0.0, min(waits))
 
     def _flush(self) -> None:
-        now_s = time.monotonic()
+        now_s = self._clock()
         load = None
         if now_s >= self._next_load_s:
             self._next_load_s = now_s + _LOAD_INTERVAL_S
@@ -161,7 +171,7 @@ class EngineWorker:
             case FrameKind.STREAM_CLOSED:
                 self._outbox.pop(frame.stream_id, None)
                 self._attached.pop(frame.stream_id, None)
-                for session in self.sessions.detach(frame.stream_id, time.monotonic()):
+                for session in self.sessions.detach(frame.stream_id, self._clock()):
                     self.role.set_orphaned(session, True)
             case FrameKind.DRAIN:
                 self._draining = True
@@ -174,25 +184,31 @@ class EngineWorker:
         try:
             request = self._wire.request.FromString(payload)
         except DecodeError:
-            self._abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the message does not parse")
+            self._abort(
+                stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the message does not parse"
+            )
             return
-        if request.HasField("attach"):
-            self._attach(stream_id, request.attach)
         owner = self.sessions.owner_of(stream_id)
-        if owner is None:
-            self._abort(stream_id, code_pb2.FAILED_PRECONDITION, "NOT_ATTACHED", "the first message must be an attach")
+        if request.HasField("attach") == (owner is not None):
+            reason = "NOT_ATTACHED" if owner is None else "ALREADY_ATTACHED"
+            message = "the first message, and only that, must be an attach"
+            self._abort(stream_id, code_pb2.FAILED_PRECONDITION, reason, message)
+            return
+        if owner is None and (owner := self._attach(stream_id, request.attach)) is None:
             return
         for entry in request.entries:
             self._handle_entry(owner, stream_id, entry)
         if self.port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
-            self._abort(stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", "responses are not being read")
+            self._abort(
+                stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", "responses are not being read"
+            )
 
-    def _attach(self, stream_id: int, attach: pb.Attach) -> None:
+    def _attach(self, stream_id: int, attach: pb.Attach) -> Owner | None:
         try:
             owner, former = self.sessions.attach(stream_id, attach.owner_id, attach.lease_generation)
         except StaleLease as error:
             self._abort(stream_id, code_pb2.FAILED_PRECONDITION, "STALE_LEASE", str(error))
-            return
+            return None
         if former is not None and former != stream_id:
             self._abort(former, code_pb2.ABORTED, "OWNER_REPLACED", "the owner attached on another stream")
         listed = {s.session_id: s for s in attach.sessions}
@@ -204,6 +220,7 @@ class EngineWorker:
         for session in list(owner.sessions.values()):
             self.role.set_orphaned(session, False)
             self.role.resend(session, listed[session.session_id].committed_length)
+        return owner
 
     def _handle_entry(self, owner: Owner, stream_id: int, entry: Any) -> None:
         kind = entry.WhichOneof("entry")
@@ -211,7 +228,7 @@ class EngineWorker:
         if kind == "open":
             self._open(owner, stream_id, entry, session)
             return
-        if session is None or session.owner is not owner or session.epoch != entry.epoch:
+        if kind is None or session is None or session.owner is not owner or session.epoch != entry.epoch:
             return
         if kind == "close":
             self.end(session)
@@ -238,13 +255,18 @@ class EngineWorker:
     def _replace(self, current: Session, owner: Owner, entry: Any) -> bool:
         """Make way for a session that is opened again; false when the entry is an old one.
 
-        The lease of a request decides between owners: a lower generation is refused, a higher one takes the session over.
+        The lease of a request decides between owners: a lower generation is refused, a higher one takes the session
+        over.
         """
         generation = entry.open.lease_generation
         is_same_owner = current.owner is owner
-        if generation < current.lease_generation or (generation == current.lease_generation and not is_same_owner):
+        if generation < current.lease_generation or (
+            generation == current.lease_generation and not is_same_owner
+        ):
             message = f"the session is held under lease generation {current.lease_generation}"
-            raise SessionFailure(code_pb2.FAILED_PRECONDITION, "STALE_LEASE", message, field="open.lease_generation")
+            raise SessionFailure(
+                code_pb2.FAILED_PRECONDITION, "STALE_LEASE", message, field="open.lease_generation"
+            )
         if is_same_owner and entry.epoch <= current.epoch:
             return False
         if is_same_owner:
@@ -256,6 +278,7 @@ class EngineWorker:
 
     def _abort(self, stream_id: int, code: int, reason: str, message: str) -> None:
         self._outbox.pop(stream_id, None)
+        self._attached.pop(stream_id, None)
         status = stream_status(code, reason, message)
         self.port.send(FrameKind.STREAM_ABORT, stream_id, status.SerializeToString())
 

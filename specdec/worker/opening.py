@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
-from specdec.sampling_params import SamplingParams
+from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import invalid
+
+VERIFY_MODES = {pb.VERIFY_MODE_COUPLED: VerifyMode.COUPLED, pb.VERIFY_MODE_REJECTION: VerifyMode.REJECTION}
+"""Modes that a session can ask for; any other value leaves it to the deployment."""
 
 
 def check_open(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> None:
@@ -23,9 +26,18 @@ def check_open(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> 
     if num_tokens >= max_model_len:
         raise invalid("open.token_ids", f"{num_tokens} tokens leave no room in a context of {max_model_len}")
     if max(body.token_ids) >= vocab_size:
-        raise invalid("open.token_ids", f"token id {max(body.token_ids)} is outside the vocabulary of {vocab_size}")
+        raise invalid(
+            "open.token_ids", f"token id {max(body.token_ids)} is outside the vocabulary of {vocab_size}"
+        )
     sampling = body.sampling
-    for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
         if not math.isfinite(getattr(sampling, name)):
             raise invalid(f"open.sampling.{name}", "must be finite")
     if sampling.temperature < 0:

@@ -117,7 +117,9 @@ class SessionTable:
     def expired(self, now_s: float) -> list[Session]:
         """Orphans whose time to live has passed."""
         limit = now_s - self.session_ttl_s
-        return [s for s in self._sessions.values() if s.orphaned_at_s is not None and s.orphaned_at_s <= limit]
+        return [
+            s for s in self._sessions.values() if s.orphaned_at_s is not None and s.orphaned_at_s <= limit
+        ]
 
     def next_expiry_s(self) -> float | None:
         """When the oldest orphan expires; None without orphans."""

@@ -22,15 +22,8 @@ from specdec.client import Client
 from tests.integration.tiny_pair import ModelPair, make_tiny_pair
 
 TIMEOUTS = ClusterTimeouts(start_s=100.0, connect_s=30.0, stop_s=10.0)
+TINY_HOLD_OFF_MS = 50
 MakeCluster = Callable[..., Cluster]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Everything in this folder starts processes."""
-    folder = Path(__file__).parent
-    for item in items:
-        if folder in item.path.parents:
-            item.add_marker(pytest.mark.integration)
 
 
 @pytest.fixture(scope="session")
@@ -46,15 +39,21 @@ def shipped_pair() -> ModelPair:
 
 
 def start_cluster(pair: ModelPair, log_dir: Path, **plan: Any) -> Cluster:
-    """Start a cluster on free ports; the fields of LocalPlan may be set by keyword. Raises StartupFailed."""
+    """Start a cluster on free ports; the fields of LocalPlan may be set by keyword. Raises ClusterFailed.
+
+    A step of a tiny target costs less than a draft's answer takes, so its cost model would rightly not wait for one.
+    A fixed hold-off makes it verify proposals all the same.
+    """
+    target_settings = {**plan.pop("target_settings", {})}
+    if "tiny" in str(pair.target):
+        target_settings.setdefault("hold_off_ms", TINY_HOLD_OFF_MS)
     settings = LocalPlan(
-        **{
-            "target_model": str(pair.target),
-            "draft_model": str(pair.draft),
-            "device": "cpu",
-            "free_ports": True,
-            **plan,
-        }
+        target_model=str(pair.target),
+        draft_model=str(pair.draft),
+        device=plan.pop("device", "cpu"),
+        free_ports=True,
+        target_settings=target_settings,
+        **plan,
     )
     cluster = Cluster(plan_services(settings, environment={}), log_dir=log_dir, timeouts=TIMEOUTS)
     cluster.start()

@@ -27,6 +27,7 @@ class Harness:
     stub: api_grpc.CoordinatorServiceStub
     channel: grpc.aio.Channel
     registry: CollectorRegistry
+    address: str
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample's value; 0 when it is not there."""
@@ -75,19 +76,19 @@ class Result:
 async def collect(call: Any) -> Result:
     """Read a stream to its end."""
     result = Result()
-    async for chunk in call:
+    while (chunk := await call.read()) is not grpc.aio.EOF:
         result.add(chunk)
     return result
 
 
-def request(prompt: Sequence[int] = (5, 6, 7), **fields: Any) -> api.GenerateRequest:
+def request(prompt_ids: Sequence[int] = (5, 6, 7), **fields: Any) -> api.GenerateRequest:
     """A request by token ids, seeded; keyword arguments are sampling parameters or fields of the request."""
     names = {f.name for f in api.SamplingParams.DESCRIPTOR.fields}
     sampling = {"seed": 11, "max_tokens": 20, **{k: v for k, v in fields.items() if k in names}}
     rest = {k: v for k, v in fields.items() if k not in names}
     body = api.GenerateRequest(sampling=api.SamplingParams(**sampling), **rest)
     if body.WhichOneof("input") is None:
-        body.prompt_token_ids.token_ids.extend(prompt)
+        body.prompt_token_ids.token_ids.extend(prompt_ids)
     return body
 
 
@@ -136,7 +137,8 @@ async def running(
     service.register(server)
     await server.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
-    harness = Harness(service, server, api_grpc.CoordinatorServiceStub(channel), channel, registry)
+    stub = api_grpc.CoordinatorServiceStub(channel)
+    harness = Harness(service, server, stub, channel, registry, f"127.0.0.1:{port}")
     try:
         await service.start()
         if drafts and wait_for_draft:

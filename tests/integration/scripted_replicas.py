@@ -1,5 +1,6 @@
-"""A target and a draft that speak the wire protocol over real sockets, with a made-up model: the next token is a hash
-of the tokens before it, the seed and the choice. What they do wrong, and when, is under a test's control.
+"""A target and a draft that speak the wire protocol over real sockets, with a made-up model: the next token
+is a hash of the tokens before it, the seed and the choice. What they do wrong, and when, is under a test's
+control.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ class ScriptedReplica:
     async def GetReplicaInfo(self, request: Any, context: Any) -> pb.GetReplicaInfoResponse:
         return pb.GetReplicaInfoResponse(identity=self.identity)
 
-    async def serve(self, requests: AsyncIterator[Any], context: Any, response_type: Any) -> AsyncIterator[Any]:
+    async def serve(
+        self, requests: AsyncIterator[Any], context: Any, response_type: Any
+    ) -> AsyncIterator[Any]:
         stream = Stream()
         self.streams.append(stream)
         reader = asyncio.create_task(self._read(requests, stream, response_type))
@@ -199,7 +202,12 @@ class ScriptedReplica:
 
     def _open(self, entry: Any, stream: Stream) -> None:
         session = ScriptedSession(
-            entry.session_id, entry.epoch, entry.open, list(entry.open.token_ids), stream, entry.open.credit_position
+            entry.session_id,
+            entry.epoch,
+            entry.open,
+            list(entry.open.token_ids),
+            stream,
+            entry.open.credit_position,
         )
         self.opened.append((entry.session_id, entry.epoch, len(session.token_ids)))
         if self.refuse is not None:
@@ -232,6 +240,8 @@ class ScriptedTarget(ScriptedReplica):
         self.limit: int | None = None
         """No session gets more output tokens than this until it is raised; None: no limit."""
         self.tokens_per_verdict = 1
+        self.needs_proposals = False
+        """After the first token, a session steps only when a proposal is there."""
         self.num_relayed = 0
         self.end_after: dict[int, int] = {}
         """Choice index: ends with EOS as this output token."""
@@ -254,16 +264,19 @@ class ScriptedTarget(ScriptedReplica):
         self.limit = limit
         self._wake.set()
 
+    def set_needs_proposals(self, needs: bool) -> None:
+        self.needs_proposals = needs
+        self._wake.set()
+
     async def Verify(self, requests: Any, context: Any) -> AsyncIterator[target_pb2.VerifyResponse]:
         async for response in self.serve(requests, context, target_pb2.VerifyResponse):
             yield response
 
     async def GetTokenizer(self, request: Any, context: Any) -> AsyncIterator[pb.GetTokenizerResponse]:
         half = len(self.tokenizer_json) // 2
-        yield pb.GetTokenizerResponse(
-            tokenizer_json=self.tokenizer_json[:half], tokenizer_config=self.tokenizer_config
-        )
-        yield pb.GetTokenizerResponse(tokenizer_json=self.tokenizer_json[half:])
+        first, rest = self.tokenizer_json[:half], self.tokenizer_json[half:]
+        yield pb.GetTokenizerResponse(tokenizer_json=first, tokenizer_config=self.tokenizer_config)
+        yield pb.GetTokenizerResponse(tokenizer_json=rest)
 
     def num_output(self, session_id_end: str = "/0") -> int:
         """Output tokens of the session whose id ends so."""
@@ -318,8 +331,12 @@ class ScriptedTarget(ScriptedReplica):
         if not session.is_sampled:
             verdict.queue_us, verdict.prefill_us, verdict.num_cached_tokens = 200, 300, 2
             if body.HasField("num_prompt_logprobs"):
-                verdict.prompt_logprobs.extend(pb.PositionLogprobs(logprob=-1.0) for _ in session.token_ids[1:])
+                verdict.prompt_logprobs.extend(
+                    pb.PositionLogprobs(logprob=-1.0) for _ in session.token_ids[1:]
+                )
         guesses = self._guesses(session)
+        if self.needs_proposals and session.is_sampled and not guesses:
+            return False
         num_wanted = 1 if not session.is_sampled else max(self.tokens_per_verdict, len(guesses) + 1)
         for index in range(num_wanted):
             token = self._sample(session)
@@ -344,7 +361,9 @@ class ScriptedTarget(ScriptedReplica):
             return EOS
         return next_token(session.token_ids, sampling.seed, sampling.choice, self.identity.vocab_size)
 
-    def _add(self, verdict: pb.Verdict, session: ScriptedSession, token: int, origin: pb.Origin.ValueType) -> None:
+    def _add(
+        self, verdict: pb.Verdict, session: ScriptedSession, token: int, origin: pb.Origin.ValueType
+    ) -> None:
         sampling = session.body.sampling
         session.token_ids.append(token)
         verdict.token_ids.append(token)
@@ -375,7 +394,10 @@ class ScriptedTarget(ScriptedReplica):
             proposal = session.proposals.popleft()
             skipped = position - proposal.start_position
             tokens = list(proposal.token_ids)
-            if skipped >= 0 and tokens[:skipped] == session.token_ids[proposal.start_position :][: len(tokens)]:
+            if (
+                skipped >= 0
+                and tokens[:skipped] == session.token_ids[proposal.start_position :][: len(tokens)]
+            ):
                 guesses = tokens[skipped:]
         return guesses
 
@@ -402,7 +424,9 @@ class ScriptedDraft(ScriptedReplica):
         for _ in range(self.num_ahead):
             tokens.append(next_token(tokens, sampling.seed, sampling.choice, self.identity.vocab_size))
         ahead = tokens[len(session.token_ids) :]
-        return pb.Proposal(start_position=len(session.token_ids), token_ids=ahead, draft_us=50).SerializeToString()
+        return pb.Proposal(
+            start_position=len(session.token_ids), token_ids=ahead, draft_us=50
+        ).SerializeToString()
 
     def emit(self, session: ScriptedSession, **body: Any) -> None:
         if session.stream is not None:

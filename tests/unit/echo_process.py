@@ -19,6 +19,12 @@ from specdec.rpc.settings import ClientSettings
 VERIFY = "/specdec.v1.TargetService/Verify"
 
 
+def verify_stream(channel: grpc.aio.Channel) -> Any:
+    """A new Verify stream of raw bytes."""
+    open_stream: Any = channel.stream_stream(VERIFY)
+    return open_stream()
+
+
 class EchoProcess:
     """A running replica; `events` are the lines of its log so far."""
 

@@ -41,7 +41,7 @@ def test_text_goes_to_standard_output_and_statistics_to_standard_error(command: 
     result = command("generate", "def fib(n):")
     assert result.exit_code == 0, result.stderr
     assert result.stdout == TEXT + "\n"
-    assert "mean acceptance length" in result.stderr
+    assert "acceptance length" in result.stderr
     assert "4 of 6 verified (67%)" in result.stderr
     assert "a limit" in result.stderr
 

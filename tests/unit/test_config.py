@@ -1,6 +1,7 @@
 """Settings from flags, environment and files, and the errors that name them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ def load_target(*argv: str) -> TargetSettings:
     return load_settings(TargetSettings, argv, env_prefix="SPECDEC_TARGET_", prog="target")
 
 
-def problems_of(*argv: str, cls: type = TargetSettings) -> list[str]:
+def problems_of(*argv: str, cls: Any = TargetSettings) -> list[str]:
     with pytest.raises(SettingsInvalid) as caught:
         load_settings(cls, argv, env_prefix=cls.env_prefix, prog="test")
     return caught.value.problems

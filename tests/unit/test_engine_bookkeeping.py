@@ -35,6 +35,7 @@ def prefilled(engine: Engine, prompt: list[int] = PROMPT, **options: Any) -> Seq
 def assert_next_logits_are_fresh(engine: Engine, seq: Sequence) -> None:
     """The logits after one more token are those of a fresh prefill."""
     engine.append(seq, [8])
+    output = step(engine)
     while seq.num_pending_tokens:
         output = step(engine)
     [item] = [item for item in output.items if item.seq is seq]
@@ -362,7 +363,7 @@ def test_a_step_that_fails_in_the_model_advances_nobody() -> None:
     def broken(batch: object) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
-    runner.forward = broken  # type: ignore[method-assign, assignment]
+    runner.forward = broken  # type: ignore[method-assign]
     with pytest.raises(RuntimeError):
         engine.step()
     runner.forward = forward  # type: ignore[method-assign]

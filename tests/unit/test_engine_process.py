@@ -12,7 +12,7 @@ import pytest
 from google.rpc import status_pb2
 
 from specdec.rpc.engine_process import EngineProcess
-from tests.unit.echo_process import VERIFY, echo_process, gone, ready_echo, stop_process
+from tests.unit.echo_process import echo_process, gone, ready_echo, stop_process, verify_stream
 from tests.unit.echo_service import TOKENIZER_BYTES, EchoSettings
 
 
@@ -179,7 +179,7 @@ async def test_engine_does_not_import_what_only_servicers_need() -> None:
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["idle", "frozen in a step"])
 async def test_engine_dies_with_its_servicer(is_frozen: bool) -> None:
     async with ready_echo() as (process, channel):
-        call = channel.stream_stream(VERIFY)()
+        call = verify_stream(channel)
         await call.write(b"pid")
         engine_pid = int(await call.read())
         if is_frozen:

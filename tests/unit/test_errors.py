@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -100,9 +101,9 @@ async def _overload(_request: bytes, context: grpc.aio.ServicerContext) -> None:
 
 
 @pytest.fixture
-async def channel() -> AsyncIterator[grpc.aio.Channel]:
+async def channel() -> AsyncIterator[Any]:
     server, port = build_server(ServiceSettings(host="127.0.0.1", port=0))
-    handlers = {
+    handlers: dict[str, Any] = {
         "Invalid": grpc.unary_unary_rpc_method_handler(_raise_invalid),
         "Bug": grpc.unary_stream_rpc_method_handler(_raise_bug),
         "Overload": grpc.unary_stream_rpc_method_handler(_overload),
@@ -114,7 +115,7 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
     await server.stop(0)
 
 
-async def test_handler_that_raises_ends_the_call_with_typed_details(channel: grpc.aio.Channel) -> None:
+async def test_handler_that_raises_ends_the_call_with_typed_details(channel: Any) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await channel.unary_unary("/specdec.test/Invalid")(b"")
 
@@ -123,7 +124,7 @@ async def test_handler_that_raises_ends_the_call_with_typed_details(channel: grp
     assert error.field == "prompt"
 
 
-async def test_bug_in_a_stream_shows_the_client_an_id_and_nothing_else(channel: grpc.aio.Channel) -> None:
+async def test_bug_in_a_stream_shows_the_client_an_id_and_nothing_else(channel: Any) -> None:
     call = channel.unary_stream("/specdec.test/Bug")(b"")
     assert await call.read() == b"first"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -135,7 +136,7 @@ async def test_bug_in_a_stream_shows_the_client_an_id_and_nothing_else(channel: 
     assert "secret" not in repr(caught.value)
 
 
-async def test_retry_delay_reaches_the_client_of_a_stream(channel: grpc.aio.Channel) -> None:
+async def test_retry_delay_reaches_the_client_of_a_stream(channel: Any) -> None:
     call = channel.unary_stream("/specdec.test/Overload")(b"")
     assert await call.read() == b"first"
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -147,7 +148,8 @@ async def test_retry_delay_reaches_the_client_of_a_stream(channel: grpc.aio.Chan
 
 
 async def test_error_of_a_peer_that_is_not_there_is_unavailable() -> None:
-    async with open_channel("127.0.0.1:1", ClientSettings()) as channel:
+    async with open_channel("127.0.0.1:1", ClientSettings()) as opened:
+        channel: Any = opened
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/specdec.test/Invalid")(b"", timeout=10)
     assert isinstance(from_rpc_error(caught.value), errors.Unavailable)

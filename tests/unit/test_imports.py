@@ -75,7 +75,13 @@ def test_bookkeeping_needs_no_tensors(module: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["coordinator.__main__", "specdec.cli.main", "specdec.client", "specdec.config", "specdec.sampling_params"],
+    [
+        "coordinator.__main__",
+        "specdec.cli.main",
+        "specdec.client",
+        "specdec.config",
+        "specdec.sampling_params",
+    ],
 )
 def test_the_coordinators_side_loads_no_tensors(module: str) -> None:
     assert tensor_libraries_loaded_by(module) == ""

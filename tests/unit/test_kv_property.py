@@ -156,12 +156,14 @@ class KVMachine(RuleBasedStateMachine):
     def evict(self) -> None:
         self.engine.block_pool.evict_all()
 
-    @rule(new=tokens, choices=paths)
-    def decode(self, new: list[int], choices: list[int]) -> None:
-        """What roles do most: a token more for everyone, and a step."""
+    @rule(new=tokens, proposals=st.lists(trees(), max_size=3), choices=paths)
+    def decode(self, new: list[int], proposals: list[TokenTree], choices: list[int]) -> None:
+        """What roles do most: a token more for everyone, proposals for some, and a step."""
         for seq, token_id in zip(self.seqs, new, strict=False):
             if len(seq.token_ids) < MAX_MODEL_LEN:
                 self.engine.append(seq, [token_id])
+        for seq, tree in zip(self.seqs, proposals, strict=False):
+            seq.tree = tree
         self.step(choices, False)
 
     @rule(choices=paths, forks=st.booleans())

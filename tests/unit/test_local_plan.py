@@ -6,7 +6,7 @@ import pytest
 
 from specdec.cli import devices
 from specdec.cli.cores import CoreAssignment, assign_cores
-from specdec.cli.errors import StartupFailed
+from specdec.cli.errors import ClusterFailed
 from specdec.cli.local_plan import LocalPlan, describe_placement, plan_services, split_evenly
 from specdec.cli.service_process import ServiceSpec
 
@@ -81,7 +81,11 @@ def plan(environment: dict[str, str] | None = None, **wishes: object) -> list[Se
 
 def test_three_services_are_planned_with_the_coordinator_last() -> None:
     target, draft, coordinator = plan()
-    assert (target.module, draft.module, coordinator.module) == ("target_service", "draft_service", "coordinator")
+    assert (target.module, draft.module, coordinator.module) == (
+        "target_service",
+        "draft_service",
+        "coordinator",
+    )
     assert target.environment["SPECDEC_TARGET_ENGINE_CORES"] == "0,1"
     assert target.environment["SPECDEC_TARGET_NUM_THREADS"] == "2"
     assert target.cores == (0, 1, 3)
@@ -117,5 +121,5 @@ def test_placement_is_told_by_cores_or_device() -> None:
 
 def test_a_missing_gpu_is_told_as_a_failure_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.cli.local_plan.count_gpus", lambda: 0)
-    with pytest.raises(StartupFailed, match="no GPU"):
+    with pytest.raises(ClusterFailed, match="no GPU"):
         plan_services(LocalPlan(target_model="T", draft_model="D", device="cuda"), environment={}, cores=[0])

@@ -20,7 +20,10 @@ def delta(text: str, *tokens: tuple[str, int]) -> coordinator_pb2.ChoiceDelta:
 
 def test_each_token_is_a_span_of_its_origin() -> None:
     painter = OriginPainter()
-    assert painter.paint(delta("return x", ("return", DRAFT), (" x", BONUS))) == [("return", DRAFT), (" x", BONUS)]
+    assert painter.paint(delta("return x", ("return", DRAFT), (" x", BONUS))) == [
+        ("return", DRAFT),
+        (" x", BONUS),
+    ]
 
 
 def test_text_held_back_keeps_the_origin_of_its_token() -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from specdec.cli.cluster import Cluster, ClusterTimeouts, free_port
-from specdec.cli.errors import StartupFailed
+from specdec.cli.errors import ClusterFailed
 from specdec.cli.service_process import ServiceProcess, ServiceSpec
 
 # Modules of the standard library that do what a service could do.
@@ -91,7 +91,7 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 def test_a_service_that_ends_at_start_is_reported_with_its_log(tmp_path: Path) -> None:
     cluster = Cluster([spec(ENDS_AT_ONCE)], log_dir=tmp_path)
-    with pytest.raises(StartupFailed, match=r"(?s)target ended with exit code 0.*Namespaces are one honking"):
+    with pytest.raises(ClusterFailed, match=r"(?s)target ended with exit code 0.*Namespaces are one honking"):
         cluster.start()
 
 
@@ -99,7 +99,7 @@ def test_a_service_that_never_becomes_healthy_is_reported_and_stopped(tmp_path: 
     timeouts = ClusterTimeouts(start_s=1.5, stop_s=5.0)
     cluster = Cluster([spec(LISTENS, "--bind", "127.0.0.1", "0")], log_dir=tmp_path, timeouts=timeouts)
     waits: list[str] = []
-    with pytest.raises(StartupFailed, match="did not become healthy within"):
+    with pytest.raises(ClusterFailed, match="did not become healthy within"):
         cluster.start(waits.append)
     assert waits == ["target to become healthy"]
     assert not cluster.services["target"].is_running
@@ -113,7 +113,7 @@ def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> Non
     process.start()
     wait_for_log(process, "Serving HTTP")
     cluster = Cluster([taken], log_dir=tmp_path)
-    with pytest.raises(StartupFailed, match="is in use"):
+    with pytest.raises(ClusterFailed, match="is in use"):
         cluster.start()
     assert cluster.services["target"].pid is None
     process.kill()
@@ -127,7 +127,7 @@ def test_a_service_that_ends_later_is_noticed_unless_it_was_told_to(tmp_path: Pa
     assert service.pid is not None
     os.kill(service.pid, signal.SIGKILL)
     service.wait(DEADLINE_S)
-    with pytest.raises(StartupFailed, match="exit code -9"):
+    with pytest.raises(ClusterFailed, match="exit code -9"):
         cluster.check_running()
     service.start()
     cluster.kill("target")

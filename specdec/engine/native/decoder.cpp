@@ -30,21 +30,24 @@ struct Decoder {
 
 namespace {
 
+constexpr int64_t kPrivateNormRows = 16;  // up to here every thread norms all rows itself, which saves a barrier
+
 // Floats that a step of T rows works in: hidden, normed, qkv, attended, activated.
 struct Workspace {
-  Workspace(const Decoder& decoder, int64_t num_rows, float* memory) {
+  Workspace(const Decoder& decoder, int64_t num_rows, int num_threads, float* memory) {
     const AttentionView& heads = decoder.layers[0].attention;
     query_width = heads.num_heads * heads.key_dim;
     kv_width = heads.num_kv_heads * heads.key_dim;
     qkv_width = query_width + 2 * kv_width;
     hidden = memory;
     normed = hidden + num_rows * decoder.hidden;
-    qkv = normed + num_rows * decoder.hidden;
+    norm_stride = num_rows <= kPrivateNormRows ? num_rows * decoder.hidden : 0;  // one copy per thread, or one for all
+    qkv = normed + (norm_stride != 0 ? num_threads : 1) * num_rows * decoder.hidden;
     attended = qkv + num_rows * qkv_width;
     activated = attended + num_rows * query_width;
     end = activated + num_rows * decoder.intermediate;
   }
-  int64_t query_width, kv_width, qkv_width;
+  int64_t query_width, kv_width, qkv_width, norm_stride;
   float *hidden, *normed, *qkv, *attended, *activated, *end;
 };
 
@@ -78,89 +81,122 @@ void rotate(float* head, const float* cosines, const float* sines, int64_t half)
 class Step {
  public:
   Step(const Decoder& decoder, const BatchView& batch, ThreadPool& pool, float* memory, float* logits)
-      : decoder_(decoder), batch_(batch), pool_(pool), space_(decoder, batch.num_rows, memory), logits_(logits) {}
+      : decoder_(decoder),
+        batch_(batch),
+        pool_(pool),
+        space_(decoder, batch.num_rows, pool.num_threads(), memory),
+        logits_(logits) {}
 
   void run(int thread, int num_threads) const {
     const Share rows(batch_.num_rows, thread, num_threads);
     for (int64_t row = rows.begin; row < rows.end; ++row)
       std::memcpy(space_.hidden + row * decoder_.hidden, decoder_.embedding + batch_.input_ids[row] * decoder_.hidden,
                   decoder_.hidden * sizeof(float));
-    for (int64_t i = 0; i < decoder_.num_layers; ++i) run_layer(decoder_.layers[i], rows, thread, num_threads);
+    pool_.barrier();
+    for (int64_t i = 0; i < decoder_.num_layers; ++i) run_layer(decoder_.layers[i], thread, num_threads);
     project_logits(thread, num_threads);
   }
 
  private:
-  void run_layer(const DecoderLayer& layer, const Share& rows, int thread, int num_threads) const {
+  void run_layer(const DecoderLayer& layer, int thread, int num_threads) const {
     const int64_t hidden = decoder_.hidden;
-    norm_rows(layer.input_norm, rows);  // a thread's own rows: it wrote them itself, or a barrier lies between
+    const float* normed = norm_rows(layer.input_norm, thread, num_threads);
+    if (layer.attention.num_kv_heads % num_threads == 0 && layer.attention.key_dim % kPanel == 0)
+      attend_own_heads(layer, normed, thread, num_threads);
+    else
+      attend_together(layer, normed, thread, num_threads);
     pool_.barrier();
-    project<false>(layer.qkv, layer.qkv_bias, space_.normed, hidden, space_.qkv_width, space_.qkv, thread, num_threads);
+    project<true>(layer.output, layer.output_bias, space_.attended, space_.query_width, hidden, space_.hidden,
+                  Share(num_panels(hidden), thread, num_threads));
     pool_.barrier();
-    place_heads(layer, thread, num_threads);
+    activate(layer, norm_rows(layer.post_norm, thread, num_threads), thread, num_threads);
     pool_.barrier();
-    attend_rows(batch_, layer.attention, space_.qkv, space_.qkv_width, layer.attention.key_dim, space_.attended, thread,
-                num_threads);
-    pool_.barrier();
-    project<true>(layer.output, layer.output_bias, space_.attended, space_.query_width, hidden, space_.hidden, thread,
-                  num_threads);
-    pool_.barrier();
-    norm_rows(layer.post_norm, rows);
-    pool_.barrier();
-    activate(layer, thread, num_threads);
-    pool_.barrier();
-    project<true>(layer.down, layer.down_bias, space_.activated, decoder_.intermediate, hidden, space_.hidden, thread,
-                  num_threads);
+    project<true>(layer.down, layer.down_bias, space_.activated, decoder_.intermediate, hidden, space_.hidden,
+                  Share(num_panels(hidden), thread, num_threads));
     pool_.barrier();
   }
 
-  void norm_rows(const float* weight, const Share& rows) const {
+  // Norms the hidden rows; returns where this thread finds all of them.
+  const float* norm_rows(const float* weight, int thread, int num_threads) const {
     const int64_t hidden = decoder_.hidden;
+    const bool is_private = space_.norm_stride != 0;
+    float* normed = space_.normed + thread * space_.norm_stride;
+    const Share rows(batch_.num_rows, is_private ? 0 : thread, is_private ? 1 : num_threads);
     for (int64_t row = rows.begin; row < rows.end; ++row)
-      rms_norm(space_.hidden + row * hidden, weight, hidden, decoder_.norm_epsilon, space_.normed + row * hidden);
+      rms_norm(space_.hidden + row * hidden, weight, hidden, decoder_.norm_epsilon, normed + row * hidden);
+    if (!is_private) pool_.barrier();
+    return normed;
   }
 
-  // y = x * weight^T + bias, or y += where `add`; this thread's panels of it.
+  // Each thread takes whole kv heads from projection to result, so that no thread waits for another.
+  void attend_own_heads(const DecoderLayer& layer, const float* normed, int thread, int num_threads) const {
+    const AttentionView& a = layer.attention;
+    const int64_t panels_per_head = a.key_dim / kPanel, group = a.num_heads / a.num_kv_heads;
+    const Share own(a.num_kv_heads, thread, num_threads);
+    const Share heads[3] = {{own.begin * group, own.end * group},
+                            {a.num_heads + own.begin, a.num_heads + own.end},
+                            {a.num_heads + a.num_kv_heads + own.begin, a.num_heads + a.num_kv_heads + own.end}};
+    for (const Share& part : heads)
+      project<false>(layer.qkv, layer.qkv_bias, normed, decoder_.hidden, space_.qkv_width, space_.qkv,
+                     Share(part.begin * panels_per_head, part.end * panels_per_head));
+    for (int64_t row = 0; row < batch_.num_rows; ++row)
+      for (const Share& part : heads)
+        for (int64_t head = part.begin; head < part.end; ++head) place_head(layer, row, head);
+    for (int64_t row = 0; row < batch_.num_rows; ++row)
+      for (int64_t kv_head = own.begin; kv_head < own.end; ++kv_head)
+        attend(batch_, a, row, kv_head * group, group, space_.qkv + row * space_.qkv_width, a.key_dim,
+               space_.attended + row * space_.query_width);
+  }
+
+  void attend_together(const DecoderLayer& layer, const float* normed, int thread, int num_threads) const {
+    const AttentionView& a = layer.attention;
+    project<false>(layer.qkv, layer.qkv_bias, normed, decoder_.hidden, space_.qkv_width, space_.qkv,
+                   Share(num_panels(space_.qkv_width), thread, num_threads));
+    pool_.barrier();
+    const int64_t per_row = a.num_heads + 2 * a.num_kv_heads;
+    const Share items(batch_.num_rows * per_row, thread, num_threads);
+    for (int64_t item = items.begin; item < items.end; ++item) place_head(layer, item / per_row, item % per_row);
+    pool_.barrier();
+    attend_rows(batch_, a, space_.qkv, space_.qkv_width, a.key_dim, space_.attended, thread, num_threads);
+  }
+
+  // y = x * weight^T + bias, or y += where `add`, for the panels of one share.
   template <bool add>
   void project(const float* weight, const float* bias, const float* x, int64_t depth, int64_t num_outputs, float* y,
-               int thread, int num_threads) const {
-    const Share panels(num_panels(num_outputs), thread, num_threads);
+               const Share& panels) const {
     multiply(weight, panels.begin, panels.end, x, depth, batch_.num_rows, depth,
              [&](int64_t panel, int64_t first_row, const auto& acc) {
                write_panel<add>(acc, panel, bias, num_outputs, y + first_row * num_outputs, num_outputs);
              });
   }
 
-  // Norms and rotates queries and keys, and puts keys and values into their slots.
-  void place_heads(const DecoderLayer& layer, int thread, int num_threads) const {
+  // Norms and rotates a query or key head of a row; puts keys and values into the row's slot.
+  void place_head(const DecoderLayer& layer, int64_t row, int64_t head) const {
     const AttentionView& a = layer.attention;
-    const int64_t dim = a.key_dim, half = dim / 2, per_row = a.num_heads + 2 * a.num_kv_heads;
-    const Share heads(batch_.num_rows * per_row, thread, num_threads);
-    for (int64_t item = heads.begin; item < heads.end; ++item) {
-      const int64_t row = item / per_row, head = item % per_row;
-      float* data = space_.qkv + row * space_.qkv_width + head * dim;
-      const bool is_query = head < a.num_heads, is_value = head >= a.num_heads + a.num_kv_heads;
-      if (!is_value) {
-        const float* norm = is_query ? layer.query_norm : layer.key_norm;
-        if (norm != nullptr) rms_norm(data, norm, dim, decoder_.norm_epsilon, data);
-        const int64_t position = batch_.position_ids[row];
-        rotate(data, decoder_.cosines + position * half, decoder_.sines + position * half, half);
-      }
-      if (is_query) continue;
-      const int64_t kv_head = (head - a.num_heads) % a.num_kv_heads;
-      float* store = is_value ? a.values : a.keys;
-      std::memcpy(slot_address(store, batch_.slot_mapping[row], kv_head, a.num_kv_heads, batch_.block_size, dim), data,
-                  dim * sizeof(float));
+    const int64_t dim = a.key_dim, half = dim / 2;
+    float* data = space_.qkv + row * space_.qkv_width + head * dim;
+    const bool is_query = head < a.num_heads, is_value = head >= a.num_heads + a.num_kv_heads;
+    if (!is_value) {
+      const float* norm = is_query ? layer.query_norm : layer.key_norm;
+      if (norm != nullptr) rms_norm(data, norm, dim, decoder_.norm_epsilon, data);
+      const int64_t position = batch_.position_ids[row];
+      rotate(data, decoder_.cosines + position * half, decoder_.sines + position * half, half);
     }
+    if (is_query) return;
+    const int64_t kv_head = (head - a.num_heads) % a.num_kv_heads;
+    float* store = is_value ? a.values : a.keys;
+    std::memcpy(slot_address(store, batch_.slot_mapping[row], kv_head, a.num_kv_heads, batch_.block_size, dim), data,
+                dim * sizeof(float));
   }
 
   // activated = silu(gate) * up
-  void activate(const DecoderLayer& layer, int thread, int num_threads) const {
+  void activate(const DecoderLayer& layer, const float* normed, int thread, int num_threads) const {
     const int64_t depth = decoder_.hidden, width = decoder_.intermediate;
     const Share pairs(num_panels(width), thread, num_threads);
     for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
       const float* weight = layer.gate_up + 2 * pair * depth * kPanel;
       for_row_blocks(batch_.num_rows, [&]<int rows>(int64_t first) {
-        const float* x = space_.normed + first * depth;
+        const float* x = normed + first * depth;
         Accumulators<rows> both[2];
         const auto keep = [&](int p, const auto& acc) { both[p] = acc; };
         if constexpr (rows <= 3) {
@@ -213,8 +249,8 @@ class Step {
 extern "C" {
 
 // Floats of workspace that a step of num_rows rows needs.
-int64_t specdec_decoder_workspace(const Decoder* decoder, int64_t num_rows) {
-  return Workspace(*decoder, num_rows, nullptr).end - static_cast<float*>(nullptr);
+int64_t specdec_decoder_workspace(const Decoder* decoder, int64_t num_rows, int num_threads) {
+  return Workspace(*decoder, num_rows, num_threads, nullptr).end - static_cast<float*>(nullptr);
 }
 
 // Runs one step; logits [num_logits rows, decoder->num_logits].

@@ -205,7 +205,7 @@ def _load_library() -> ctypes.CDLL:
         "specdec_pack": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER)),
         "specdec_linear": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _POINTER)),
         "specdec_advise_large_pages": (None, (_POINTER, _INT64)),
-        "specdec_decoder_workspace": (_INT64, (_POINTER, _INT64)),
+        "specdec_decoder_workspace": (_INT64, (_POINTER, _INT64, ctypes.c_int)),
         "specdec_decoder_step": (None, (_POINTER,) * 5),
         "specdec_attention": (None, (_POINTER,) * 10),
     }

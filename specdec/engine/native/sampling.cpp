@@ -179,8 +179,9 @@ float top_k_score(const float* scores, int64_t vocab_size, int64_t k) {
 }
 
 // exp(score) in units of 2^-42, rounded down, from the same single operations as logit_processors.integer_weights.
+// score: -64 to 0.
 inline int64_t integer_weight(float score) {
-  const double x = static_cast<double>(score > -64.0f ? score : -64.0f);
+  const double x = static_cast<double>(score);
   const int64_t n = static_cast<int64_t>(x * 1.4426950408889634 - 0.5);  // at most 0
   const double r = x - static_cast<double>(n) * 0.6931471805599453;
   double y = 1.0 / 39916800.0;  // the Taylor series of exp, to the 11th power
@@ -198,6 +199,15 @@ inline int64_t integer_weight(float score) {
   return static_cast<int64_t>(y * kWeightOne) >> -n;
 }
 
+// The weights of up to kBlock scores; none of those below the k-th score. Three loops, each of them vectorised.
+void fill_weights(const float* scores, int64_t count, float kth_score, int64_t* weights) {
+  float clamped[kBlock];
+  for (int64_t i = 0; i < count; ++i) clamped[i] = scores[i] > -64.0f ? scores[i] : -64.0f;
+  for (int64_t i = 0; i < count; ++i) weights[i] = integer_weight(clamped[i]);
+  if (kth_score == -kInfinity) return;
+  for (int64_t i = 0; i < count; ++i) weights[i] = scores[i] >= kth_score ? weights[i] : 0;
+}
+
 // The token whose mass, added to that of all before it, reaches top_p of what top-k kept.
 Cut top_p_cut(const float* scores, int64_t vocab_size, double top_p, float kth_score) {
   std::vector<int64_t> bin_weights(kNumBins, 0);
@@ -206,8 +216,8 @@ Cut top_p_cut(const float* scores, int64_t vocab_size, double top_p, float kth_s
     const int64_t count = std::min(kBlock, vocab_size - begin);
     const float* block = scores + begin;
     if (!(best_of(block, count) >= kNoWeight)) continue;
-    for (int64_t i = 0; i < count; ++i) weights[i] = integer_weight(block[i]);
-    for (int64_t i = 0; i < count; ++i) bin_weights[bin_of(block[i])] += block[i] >= kth_score ? weights[i] : 0;
+    fill_weights(block, count, kth_score, weights);
+    for (int64_t i = 0; i < count; ++i) bin_weights[bin_of(block[i])] += weights[i];
   }
   int64_t total = 0;
   for (const int64_t weight : bin_weights) total += weight;
@@ -225,8 +235,8 @@ Cut top_p_cut(const float* scores, int64_t vocab_size, double top_p, float kth_s
     const int64_t count = std::min(kBlock, num_tokens - begin);
     float block[kBlock];
     for (int64_t i = 0; i < count; ++i) block[i] = scores[token_ids[begin + i]];
-    for (int64_t i = 0; i < count; ++i) weights[i] = integer_weight(block[i]);
-    for (int64_t i = 0; i < count; ++i) bin_weights[fine_bin_of(block[i])] += block[i] >= kth_score ? weights[i] : 0;
+    fill_weights(block, count, kth_score, weights);
+    for (int64_t i = 0; i < count; ++i) bin_weights[fine_bin_of(block[i])] += weights[i];
   }
   const int fine_bin = skip_bins(bin_weights, reached);
   const auto elsewhere = [scores, fine_bin](int64_t i) { return fine_bin_of(scores[i]) != fine_bin; };
@@ -235,7 +245,9 @@ Cut top_p_cut(const float* scores, int64_t vocab_size, double top_p, float kth_s
     return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
   });
   for (const int64_t token_id : token_ids) {
-    if (scores[token_id] >= kth_score) reached += integer_weight(scores[token_id]);
+    int64_t weight;
+    fill_weights(scores + token_id, 1, kth_score, &weight);
+    reached += weight;
     if (reached >= limit) return {scores[token_id], token_id};
   }
   return {-kInfinity, vocab_size};  // limit above the whole, by rounding

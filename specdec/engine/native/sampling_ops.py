@@ -24,7 +24,17 @@ class NativeSampling:
             self._gumbel = library.specdec_gumbel
         except AttributeError as error:
             raise NativeUnavailable(f"the library has no sampling kernels: {error}") from error
-        self._perturbed_top.argtypes = [_POINTER, _INT64, _INT64, _INT64, _POINTER, _POINTER, _INT64, _POINTER, _POINTER]
+        self._perturbed_top.argtypes = [
+            _POINTER,
+            _INT64,
+            _INT64,
+            _INT64,
+            _POINTER,
+            _POINTER,
+            _INT64,
+            _POINTER,
+            _POINTER,
+        ]
         self._perturbed_top.restype = None
         self._cut.argtypes = [_POINTER, _INT64, _INT64, _POINTER, _POINTER, _POINTER]
         self._cut.restype = None

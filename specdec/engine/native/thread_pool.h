@@ -51,6 +51,7 @@ class ThreadPool {
 
 // The part [begin, end) of count items that falls to one thread.
 struct Share {
+  Share(int64_t first, int64_t last) : begin(first), end(last) {}
   Share(int64_t count, int thread, int num_threads)
       : begin(count * thread / num_threads), end(count * (thread + 1) / num_threads) {}
   int64_t begin, end;

@@ -1,0 +1,70 @@
+"""An unmodified transformers model, run over ragged batches through the paged attention function."""
+
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.engine.attention import (
+    ATTENTION_NAME,
+    CONTEXT_KWARG,
+    AttentionKernel,
+    ForwardContext,
+    RecordingKernel,
+    register_paged_attention,
+)
+from specdec.engine.batch import Batch
+from specdec.engine.kv_cache import KVCache
+from specdec.engine.model_gate import check_attention_calls, refusing, switch_attention
+from specdec.engine.self_test import Probe
+
+
+class StepModel(Protocol):
+    """Whatever computes a step: a transformers model, or its fused equal."""
+
+    def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """Write the batch's keys and values, return logits ``[R, V]`` float32 of the rows in ``logits_indices``."""
+
+
+class RaggedModel:
+    """A model whose attention goes through ``kernel``. Constructing it switches the model's attention for good.
+
+    Raises ``ModelNotSupported`` where the model does not take the registered function.
+    """
+
+    def __init__(self, model: PreTrainedModel, kernel: AttentionKernel) -> None:
+        register_paged_attention()
+        switch_attention(model, ATTENTION_NAME)
+        self.model = model
+        self.kernel = kernel
+
+    def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """See ``StepModel``."""
+        return self._run(ForwardContext(batch, cache, self.kernel))
+
+    def record_attention(self, probe: Probe) -> RecordingKernel:
+        """Run two shapes without attending; returns what each attention call of a pass was given.
+
+        Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in all layers.
+        """
+        recorders = (RecordingKernel(), RecordingKernel())
+        with refusing(self.model.config.model_type):
+            for recorder, num_rows in zip(recorders, (2, 7), strict=True):
+                self._run(ForwardContext(probe.batch(probe.prefix_rows(num_rows)), None, recorder))
+        check_attention_calls(self.model, [recorder.geometries for recorder in recorders])
+        return recorders[0]
+
+    def _run(self, context: ForwardContext) -> torch.Tensor:
+        batch = context.batch
+        num_logits = batch.logits_indices.shape[0]
+        kept = batch.logits_indices if num_logits else batch.logits_indices.new_zeros(1)
+        kwargs: dict[str, Any] = {CONTEXT_KWARG: context}
+        output = self.model(
+            input_ids=batch.input_ids.unsqueeze(0),
+            position_ids=batch.position_ids.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=kept,  # always a tensor: 0 and slices mean other things to other models
+            **kwargs,
+        )
+        logits: torch.Tensor = output.logits[0, :num_logits].float()
+        return logits

@@ -1,0 +1,26 @@
+"""Pairwise selection: few cases in which every two values of different parameters meet at least once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def all_cases(parameters: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """The full product."""
+    return [dict(zip(parameters, values, strict=True)) for values in itertools.product(*parameters.values())]
+
+
+def pairwise_cases(parameters: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """A greedy cover of all pairs; deterministic. Cost: product of the sizes times the number of cases."""
+    candidates = [tuple(enumerate(choice)) for choice in itertools.product(*(range(len(v)) for v in parameters.values()))]
+    pairs_of = {candidate: frozenset(itertools.combinations(candidate, 2)) for candidate in candidates}
+    missing = set().union(*pairs_of.values())
+    names, values = list(parameters), list(parameters.values())
+    chosen = []
+    while missing:
+        best = max(candidates, key=lambda candidate: len(pairs_of[candidate] & missing))
+        missing -= pairs_of[best]
+        chosen.append({names[index]: values[index][choice] for index, choice in best})
+    return chosen

@@ -1,0 +1,97 @@
+"""A bounded number of places, a bounded queue, priorities."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from coordinator.admission import AdmissionQueue
+from specdec.rpc.errors import Overloaded
+
+
+async def waiting(queue: AdmissionQueue, *priorities: int) -> list[asyncio.Task[object]]:
+    """Tasks in line, in this order of arrival."""
+    tasks: list[asyncio.Task[object]] = []
+    for priority in priorities:
+        tasks.append(asyncio.create_task(queue.acquire(priority)))
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_places_are_given_at_once_while_there_are_any() -> None:
+    queue = AdmissionQueue(2, 0, 1.0)
+    releases = [await queue.acquire(0), await queue.acquire(0)]
+    assert queue.num_running == 2
+    for release in releases:
+        release()
+        release()
+    assert queue.num_running == 0
+
+
+async def test_lower_priorities_go_first_then_first_come_first_served() -> None:
+    queue = AdmissionQueue(1, 10, 10.0)
+    release = await queue.acquire(0)
+    order: list[str] = []
+
+    async def run(name: str, priority: int) -> None:
+        free = await queue.acquire(priority)
+        order.append(name)
+        free()
+
+    tasks = []
+    for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -3)):
+        tasks.append(asyncio.create_task(run(name, priority)))
+        await asyncio.sleep(0)
+    release()
+    await asyncio.gather(*tasks)
+    assert order == ["urgent", "first", "second", "late"]
+    assert (queue.num_running, queue.num_waiting) == (0, 0)
+
+
+async def test_a_full_queue_refuses_and_says_when_to_retry() -> None:
+    queue = AdmissionQueue(1, 1, 10.0)
+    await queue.acquire(0)
+    (task,) = await waiting(queue, 0)
+    with pytest.raises(Overloaded) as caught:
+        await queue.acquire(0)
+    assert caught.value.retry_after_s > 0
+    task.cancel()
+
+
+async def test_a_full_queue_gives_up_its_last_for_one_that_goes_before_it() -> None:
+    queue = AdmissionQueue(1, 2, 10.0)
+    release = await queue.acquire(0)
+    first, last = await waiting(queue, 1, 7)
+    (urgent,) = await waiting(queue, 0)
+    with pytest.raises(Overloaded):
+        await last
+    release()
+    await urgent
+    first.cancel()
+
+
+async def test_a_queue_of_none_admits_or_refuses() -> None:
+    queue = AdmissionQueue(1, 0, 10.0)
+    await queue.acquire(0)
+    with pytest.raises(Overloaded):
+        await queue.acquire(-100)
+
+
+async def test_waiting_too_long_is_overload() -> None:
+    queue = AdmissionQueue(1, 1, 0.01)
+    await queue.acquire(0)
+    with pytest.raises(Overloaded) as caught:
+        await queue.acquire(0)
+    assert caught.value.reason == "QUEUE_TIMEOUT"
+    assert queue.num_waiting == 0
+
+
+async def test_a_place_given_to_one_that_is_cancelled_in_the_same_turn_goes_to_the_next() -> None:
+    queue = AdmissionQueue(1, 2, 10.0)
+    release = await queue.acquire(0)
+    first, second = await waiting(queue, 0, 0)
+    release()
+    first.cancel()
+    await second
+    assert queue.num_running == 1

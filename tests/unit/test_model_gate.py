@@ -1,0 +1,144 @@
+"""Models that the engine cannot page are refused at load, with a reason; real tiny models throughout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from specdec.engine.model_gate import ModelNotSupported, check_config
+from specdec.engine.model_loader import load_model
+from specdec.engine.model_runner import ModelRunner
+from specdec.engine.settings import EngineSettings
+from tests.unit.tiny_models import REFUSED, SUPPORTED, save_tiny_model
+
+REASONS = {
+    "falcon": "does not look its function up",
+    "gptj": "does not look its function up",
+    "bloom": "does not look its function up",
+    "mamba": "linear_attention",
+    "stablelm": "drops the keyword arguments",
+    "t5": "encoder-decoder",
+    "dynamic_rope_llama": "longest sequence of the batch",
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
+def load(directory: Path, **settings: object) -> ModelRunner:
+    defaults: dict[str, object] = {"model": str(directory), "num_blocks": 16, "device": "cpu"}
+    return ModelRunner.load(EngineSettings.model_validate({**defaults, **settings}))
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_unpageable_model_is_refused_with_a_reason(name: str, tmp_path: Path) -> None:
+    directory = save_tiny_model(name, tmp_path)
+    with pytest.raises(ModelNotSupported, match=REASONS[name]) as refusal:
+        load(directory)
+    assert refusal.value.reason in str(refusal.value)
+
+
+def test_hybrid_layers_are_refused_before_weights_are_read() -> None:
+    config = LlamaConfig()
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ModelNotSupported, match="linear_attention"):
+        check_config(config)
+
+
+def test_chunked_attention_is_refused() -> None:
+    config = LlamaConfig()
+    config.attention_chunk_size = 8192
+    with pytest.raises(ModelNotSupported, match="chunked"):
+        check_config(config)
+
+
+def longrope_model(directory: Path) -> Path:
+    config = Phi3Config(
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        pad_token_id=0,
+        rope_parameters=LONGROPE,
+    )
+    config.save_pretrained(directory)
+    return directory
+
+
+def test_longrope_is_pinned_to_lengths_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    directory = longrope_model(tmp_path)
+    assert load(directory, load_format="dummy").max_model_len == 64
+    with pytest.raises(ModelNotSupported, match="longrope"):
+        load(directory, load_format="dummy", max_model_len=65)
+
+
+def test_hidden_state_outside_attention_shows_in_the_self_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that looks fine to every other check, but mixes neighbouring rows in its layers."""
+    directory = save_tiny_model("llama", tmp_path)
+    plain = LlamaAttention.forward
+
+    def mixing(self: nn.Module, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
+        return plain(self, hidden_states + 0.5 * hidden_states.roll(1, dims=1), *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", mixing)
+    with pytest.raises(ModelNotSupported, match="paged logits differ"):
+        load(directory, fused="off")
+
+
+def test_a_layer_that_skips_the_registered_function_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    plain = LlamaAttention.forward
+
+    def skipping(
+        self: LlamaAttention, hidden_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> object:
+        if self.layer_idx == 1:
+            return hidden_states, None
+        return plain(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", skipping)
+    with pytest.raises(ModelNotSupported, match="only 2 of its 3 layers"):
+        load(directory)
+
+
+def test_a_fused_decoder_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    plain = LlamaForCausalLM.forward
+
+    def scaled(self: nn.Module, *args: object, **kwargs: object) -> object:
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    runner = load(directory)
+    assert "native" in runner.numerics_id
+    assert "failed its self-test" in caplog.text
+
+
+def test_every_supported_config_passes_the_static_checks() -> None:
+    for make in SUPPORTED.values():
+        check_config(make())
+
+
+def test_repository_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    settings = EngineSettings(model=str(directory), device="cpu")
+    assert not settings.trust_remote_code
+    assert load_model(settings).identity.architecture == "LlamaForCausalLM"

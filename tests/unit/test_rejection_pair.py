@@ -1,0 +1,231 @@
+"""Rejection verification on the shipped pair: the output follows the target's distribution, whatever the draft's is.
+
+The distribution test compares the first three tokens of many sessions with exact probabilities by Pearson's
+chi-square. Its false-alarm rate is 1e-6, and its seeds are fixed, so it is the same on every run of one machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from scipy import stats
+from transformers import AutoModelForCausalLM
+
+from specdec.v1 import common_pb2 as pb
+from tests.unit.local_pair import MODELS, LocalPair, Outcome, chain, open_session, prompts
+
+REJECTION = pb.VERIFY_MODE_REJECTION
+FALSE_ALARM_RATE = 1e-6
+TOP_K = 3
+NUM_DRAFTED = 3
+HOLD_MS = 60_000.0  # every round waits for its draft
+
+
+@pytest.fixture(scope="module")
+def loaded_pair() -> LocalPair:
+    return LocalPair()
+
+
+@pytest.fixture(scope="module")
+def loaded_twins() -> LocalPair:
+    """Draft and target are one model."""
+    return LocalPair(draft=str(MODELS / "target"))
+
+
+@pytest.fixture
+def pair(loaded_pair: LocalPair) -> LocalPair:
+    loaded_pair.reset()
+    return loaded_pair
+
+
+@pytest.fixture
+def twins(loaded_twins: LocalPair) -> LocalPair:
+    loaded_twins.reset()
+    return loaded_twins
+
+
+def rejection_session(prompt: list[int], **options: object) -> pb.OpenSession:
+    options = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "body": {"max_draft_tokens": 4}, **options}
+    return open_session(prompt, verify_mode=REJECTION, **options)  # type: ignore[arg-type]
+
+
+def test_sessions_end_after_their_tokens_with_some_accepted_and_some_recovered(pair: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i][:40], seed=i) for i in range(6)}
+    outcomes = pair.run(opens, hold_off_ms=HOLD_MS)
+    assert all(len(outcome.token_ids) == 24 for outcome in outcomes.values())
+    assert all(outcome.finish_reason == pb.FINISH_REASON_LENGTH for outcome in outcomes.values())
+    origins = Counter(origin for outcome in outcomes.values() for origin in outcome.origins)
+    assert origins[pb.ORIGIN_DRAFT] > 10
+    assert origins[pb.ORIGIN_RECOVERED] > 10
+    # Only the last token may come alone: nothing could follow a node.
+    assert all(pb.ORIGIN_DECODE not in outcome.origins[:-1] for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 64])
+def test_a_draft_that_is_the_target_is_accepted_always(top_k: int, twins: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i][:40], seed=i, top_k=top_k) for i in range(4)}
+    outcomes = twins.run(opens, hold_off_ms=HOLD_MS)
+    for outcome in outcomes.values():
+        assert outcome.num_verified > 0
+        assert outcome.num_accepted == outcome.num_verified
+        assert pb.ORIGIN_RECOVERED not in outcome.origins
+
+
+def test_a_truncated_draft_that_is_the_target_is_accepted_mostly(twins: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i][:40], seed=i) for i in range(4)}
+    outcomes = twins.run(opens, hold_off_ms=HOLD_MS)
+    num_verified = sum(outcome.num_verified for outcome in outcomes.values())
+    assert sum(outcome.num_accepted for outcome in outcomes.values()) > 0.8 * num_verified
+
+
+def test_greedy_sessions_give_the_tokens_of_plain_decoding(pair: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i][:40], temperature=0.0) for i in range(4)}
+    plain = {session_id: outcome.token_ids for session_id, outcome in pair.run(opens, use_draft=False).items()}
+    pair.reset()
+    outcomes = pair.run(opens, hold_off_ms=HOLD_MS)
+    assert {session_id: outcome.token_ids for session_id, outcome in outcomes.items()} == plain
+    assert sum(outcome.num_accepted for outcome in outcomes.values()) > 0
+
+
+def test_random_schedules_and_neighbours_in_coupled_mode_leave_sessions_alive(pair: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i % 4][:40], seed=i) for i in range(4)}
+    opens |= {f"coupled{i}": open_session(prompts()[i][:40], temperature=1.0) for i in range(2)}
+    plain = pair.run({s: body for s, body in opens.items() if s.startswith("coupled")}, use_draft=False)
+    pair.reset()
+    outcomes = pair.run(opens, rng=random.Random(4))
+    assert all(outcome.error is None for outcome in outcomes.values())
+    assert all(outcomes[session_id].token_ids == outcome.token_ids for session_id, outcome in plain.items())
+    assert all(len(outcomes[str(i)].token_ids) == 24 for i in range(4))
+
+
+def bad_proposals(start: int) -> list[tuple[str, bytes]]:
+    """What a target must refuse in rejection mode, and the field that it must name."""
+    good = pb.SparseDistribution(token_ids=[5, 6], probs=[0.5, 0.5])
+    cases: list[tuple[str, pb.Proposal]] = [("distributions", pb.Proposal(start_position=start, token_ids=[5]))]
+    for bad in (
+        pb.SparseDistribution(token_ids=[6], probs=[1.0]),  # its own token is not in it
+        pb.SparseDistribution(token_ids=[5, 6], probs=[1.0]),
+        pb.SparseDistribution(token_ids=[5, 5], probs=[0.5, 0.5]),
+        pb.SparseDistribution(token_ids=[5, 9999], probs=[0.5, 0.5]),
+        pb.SparseDistribution(token_ids=[5, 6], probs=[0.0, 1.0]),
+        pb.SparseDistribution(token_ids=[5, 6], probs=[float("nan"), 1.0]),
+        pb.SparseDistribution(),
+    ):
+        cases.append(
+            (
+                "distributions[1]",
+                pb.Proposal(start_position=start, token_ids=[5, 5], distributions=[good, bad]),
+            )
+        )
+    return [(field, proposal.SerializeToString()) for field, proposal in cases]
+
+
+def test_proposals_without_sound_distributions_are_rejected_in_band_and_the_session_lives(pair: LocalPair) -> None:
+    body = rejection_session(prompts()[0][:40])
+    cases = bad_proposals(40)
+    once = iter([[encoded for _, encoded in cases]])
+    outcome = pair.run({"a": body}, use_draft=False, propose=lambda *_: next(once, []))["a"]
+    assert len(outcome.token_ids) == 24
+    assert outcome.error is None
+    messages = [rejected.status.message for rejected in outcome.rejected]
+    assert len(messages) == len(cases)
+    assert all(f"proposal.{field}:" in message for (field, _), message in zip(cases, messages, strict=True)), messages
+
+
+def test_a_coupled_session_takes_proposals_without_distributions(pair: LocalPair) -> None:
+    body = open_session(prompts()[0][:40], temperature=1.0, max_tokens=8)
+    plain = pair.run({"a": body}, use_draft=False)["a"].token_ids
+    pair.reset()
+    truth = [*body.token_ids, *plain]
+    outcome = pair.run({"a": body}, use_draft=False, propose=lambda _, t: [chain(len(t), truth[len(t) :])])["a"]
+    assert outcome.token_ids == plain
+    assert outcome.num_accepted > 0
+
+
+# --- the distribution
+
+
+def exact_distribution(prompt: list[int], num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Joint probabilities of the first tokens at temperature 1 and top-k, from the logits of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(num_tokens):
+        prefixes = list(joint)
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes])).logits[:, -1].double()
+        values, ids = logits.topk(TOP_K)
+        probs = values.softmax(-1)
+        joint = {
+            (*prefix, int(ids[row, k])): joint[prefix] * float(probs[row, k])
+            for (row, prefix), k in product(enumerate(prefixes), range(TOP_K))
+        }
+    return joint
+
+
+def chi_square_p_value(counts: Counter[tuple[int, ...]], probabilities: dict[tuple[int, ...], float]) -> float:
+    """Pearson's test, with rare cells (fewer than 5 expected) put together."""
+    total = sum(counts.values())
+    assert set(counts) <= set(probabilities), "a token outside the target's top-k"
+    cells: list[tuple[float, float]] = []
+    rare = [0.0, 0.0]
+    for key, probability in probabilities.items():
+        if total * probability >= 5:
+            cells.append((counts[key], total * probability))
+        else:
+            rare[0] += counts[key]
+            rare[1] += total * probability
+    if rare[1] > 1:
+        cells.append((rare[0], rare[1]))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    return float(stats.chi2.sf(statistic, len(cells) - 1))
+
+
+def sampled(pair: LocalPair, prompt: list[int], num_samples: int, mode: pb.VerifyMode.ValueType) -> list[Outcome]:
+    """Short sessions with seeds of their own, many at once."""
+    outcomes: list[Outcome] = []
+    for first in range(0, num_samples, 64):
+        pair.reset()
+        opens = {
+            str(seed): rejection_session(
+                prompt, seed=seed, top_k=TOP_K, max_tokens=NUM_DRAFTED + 1, body={"max_draft_tokens": NUM_DRAFTED}
+            )
+            for seed in range(first, min(first + 64, num_samples))
+        }
+        for body in opens.values():
+            body.verify_mode = mode
+        outcomes += pair.run(opens, draft_turns=NUM_DRAFTED + 3, hold_off_ms=HOLD_MS).values()
+    return outcomes
+
+
+def check_distribution(pair: LocalPair, mode: pb.VerifyMode.ValueType, num_samples: int) -> None:
+    prompt = prompts()[1][:17]
+    outcomes = sampled(pair, prompt, num_samples, mode)
+    origins = Counter(origin for outcome in outcomes for origin in outcome.origins[1:3])
+    assert origins[pb.ORIGIN_DRAFT] > num_samples / 4
+    assert origins[pb.ORIGIN_RECOVERED] > num_samples / 4
+    counts = Counter(tuple(outcome.token_ids[:3]) for outcome in outcomes)
+    assert chi_square_p_value(counts, exact_distribution(prompt, 3)) > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("mode", [REJECTION, pb.VERIFY_MODE_COUPLED])
+def test_first_tokens_follow_the_target_exactly(mode: pb.VerifyMode.ValueType, pair: LocalPair) -> None:
+    check_distribution(pair, mode, 768)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [REJECTION, pb.VERIFY_MODE_COUPLED])
+def test_first_tokens_follow_the_target_exactly_over_many_seeds(mode: pb.VerifyMode.ValueType, pair: LocalPair) -> None:
+    check_distribution(pair, mode, 20_000)
+
+
+def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) -> None:
+    """The same test fails for samples of a distribution that is off by a tenth."""
+    exact = exact_distribution(prompts()[1][:17], 3)
+    skewed = {key: probability * (1.3 if key[1] % 2 else 0.7) for key, probability in exact.items()}
+    rng = random.Random(1)
+    counts = Counter(rng.choices(list(skewed), list(skewed.values()), k=768))
+    assert chi_square_p_value(counts, exact) < FALSE_ALARM_RATE

@@ -1,0 +1,378 @@
+import math
+from collections import Counter
+
+import pytest
+import torch
+from transformers.generation import logits_process as reference
+
+from specdec.engine.native.build import NativeUnavailable, build_library
+from specdec.engine.sampling import RowContext, Sampler, TokenHistory
+from specdec.noise import Purpose, gumbel, noise_key
+from specdec.sampling_params import SamplingParams
+
+VOCAB_SIZE = 300
+PROMPT = [5, 9, 9, 250]
+OUTPUT = [7, 9, 7, 7, 120]
+
+
+@pytest.fixture(params=["torch", "native"])
+def path(request: pytest.FixtureRequest) -> str:
+    if request.param == "native":
+        request.getfixturevalue("native")
+    return request.param
+
+
+@pytest.fixture
+def native() -> None:
+    """Skip where the native kernels cannot be built."""
+    try:
+        build_library()
+    except NativeUnavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def sampler(path: str) -> Sampler:
+    return make_sampler(VOCAB_SIZE, path)
+
+
+def make_sampler(vocab_size: int, path: str) -> Sampler:
+    return Sampler(vocab_size, "cpu", native="on" if path == "native" else "off")
+
+
+def make_row(position: int | None = None, extra_tokens: tuple[int, ...] = (), **changed: object) -> RowContext:
+    history = TokenHistory(PROMPT)
+    history.append(OUTPUT)
+    if position is None:
+        position = len(history) + len(extra_tokens)
+    defaults: dict[str, object] = {"seed": 17, "max_tokens": 99}
+    return RowContext(
+        params=SamplingParams(**{**defaults, **changed}),  # type: ignore[arg-type]
+        position=position,
+        num_prompt_tokens=len(PROMPT),
+        history=history,
+        extra_tokens=extra_tokens,
+    )
+
+
+def make_logits(num_rows: int, vocab_size: int = VOCAB_SIZE, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return scale * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def kept(scores: torch.Tensor) -> torch.Tensor:
+    return scores > -math.inf
+
+
+# ---- the draw ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 63, 512, 513, 5000])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 30.0])
+def test_pruned_sampling_equals_noise_for_every_token(path: str, vocab_size: int, scale: float) -> None:
+    logits = make_logits(6, vocab_size, scale=scale)
+    rows = [make_row(position=t, temperature=0.8, choice=t) for t in range(6)]
+    keys = torch.tensor([noise_key(17, t, Purpose.PLAIN, t) for t in range(6)])
+    scores = (logits - logits.amax(1, keepdim=True)) / torch.tensor(0.8)
+    scores += gumbel(keys, torch.arange(vocab_size))
+    ranked = [sorted(range(vocab_size), key=lambda v: (-row[v], v)) for row in scores.tolist()]
+    sampler = make_sampler(vocab_size, path)
+    assert sampler.sample(logits, rows) == [order[0] for order in ranked]
+    for r, found in enumerate(sampler.candidates(logits, rows, 5)):
+        assert [candidate.token_id for candidate in found] == ranked[r][:5]
+        assert [candidate.score for candidate in found] == scores[r, ranked[r][:5]].tolist()
+
+
+def random_rows(num_rows: int, seed: int) -> list[RowContext]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(*values: float) -> float:
+        return values[int(torch.randint(len(values), (), generator=generator))]
+
+    return [
+        make_row(
+            seed=int(pick(0, 1, 2**64 - 1)),
+            choice=int(pick(0, 3)),
+            temperature=pick(0.0, 1e-6, 0.7, 1.0, 5.0),
+            top_k=int(pick(0, 0, 1, 7, 400)),
+            top_p=pick(1.0, 1.0, 0.0, 0.4, 0.95),
+            min_p=pick(0.0, 0.0, 0.02, 1.0),
+            repetition_penalty=pick(1.0, 1.3, 0.7),
+            presence_penalty=pick(0.0, 1.0),
+            frequency_penalty=pick(0.0, 0.2),
+            logit_bias={3: pick(-100.0, 100.0, -1e30)} if pick(0, 1) else {},
+            min_tokens=int(pick(0, 50)),
+            eos_token_ids=(2,),
+            extra_tokens=(9, 31) if pick(0, 1) else (),
+        )
+        for _ in range(num_rows)
+    ]
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("seed", range(8))
+def test_native_and_torch_paths_agree_to_the_bit(seed: int) -> None:
+    native, plain = make_sampler(VOCAB_SIZE, "native"), make_sampler(VOCAB_SIZE, "torch")
+    logits, rows = make_logits(16, VOCAB_SIZE + 4, seed), random_rows(16, seed)
+    if seed % 2:
+        logits = logits.round()  # many ties
+    assert native.sample(logits, rows) == plain.sample(logits, rows)
+    assert native.candidates(logits, rows, 9) == plain.candidates(logits, rows, 9)
+    assert torch.equal(native.process(logits, rows), plain.process(logits, rows))
+    assert torch.equal(native.probs(logits, rows), plain.probs(logits, rows))
+    assert native.draft_sample(logits, rows) == plain.draft_sample(logits, rows)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_does_not_depend_on_the_rows_beside_it(sampler: Sampler, seed: int) -> None:
+    logits, rows = make_logits(12, VOCAB_SIZE + 4, seed), random_rows(12, seed)
+    chosen = list(range(12))
+    together = (
+        sampler.sample(logits, rows),
+        sampler.process(logits, rows),
+        sampler.probs(logits, rows),
+        sampler.draft_sample(logits, rows),
+        sampler.logprobs(logits, rows, chosen),
+    )
+    for begin, end in [(r, r + 1) for r in range(12)] + [(2, 5), (3, 11)]:
+        part, part_rows = logits[begin:end], rows[begin:end]
+        assert sampler.sample(part, part_rows) == together[0][begin:end]
+        assert torch.equal(sampler.process(part, part_rows), together[1][begin:end])
+        assert torch.equal(sampler.probs(part, part_rows), together[2][begin:end])
+        assert sampler.draft_sample(part, part_rows) == together[3][begin:end]
+        assert sampler.logprobs(part, part_rows, chosen[begin:end]) == together[4][begin:end]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_token_is_the_best_of_process_plus_noise(sampler: Sampler, seed: int) -> None:
+    logits, rows = make_logits(16, seed=seed), random_rows(16, seed)
+    scores = sampler.process(logits, rows)
+    for r, row in enumerate(rows):
+        perturbed = scores[r].clone()
+        if not row.params.is_greedy:
+            key = noise_key(row.params.seed, row.params.choice, Purpose.PLAIN, row.position)
+            perturbed += gumbel(torch.tensor([key]), torch.arange(VOCAB_SIZE))[0]
+        expected = int((perturbed == perturbed.max()).nonzero()[0])
+        assert sampler.sample(logits[r : r + 1], [row]) == [expected]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_legal_input_makes_nan_and_some_token_always_stays(sampler: Sampler, seed: int) -> None:
+    logits, rows = make_logits(32, seed=seed, scale=100.0), random_rows(32, seed)
+    assert not sampler.process(logits, rows).isnan().any()
+    probs = sampler.probs(logits, rows)
+    assert torch.allclose(probs.sum(1), torch.ones(32), atol=1e-5)
+    assert all(probs[r, token_id] > 0 for r, token_id in enumerate(sampler.sample(logits, rows)))
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-30, 1e-6, 1e-3])
+def test_tiny_temperatures_choose_the_best_token(sampler: Sampler, temperature: float) -> None:
+    logits = make_logits(4, scale=1000.0)
+    rows = [make_row(position=t, temperature=temperature) for t in range(4)]
+    assert not sampler.probs(logits, rows).isnan().any()
+    assert sampler.sample(logits, rows) == logits.argmax(1).tolist()
+
+
+def test_greedy_ties_go_to_the_lowest_token_id(sampler: Sampler) -> None:
+    logits = torch.zeros(3, VOCAB_SIZE)
+    logits[0, [40, 200]] = 1.0
+    logits[2, [299, 298]] = 1.0
+    rows = [make_row(temperature=0.0)] * 3
+    assert sampler.sample(logits, rows) == [40, 0, 298]
+    assert sampler.probs(logits, rows).argmax(1).tolist() == [40, 0, 298]
+
+
+def test_ties_with_noise_go_to_the_lowest_token_id(sampler: Sampler) -> None:
+    # Logits that cancel the noise: what is left is a few distinct values of rounding.
+    noise = gumbel(torch.tensor([noise_key(17, 0, Purpose.PLAIN, 9)]), torch.arange(VOCAB_SIZE))
+    scores = (-noise - (-noise).max() + noise)[0].tolist()
+    assert len(set(scores)) < VOCAB_SIZE // 10
+    (found,) = sampler.candidates(-noise, [make_row()], VOCAB_SIZE)
+    assert [c.token_id for c in found] == sorted(range(VOCAB_SIZE), key=lambda v: (-scores[v], v))
+
+
+def test_padded_token_ids_are_never_sampled(sampler: Sampler) -> None:
+    logits = make_logits(8, VOCAB_SIZE + 20)
+    logits[:, VOCAB_SIZE:] = 100.0
+    rows = [make_row(position=t, temperature=float(t % 2)) for t in range(8)]
+    assert max(sampler.sample(logits, rows)) < VOCAB_SIZE
+    assert sampler.probs(logits, rows).shape == (8, VOCAB_SIZE)
+
+
+def test_sampling_leaves_the_logits_as_they_are(sampler: Sampler) -> None:
+    logits, rows = make_logits(16), random_rows(16, 1)
+    before = logits.clone()
+    sampler.sample(logits, rows)
+    sampler.process(logits, rows)
+    sampler.draft_sample(logits, rows)
+    sampler.logprobs(logits, rows, [0] * 16)
+    assert torch.equal(logits, before)
+
+
+def test_extra_tokens_count_as_if_they_were_committed(sampler: Sampler) -> None:
+    logits = make_logits(1)
+    changed = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+    speculative = make_row(extra_tokens=(9, 60, 60), **changed)
+    committed = make_row(**changed)
+    assert committed.history is not None
+    committed.history.append([9, 60, 60])
+    committed = RowContext(committed.params, speculative.position, len(PROMPT), committed.history)
+    assert torch.equal(sampler.process(logits, [speculative]), sampler.process(logits, [committed]))
+
+
+def test_penalties_at_a_position_that_contradicts_the_history_are_refused(sampler: Sampler) -> None:
+    with pytest.raises(ValueError, match="history"):
+        sampler.sample(make_logits(1), [make_row(position=3, repetition_penalty=1.5)])
+
+
+# ---- the same as transformers ------------------------------------------------------------------------------------
+
+INPUT_IDS = torch.tensor([PROMPT + OUTPUT])
+
+
+def test_repetition_penalty_is_that_of_transformers(sampler: Sampler) -> None:
+    logits = make_logits(1)
+    expected = reference.RepetitionPenaltyLogitsProcessor(1.3)(INPUT_IDS, logits.clone())
+    row = make_row(temperature=0.0, repetition_penalty=1.3)
+    assert torch.equal(sampler.process(logits, [row]), expected)
+
+
+def test_bias_comes_before_the_repetition_penalty_as_in_transformers(sampler: Sampler) -> None:
+    logits = make_logits(1)
+    expected = reference.SequenceBiasLogitsProcessor([[[9], -8.0], [[7], 4.0]])(INPUT_IDS, logits.clone())
+    expected = reference.RepetitionPenaltyLogitsProcessor(1.3)(INPUT_IDS, expected)
+    row = make_row(temperature=0.0, repetition_penalty=1.3, logit_bias={9: -8.0, 7: 4.0})
+    assert torch.equal(sampler.process(logits, [row]), expected)
+
+
+def test_presence_and_frequency_penalties_count_output_tokens_only(sampler: Sampler) -> None:
+    logits = make_logits(1)
+    expected = logits.clone()
+    for token_id, count in Counter(OUTPUT).items():
+        expected[0, token_id] = expected[0, token_id] - 0.5 - 0.25 * count
+    row = make_row(temperature=0.0, presence_penalty=0.5, frequency_penalty=0.25)
+    torch.testing.assert_close(sampler.process(logits, [row]), expected)
+
+
+@pytest.mark.parametrize("num_output_tokens", [4, 5])
+def test_min_tokens_is_that_of_transformers(sampler: Sampler, num_output_tokens: int) -> None:
+    logits = make_logits(1)
+    processor = reference.MinNewTokensLengthLogitsProcessor(len(PROMPT), 5, [2, 8])
+    expected = processor(INPUT_IDS[:, : len(PROMPT) + num_output_tokens], logits.clone())
+    row = make_row(
+        position=len(PROMPT) + num_output_tokens, temperature=0.0, min_tokens=5, eos_token_ids=(2,), stop_token_ids=(8,)
+    )
+    assert torch.equal(sampler.process(logits, [row]), expected)
+
+
+CUTS = [
+    {"top_k": 1},
+    {"top_k": 5},
+    {"top_k": 1000},
+    {"top_p": 0.3},
+    {"top_p": 0.9},
+    {"top_p": 0.999},
+    {"min_p": 0.01},
+    {"min_p": 0.5},
+    {"min_p": 1.0},
+    {"top_k": 20, "top_p": 0.8},
+    {"top_k": 20, "min_p": 0.2},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+def test_kept_tokens_are_those_of_transformers(sampler: Sampler, cuts: dict[str, float], temperature: float) -> None:
+    logits = make_logits(64)
+    expected = reference.TemperatureLogitsWarper(temperature)(INPUT_IDS, logits.clone())
+    if "top_k" in cuts:
+        expected = reference.TopKLogitsWarper(int(cuts["top_k"]))(INPUT_IDS, expected)
+    if "top_p" in cuts:
+        expected = reference.TopPLogitsWarper(cuts["top_p"])(INPUT_IDS, expected)
+    if "min_p" in cuts:
+        expected = reference.MinPLogitsWarper(cuts["min_p"])(INPUT_IDS, expected)
+    rows = [make_row(temperature=temperature, **cuts)] * 64
+    assert torch.equal(kept(sampler.process(logits, rows)), kept(expected))
+    torch.testing.assert_close(sampler.probs(logits, rows), expected.softmax(1))
+
+
+def test_top_k_keeps_all_that_tie_with_the_last(sampler: Sampler) -> None:
+    logits = torch.tensor([[3.0, 1.0, 2.0, 1.0, 1.0, 0.0]])
+    scores = make_sampler(6, "native" if sampler.is_native else "torch").process(logits, [make_row(top_k=3)])
+    assert kept(scores).tolist() == [[True, True, True, True, True, False]]
+
+
+def test_top_p_takes_the_lower_ids_of_a_tie(sampler: Sampler) -> None:
+    scores = sampler.process(torch.zeros(1, VOCAB_SIZE), [make_row(top_p=0.1)])
+    assert kept(scores)[0].nonzero().squeeze(1).tolist() == list(range(30))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-12])
+def test_top_p_of_nothing_keeps_the_best_token(sampler: Sampler, top_p: float) -> None:
+    logits = make_logits(5)
+    scores = sampler.process(logits, [make_row(top_p=top_p)] * 5)
+    assert kept(scores).sum(1).tolist() == [1] * 5
+    assert scores.argmax(1).tolist() == logits.argmax(1).tolist()
+
+
+# ---- log-probabilities -------------------------------------------------------------------------------------------
+
+
+def test_logprobs_are_of_the_raw_logits_with_the_best_alternatives(sampler: Sampler) -> None:
+    logits = make_logits(3, VOCAB_SIZE + 4)
+    rows = [
+        make_row(),
+        make_row(num_logprobs=0, temperature=0.3, top_k=1),
+        make_row(num_logprobs=3, temperature=0.0, repetition_penalty=2.0, logit_bias={9: 100.0}),
+    ]
+    expected = logits[:, :VOCAB_SIZE].double().log_softmax(1)
+    nothing, only_chosen, best = sampler.logprobs(logits, rows, [1, 2, 3])
+    assert nothing is None
+    assert only_chosen is not None
+    assert best is not None
+    assert only_chosen.logprob == pytest.approx(float(expected[1, 2]), rel=1e-12)
+    assert only_chosen.top == []
+    assert best.logprob == pytest.approx(float(expected[2, 3]), rel=1e-12)
+    values, token_ids = expected[2].topk(3)
+    assert [token_id for token_id, _ in best.top] == token_ids.tolist()
+    assert [logprob for _, logprob in best.top] == pytest.approx(values.tolist(), rel=1e-12)
+
+
+def test_tied_alternatives_are_the_lowest_ids(sampler: Sampler) -> None:
+    (found,) = sampler.logprobs(torch.zeros(1, VOCAB_SIZE), [make_row(num_logprobs=4)], [9])
+    assert found is not None
+    assert [token_id for token_id, _ in found.top] == [0, 1, 2, 3]
+
+
+# ---- history -----------------------------------------------------------------------------------------------------
+
+
+def counts_of(history: TokenHistory, extra: tuple[int, ...] = ()) -> tuple[set[int], Counter[int]]:
+    token_ids, seen, num_output = history.counts(extra)
+    seen_ids = {int(t) for t, is_seen in zip(token_ids, seen, strict=True) if is_seen}
+    return seen_ids, Counter({int(t): int(n) for t, n in zip(token_ids, num_output, strict=True) if n})
+
+
+def test_history_counts_as_a_recount_would_through_appends_and_truncations() -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(200, (40,), generator=generator).tolist()
+    history, tokens = TokenHistory(prompt), list(prompt)
+    for _ in range(60):
+        new = torch.randint(200, (7,), generator=generator).tolist()
+        history.append(new)
+        tokens += new
+        keep = len(tokens) - int(torch.randint(5, (), generator=generator))
+        history.truncate(keep)
+        del tokens[keep:]
+        extra = tuple(torch.randint(260, (3,), generator=generator).tolist())
+        assert len(history) == len(tokens)
+        assert counts_of(history) == (set(tokens), Counter(tokens[40:]))
+        assert counts_of(history, extra) == ({*tokens, *extra}, Counter([*tokens[40:], *extra]))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 10])
+def test_history_refuses_to_truncate_into_the_prompt_or_past_its_end(num_tokens: int) -> None:
+    history = TokenHistory(PROMPT)
+    history.append(OUTPUT)
+    with pytest.raises(ValueError, match="truncate"):
+        history.truncate(num_tokens)

@@ -1,0 +1,98 @@
+"""Defaults, limits and names of fields. The integration test has the table of bad requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from coordinator.validation import (
+    Limits,
+    check_prompt,
+    check_sampling,
+    check_speculation,
+    resolve_max_tokens,
+)
+from specdec.rpc.errors import InvalidRequest
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+LIMITS = Limits(
+    vocab_size=100,
+    max_model_len=50,
+    max_tokens=40,
+    max_choices=4,
+    max_stop_strings=2,
+    max_stop_string_bytes=8,
+    max_logprobs=5,
+    max_logit_bias=3,
+    max_prompt_bytes=1000,
+)
+
+
+def test_defaults_are_neutral() -> None:
+    checked = check_sampling(api.SamplingParams(), LIMITS)
+    sampling = checked.for_choice(2, 77, 9)
+    assert (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (1, 1, 0, 1)
+    assert (sampling.seed, sampling.choice, sampling.max_tokens) == (77, 2, 9)
+    assert not sampling.HasField("num_logprobs")
+    assert (checked.n, checked.skip_special_tokens, checked.include_stop_in_output) == (1, True, False)
+
+
+def test_zero_is_a_value_and_not_a_default() -> None:
+    params = api.SamplingParams(temperature=0.0, logprobs=0, skip_special_tokens=False)
+    checked = check_sampling(params, LIMITS)
+    assert checked.token_sampling.temperature == 0
+    assert checked.token_sampling.HasField("num_logprobs")
+    assert not checked.skip_special_tokens
+
+
+def test_bounds_themselves_are_allowed() -> None:
+    check_sampling(
+        api.SamplingParams(
+            top_p=1.0, min_p=1.0, repetition_penalty=10.0, presence_penalty=-2.0, frequency_penalty=2.0,
+            logit_bias={99: -100.0}, max_tokens=40, min_tokens=40, stop=["12345678"], n=4, logprobs=5,
+        ),
+        LIMITS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("params", "field"),
+    [
+        (api.SamplingParams(logit_bias=dict.fromkeys(range(4), 0.0)), "sampling.logit_bias"),
+        (api.SamplingParams(stop=["é" * 5]), "sampling.stop[0]"),
+        (api.SamplingParams(stop_token_ids=[1] * 2000), "sampling.stop_token_ids"),
+        (api.SamplingParams(min_tokens=41), "sampling.min_tokens"),
+    ],
+)
+def test_limits_name_the_field(params: api.SamplingParams, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_sampling(params, LIMITS)
+    assert caught.value.field == field
+
+
+def test_a_prompt_may_leave_room_for_one_token_but_no_less() -> None:
+    checked = check_sampling(api.SamplingParams(), LIMITS)
+    prompt = check_prompt("prompt", [1] * 49, checked, LIMITS)
+    assert resolve_max_tokens(checked, len(prompt), LIMITS) == 1
+    with pytest.raises(InvalidRequest, match="no room"):
+        check_prompt("prompt", [1] * 50, checked, LIMITS)
+
+
+def test_truncation_keeps_the_end_of_the_prompt() -> None:
+    checked = check_sampling(api.SamplingParams(truncate_prompt_tokens=3), LIMITS)
+    assert check_prompt("prompt", list(range(60)), checked, LIMITS) == [57, 58, 59]
+
+
+def test_max_tokens_is_cut_to_what_the_context_leaves() -> None:
+    checked = check_sampling(api.SamplingParams(max_tokens=30), LIMITS)
+    assert resolve_max_tokens(checked, 10, LIMITS) == 30
+    assert resolve_max_tokens(checked, 45, LIMITS) == 5
+
+
+def test_no_draft_tokens_means_no_speculation() -> None:
+    params = api.SpeculationParams(max_draft_tokens=0)
+    assert not check_speculation(params, pb.VERIFY_MODE_COUPLED).enabled
+    assert (
+        check_speculation(api.SpeculationParams(), pb.VERIFY_MODE_REJECTION).verify_mode
+        == pb.VERIFY_MODE_REJECTION
+    )

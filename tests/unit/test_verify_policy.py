@@ -1,0 +1,105 @@
+"""Which nodes a step verifies: tables over scores, limits and step-time models."""
+
+from __future__ import annotations
+
+import pytest
+
+from target_service.step_time import StepTimeModel
+from target_service.verify_policy import AcceptanceCalibration, select_nodes
+
+
+def machine(base_s: float, row_s: float) -> StepTimeModel:
+    return StepTimeModel(base_s=base_s, row_s=row_s)
+
+
+FREE = machine(0.01, 0.0)
+GPU_LIKE = machine(0.01, 0.0005)
+COMPUTE_BOUND = machine(0.0, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("scores", "limits", "model", "chosen"),
+    [
+        ([], [], FREE, []),
+        ([[]], [8], FREE, [[]]),
+        ([[0.9, 0.8, 0.7]], [8], FREE, [[0, 1, 2]]),
+        ([[0.9, 0.8, 0.7]], [2], FREE, [[0, 1]]),
+        ([[0.9, 0.8, 0.7]], [0], FREE, [[]]),
+        # A second branch with a better path goes before a deep node of the first.
+        ([[0.6, 0.2, 0.5]], [2], FREE, [[0, 2]]),
+        # Among equals a parent, which comes earlier, goes first.
+        ([[0.5, 0.5, 0.5]], [2], FREE, [[0, 1]]),
+        # A row costs as much as a step: only certain nodes pay.
+        ([[0.9, 0.8]], [8], COMPUTE_BOUND, [[]]),
+        # Limits are each session's own.
+        ([[0.9, 0.8], [0.7, 0.6]], [1, 2], FREE, [[0], [0, 1]]),
+    ],
+)
+def test_nodes_are_taken_best_first_while_they_pay(
+    scores: list[list[float]], limits: list[int], model: StepTimeModel, chosen: list[list[int]]
+) -> None:
+    assert select_nodes(scores, limits, 0, model) == chosen
+
+
+def test_the_better_session_gets_the_rows_that_pay() -> None:
+    good, bad = [0.9, 0.81, 0.73], [0.03, 0.001, 0.0001]
+    assert select_nodes([good, bad], [8, 8], 0, GPU_LIKE) == [[0, 1, 2], []]
+
+
+def test_under_load_verification_shrinks_to_plain_decoding() -> None:
+    scores = [0.6, 0.36, 0.22, 0.13]
+    alone = select_nodes([scores], [8], 0, GPU_LIKE)[0]
+    crowded = select_nodes([scores] * 64, [8] * 64, 0, GPU_LIKE)
+    assert len(alone) == 4
+    assert sum(map(len, crowded)) < 64 * 4
+    assert select_nodes([scores] * 64, [8] * 64, 0, machine(0.001, 0.01)) == [[]] * 64
+
+
+def test_rows_of_prefill_in_the_step_make_nodes_cheaper_by_comparison() -> None:
+    scores = [[0.05]]
+    assert select_nodes(scores, [8], 0, GPU_LIKE) == [[0]]
+    assert select_nodes([[0.04]], [8], 0, GPU_LIKE) == [[]]
+    assert select_nodes([[0.04]], [8], 100, GPU_LIKE) == [[0]]
+
+
+@pytest.mark.parametrize("model", [FREE, GPU_LIKE, machine(0.001, 0.002)])
+def test_chosen_nodes_are_closed_under_parents(model: StepTimeModel) -> None:
+    parents = [-1, 0, 0, 1, 2, 4, 3]
+    path: list[float] = []
+    for node, rate in enumerate([0.8, 0.5, 0.5, 1.0, 0.9, 0.1, 1.0]):
+        path.append(rate * (path[parents[node]] if parents[node] >= 0 else 1.0))
+    for limit in range(8):
+        chosen = select_nodes([path], [limit], 0, model)[0]
+        assert len(chosen) <= limit
+        assert all(parents[node] in (-1, *chosen) for node in chosen)
+
+
+def test_calibration_begins_with_the_scores_themselves() -> None:
+    calibration = AcceptanceCalibration()
+    assert calibration.rate(0.95) == pytest.approx(0.9375)
+    assert calibration.rate(0.0) == pytest.approx(0.0625)
+    assert calibration.rate(1.0) == calibration.rate(0.99)
+
+
+@pytest.mark.parametrize("truth", [0.0, 0.3, 1.0])
+def test_calibration_learns_the_rate_of_its_band_and_leaves_others_alone(truth: float) -> None:
+    calibration = AcceptanceCalibration()
+    for i in range(1000):
+        calibration.observe(0.9, i % 10 < truth * 10)
+    assert calibration.rate(0.9) == pytest.approx(truth, abs=0.05)
+    assert calibration.rate(0.3) == pytest.approx(0.3125)
+
+
+def test_calibration_follows_a_change() -> None:
+    calibration = AcceptanceCalibration()
+    for accepted in [True] * 1000 + [False] * 1000:
+        calibration.observe(0.6, accepted)
+    assert calibration.rate(0.6) < 0.02
+
+
+def test_the_mean_rate_lies_between_zero_and_one() -> None:
+    calibration = AcceptanceCalibration()
+    assert calibration.mean_rate == pytest.approx(0.5)
+    for _ in range(10_000):
+        calibration.observe(0.9, True)
+    assert 0.5 < calibration.mean_rate <= 1.0
