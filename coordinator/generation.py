@@ -201,7 +201,7 @@ class Generator:
         live = self._sessions.find_request(request.key)
         if live is not None:
             if not is_resume:
-                raise RequestExists(f"request {request.key[1]!r} is running")
+                raise RequestExists(f"a request with request_id {request.key[1]!r} is running")
             error = Cancelled("the request was taken over by another stream", reason="TAKEN_OVER")
             if live.admission is not None:
                 live.admission.cancel()

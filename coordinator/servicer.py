@@ -13,6 +13,7 @@ from google.protobuf.message import DecodeError, Message
 from coordinator.admission import AdmissionQueue
 from coordinator.fleet import Fleet, ServedModel
 from coordinator.generation import Caller, Generator
+from coordinator.malformed import find_invalid_utf8
 from coordinator.prompt import PromptReader
 from coordinator.validation import Limits
 from specdec import __version__
@@ -30,6 +31,7 @@ _MAX_TENANT_CHARS = 128
 class _Malformed:
     """Stands in for a request that does not parse; gRPC itself would answer INTERNAL."""
 
+    field: str
     cause: str
 
 
@@ -167,11 +169,14 @@ def _handler(make: Callable[..., Any], behavior: Callable[..., Any], request_typ
         try:
             return request_type.FromString(data)
         except DecodeError as error:
-            return _Malformed(str(error))
+            field = find_invalid_utf8(request_type.DESCRIPTOR, data)
+            if field is not None:
+                return _Malformed(field, "is not UTF-8")
+            return _Malformed("request", f"does not parse: {error}")
 
     async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         if isinstance(request, _Malformed):
-            raise InvalidRequest("request", f"does not parse: {request.cause}", reason="MALFORMED_MESSAGE")
+            raise InvalidRequest(request.field, request.cause, reason="MALFORMED_MESSAGE")
         return await behavior(request, context)
 
     return make(

@@ -14,15 +14,15 @@ from __future__ import annotations
 import time
 from typing import Any, cast
 
-import torch
 from google.rpc import code_pb2
 
 from draft_service.growth import GrowthPolicy
+from draft_service.guess import Guesser
 from draft_service.metrics import DraftRecorder
+from draft_service.proposals import coupled_proposal, rejection_proposal
 from draft_service.session import DraftedToken, DraftSession
 from specdec.config import DraftSettings
 from specdec.engine.errors import EngineError
-from specdec.engine.sampling import DraftSample, RowContext
 from specdec.engine.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
@@ -45,7 +45,7 @@ class Drafter:
     ) -> None:
         self._worker = worker
         self._engine = built.engine
-        self._sampler = built.sampler
+        self._guesser = Guesser(built.sampler, settings.num_siblings, settings.num_sparse)
         self._identity = built.info.identity
         self._settings = settings
         self._recorder = recorder
@@ -150,13 +150,9 @@ class Drafter:
             message = f"commit.start_position: {start} leaves a gap after {committed} committed tokens"
             reason, code = "COMMIT_GAP", code_pb2.OUT_OF_RANGE
             self._recorder.mismatch()
-            raise SessionFailure(
-                code, reason, message, field="commit.start_position", expected_position=committed
-            )
+            raise SessionFailure(code, reason, message, field="commit.start_position", expected_position=committed)
         if any(token >= self._identity.vocab_size for token in token_ids):
-            raise invalid(
-                "commit.token_ids", "a token id is outside the vocabulary", expected_position=committed
-            )
+            raise invalid("commit.token_ids", "a token id is outside the vocabulary", expected_position=committed)
         overlap = min(committed - start, len(token_ids))
         if seq.token_ids[start : start + overlap] != token_ids[:overlap]:
             message = "commit.token_ids: contradicts tokens that were committed before"
@@ -225,46 +221,11 @@ class Drafter:
                 rows.append(item.rows.stop - 1)
         if sessions:
             logits = output.logits if len(rows) == len(output.logits) else output.logits[rows]
-            drafted = self._draft(sessions, logits)
-            elapsed_s = time.monotonic() - started_s
-            share_us = int(elapsed_s * 1e6)
-            for session, (token_id, score, sample) in zip(sessions, drafted, strict=True):
-                self._extend(session, DraftedToken(token_id, score, sample, share_us))
+            draft_us = int((time.monotonic() - started_s) * 1e6)
+            for session, token in zip(sessions, self._guesser.guess(sessions, logits, draft_us), strict=True):
+                self._extend(session, token)
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, len(sessions), self._step_s)
-
-    def _draft(
-        self, sessions: list[DraftSession], logits: torch.Tensor
-    ) -> list[tuple[int, float, DraftSample | None]]:
-        """The next token of each session, its score, and in rejection mode its distribution."""
-        contexts = [self._context(session) for session in sessions]
-        drafted: list[tuple[int, float, DraftSample | None]] = [(0, 1.0, None)] * len(sessions)
-        coupled = [i for i, s in enumerate(sessions) if s.mode is VerifyMode.COUPLED]
-        rejection = [i for i, s in enumerate(sessions) if s.mode is VerifyMode.REJECTION]
-        if coupled:
-            own, own_contexts = logits[coupled], [contexts[i] for i in coupled]
-            tokens = self._sampler.sample(own, own_contexts)
-            chosen = torch.tensor(tokens, device=own.device).unsqueeze(1)
-            scores = (own.gather(1, chosen).squeeze(1) - own.logsumexp(-1)).exp().tolist()
-            for i, token, score in zip(coupled, tokens, scores, strict=True):
-                drafted[i] = (token, score, None)
-        if rejection:
-            samples = self._sampler.draft_sample(
-                logits[rejection], [contexts[i] for i in rejection], self._settings.num_sparse
-            )
-            for i, sample in zip(rejection, samples, strict=True):
-                drafted[i] = (sample.token_id, 1.0, sample)
-        return drafted
-
-    def _context(self, session: DraftSession) -> RowContext:
-        chain = tuple(token.token_id for token in session.chain)
-        return RowContext(
-            params=session.params,
-            position=session.num_committed + len(chain),
-            num_prompt_tokens=session.body.num_prompt_tokens,
-            history=session.history,
-            extra_tokens=chain,
-        )
 
     def _extend(self, session: DraftSession, token: DraftedToken) -> None:
         assert session.seq is not None
@@ -277,7 +238,8 @@ class Drafter:
             session.is_chain_over = True
             session.chain.pop()
         self._update_pause(session)
-        if session.max_chain is None or session.is_chain_complete:
+        num_unsent = len(session.chain) - session.num_sent
+        if session.seq.paused or (session.max_chain is None and self._growth.is_worth_sending(num_unsent)):
             self._propose(session)
 
     def _ends_choice(self, session: DraftSession, token_id: int) -> bool:
@@ -290,19 +252,13 @@ class Drafter:
         if len(session.chain) <= session.num_sent:
             return
         chain = session.chain
-        proposal = pb.Proposal(
-            start_position=session.num_committed,
-            token_ids=[token.token_id for token in chain],
-            draft_us=sum(token.draft_us for token in chain[session.num_sent :]),
-        )
+        num_new = len(chain) - session.num_sent
         if session.mode is VerifyMode.REJECTION:
-            for token in chain:
-                assert token.sample is not None
-                proposal.distributions.add(token_ids=token.sample.ids, probs=token.sample.probs)
+            proposal = rejection_proposal(session.num_committed, chain)
         else:
-            proposal.scores = bytes(round(token.score * 255) for token in chain)
+            proposal = coupled_proposal(session.num_committed, chain, self._settings.max_proposal_nodes)
         waited_s = time.monotonic() - session.committed_at_s if session.committed_at_s is not None else None
-        self._recorder.proposal(len(chain), len(chain) - session.num_sent, waited_s)
+        self._recorder.proposal(len(proposal.token_ids), num_new, waited_s)
         session.committed_at_s = None
         session.num_sent = len(chain)
         self._worker.emit(session, proposal=proposal.SerializeToString())

@@ -18,6 +18,12 @@ class GrowthPolicy:
 
     max_ahead_tokens: int
     min_path_score: float = 0.02
+    min_new_tokens: int = 2
+    """A proposal costs every process between draft and target; a token alone is rarely worth that."""
+
+    def is_worth_sending(self, num_unsent: int) -> bool:
+        """Whether to send the tokens that no proposal has carried yet, while the chain still grows."""
+        return num_unsent >= self.min_new_tokens
 
     def wants_more(self, num_ahead: int, path_score: float, target_credit: int | None) -> bool:
         """Whether to draft one more token.

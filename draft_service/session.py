@@ -17,12 +17,14 @@ class DraftedToken:
 
     Attributes:
         score: estimated probability that it is accepted if all before it are.
+        siblings: runners-up at its position, each with its score.
         sample: the sparse distribution it was drawn from (rejection mode).
         draft_us: the session's share of the step that drafted it.
     """
 
     token_id: int
     score: float
+    siblings: tuple[tuple[int, float], ...]
     sample: DraftSample | None
     draft_us: int
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import torch
 import typer
-from training.agreement import ChainFigures, TextFigures, along_continuation, continue_text, over_text
+from training.agreement import ChainFigures, TextFigures, along_continuation, continue_text, over_text, repeated_share
 from training.batches import encode_files
 from training.corpus import read_corpus
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -44,12 +44,15 @@ def main(
     prompts = json.loads((models / "prompts.json").read_text())
     for temperature in (0.0, 1.0):
         text, chains = TextFigures(), ChainFigures()
+        repeated = []
         for seed, prompt in enumerate(prompts):
             ids = tokenizer(prompt["text"]).input_ids
             tokens = continue_text(target, ids, num_new, temperature, seed)
+            repeated.append(repeated_share(tokens, len(ids)))
             along_continuation(target, draft, tokens, len(ids), text, None if temperature else chains)
         name = f"own_text_temperature_{temperature:.0f}"
-        figures[name] = text.means() | ({} if temperature else chains.means())
+        looping = {"repeated_share": round(sum(repeated) / len(repeated), 4)}
+        figures[name] = text.means() | looping | ({} if temperature else chains.means())
         logger.info("%s: %s", name, figures[name])
     if out is not None:
         out.write_text(json.dumps(figures, indent=1) + "\n")

@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import grpc
 from google.protobuf import descriptor
+from google.protobuf.message import Message
 
-from specdec.rpc.errors import Internal, from_rpc_error
+from specdec.rpc.errors import Internal, InvalidRequest, from_rpc_error
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _T = TypeVar("_T")
@@ -94,6 +95,7 @@ class Client:
         self, request: coordinator_pb2.GenerateRequest
     ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
         """Yield the chunks of a request. Leaving the iteration (`aclose`) cancels the request."""
+        self._check_size(request)
         call = self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.metadata)
         try:
             async for chunk in call:
@@ -133,11 +135,18 @@ class Client:
         """Return replicas, load and limits."""
         return await self._call(self._stub.GetStatus, coordinator_pb2.GetStatusRequest())
 
-    async def _call(self, method: Callable[..., Awaitable[_T]], request: object) -> _T:
+    async def _call(self, method: Callable[..., Awaitable[_T]], request: Message) -> _T:
+        self._check_size(request)
         try:
             return await method(request, timeout=self._settings.timeout_s, metadata=self._settings.metadata)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+
+    def _check_size(self, request: Message) -> None:
+        # gRPC itself would answer RESOURCE_EXHAUSTED, as if trying again could help.
+        num_bytes, most = request.ByteSize(), self._settings.max_message_bytes
+        if num_bytes > most:
+            raise InvalidRequest("request", f"{num_bytes} bytes are more than the limit of {most}")
 
 
 @dataclass(slots=True)

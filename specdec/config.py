@@ -115,6 +115,9 @@ class DraftSettings(ReplicaSettings):
         default=8, ge=1, le=64, description="Most tokens of one proposal's main path."
     )
     max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal.")
+    num_siblings: int = Field(
+        default=2, ge=0, le=8, description="Coupled mode: runners-up proposed beside each token of the main path."
+    )
     num_sparse: int = Field(
         default=64,
         ge=1,

@@ -101,10 +101,7 @@ class _Rows:
             return []
         rows = [1 + node for node in walk.rows]
         contexts = [self.contexts[row] for row in rows]
-        return [
-            position_logprobs(entry)
-            for entry in sampler.logprobs(self.logits[rows], contexts, walk.token_ids)
-        ]
+        return [position_logprobs(entry) for entry in sampler.logprobs(self.logits[rows], contexts, walk.token_ids)]
 
     def _coupled(self, node: int, child: int | None) -> int:
         return self.tokens[1 + node]

@@ -41,9 +41,7 @@ def expected_tokens(acceptance: float, num_nodes: int) -> float:
     return sum(acceptance**depth for depth in range(num_nodes + 1))
 
 
-def nodes_to_wait_for(
-    acceptance: float, latency: DraftLatency, step_s: Callable[[int], float], max_nodes: int
-) -> int:
+def nodes_to_wait_for(acceptance: float, latency: DraftLatency, step_s: Callable[[int], float], max_nodes: int) -> int:
     """How many nodes are worth waiting for; 0: decode plainly now.
 
     Args:
@@ -53,9 +51,7 @@ def nodes_to_wait_for(
         max_nodes: most nodes that may be verified.
     """
     plain_s = step_s(1)
-    meanwhile = (
-        int(max(0.0, (plain_s - latency.first_s) / latency.node_s)) if latency.node_s > 0 else max_nodes
-    )
+    meanwhile = int(max(0.0, (plain_s - latency.first_s) / latency.node_s)) if latency.node_s > 0 else max_nodes
     meanwhile = min(meanwhile, max_nodes)
     if meanwhile:
         later_tokens = acceptance * expected_tokens(acceptance, meanwhile) + (1 - acceptance)

@@ -29,11 +29,7 @@ def prompt_logprobs(
     """
     logprobs = torch.log_softmax(logits[: len(next_token_ids), :vocab_size].to(torch.float64), dim=-1)
     num_top = min(num_top, vocab_size)
-    chosen = (
-        logprobs.gather(1, torch.tensor(next_token_ids, device=logits.device).unsqueeze(1))
-        .squeeze(1)
-        .tolist()
-    )
+    chosen = logprobs.gather(1, torch.tensor(next_token_ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
     values, ids = (t.tolist() for t in logprobs.topk(num_top, dim=-1)) if num_top else ([], [])
     return [
         pb.PositionLogprobs(

@@ -41,9 +41,7 @@ class TargetRecorder:
             self._metrics.verify_seconds.observe(elapsed_s)
             self._metrics.verified_nodes.inc(num_nodes)
 
-    def verdict(
-        self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float
-    ) -> None:
+    def verdict(self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float) -> None:
         """One verdict, before the session's own record of its last one is updated."""
         metrics = self._metrics
         for origin in verdict.origins:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.engine.tree import ROOT
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.hold_off import DraftLatency, nodes_to_wait_for
@@ -39,9 +40,9 @@ class Pacing:
         for session in ready:
             if session.is_undecided:
                 self._plan_hold_off(session, now_s)
-            if not session.has_decided or (session.wanted_nodes == 0 and len(session.tree) == 0):
+            if not session.has_decided or (session.wanted_depth == 0 and len(session.tree) == 0):
                 return 0.0
-            if len(session.tree) < session.wanted_nodes:
+            if session.tree.max_depth < session.wanted_depth:
                 until_s = max(until_s, session.hold_until_s - now_s)
         return until_s
 
@@ -51,8 +52,8 @@ class Pacing:
             if session.seq is not None:
                 session.seq.tree = None  # chosen for a step that had no room for the session
         candidates = [s for s in ready if s.seq is not None and len(s.tree) and s.seq.num_pending_tokens <= 1]
-        limits = [min(s.max_nodes, s.end.max_depth(s.num_tokens), self._credit(s)) for s in candidates]
-        scores = [self._path_scores(s) for s in candidates]
+        limits = [s.max_nodes for s in candidates]
+        scores = [self._path_scores(s, min(s.end.max_depth(s.num_tokens), self._credit(s))) for s in candidates]
         selected = select_nodes(scores, limits, len(ready) - len(candidates), self.step_time)
         chosen: dict[str, list[int]] = {}
         for session, nodes in zip(candidates, selected, strict=True):
@@ -68,22 +69,29 @@ class Pacing:
 
     def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
         """Learn from the nodes whose parents were accepted."""
-        accepted = set(walk.path)
-        reached = {-1, *walk.path}
-        for index, node in enumerate(chosen):
+        accepted = {chosen[index] for index in walk.path}
+        reached = {ROOT, *accepted}
+        branched = set()
+        for node in chosen:
             parent = session.tree.tokens.parents[node]
-            if parent == -1 or (parent in chosen and chosen.index(parent) in reached):
-                self.acceptance.observe(session.tree.nodes[node].score, index in accepted)
+            if parent in reached:
+                branched.add(parent)
+                self.acceptance.observe(session.tree.nodes[node].score, node in accepted)
+        for depth in range(len(branched)):
+            self.acceptance.observe_depth(depth < len(accepted))
 
-    def observe_proposal(self, session: TargetSession, num_new: int, draft_us: int, now_s: float) -> None:
-        """A proposal brought `num_new` usable nodes."""
-        if not num_new:
+    def observe_proposal(self, session: TargetSession, depth_before: int, proposal: pb.Proposal, now_s: float) -> None:
+        """A proposal was merged; the tree was `depth_before` deep."""
+        num_new = session.tree.max_depth - depth_before
+        if num_new <= 0:
             return
         session.num_unanswered = 0
         latency = self.draft_latency
-        if draft_us:
-            latency.observe_node(draft_us * 1e-6 / num_new)
-        if session.held_since_s is not None and len(session.tree) == num_new:
+        if proposal.path_length:
+            node_us = proposal.draft_us / proposal.path_length
+            session.tree.draft_us += round(node_us * num_new)
+            latency.observe_node(node_us * 1e-6)
+        if session.held_since_s is not None and depth_before == 0:
             latency.observe_first(max(0.0, now_s - session.held_since_s - (num_new - 1) * latency.node_s))
 
     def after_verdict(self, session: TargetSession) -> None:
@@ -91,7 +99,7 @@ class Pacing:
         session.is_undecided = True
         session.had_proposal = False
         session.held_since_s = None
-        session.wanted_nodes = 0
+        session.wanted_depth = 0
 
     def _plan_hold_off(self, session: TargetSession, now_s: float) -> None:
         session.is_undecided = False
@@ -106,20 +114,23 @@ class Pacing:
             wanted, hold_s = limit, self._hold_off_ms / 1e3
         else:
             latency = self.draft_latency
-            wanted = nodes_to_wait_for(self.acceptance.mean_rate, latency, self.step_time.predict, limit)
+            wanted = nodes_to_wait_for(self.acceptance.depth_rate, latency, self.step_time.predict, limit)
             hold_s = _PATIENCE * (latency.first_s + (wanted - 1) * latency.node_s)
             if wanted == 0:
                 latency.first_s *= _LATENCY_FADE  # never measured while no step waits, so try again in time
         if wanted and hold_s > 0:
-            session.wanted_nodes, session.held_since_s, session.hold_until_s = wanted, now_s, now_s + hold_s
+            session.wanted_depth, session.held_since_s, session.hold_until_s = wanted, now_s, now_s + hold_s
 
-    def _path_scores(self, session: TargetSession) -> list[float]:
+    def _path_scores(self, session: TargetSession, max_depth: int) -> list[float]:
+        """Estimated probability that each node is reached and accepted; 0 below `max_depth`."""
+        tokens = session.tree.tokens
         if session.mode is VerifyMode.REJECTION:
             # What is verified must not depend on the tokens drawn, so not on their scores either.
-            return [self.acceptance.mean_rate**depth for depth in session.tree.tokens.depths]
+            return [self.acceptance.depth_rate**depth if depth <= max_depth else 0.0 for depth in tokens.depths]
         scores: list[float] = []
-        for node, parent in zip(session.tree.nodes, session.tree.tokens.parents, strict=True):
-            scores.append(self.acceptance.rate(node.score) * (scores[parent] if parent >= 0 else 1.0))
+        for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
+            rate = self.acceptance.rate(node.score) if depth <= max_depth else 0.0
+            scores.append(rate * (scores[parent] if parent >= 0 else 1.0))
         return scores
 
     @staticmethod

@@ -22,6 +22,7 @@ class TargetSession(Session):
         params, mode, end: how tokens are picked, verified, and when the choice ends.
         history: token counts for penalties and positions.
         tree: proposals below the last committed token.
+        arrived: the latest proposal not yet in the tree; it carries all that earlier ones did.
         max_nodes: most nodes verified in one step; 0 without speculation.
         credit_position: the session pauses when it has committed this many tokens.
         sent: verdicts that the owner has not acknowledged, oldest first.
@@ -29,7 +30,7 @@ class TargetSession(Session):
         opened_at_s, first_step_at_s, last_verdict_at_s: monotonic times.
         is_undecided: a verdict was sent and the next step's hold-off is not planned yet.
         held_since_s: when the hold-off began; a draft's answer is timed from here.
-        wanted_nodes: nodes that the next step waits for, until `hold_until_s`.
+        wanted_depth: depth of the tree that the next step waits for, until `hold_until_s`.
         num_unanswered: verdicts in a row to which no proposal came in time.
         had_proposal: a usable proposal was at hand when the next step could first be formed.
     """
@@ -40,6 +41,7 @@ class TargetSession(Session):
     end: EndOfChoice
     history: TokenHistory
     tree: SpeculationTree
+    arrived: bytes | None = None
     max_nodes: int
     credit_position: int
     opened_at_s: float
@@ -49,7 +51,7 @@ class TargetSession(Session):
     has_decided: bool = False
     last_verdict_at_s: float | None = None
     is_undecided: bool = False
-    wanted_nodes: int = 0
+    wanted_depth: int = 0
     hold_until_s: float = 0.0
     held_since_s: float | None = None
     num_unanswered: int = 0

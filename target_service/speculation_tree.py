@@ -45,10 +45,15 @@ class SpeculationTree:
     num_stale: int = 0
     """Proposed tokens that arrived too late or off the committed path, since last taken."""
     draft_us: int = 0
-    """Drafting time that proposals reported, since last taken."""
+    """Drafting time of the nodes on the deepest path, since last taken."""
 
     def __len__(self) -> int:
         return len(self.nodes)
+
+    @property
+    def max_depth(self) -> int:
+        """Depth of the deepest node; 0 for an empty tree."""
+        return max(self.tokens.depths, default=0)
 
     def merge(self, proposal: pb.Proposal, committed: list[int]) -> None:
         """Hang a proposal: walk the tokens committed since its start through it, merge what is left below the root.
@@ -63,7 +68,6 @@ class SpeculationTree:
             message = f"{proposal.start_position} is not within the {num_committed} committed tokens"
             raise invalid("proposal.start_position", message, expected_position=num_committed)
         offered, source = _without_equal_siblings(self._parse(proposal, num_committed))
-        self.draft_us += proposal.draft_us
         root = ROOT
         for token in committed[proposal.start_position :]:
             child = offered.child(root, token)
@@ -121,7 +125,7 @@ class SpeculationTree:
                 code_pb2.INVALID_ARGUMENT,
                 "INVALID_PROPOSAL",
                 f"proposal.{error}",
-                field="proposal",
+                field=f"proposal.{error.field}",
                 expected_position=num_committed,
             ) from error
         for name in ("scores", "distributions"):

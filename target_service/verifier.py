@@ -99,7 +99,7 @@ class Verifier:
         """A proposal, or more credit."""
         session = cast(TargetSession, session)
         if kind == "proposal":
-            self._merge(session, body)
+            session.arrived = body
         elif kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
@@ -145,7 +145,12 @@ class Verifier:
 
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
-        return self.pacing.wait_s(self._ready(), now_s)
+        ready = self._ready()
+        for session in ready:
+            if session.arrived is not None:
+                self._merge(session, session.arrived)
+                session.arrived = None
+        return self.pacing.wait_s(ready, now_s)
 
     def step(self) -> None:
         """Choose what to verify, run the engine once, and turn its logits into verdicts."""
@@ -163,9 +168,7 @@ class Verifier:
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
 
-    def _candidates(
-        self, output: StepOutput, chosen: dict[str, list[int]], started_s: float
-    ) -> list[Candidate]:
+    def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
         candidates = []
         for item in output.items:
             session = self._by_seq[item.seq.seq_id]
@@ -181,9 +184,7 @@ class Verifier:
                 fork.first_step_at_s = started_s
                 candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
             tree = item.seq.verified_tree or TokenTree()
-            candidates.append(
-                Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, []))
-            )
+            candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
         return candidates
 
     def _commit(self, decision: Decision, started_s: float, elapsed_s: float) -> None:
@@ -278,12 +279,10 @@ class Verifier:
     def _merge(self, session: TargetSession, encoded: bytes) -> None:
         if not session.max_nodes:
             return
-        before = len(session.tree)
+        depth_before = session.tree.max_depth
         try:
             proposal = pb.Proposal.FromString(encoded)
-            if session.mode is VerifyMode.REJECTION and len(proposal.distributions) != len(
-                proposal.token_ids
-            ):
+            if session.mode is VerifyMode.REJECTION and len(proposal.distributions) != len(proposal.token_ids):
                 raise invalid("proposal.distributions", "rejection verification needs one per node")
             session.tree.merge(proposal, session.token_ids)
         except DecodeError:
@@ -292,8 +291,7 @@ class Verifier:
         except SessionFailure as failure:
             self._reject(session, failure)
             return
-        num_new = len(session.tree) - before
-        self.pacing.observe_proposal(session, num_new, proposal.draft_us, time.monotonic())
+        self.pacing.observe_proposal(session, depth_before, proposal, time.monotonic())
 
     def _reject(self, session: TargetSession, failure: SessionFailure) -> None:
         """A bad proposal costs the session its draft, never its tokens."""
@@ -301,16 +299,12 @@ class Verifier:
         rejected = pb.ProposalRejected(status=failure.to_status(), expected_position=session.num_tokens)
         self._worker.emit(session, proposal_rejected=rejected)
 
-    def _take_prompt_logprobs(
-        self, session: TargetSession, output: StepOutput, rows: slice, start: int
-    ) -> None:
+    def _take_prompt_logprobs(self, session: TargetSession, output: StepOutput, rows: slice, start: int) -> None:
         if session.has_decided:
             return
         num_known = len(session.prompt_logprobs) - start  # after a preemption the chunk comes again
         logits = output.logits[rows][num_known:]
-        following = session.body.token_ids[start + num_known + 1 : session.body.num_prompt_tokens][
-            : len(logits)
-        ]
+        following = session.body.token_ids[start + num_known + 1 : session.body.num_prompt_tokens][: len(logits)]
         if following:
             num_top = session.body.num_prompt_logprobs
             vocab_size = self._identity.vocab_size

@@ -29,11 +29,7 @@ def select_nodes(
         step_time: predicts the step's time from its rows.
     """
     ranked = sorted(
-        (
-            (score, -index, session)
-            for session, scores in enumerate(path_scores)
-            for index, score in enumerate(scores)
-        ),
+        ((score, -index, session) for session, scores in enumerate(path_scores) for index, score in enumerate(scores)),
         reverse=True,
     )
     chosen: list[list[int]] = [[] for _ in path_scores]
@@ -43,7 +39,7 @@ def select_nodes(
         if len(chosen[session]) >= limits[session]:
             continue
         rate = expected_tokens / step_time.predict(num_rows)
-        if score < rate * step_time.row_s:
+        if score <= 0 or score < rate * step_time.row_s:
             break
         chosen[session].append(-negative_index)
         expected_tokens += score
@@ -61,6 +57,8 @@ class AcceptanceCalibration:
     num_bands: int = 8
     prior_weight: float = 4.0
     decay: float = 0.995
+    depth_rate: float = 0.6
+    """Moving average over nodes that were reached: one of their verified children was the target's token."""
     _accepted: list[float] = field(default_factory=list)
     _verified: list[float] = field(default_factory=list)
 
@@ -82,7 +80,6 @@ class AcceptanceCalibration:
         band = self._band(score)
         return self._accepted[band] / self._verified[band]
 
-    @property
-    def mean_rate(self) -> float:
-        """Acceptance over all bands."""
-        return sum(self._accepted) / sum(self._verified)
+    def observe_depth(self, went_on: bool) -> None:
+        """A node with verified children was reached; `went_on` when one of them was accepted."""
+        self.depth_rate += (1 - self.decay) * 4 * (went_on - self.depth_rate)

@@ -24,6 +24,7 @@ from specdec.v1 import common_pb2 as pb
 
 _MAX_FRAME_BYTES = 4 * 2**20
 _MAX_QUEUED_ENTRIES = 16_384
+_MOST_BACKOFFS_IN_NEED = 5
 _log = structlog.get_logger(__name__)
 
 
@@ -118,8 +119,11 @@ class ReplicaLink:
                 self._go_down(error)
             if time.monotonic() - started_s > self._settings.backoff_max_s:
                 backoff_s = self._settings.backoff_min_s
-            await asyncio.sleep(backoff_s * random.uniform(0.75, 1.25))
-            backoff_s = min(2 * backoff_s, self._settings.backoff_max_s)
+            most_s = self._settings.backoff_max_s
+            if self.sessions:  # somebody waits for this very replica
+                most_s = min(most_s, _MOST_BACKOFFS_IN_NEED * self._settings.backoff_min_s)
+            await asyncio.sleep(min(backoff_s, most_s) * random.uniform(0.75, 1.25))
+            backoff_s = min(2 * backoff_s, most_s)
 
     def reset(self, reason: str) -> None:
         """Break the stream; it will be opened again."""

@@ -108,6 +108,20 @@ def continue_text(
     return tokens
 
 
+def repeated_share(tokens: Sequence[int], num_prompt: int, span: int = 16) -> float:
+    """Return the share of a continuation's tokens that end ``span`` tokens already seen in the text.
+
+    Small models loop under greedy decoding, and loops are easy to draft: this says how much of it.
+    """
+    seen: set[tuple[int, ...]] = set()
+    num_repeated = 0
+    for end in range(span, len(tokens) + 1):
+        gram = tuple(tokens[end - span : end])
+        num_repeated += end > num_prompt and gram in seen
+        seen.add(gram)
+    return num_repeated / max(1, len(tokens) - num_prompt)
+
+
 @torch.inference_mode()
 def along_continuation(
     target: LlamaForCausalLM,

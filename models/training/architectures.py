@@ -46,10 +46,10 @@ def draft_config() -> LlamaConfig:
     """1.97 M parameters in two layers."""
     return _config(
         hidden_size=256,
-        intermediate_size=336,
+        intermediate_size=384,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=1,
     )
 
 

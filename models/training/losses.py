@@ -7,9 +7,22 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def next_token_loss(hidden: Tensor, head: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy in nats per token; ``hidden`` is (tokens, width), ``head`` (vocabulary, width)."""
-    return functional.cross_entropy((hidden @ head.t()).float(), labels)
+def cotraining_loss(
+    target_hidden: Tensor, target_head: Tensor, draft_hidden: Tensor, draft_head: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return target cross-entropy, KL(target || draft) and draft cross-entropy, in nats per token.
+
+    Hidden states are (tokens, width), heads (vocabulary, width). The target gets no gradient from
+    the draft's losses.
+    """
+    target_log = (target_hidden @ target_head.t()).float().log_softmax(-1)
+    draft_log = (draft_hidden @ draft_head.t()).float().log_softmax(-1)
+    index = labels[:, None]
+    target_ce = -target_log.gather(1, index).mean()
+    draft_ce = -draft_log.gather(1, index).mean()
+    teacher = target_log.detach()
+    divergence = (teacher.exp() * (teacher - draft_log)).sum(-1).mean()
+    return target_ce, divergence, draft_ce
 
 
 def distillation_loss(
@@ -29,5 +42,5 @@ def distillation_loss(
     return divergence, variation, greedy
 
 
-compiled_next_token_loss = torch.compile(next_token_loss, dynamic=False)
+compiled_cotraining_loss = torch.compile(cotraining_loss, dynamic=False)
 compiled_distillation_loss = torch.compile(distillation_loss, dynamic=False)

@@ -1,4 +1,4 @@
-"""The three phases: the target on the text, samples from it, the draft on its distributions."""
+"""The three phases: co-training, samples from the target, distillation of the draft alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import LlamaForCausalLM
 
 from .batches import Tokens, windows
 from .clock import Phase, warmup_stable_decay
-from .losses import compiled_distillation_loss, compiled_next_token_loss
+from .losses import compiled_cotraining_loss, compiled_distillation_loss
 from .optimizer import SplitOptimizer
 from .tokenizer import BOS_ID, EOS_ID, PAD_ID
 
-SHORT, LONG = (16, 512), (8, 1024)  # (sequences, tokens) of a step of the target
-DISTIL = (8, 512)  # of a step of the draft
+SHORT, LONG = (16, 512), (8, 1024)  # (sequences, tokens) of a step of co-training
+DISTIL = (8, 512)  # of a step of distillation: the draft gains more from many steps than from large ones
 LONG_FROM = 0.80  # share of its time after which sequences are long
 CUT_PROBABILITY = 0.5  # of a window starting with bos, as a prompt does
 
@@ -33,22 +33,39 @@ def _with_bos(batch: Tensor, generator: np.random.Generator) -> Tensor:
     return batch
 
 
-def train_target(
-    target: LlamaForCausalLM, documents: list[Tokens], seconds: float, checkpoint: Callable[[float], None]
+def cotrain(
+    target: LlamaForCausalLM,
+    draft: LlamaForCausalLM,
+    documents: list[Tokens],
+    seconds: float,
+    checkpoint: Callable[[float], None],
 ) -> Phase:
-    """Train the target on the text; ``checkpoint`` gets the seconds elapsed after every step."""
-    optimizer = SplitOptimizer(target, matrix_lr=0.02, vector_lr=3e-3, weight_decay=0.05)
+    """Train the target on the text and the draft on the target's distributions, in one loop.
+
+    The target's forward pass is there anyway, so its full distribution costs the draft little.
+    The draft's learning rate stays up: it decays in ``distil``. ``checkpoint`` gets the seconds
+    elapsed after every step.
+    """
+    target_optimizer = SplitOptimizer(target, matrix_lr=0.02, vector_lr=3e-3, weight_decay=0.05)
+    draft_optimizer = SplitOptimizer(draft, matrix_lr=0.02, vector_lr=4e-3, weight_decay=0.02)
     generator = np.random.default_rng(1)
     short, long = windows(documents, *SHORT, seed=2), windows(documents, *LONG, seed=3)
-    phase = Phase("target", seconds)
+    phase = Phase("co-train", seconds)
     while phase.fraction < 1.0:
         batch = _with_bos(next(short if phase.fraction < LONG_FROM else long), generator)
         inputs, labels = batch[:, :-1], batch[:, 1:].flatten()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = compiled_next_token_loss(_hidden(target, inputs), target.lm_head.weight.bfloat16(), labels)
-        loss.backward()
-        optimizer.step(warmup_stable_decay(phase.fraction, warmup=0.02, decay_from=0.45))
-        phase.record(labels.numel(), target_ce=loss.item())
+            target_ce, divergence, draft_ce = compiled_cotraining_loss(
+                _hidden(target, inputs),
+                target.lm_head.weight.bfloat16(),
+                _hidden(draft, inputs),
+                draft.lm_head.weight.bfloat16(),
+                labels,
+            )
+        (target_ce + divergence + 0.1 * draft_ce).backward()
+        target_optimizer.step(warmup_stable_decay(phase.fraction, warmup=0.02, decay_from=0.45))
+        draft_optimizer.step(warmup_stable_decay(phase.fraction, warmup=0.02, decay_from=1.0))
+        phase.record(labels.numel(), target_ce=target_ce.item(), kl=divergence.item(), draft_ce=draft_ce.item())
         checkpoint(phase.elapsed)
     return phase
 
@@ -83,10 +100,10 @@ def sample(target: LlamaForCausalLM, documents: list[Tokens], seconds: float) ->
 
 
 def _mixed(documents: list[Tokens], samples: list[Tokens]) -> Iterator[Tensor]:
-    """Yield batches of which five in eight rows are text and three the target's samples."""
+    """Yield batches of which six in eight rows are text and two the target's samples."""
     generator = np.random.default_rng(6)
     num_sequences, length = DISTIL
-    num_samples = num_sequences * 3 // 8
+    num_samples = num_sequences // 4
     text = windows(documents, num_sequences - num_samples, length, seed=7)
     while True:
         chosen = generator.choice(len(samples), num_samples, replace=len(samples) < num_samples)
@@ -103,7 +120,7 @@ def distil(
     checkpoint: Callable[[float], None],
 ) -> Phase:
     """Train the draft on the frozen target's distributions, over text and the target's samples."""
-    optimizer = SplitOptimizer(draft, matrix_lr=0.01, vector_lr=2e-3, weight_decay=0.01)
+    optimizer = SplitOptimizer(draft, matrix_lr=0.01, vector_lr=2e-3, weight_decay=0.0)
     batches = _mixed(documents, samples)
     phase = Phase("distil", seconds)
     while phase.fraction < 1.0:
@@ -118,7 +135,7 @@ def distil(
                 draft.lm_head.weight.bfloat16(),
             )
         (divergence + variation + 0.25 * greedy).backward()
-        optimizer.step(warmup_stable_decay(phase.fraction, warmup=0.02, decay_from=0.3))
+        optimizer.step(warmup_stable_decay(phase.fraction, warmup=0.0, decay_from=0.45))
         phase.record(inputs.numel(), kl=divergence.item(), tv=variation.item(), greedy_ce=greedy.item())
         checkpoint(phase.elapsed)
     return phase

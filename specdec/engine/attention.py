@@ -1,13 +1,13 @@
 """Attention over the paged KV cache, called by unmodified transformers models.
 
-transformers looks attention up by name in a registry of its own. ``register_paged_attention`` adds one stateless
-function there; what it needs (batch metadata, cache, kernel) arrives with every forward pass as the keyword
-argument ``CONTEXT_KWARG``. No mask function is registered, so that models build no mask at all.
+transformers looks attention up by name in a registry of its own. ``register_paged_attention`` adds one
+stateless function there; what it needs (batch metadata, cache, kernel) arrives with every forward pass as the
+keyword argument ``CONTEXT_KWARG``. No mask function is registered, so that models build no mask at all.
 
-The guarantee of a kernel: a row attends to positions ``0..position`` of its own sequence, keys in the order of
-their positions, whatever slots hold them. A row-invariant kernel also fixes the order of all sums by absolute
-position (tiles of ``TILE`` positions, online softmax from left to right), so that a row's bits depend on nothing but
-its own tokens.
+The guarantee of a kernel: a row attends to positions ``0..position`` of its own sequence, keys in the order
+of their positions, whatever slots hold them. A row-invariant kernel also fixes the order of all sums by
+absolute position (tiles of ``TILE`` positions, online softmax from left to right), so that a row's bits
+depend on nothing but its own tokens.
 """
 
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class TiledAttention:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See ``AttentionKernel``."""
-        cache = _cache_of(context)
+        cache = cache_of(context)
         batch = context.batch
         cache.write(layer, batch.slot_mapping, key, value)
         slots = _slots_by_position(context, cache.block_size)  # [T, L]
@@ -150,8 +150,8 @@ class TiledAttention:
 class GatherAttention:
     """Attention by one gather and two batched products, without any device-to-host copy; float32 inside.
 
-    Not row-invariant: the width of the gather depends on the batch. Rows are taken in chunks that keep the gathered
-    keys under a fixed size. A fused kernel for CUDA may replace it behind the same signature.
+    Not row-invariant: the width of the gather depends on the batch. Rows are taken in chunks that keep the
+    gathered keys under a fixed size. A fused kernel for CUDA may replace it behind the same signature.
     """
 
     def __call__(
@@ -164,7 +164,7 @@ class GatherAttention:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See ``AttentionKernel``."""
-        cache = _cache_of(context)
+        cache = cache_of(context)
         batch = context.batch
         cache.write(layer, batch.slot_mapping, key, value)
         slots = _slots_by_position(context, cache.block_size)
@@ -233,8 +233,8 @@ def paged_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls: query ``[1, H, T, D]``, key and value ``[1, Hkv, T, D]``.
 
-    Returns ``[1, T, H, value_dim]`` and no weights. Raises ``AttentionError`` where the layer did not pass the
-    context on, or asks for a mask.
+    Returns ``[1, T, H, value_dim]`` and no weights. Raises ``AttentionError`` where the layer did not pass
+    the context on, or asks for a mask.
     """
     context: ForwardContext | None = kwargs.get(CONTEXT_KWARG)
     if context is None:
@@ -251,12 +251,13 @@ def paged_attention_forward(
         softcap=softcap or None,
         sinks=s_aux,
     )
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, dim]
-    out = context.kernel(*rows, layer, context, options)
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, dim]
+    out = context.kernel(query, key, value, layer, context, options)
     return out.unsqueeze(0), None
 
 
-def _cache_of(context: ForwardContext) -> KVCache:
+def cache_of(context: ForwardContext) -> KVCache:
+    """The cache of a pass that has one; raises ``AttentionError`` where it has none."""
     if context.cache is None:
         raise AttentionError("the forward pass has no KV cache")
     return context.cache
@@ -278,7 +279,8 @@ def _softcapped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def _slots_by_position(context: ForwardContext, block_size: int) -> torch.Tensor:
     """Physical slot of every position of every row, ``[T, L]``, computed once per pass.
 
-    L is a multiple of ``TILE``. Entries past a row's own position name some valid slot, to be masked by the reader.
+    L is a multiple of ``TILE``. Entries past a row's own position name some valid slot, to be masked by the
+    reader.
     """
     slots: torch.Tensor | None = context.scratch.get("slots")
     if slots is None:

@@ -1,13 +1,14 @@
 """Llama-like decoders as one native call per step.
 
-A step of a small model spends more time between its kernels than in them. For architectures whose layers are exactly
-norm, attention with rotary positions, norm and gated SiLU, all weights are repacked into one arena and the whole step (embedding to
-logits) runs in C++ (``native/decoder.cpp``). What counts is the self-test: the fused decoder must give the logits of
-the model's own dense forward pass, or it is not used.
+A step of a small model spends more time between its kernels than in them. For architectures whose layers are
+exactly norm, attention with rotary positions, norm and gated SiLU, all weights are repacked into one arena
+and the whole step (embedding to logits) runs in C++ (``native/decoder.cpp``). What counts is the self-test:
+the fused decoder must give the logits of the model's own dense forward pass, or it is not used.
 """
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernel
 
 _FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
-_TABLE_CHUNK = 4096
+_TABLE_CHUNK = 4096  # positions per call of the rotary module
+_STATUS = {1: "token id", 2: "position"}  # of specdec_decoder_step
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -44,6 +46,7 @@ class _Decoder(ctypes.Structure):
         ),
         ("layers", ctypes.POINTER(_DecoderLayer)),
         *((name, _INT64) for name in ("num_layers", "hidden", "intermediate", "num_logits")),
+        *((name, _INT64) for name in ("num_embeddings", "num_positions")),
         ("norm_epsilon", ctypes.c_float),
     ]
 
@@ -81,12 +84,13 @@ class FusedDecoder:
         options: Sequence[AttentionOptions],
         max_model_len: int,
     ) -> None:
-        """Pack the weights of a float32 CPU model that ``is_fusable`` accepts; takes them off its modules one by one."""
+        """Pack the weights of a model that ``is_fusable`` accepts; takes them off its modules one by one."""
         self._kernels = kernels
         self._kept: list[torch.Tensor] = []  # owners of the memory that the structures point to
         self._cache: KVCache | None = None
         self._workspace = torch.empty(0)
-        decoder, head = model.model, model.lm_head
+        decoder: Any = model.model
+        head: Any = model.lm_head
         layers = list(decoder.layers)
         self._arena = kernels.empty_arena(_arena_size(layers, head, kernels))
         self._arena_used = 0
@@ -109,11 +113,16 @@ class FusedDecoder:
             hidden=model.config.hidden_size,
             intermediate=model.config.intermediate_size,
             num_logits=self.num_logits,
+            num_embeddings=decoder.embed_tokens.weight.shape[0],
+            num_positions=max_model_len,
             norm_epsilon=model.config.rms_norm_eps,
         )
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Logits ``[R, V]`` of a batch; writes its keys and values. Cost: one native call."""
+        """Logits ``[R, V]`` of a batch; writes its keys and values. Cost: one native call.
+
+        Raises ``IndexError`` for a token id or a position that the model does not have.
+        """
         if cache is not self._cache:
             self._bind(cache)
         library = self._kernels.library
@@ -124,13 +133,15 @@ class FusedDecoder:
         if needed > self._workspace.shape[0]:
             self._workspace = torch.empty(needed)
         logits = torch.empty(view.num_logits, self.num_logits)
-        library.specdec_decoder_step(
+        status = library.specdec_decoder_step(
             self._kernels.pool,
             ctypes.byref(self._decoder),
             ctypes.byref(view),
             self._workspace.data_ptr(),
             logits.data_ptr(),
         )
+        if status != 0:
+            raise IndexError(f"a {_STATUS[status]} is out of the model's range")
         return logits
 
     def _bind(self, cache: KVCache) -> None:
@@ -138,7 +149,7 @@ class FusedDecoder:
             layer.attention.keys, layer.attention.values = keys.data_ptr(), values.data_ptr()
         self._cache = cache
 
-    def _take_layer(self, target: _DecoderLayer, layer: nn.Module) -> None:
+    def _take_layer(self, target: _DecoderLayer, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         target.input_norm = self._keep(layer.input_layernorm.weight)
         target.post_norm = self._keep(layer.post_attention_layernorm.weight)
@@ -183,7 +194,7 @@ class FusedDecoder:
         return self._arena.data_ptr() + 4 * start
 
 
-def _arena_size(layers: Sequence[nn.Module], head: nn.Module, kernels: NativeKernels) -> int:
+def _arena_size(layers: Sequence[Any], head: Any, kernels: NativeKernels) -> int:
     size = kernels.packed_size(*head.weight.shape)
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -208,7 +219,7 @@ def _attention_view(num_heads: int, geometry: LayerGeometry, options: AttentionO
     )
 
 
-def _rotary_tables(rotary: nn.Module, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotary_tables(rotary: Any, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines ``[num_positions, head_dim / 2]`` as the model's own rotary module gives them."""
     parts = []
     probe = torch.zeros(1, dtype=torch.float32)

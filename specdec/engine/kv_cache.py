@@ -23,10 +23,10 @@ class LayerGeometry:
 class KVCache:
     """Keys and values of every layer, in blocks that all layers share by number.
 
-    Layer ``i`` is ``keys[i]`` ``[num_blocks, num_kv_heads, block_size, key_dim]`` and ``values[i]`` likewise; where all
-    layers are alike, they are views of one tensor ``[layer, 2, block, kv head, slot, dim]``. Physical slot
-    ``s`` is offset ``s % block_size`` of block ``s // block_size``. Layers are numbered by the order of
-    the attention calls within one forward pass, which is not always the module's own index.
+    Layer ``i`` is ``keys[i]`` ``[num_blocks, num_kv_heads, block_size, key_dim]`` and ``values[i]`` likewise;
+    where all layers are alike, they are views of one tensor ``[layer, 2, block, kv head, slot, dim]``.
+    Physical slot ``s`` is offset ``s % block_size`` of block ``s // block_size``. Layers are numbered by the
+    order of the attention calls within one forward pass, which is not always the module's own index.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class KVCache:
 
     @torch.inference_mode()
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks ``(source, destination)`` in all layers, one after the other. Cost: one memcpy each."""
+        """Copy whole blocks ``(source, destination)`` in all layers, in order. Cost: one memcpy each."""
         for source, destination in pairs:
             for store in self._stores:
                 store[:, destination].copy_(store[:, source])

@@ -1,8 +1,8 @@
 """Linear layers whose rows do not depend on their company, put in the place of a model's own.
 
-``nn.Linear`` picks other kernels for other row counts, so the same row gets other bits alone than in a batch. Here the
-weight is packed once and every output is one sum in a fixed order. The same holds for activations: ATen computes the
-last few elements of a tensor by another ``exp`` than the rest.
+``nn.Linear`` picks other kernels for other row counts, so the same row gets other bits alone than in a batch.
+Here the weight is packed once and every output is one sum in a fixed order. The same holds for activations:
+ATen computes the last few elements of a tensor by another ``exp`` than the rest.
 """
 
 from typing import Protocol
@@ -45,7 +45,7 @@ class PackedLinear(nn.Module):
 
 
 class WholeVectorActivation(nn.Module):
-    """Runs an element-wise module on a multiple of ``_VECTOR_MULTIPLE`` elements, so that none falls to a scalar tail."""
+    """Pads an element-wise module's input to whole vectors, so that no element falls to a scalar tail."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class WholeVectorActivation(nn.Module):
 
 
 class OneDnnWeight:
-    """A weight packed by oneDNN for 8 rows; bit-identical rows for any number of them, on any number of threads."""
+    """A weight packed by oneDNN for 8 rows; a row's bits depend on neither other rows nor threads."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_threads: int) -> None:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)
@@ -90,8 +90,8 @@ class OneDnnWeight:
 def make_modules_row_invariant(model: nn.Module, pack: WeightPacker) -> None:
     """Replace all linear layers and activations of a float32 CPU model, in place.
 
-    Weights are packed one by one and the originals dropped, so that memory peaks one weight above the model's size. A weight
-    shared with an embedding is packed apart.
+    Weights are packed one by one and the originals dropped, so that memory peaks one weight above the model's
+    size. A weight shared with an embedding is packed apart.
     """
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():

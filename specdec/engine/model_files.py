@@ -27,7 +27,8 @@ class ModelIdentity:
 
 
 def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
-    """Return the directory of a model and its revision ("" for a plain directory), downloading a hub id if need be.
+    """Return the directory of a model and its revision ("" for a plain directory), downloading a hub id if
+    need be.
 
     Raises ``ModelLoadError`` where neither a directory nor a reachable hub repository has the name.
     """
@@ -50,8 +51,9 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
 def weights_digest(directory: Path) -> str:
     """Hex digest over the contents of all safetensors files, in the order of their names.
 
-    A file over 1 GiB counts by its size, its header (names, shapes, types) and 64 samples of 1 MiB spread evenly from
-    its first byte to its last: enough to tell checkpoints apart, no proof against tampering. Cost: about 1 s per GB.
+    A file over 1 GiB counts by its size, its header (names, shapes, types) and 64 samples of 1 MiB spread
+    evenly from its first byte to its last: enough to tell checkpoints apart, no proof against tampering.
+    Cost: about 1 s per GB.
     """
     files = sorted(directory.glob("*.safetensors"))
     digest = hashlib.blake2b(digest_size=16)

@@ -1,7 +1,7 @@
 """The gate: proves at load that a model can be run through the paged cache, or says why not.
 
-Most incompatibilities are silent: the model runs and its logits are wrong. So nothing is believed that a config or a
-class name says. The checks, cheapest first:
+Most incompatibilities are silent: the model runs and its logits are wrong. So nothing is believed that a
+config or a class name says. The checks, cheapest first:
 
     1. the config: encoder-decoder, recurrent or chunked layers, frequencies that depend on the batch
     2. the attention implementation, once switched
@@ -17,8 +17,9 @@ from specdec.engine.attention import AttentionError
 from specdec.engine.errors import EngineError
 
 if TYPE_CHECKING:
-    from specdec.engine.kv_cache import LayerGeometry
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from specdec.engine.kv_cache import LayerGeometry
 
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 _RECURRENT_HINTS = (
@@ -82,12 +83,10 @@ def rope_parameter_sets(config: "PreTrainedConfig") -> Iterator[dict[str, Any]]:
 
 
 def longrope_limit(config: "PreTrainedConfig") -> int | None:
-    """Length up to which longrope uses its short frequencies, which do not depend on the batch; None without longrope."""
+    """Length up to which longrope keeps its short frequencies, whatever the batch; None without longrope."""
+    shared = getattr(config, "original_max_position_embeddings", 0)
     limits = [
-        int(
-            rope.get("original_max_position_embeddings")
-            or getattr(config, "original_max_position_embeddings", 0)
-        )
+        int(rope.get("original_max_position_embeddings") or shared or 0)
         for rope in rope_parameter_sets(config)
         if rope.get("rope_type") == "longrope"
     ]

@@ -47,7 +47,8 @@ class LoadedModel:
 def load_model(settings: EngineSettings) -> LoadedModel:
     """Load the model that the settings name.
 
-    Raises ``ModelNotSupported`` for what the config rules out and ``ModelLoadError`` for everything that fails on the way.
+    Raises ``ModelNotSupported`` for what the config rules out and ``ModelLoadError`` for everything that
+    fails on the way.
     """
     directory, revision = find_model_files(settings.model, settings.revision)
     try:
@@ -143,8 +144,8 @@ def _choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
         if asked is not None and asked > longrope:
             raise ModelNotSupported(
                 config.model_type,
-                f"longrope changes all frequencies once the longest sequence of the batch passes {longrope} tokens; "
-                f"set max_model_len to {longrope} or less",
+                f"longrope changes all frequencies once the longest sequence of the batch passes {longrope} "
+                f"tokens; set max_model_len to {longrope} or less",
             )
         _logger.warning(
             "longrope is pinned to its short frequencies", extra={"max_model_len": asked or longrope}

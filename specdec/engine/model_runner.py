@@ -64,15 +64,15 @@ class ModelRunner:
     def load(cls, settings: EngineSettings) -> "ModelRunner":
         """Load a model, prove that it can be paged, and allocate its KV cache.
 
-        Raises ``ModelNotSupported`` where the gate refuses the model, ``ModelLoadError`` where files, memory or a
-        demanded guarantee are missing. Sets ATen's threads for the whole process: 1 on CPU float32, whose kernels
-        bring their own.
+        Raises ``ModelNotSupported`` where the gate refuses the model, ``ModelLoadError`` where files, memory
+        or a demanded guarantee are missing. Sets ATen's threads for the whole process: 1 on CPU float32,
+        whose kernels bring their own.
         """
         return _RunnerBuilder(settings).build()
 
     @property
     def numerics_id(self) -> str:
-        """What a row's bits depend on besides the model: equal ids give equal logits where ``row_invariant`` holds."""
+        """What a row's bits depend on besides the model: equal ids, equal logits (if ``row_invariant``)."""
         parts = [self.identity.dtype, self.device.type, self._kernel_path]
         if self.device.type == "cuda":
             parts.append(torch.cuda.get_device_name(self.device).replace(" ", "-"))
@@ -81,9 +81,11 @@ class ModelRunner:
         return "/".join([*parts, f"torch-{torch.__version__}", "tp1"])
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """One pass over a ragged batch of T rows; returns logits ``[R, num_logits]`` float32 of ``logits_indices``.
+        """One pass over a ragged batch of T rows; returns logits ``[R, num_logits]`` float32 of
+        ``logits_indices``.
 
-        Every row's key and value are written to its slot before any row reads. Cost: one model forward over T rows.
+        Every row's key and value are written to its slot before any row reads. Cost: one model forward over T
+        rows.
         """
         with torch.inference_mode():
             return self._step_model(batch, self._cache)
@@ -97,7 +99,7 @@ class ModelRunner:
         self._cache.copy_slots(src, dst)
 
     def warmup(self) -> None:
-        """Run a few shapes through a small cache of its own, so that the first real step pays for no initialisation."""
+        """Run a few shapes through a small cache of its own, so that no real step pays for initialisation."""
         probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
         with torch.inference_mode():
@@ -141,7 +143,7 @@ class _RunnerBuilder:
     def _choose_model(
         self, ragged: RaggedModel, recorded: RecordingKernel, expected: DenseLogits
     ) -> tuple[StepModel, str, bool]:
-        """The fastest step model that passes the self-test, its kernel path, and whether it is row-invariant."""
+        """The fastest step model that passes the self-test, its kernel path, whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
         if (
             kernels is not None
@@ -165,8 +167,8 @@ class _RunnerBuilder:
         if not error <= tolerance(loaded.dtype):
             raise ModelNotSupported(
                 loaded.model.config.model_type,
-                f"paged logits differ from dense ones by {error:.2g} of their spread: something besides keys and "
-                "values decides its attention",
+                f"paged logits differ from dense ones by {error:.2g} of their spread: something besides keys "
+                "and values decides its attention",
             )
         row_invariant = row_invariant and self._wants_invariance
         if self._settings.deterministic and not row_invariant:
@@ -200,7 +202,7 @@ class _RunnerBuilder:
         return f"native-{KERNEL_VERSION}-lanes{self._kernels.lanes}"
 
     def _dense_logits(self) -> DenseLogits:
-        """Logits ``[T, V]`` of the probe's sequences by the model's own attention, without any of the engine's parts."""
+        """Logits ``[T, V]`` of the probe's sequences by the model's own attention."""
         expected = {}
         with refusing(self._loaded.model.config.model_type):
             for tokens in self._probe.sequences:

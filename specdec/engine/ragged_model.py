@@ -23,11 +23,12 @@ class StepModel(Protocol):
     """Whatever computes a step: a transformers model, or its fused equal."""
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """Write the batch's keys and values, return logits ``[R, V]`` float32 of the rows in ``logits_indices``."""
+        """Write the batch's keys and values, return float32 logits ``[R, V]`` of ``logits_indices``."""
 
 
 class RaggedModel:
-    """A model whose attention goes through ``kernel``. Constructing it switches the model's attention for good.
+    """A model whose attention goes through ``kernel``. Constructing it switches the model's attention for
+    good.
 
     Raises ``ModelNotSupported`` where the model does not take the registered function.
     """
@@ -45,7 +46,8 @@ class RaggedModel:
     def record_attention(self, probe: Probe) -> RecordingKernel:
         """Run two shapes without attending; returns what each attention call of a pass was given.
 
-        Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in all layers.
+        Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in
+        all layers.
         """
         recorders = (RecordingKernel(), RecordingKernel())
         with refusing(self.model.config.model_type):

@@ -1,9 +1,9 @@
 """The self-test of a loaded model: paged logits against dense ones, and one row's bits in different company.
 
-Two short sequences of random tokens run through a cache of their own: whole, in chunks, mixed, token by token, and
-as branches of a tree, in blocks that do not follow each other. Every row is filed under the tokens it has seen; rows that
-saw the same tokens must agree with the dense model within a tolerance, and bit by bit if the engine is to be called
-row-invariant.
+Two short sequences of random tokens run through a cache of their own: whole, in chunks, mixed, token by
+token, and as branches of a tree, in blocks that do not follow each other. Every row is filed under the tokens
+it has seen; rows that saw the same tokens must agree with the dense model within a tolerance, and bit by bit
+if the engine is to be called row-invariant.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ class ProbeLog:
         return all(torch.equal(first, other) for first, *others in self.rows.values() for other in others)
 
     def error(self, dense: DenseForward, sequences: Sequence[Sequence[int]]) -> float:
-        """Root mean square difference from the dense model, in units of the dense logits' standard deviation."""
+        """Root mean square difference from the dense model, over the dense logits' standard deviation."""
         squares, spread = [torch.zeros(())], [torch.zeros(())]
         for tokens in sequences:
             expected = dense(torch.tensor(tokens)).cpu()

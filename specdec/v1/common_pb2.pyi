@@ -491,12 +491,15 @@ class Proposal(_message.Message):
     SCORES_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
+    PATH_LENGTH_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the roots: the length of the committed tokens it hangs from."""
     scores: _builtins.bytes
     """One advisory byte per node: estimated probability of acceptance given its parent's, times 255."""
     draft_us: _builtins.int
-    """Time the draft's steps took for the nodes that no earlier proposal carried, in microseconds."""
+    """Time that the draft's steps for the main path took, in microseconds."""
+    path_length: _builtins.int
+    """Tokens on the main path."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The nodes' tokens, parents before children."""
@@ -518,10 +521,11 @@ class Proposal(_message.Message):
         scores: _builtins.bytes = ...,
         distributions: _abc.Iterable[Global___SparseDistribution] | None = ...,
         draft_us: _builtins.int = ...,
+        path_length: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "parents", b"parents", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "parents", b"parents", "path_length", b"path_length", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What an engine may do to a sequence, played on a real model; every row's logits are filed under the tokens it saw."""
+"""What an engine may do to a sequence, played on a real model; logits are filed by the tokens a row saw."""
 
 from collections.abc import Iterable, Sequence
 

@@ -127,8 +127,8 @@ def bad_proposals(start: int) -> list[tuple[str, bytes]]:
 def test_proposals_without_sound_distributions_are_rejected_in_band_and_the_session_lives(pair: LocalPair) -> None:
     body = rejection_session(prompts()[0][:40])
     cases = bad_proposals(40)
-    once = iter([[encoded for _, encoded in cases]])
-    outcome = pair.run({"a": body}, use_draft=False, propose=lambda *_: next(once, []))["a"]
+    each = iter([[encoded] for _, encoded in cases])
+    outcome = pair.run({"a": body}, use_draft=False, propose=lambda *_: next(each, []))["a"]
     assert len(outcome.token_ids) == 24
     assert outcome.error is None
     messages = [rejected.status.message for rejected in outcome.rejected]

@@ -16,8 +16,9 @@ WRONG = play.random_tokens(6, 6, VOCAB_SIZE)
 OTHERS = [play.random_tokens(3 + 2 * i, 10 + i, VOCAB_SIZE) for i in range(31)]
 PROMPT = 19
 PATHS = {
-    "fused": ("mistral", {}),
-    "fused, no whole heads per thread": ("qwen3", {}),
+    "fused, whole heads per thread": ("llama_wide_heads", {}),
+    "fused, sliding window": ("mistral", {}),
+    "fused, norms of queries and keys": ("qwen3", {}),
     "native": ("gemma2", {}),
     "native, learned positions": ("gpt2", {}),
     "torch": ("llama", {"native": "off"}),

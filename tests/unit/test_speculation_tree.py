@@ -87,10 +87,6 @@ def test_the_first_proposal_of_a_node_decides_its_score() -> None:
     assert tree_of(proposal([1])).nodes[0].score == DEFAULT_SCORE
 
 
-def test_drafting_time_adds_up() -> None:
-    assert tree_of(proposal([1], draft_us=3), proposal([2], draft_us=4)).draft_us == 7
-
-
 def test_a_full_tree_takes_no_more_nodes_but_stays_a_tree() -> None:
     tree = tree_of(proposal(list(range(60))), proposal([0, 70, 71, 72, 73, 74, 75]), proposal([99]))
     token_ids, parents = shape(tree)

@@ -97,9 +97,9 @@ def test_calibration_follows_a_change() -> None:
     assert calibration.rate(0.6) < 0.02
 
 
-def test_the_mean_rate_lies_between_zero_and_one() -> None:
+@pytest.mark.parametrize("truth", [0.0, 0.5, 1.0])
+def test_the_rate_per_depth_follows_how_often_a_walk_goes_on(truth: float) -> None:
     calibration = AcceptanceCalibration()
-    assert calibration.mean_rate == pytest.approx(0.5)
-    for _ in range(10_000):
-        calibration.observe(0.9, True)
-    assert 0.5 < calibration.mean_rate <= 1.0
+    for i in range(2000):
+        calibration.observe_depth(i % 10 < truth * 10)
+    assert calibration.depth_rate == pytest.approx(truth, abs=0.06)

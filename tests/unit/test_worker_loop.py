@@ -274,3 +274,30 @@ def test_one_step_of_many_sessions_costs_one_message(client: WorkerClient) -> No
     client.turn()
     assert client.kinds.count(FrameKind.MESSAGE) == 1
     assert len({result.session_id for result in client.results}) == 6
+
+
+@pytest.mark.parametrize("lease", [3, 4])
+def test_another_owner_without_a_higher_lease_cannot_take_a_session_over(client: WorkerClient, lease: int) -> None:
+    opened(client, lease_generation=4)
+    client.attach(stream_id=2, owner="b")
+    client.entry("s", epoch=9, stream_id=2, open=a_session(lease_generation=lease))
+    client.turn()
+    assert reason_of(client.take("error")[0].status) == "STALE_LEASE"
+    assert client.session().owner.owner_id == "a"
+
+
+def test_another_owner_with_a_higher_lease_takes_a_session_over_and_the_former_is_told(client: WorkerClient) -> None:
+    opened(client, lease_generation=4)
+    client.attach(stream_id=2, owner="b")
+    client.entry("s", epoch=1, stream_id=2, open=a_session(lease_generation=5))
+    client.turn()
+    assert reason_of(client.take("error")[0].status) == "SESSION_TAKEN_OVER"
+    assert client.session().owner.owner_id == "b"
+
+
+def test_the_same_owner_cannot_reopen_under_a_lower_lease(client: WorkerClient) -> None:
+    opened(client, lease_generation=4)
+    client.entry("s", epoch=2, open=a_session(lease_generation=3))
+    client.turn()
+    assert reason_of(client.take("error")[0].status) == "STALE_LEASE"
+    assert client.session().epoch == 1

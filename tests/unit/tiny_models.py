@@ -46,6 +46,10 @@ _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_ma
 SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_GQA),
     "llama_yarn_bias": lambda: LlamaConfig(**_GQA, rope_parameters=_YARN, attention_bias=True, mlp_bias=True),
+    # Heads of whole weight panels: where threads divide the kv heads, each takes whole ones.
+    "llama_wide_heads": lambda: LlamaConfig(
+        **{**_COMMON, "num_attention_heads": 8}, num_key_value_heads=4, head_dim=32
+    ),
     "qwen2": lambda: Qwen2Config(**_GQA, tie_word_embeddings=True),
     "qwen3": lambda: Qwen3Config(**_GQA, head_dim=24),
     "mistral": lambda: MistralConfig(**_GQA, sliding_window=12),

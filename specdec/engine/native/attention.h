@@ -6,6 +6,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <new>
 
 #include "simd.h"
 
@@ -13,6 +15,11 @@ namespace specdec {
 
 constexpr int kTile = 16;
 constexpr int kMaxHeadDim = 512;
+constexpr int64_t kMaxStates = 24;  // rows times heads that go through a tile together
+
+// Floats kept per query or running sum: whole vectors if the head's size is known when compiling.
+template <int fixed>
+constexpr int kStateWidth = fixed > 0 ? fixed * kLanes : kMaxHeadDim;
 
 // Batch metadata, as in specdec/engine/batch.py. Mirrored by a ctypes structure in kernels.py.
 struct BatchView {
@@ -48,6 +55,34 @@ inline int64_t slot_of_position(const BatchView& batch, int64_t row, int64_t pos
   const int32_t* table = batch.block_tables + batch.row_seq[row] * batch.max_blocks;
   return table[position / batch.block_size] * batch.block_size + position % batch.block_size;
 }
+
+// Where the keys and values of one tile lie.
+struct TileAddresses {
+  const float *keys[kTile], *values[kTile];
+
+  // Positions outside [first, position] are not read as such: their entries repeat the nearest one inside.
+  TileAddresses(const BatchView& batch, const AttentionView& layer, int64_t row, int64_t kv_head, int64_t tile,
+                int64_t first, int64_t position) {
+    const int64_t low = std::max<int64_t>(first - tile, 0), high = std::min<int64_t>(position - tile, kTile - 1);
+    if (batch.block_size % kTile == 0 && tile + high < batch.context_lens[row]) {  // one block, slots side by side
+      const int64_t slot = slot_of_position(batch, row, tile);
+      const float* key = slot_address(layer.keys, slot, kv_head, layer.num_kv_heads, batch.block_size, layer.key_dim);
+      const float* value =
+          slot_address(layer.values, slot, kv_head, layer.num_kv_heads, batch.block_size, layer.value_dim);
+      for (int64_t j = 0; j < kTile; ++j) {
+        const int64_t at = std::min(std::max(j, low), high);
+        keys[j] = key + at * layer.key_dim;
+        values[j] = value + at * layer.value_dim;
+      }
+      return;
+    }
+    for (int64_t j = 0; j < kTile; ++j) {
+      const int64_t slot = slot_of_position(batch, row, tile + std::min(std::max(j, low), high));
+      keys[j] = slot_address(layer.keys, slot, kv_head, layer.num_kv_heads, batch.block_size, layer.key_dim);
+      values[j] = slot_address(layer.values, slot, kv_head, layer.num_kv_heads, batch.block_size, layer.value_dim);
+    }
+  }
+};
 
 // chunks: number of vectors that cover a head; tail: lanes used of the last one.
 struct HeadShape {
@@ -86,128 +121,199 @@ inline void score_tile(const float* query, const float* const* keys, const HeadS
   }
 }
 
-// out = out * decay + sum over the tile of weight * value, in order.
-template <int fixed>
-inline void weigh_tile(const float* weights, const float* const* values, const HeadShape& shape, float decay, float* out) {
+// out = out * decay + sum over the tile of weight * value, in order; for `heads` heads that share the values.
+template <int fixed, int heads>
+inline void weigh_tile(const float (*weights)[kTile], const float* const* values, const HeadShape& shape,
+                       const float* decay, float (*out)[kStateWidth<fixed>]) {
   if constexpr (fixed > 0) {
-    Vec acc[fixed];
-#pragma GCC unroll 16
-    for (int c = 0; c < fixed; ++c) acc[c] = load(out + c * kLanes) * splat(decay);
+    Vec acc[heads][fixed];
+    for (int h = 0; h < heads; ++h)
+      for (int c = 0; c < fixed; ++c) acc[h][c] = load(out[h] + c * kLanes) * splat(decay[h]);
+#pragma GCC unroll 2
     for (int j = 0; j < kTile; ++j) {
-      const Vec weight = splat(weights[j]);
+      Vec weight[heads];
+      for (int h = 0; h < heads; ++h) weight[h] = splat(weights[h][j]);
 #pragma GCC unroll 16
-      for (int c = 0; c < fixed; ++c) acc[c] = fma(weight, load(values[j] + c * kLanes), acc[c]);
-    }
-#pragma GCC unroll 16
-    for (int c = 0; c < fixed; ++c) store(out + c * kLanes, acc[c]);
-  } else {
-    for (int c = 0; c < shape.chunks; ++c) {
-      Vec acc = load(out + c * kLanes) * splat(decay);
-      for (int j = 0; j < kTile; ++j) acc = fma(splat(weights[j]), shape.load_chunk(values[j], c), acc);
-      store(out + c * kLanes, acc);
-    }
-  }
-}
-
-// Scores (scaled, capped, masked) become weights; updates the running peak and total, returns the decay.
-inline float soften_tile(float* scores, const AttentionView& layer, int64_t tile, int64_t first, int64_t position,
-                         float* peak, float* total) {
-  constexpr int kVectors = kTile / kLanes;
-  Vec s[kVectors];
-  Vec top = splat(-std::numeric_limits<float>::infinity());
-  if (layer.softcap > 0)
-    for (int j = 0; j < kTile; ++j) scores[j] = layer.softcap * std::tanh(scores[j] * layer.scaling / layer.softcap);
-  const bool is_whole = tile >= first && tile + kTile - 1 <= position;
-  for (int i = 0; i < kVectors; ++i) {
-    s[i] = load(scores + i * kLanes);
-    if (!(layer.softcap > 0)) s[i] = s[i] * splat(layer.scaling);
-    if (!is_whole)
-      for (int l = 0; l < kLanes; ++l) {
-        const int64_t at = tile + i * kLanes + l;
-        if (at < first || at > position) s[i][l] = -std::numeric_limits<float>::infinity();
+      for (int c = 0; c < fixed; ++c) {
+        const Vec value = load(values[j] + c * kLanes);
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; ++h) acc[h][c] = fma(weight[h], value, acc[h][c]);
       }
-    top = max(top, s[i]);
+    }
+    for (int h = 0; h < heads; ++h)
+      for (int c = 0; c < fixed; ++c) store(out[h] + c * kLanes, acc[h][c]);
+  } else {
+    for (int h = 0; h < heads; ++h)
+      for (int c = 0; c < shape.chunks; ++c) {
+        Vec acc = load(out[h] + c * kLanes) * splat(decay[h]);
+        for (int j = 0; j < kTile; ++j) acc = fma(splat(weights[h][j]), shape.load_chunk(values[j], c), acc);
+        store(out[h] + c * kLanes, acc);
+      }
   }
-  const float new_peak = std::max(*peak, maximum(top));
-  const float decay = new_peak == *peak ? 1.0f : exp(splat(*peak - new_peak))[0];
-  Vec tile_total{};
-  for (int i = 0; i < kVectors; ++i) {
-    const Vec weight = exp(s[i] - splat(new_peak));
-    tile_total = tile_total + weight;
-    store(scores + i * kLanes, weight);
-  }
-  *total = *total * decay + sum(tile_total);
-  *peak = new_peak;
-  return decay;
 }
 
-// Attends for query heads first_head .. first_head + count, which share a kv head. Head h has its query at
-// query + h * query_stride and its result at out + h * value_dim, h counted from 0 over all heads.
+// The same for any number of heads, as many at once as registers hold.
+template <int fixed>
+inline void weigh_heads(const float (*weights)[kTile], const float* const* values, const HeadShape& shape,
+                        const float* decay, float (*out)[kStateWidth<fixed>], int64_t heads) {
+  constexpr int kAtOnce = fixed == 0 ? 1 : std::max(1, std::min(4, (kLanes == 16 ? 24 : 8) / fixed));
+  int64_t h = 0;
+  for (; h + kAtOnce <= heads; h += kAtOnce)
+    weigh_tile<fixed, kAtOnce>(weights + h, values, shape, decay + h, out + h);
+  if constexpr (kAtOnce > 3)
+    for (; h + 3 <= heads; h += 3) weigh_tile<fixed, 3>(weights + h, values, shape, decay + h, out + h);
+  if constexpr (kAtOnce > 2)
+    for (; h + 2 <= heads; h += 2) weigh_tile<fixed, 2>(weights + h, values, shape, decay + h, out + h);
+  for (; h < heads; ++h) weigh_tile<fixed, 1>(weights + h, values, shape, decay + h, out + h);
+}
+
+constexpr int kTileVectors = kTile / kLanes;
+
+// Scales, caps and masks the scores of one query; returns the largest.
+inline float mask_tile(float* scores, const AttentionView& layer, int64_t tile, int64_t first, int64_t position) {
+  if (layer.softcap > 0) {
+    for (int j = 0; j < kTile; ++j) scores[j] = layer.softcap * std::tanh(scores[j] * layer.scaling / layer.softcap);
+  } else {
+    for (int i = 0; i < kTileVectors; ++i)
+      store(scores + i * kLanes, load(scores + i * kLanes) * splat(layer.scaling));
+  }
+  for (int64_t j = 0; j < first - tile; ++j) scores[j] = -std::numeric_limits<float>::infinity();
+  for (int64_t j = position - tile + 1; j < kTile; ++j) scores[j] = -std::numeric_limits<float>::infinity();
+  Vec top = load(scores);
+  for (int i = 1; i < kTileVectors; ++i) top = max(top, load(scores + i * kLanes));
+  return maximum(top);
+}
+
+// The running softmax of one query: the largest score so far, and the sum of weights, lane by lane.
+struct Softmax {
+  float peak;
+  Vec total;
+
+  explicit Softmax(const float* sink) : peak(sink == nullptr ? -1e30f : *sink), total{} {
+    if (sink != nullptr) total[0] = 1.0f;  // e^(sink - peak)
+  }
+
+  // Turns a tile's scores, whose largest is given, into weights; returns what sums of earlier tiles are multiplied by.
+  float fold_tile(float* scores, float largest) {
+    const float before = peak;
+    peak = std::max(peak, largest);
+    const float decay = peak == before ? 1.0f : exp(splat(before - peak))[0];
+    total = total * splat(decay);
+    for (int i = 0; i < kTileVectors; ++i) {
+      const Vec weight = exp(load(scores + i * kLanes) - splat(peak));
+      total = total + weight;
+      store(scores + i * kLanes, weight);
+    }
+    return decay;
+  }
+};
+
+// Queries and where their results go: head h of row r at row r * row_stride + head h * head_stride; out is dense.
+struct Rows {
+  const float* query;
+  int64_t row_stride, head_stride;
+  float* out;  // [rows, num_heads, value_dim]
+};
+
+// Attends for rows first_row .. first_row + num_rows of one sequence and for query heads first_head .. first_head + count
+// of one kv head. Rows and heads go through each tile together while it is in the nearest cache.
 template <int fixed_key, int fixed_value>
-inline void attend_heads(const BatchView& batch, const AttentionView& layer, int64_t row, int64_t first_head,
-                         int64_t count, const float* query, int64_t query_stride, float* out) {
-  constexpr int64_t kHeadsAtOnce = 8;
+inline void attend_block(const BatchView& batch, const AttentionView& layer, const Rows& rows, int64_t first_row,
+                         int64_t num_rows, int64_t first_head, int64_t count) {
   const HeadShape key_shape(layer.key_dim), value_shape(layer.value_dim);
   const int64_t kv_head = first_head / (layer.num_heads / layer.num_kv_heads);
-  const int64_t position = batch.position_ids[row];
-  const int64_t first = layer.sliding_window > 0 ? std::max<int64_t>(0, position - layer.sliding_window + 1) : 0;
-  alignas(64) float queries[kHeadsAtOnce][kMaxHeadDim], sums[kHeadsAtOnce][kMaxHeadDim];
-  for (int64_t start = first_head; start < first_head + count; start += kHeadsAtOnce) {
-    const int64_t heads = std::min(kHeadsAtOnce, first_head + count - start);
-    float peak[kHeadsAtOnce], total[kHeadsAtOnce];
-    for (int64_t h = 0; h < heads; ++h) {
-      const float* source = query + (start + h) * query_stride;
-      for (int c = 0; c < key_shape.chunks; ++c) store(queries[h] + c * kLanes, key_shape.load_chunk(source, c));
-      for (int c = 0; c < value_shape.chunks; ++c) store(sums[h] + c * kLanes, Vec{});
-      peak[h] = layer.sinks == nullptr ? -1e30f : layer.sinks[start + h];
-      total[h] = layer.sinks == nullptr ? 0.0f : 1.0f;
+  alignas(64) float queries[kMaxStates][kStateWidth<fixed_key>];
+  alignas(64) float sums[kMaxStates][kStateWidth<fixed_value>];
+  alignas(64) std::byte memory[kMaxStates * sizeof(Softmax)];
+  Softmax* softmax = reinterpret_cast<Softmax*>(memory);
+  int64_t first[kMaxStates], position[kMaxStates], begin = INT64_MAX, end = -1;
+  for (int64_t r = 0; r < num_rows; ++r) {
+    position[r] = batch.position_ids[first_row + r];
+    first[r] = layer.sliding_window > 0 ? std::max<int64_t>(0, position[r] - layer.sliding_window + 1) : 0;
+    begin = std::min(begin, first[r] / kTile * kTile);
+    end = std::max(end, position[r]);
+    for (int64_t h = 0; h < count; ++h) {
+      const int64_t state = r * count + h;
+      const float* source = rows.query + (first_row + r) * rows.row_stride + (first_head + h) * rows.head_stride;
+      for (int c = 0; c < key_shape.chunks; ++c) store(queries[state] + c * kLanes, key_shape.load_chunk(source, c));
+      for (int c = 0; c < value_shape.chunks; ++c) store(sums[state] + c * kLanes, Vec{});
+      new (softmax + state) Softmax(layer.sinks == nullptr ? nullptr : layer.sinks + first_head + h);
     }
-    for (int64_t tile = first / kTile * kTile; tile <= position; tile += kTile) {
-      const float *keys[kTile], *values[kTile];
-      for (int j = 0; j < kTile; ++j) {
-        const int64_t at = std::min(std::max(tile + j, first), position);  // masked lanes read some valid slot
-        const int64_t slot = slot_of_position(batch, row, at);
-        keys[j] = slot_address(layer.keys, slot, kv_head, layer.num_kv_heads, batch.block_size, layer.key_dim);
-        values[j] = slot_address(layer.values, slot, kv_head, layer.num_kv_heads, batch.block_size, layer.value_dim);
+  }
+  for (int64_t tile = begin; tile <= end; tile += kTile)
+    for (int64_t r = 0; r < num_rows; ++r) {
+      if (tile + kTile <= first[r] || tile > position[r]) continue;
+      const TileAddresses addresses(batch, layer, first_row + r, kv_head, tile, first[r], position[r]);
+      alignas(64) float scores[kMaxStates][kTile];
+      float decay[kMaxStates];
+      for (int64_t h = 0; h < count; ++h) {
+        score_tile<fixed_key>(queries[r * count + h], addresses.keys, key_shape, scores[h]);
+        const float largest = mask_tile(scores[h], layer, tile, first[r], position[r]);
+        decay[h] = softmax[r * count + h].fold_tile(scores[h], largest);
       }
-      for (int64_t h = 0; h < heads; ++h) {
-        alignas(64) float scores[kTile];
-        score_tile<fixed_key>(queries[h], keys, key_shape, scores);
-        const float decay = soften_tile(scores, layer, tile, first, position, &peak[h], &total[h]);
-        weigh_tile<fixed_value>(scores, values, value_shape, decay, sums[h]);
-      }
+      weigh_heads<fixed_value>(scores, addresses.values, value_shape, decay, sums + r * count, count);
     }
-    for (int64_t h = 0; h < heads; ++h)
+  for (int64_t r = 0; r < num_rows; ++r)
+    for (int64_t h = 0; h < count; ++h) {
+      const int64_t state = r * count + h;
+      float* out = rows.out + ((first_row + r) * layer.num_heads + first_head + h) * layer.value_dim;
+      const Vec total = splat(sum(softmax[state].total));
       for (int c = 0; c < value_shape.chunks; ++c)
-        value_shape.store_chunk(out + (start + h) * layer.value_dim, c, load(sums[h] + c * kLanes) / splat(total[h]));
+        value_shape.store_chunk(out, c, load(sums[state] + c * kLanes) / total);
+    }
+}
+
+// The same for any number of rows and heads.
+inline void attend(const BatchView& batch, const AttentionView& layer, const Rows& rows, int64_t first_row,
+                   int64_t num_rows, int64_t first_head, int64_t count) {
+  const int64_t heads = std::min<int64_t>(count, kMaxStates), rows_at_once = kMaxStates / heads;
+  for (int64_t row = first_row; row < first_row + num_rows; row += rows_at_once)
+    for (int64_t head = first_head; head < first_head + count; head += heads) {
+      const int64_t some_rows = std::min(rows_at_once, first_row + num_rows - row);
+      const int64_t some_heads = std::min(heads, first_head + count - head);
+      if (layer.key_dim == 64 && layer.value_dim == 64)
+        attend_block<64 / kLanes, 64 / kLanes>(batch, layer, rows, row, some_rows, head, some_heads);
+      else if (layer.key_dim == 128 && layer.value_dim == 128)
+        attend_block<128 / kLanes, 128 / kLanes>(batch, layer, rows, row, some_rows, head, some_heads);
+      else if (layer.key_dim == 32 && layer.value_dim == 32)
+        attend_block<32 / kLanes, 32 / kLanes>(batch, layer, rows, row, some_rows, head, some_heads);
+      else
+        attend_block<0, 0>(batch, layer, rows, row, some_rows, head, some_heads);
+    }
+}
+
+// Rows from `row` on, at most `limit`, that belong to the same sequence.
+inline int64_t rows_of_sequence(const BatchView& batch, int64_t row, int64_t limit) {
+  int64_t count = 1;
+  while (count < limit && row + count < batch.num_rows && batch.row_seq[row + count] == batch.row_seq[row]) ++count;
+  return count;
+}
+
+// Attention of all rows for kv heads [begin, end).
+inline void attend_kv_heads(const BatchView& batch, const AttentionView& layer, const Rows& rows, int64_t begin,
+                            int64_t end) {
+  const int64_t group = layer.num_heads / layer.num_kv_heads;
+  for (int64_t row = 0, count; row < batch.num_rows; row += count) {
+    count = rows_of_sequence(batch, row, kMaxStates);
+    for (int64_t kv_head = begin; kv_head < end; ++kv_head)
+      attend(batch, layer, rows, row, count, kv_head * group, group);
   }
 }
 
-inline void attend(const BatchView& batch, const AttentionView& layer, int64_t row, int64_t first_head, int64_t count,
-                   const float* query, int64_t query_stride, float* out) {
-  if (layer.key_dim == 64 && layer.value_dim == 64)
-    attend_heads<64 / kLanes, 64 / kLanes>(batch, layer, row, first_head, count, query, query_stride, out);
-  else if (layer.key_dim == 128 && layer.value_dim == 128)
-    attend_heads<128 / kLanes, 128 / kLanes>(batch, layer, row, first_head, count, query, query_stride, out);
-  else if (layer.key_dim == 32 && layer.value_dim == 32)
-    attend_heads<32 / kLanes, 32 / kLanes>(batch, layer, row, first_head, count, query, query_stride, out);
-  else
-    attend_heads<0, 0>(batch, layer, row, first_head, count, query, query_stride, out);
-}
-
-// Attention of all rows and heads, of which this thread takes its part: every num_threads-th item, so that the rising
-// costs of a prefill chunk's rows spread evenly. row_stride, head_stride: of the queries. out [rows, heads, value_dim].
-inline void attend_rows(const BatchView& batch, const AttentionView& layer, const float* query, int64_t row_stride,
-                        int64_t head_stride, float* out, int thread, int num_threads) {
-  const int64_t group = layer.num_heads / layer.num_kv_heads;
-  int64_t per_item = group;  // heads that read the same keys stay together, unless that leaves threads idle
-  while (per_item % 2 == 0 && batch.num_rows * layer.num_heads / per_item < num_threads) per_item /= 2;
-  if (batch.num_rows * layer.num_heads / per_item < num_threads) per_item = 1;
-  const int64_t items_per_row = layer.num_heads / per_item;
-  for (int64_t item = thread; item < batch.num_rows * items_per_row; item += num_threads) {
-    const int64_t row = item / items_per_row;
-    attend(batch, layer, row, item % items_per_row * per_item, per_item, query + row * row_stride, head_stride,
-           out + row * layer.num_heads * layer.value_dim);
+// Attention of all rows and heads, of which this thread takes its part: every num_threads-th block of rows and heads, so
+// that the rising costs of a prefill chunk's rows spread evenly.
+inline void attend_rows(const BatchView& batch, const AttentionView& layer, const Rows& rows, int thread,
+                        int num_threads) {
+  const int64_t group = layer.num_heads / layer.num_kv_heads, pairs = batch.num_rows * layer.num_heads;
+  int64_t heads = group;  // heads that read the same keys stay together, unless that leaves threads idle
+  while (heads % 2 == 0 && pairs / heads < num_threads) heads /= 2;
+  if (pairs / heads < num_threads) heads = 1;
+  const int64_t limit = std::min<int64_t>(kMaxStates, std::max<int64_t>(1, pairs / heads / (2 * num_threads)));
+  int64_t item = 0;
+  for (int64_t row = 0, count; row < batch.num_rows; row += count) {
+    count = rows_of_sequence(batch, row, limit);
+    for (int64_t head = 0; head < layer.num_heads; head += heads, ++item)
+      if (item % num_threads == thread) attend(batch, layer, rows, row, count, head, heads);
   }
 }
 

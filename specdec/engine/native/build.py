@@ -23,8 +23,9 @@ class NativeUnavailable(RuntimeError):
 def build_library() -> Path:
     """Return the compiled library, compiling it on the first call on this machine (about 10 s).
 
-    It lies in ``$SPECDEC_NATIVE_CACHE`` or the user's cache directory, under a name made of the sources, the flags, the
-    compiler and the CPU's feature flags; concurrent processes wait for one another. Raises ``NativeUnavailable``.
+    It lies in ``$SPECDEC_NATIVE_CACHE`` or the user's cache directory, under a name made of the sources, the
+    flags, the compiler and the CPU's feature flags; concurrent processes wait for one another. Raises
+    ``NativeUnavailable``.
     """
     compiler = _find_compiler()
     directory = _cache_root() / build_key(compiler)
@@ -54,7 +55,7 @@ def build_key(compiler: str) -> str:
 
 
 def cpu_features() -> str:
-    """What the CPU can do, as the kernel of the operating system lists it; the processor's name where it does not."""
+    """What the CPU can do, as the operating system lists it; the processor's name where it does not."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):

@@ -22,7 +22,7 @@ struct Decoder {
   const float *embedding, *cosines, *sines;  // [vocab, hidden], [positions, head_dim / 2] twice
   const float *final_norm, *lm_head, *lm_head_bias;
   const DecoderLayer* layers;
-  int64_t num_layers, hidden, intermediate, num_logits;
+  int64_t num_layers, hidden, intermediate, num_logits, num_embeddings, num_positions;
   float norm_epsilon;
 };
 
@@ -142,10 +142,11 @@ class Step {
     for (int64_t row = 0; row < batch_.num_rows; ++row)
       for (const Share& part : heads)
         for (int64_t head = part.begin; head < part.end; ++head) place_head(layer, row, head);
-    for (int64_t row = 0; row < batch_.num_rows; ++row)
-      for (int64_t kv_head = own.begin; kv_head < own.end; ++kv_head)
-        attend(batch_, a, row, kv_head * group, group, space_.qkv + row * space_.qkv_width, a.key_dim,
-               space_.attended + row * space_.query_width);
+    attend_kv_heads(batch_, a, attention_rows(a), own.begin, own.end);
+  }
+
+  Rows attention_rows(const AttentionView& a) const {
+    return Rows{space_.qkv, space_.qkv_width, a.key_dim, space_.attended};
   }
 
   void attend_together(const DecoderLayer& layer, const float* normed, int thread, int num_threads) const {
@@ -157,7 +158,7 @@ class Step {
     const Share items(batch_.num_rows * per_row, thread, num_threads);
     for (int64_t item = items.begin; item < items.end; ++item) place_head(layer, item / per_row, item % per_row);
     pool_.barrier();
-    attend_rows(batch_, a, space_.qkv, space_.qkv_width, a.key_dim, space_.attended, thread, num_threads);
+    attend_rows(batch_, a, attention_rows(a), thread, num_threads);
   }
 
   // y = x * weight^T + bias, or y += where `add`, for the panels of one share.
@@ -253,12 +254,18 @@ int64_t specdec_decoder_workspace(const Decoder* decoder, int64_t num_rows, int 
   return Workspace(*decoder, num_rows, num_threads, nullptr).end - static_cast<float*>(nullptr);
 }
 
-// Runs one step; logits [num_logits rows, decoder->num_logits].
-void specdec_decoder_step(void* pool_handle, const Decoder* decoder, const BatchView* batch, float* workspace,
+// Runs one step; logits [num_logits rows, decoder->num_logits]. Returns 0, or without doing anything 1 for a token id and
+// 2 for a position that the model does not have.
+int specdec_decoder_step(void* pool_handle, const Decoder* decoder, const BatchView* batch, float* workspace,
                           float* logits) {
+  for (int64_t row = 0; row < batch->num_rows; ++row) {
+    if (batch->input_ids[row] < 0 || batch->input_ids[row] >= decoder->num_embeddings) return 1;
+    if (batch->position_ids[row] < 0 || batch->position_ids[row] >= decoder->num_positions) return 2;
+  }
   ThreadPool& pool = *static_cast<ThreadPool*>(pool_handle);
   const Step step(*decoder, *batch, pool, workspace, logits);
   pool.run([&](int thread, int num_threads) { step.run(thread, num_threads); });
+  return 0;
 }
 
 }  // extern "C"

@@ -75,7 +75,7 @@ void specdec_attention(void* pool_handle, const BatchView* batch, const Attentio
                   value + row * value_strides[0] + head * value_strides[1], layer->value_dim * sizeof(float));
     }
   static_cast<ThreadPool*>(pool_handle)->run([&](int thread, int num_threads) {
-    attend_rows(*batch, *layer, query, query_strides[0], query_strides[1], out, thread, num_threads);
+    attend_rows(*batch, *layer, Rows{query, query_strides[0], query_strides[1], out}, thread, num_threads);
   });
 }
 

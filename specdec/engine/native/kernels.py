@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.engine.attention import AttentionOptions, ForwardContext
+from specdec.engine.attention import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
 from specdec.engine.native.build import build_library
 
@@ -157,8 +157,7 @@ class NativeAttention:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See ``AttentionKernel``. Cost: one native call."""
-        cache = context.cache
-        assert cache is not None
+        cache = cache_of(context)
         query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
         view = context.scratch.get("view")
         if view is None:
@@ -206,7 +205,7 @@ def _load_library() -> ctypes.CDLL:
         "specdec_linear": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _POINTER)),
         "specdec_advise_large_pages": (None, (_POINTER, _INT64)),
         "specdec_decoder_workspace": (_INT64, (_POINTER, _INT64, ctypes.c_int)),
-        "specdec_decoder_step": (None, (_POINTER,) * 5),
+        "specdec_decoder_step": (ctypes.c_int, (_POINTER,) * 5),
         "specdec_attention": (None, (_POINTER,) * 10),
     }
     for name, (result, arguments) in signatures.items():

@@ -9,6 +9,8 @@
 
 namespace specdec {
 
+constexpr int64_t kPrefetchSteps = 64;  // how far ahead of the product the weight is asked for
+
 inline int64_t num_panels(int64_t num_outputs) { return (num_outputs + kPanel - 1) / kPanel; }
 
 // A block of accumulators, rows x one panel.
@@ -30,6 +32,7 @@ inline void multiply_panels(const float* weight, int64_t panel_stride, const flo
 #pragma GCC unroll 8
     for (int p = 0; p < panels; ++p) {
       const float* w = weight + p * panel_stride + k * kPanel;
+      for (int line = 0; line < kPanel; line += 16) __builtin_prefetch(w + kPrefetchSteps * kPanel + line);
       Vec column[kPanelVectors];
 #pragma GCC unroll 4
       for (int j = 0; j < kPanelVectors; ++j) column[j] = load(w + j * kLanes);

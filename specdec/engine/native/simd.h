@@ -18,7 +18,7 @@ namespace specdec {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;          // floats per vector
 constexpr int kPanelVectors = 2;    // vectors per weight panel
-constexpr int kMaxRows = 12;        // rows of one block: kMaxRows * kPanelVectors accumulators
+constexpr int kMaxRows = 8;         // rows of one block: their pointers and accumulators stay in registers
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kLanes = 8;
 constexpr int kPanelVectors = 2;
@@ -68,21 +68,34 @@ inline Vec load_head(const float* p, int n) {
 
 inline void store_head(float* p, Vec v, int n) { std::memcpy(p, &v, n * sizeof(float)); }
 
-template <typename Op>
+// v with lane l moved to l - step, the first `step` lanes to the end.
+template <int step>
+inline Vec rotated(Vec v) {
+  IntVec from;
+  for (int l = 0; l < kLanes; ++l) from[l] = (l + step) % kLanes;
+#if defined(__clang__)
+  Vec out;
+  for (int l = 0; l < kLanes; ++l) out[l] = v[from[l]];
+  return out;
+#else
+  return __builtin_shuffle(v, from);
+#endif
+}
+
+template <int step = kLanes / 2, typename Op>
 inline float fold(Vec v, Op op) {  // lanes l and l + step, halving: a fixed tree
-  float lanes[kLanes];
-  store(lanes, v);
-  for (int step = kLanes / 2; step > 0; step /= 2)
-    for (int l = 0; l < step; ++l) lanes[l] = op(lanes[l], lanes[l + step]);
-  return lanes[0];
+  if constexpr (step == 0)
+    return v[0];
+  else
+    return fold<step / 2>(op(v, rotated<step>(v)), op);
 }
 
 inline float sum(Vec v) {
-  return fold(v, [](float a, float b) { return a + b; });
+  return fold(v, [](Vec a, Vec b) { return a + b; });
 }
 
 inline float maximum(Vec v) {
-  return fold(v, [](float a, float b) { return a > b ? a : b; });
+  return fold(v, [](Vec a, Vec b) { return max(a, b); });
 }
 
 // One level of a transposing sum: lanes whose index lacks bit `step` get a's pair sums, the others b's.

@@ -7,7 +7,7 @@ namespace {
 
 constexpr auto kIdleSpin = std::chrono::microseconds(60);  // spun by a worker without work before it sleeps
 constexpr int kPausesPerCheck = 64;
-constexpr int kSpinsBeforeYield = 4096;
+constexpr int kSpinsBeforeYield = 512;
 
 inline void pause_cpu() {
 #if defined(__x86_64__)

@@ -1,0 +1,76 @@
+"""Clusters to break: one whose services stay up, and one whose services are killed and started again.
+
+A test that kills something of `battered_cluster` leaves it whole: `whole` waits for that before every test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from specdec.cli.cluster import Cluster, free_port
+from tests.chaos.faults import ROLES, thaw
+from tests.integration.conftest import (  # noqa: F401  pytest finds fixtures by name
+    shipped_pair,
+    start_cluster,
+)
+from tests.integration.tiny_pair import ModelPair, make_tiny_pair
+
+NEVER_S = 600.0
+
+
+@pytest.fixture(scope="session")
+def long_pair(tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
+    """The tiny pair with a context long enough for a stream to be in the middle of."""
+    return make_tiny_pair(tmp_path_factory.mktemp("long_pair"), max_model_len=4096)
+
+
+@pytest.fixture(scope="session")
+def metrics_ports() -> dict[str, int]:
+    """Where `steady_cluster` serves its metrics, by role."""
+    return {role: free_port() for role in ROLES}
+
+
+@pytest.fixture(scope="session")
+def steady_cluster(
+    long_pair: ModelPair, metrics_ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A cluster of which nothing is killed; other coordinators may use its replicas."""
+    settings = {f"{role}_settings": {"metrics_port": port} for role, port in metrics_ports.items()}
+    with start_cluster(long_pair, tmp_path_factory.mktemp("steady"), **settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:  # noqa: F811
+    """A cluster of the shipped pair to kill services of. Steps wait for the draft, so streams take seconds.
+
+    Connections to replicas that are frozen are kept.
+    """
+    cluster = start_cluster(
+        shipped_pair,
+        tmp_path_factory.mktemp("battered"),
+        target_settings={"hold_off_ms": 20, "keepalive_time_s": NEVER_S},
+        draft_settings={"keepalive_time_s": NEVER_S},
+        coordinator_settings={"keepalive_time_s": NEVER_S, "metrics_port": free_port()},
+    )
+    with cluster:
+        try:
+            yield cluster
+        finally:
+            for name in cluster.services:
+                thaw(cluster, name)
+
+
+@pytest.fixture
+def whole(battered_cluster: Cluster) -> Iterator[Cluster]:
+    """`battered_cluster` with everything running, whatever the last test did."""
+    for name, service in battered_cluster.services.items():
+        thaw(battered_cluster, name)
+        if not service.is_running:
+            battered_cluster.restart(name)
+    battered_cluster.wait_connected()
+    yield battered_cluster
+    for name in battered_cluster.services:
+        thaw(battered_cluster, name)

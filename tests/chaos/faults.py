@@ -1,0 +1,179 @@
+"""What tests of failures share: requests, streams read step by step, services frozen and added, load asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+import urllib.request
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from specdec.cli.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.client import Client, Completion
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from tests.integration.conftest import TIMEOUTS
+
+ROLES = ("target", "draft", "coordinator")
+PATIENCE_S = 60.0
+POLL_S = 0.05
+PROMPT = "def read_all(path):\n    with open(path) as file:\n"
+
+
+def make_request(
+    *, max_tokens: int = 200, temperature: float = 0.0, seed: int = 7, prompt: str = PROMPT, **sampling: Any
+) -> api.GenerateRequest:
+    """A request that decodes to max_tokens."""
+    body = api.GenerateRequest(prompt=prompt)
+    body.sampling.MergeFrom(api.SamplingParams(ignore_eos=True, **sampling))
+    body.sampling.max_tokens, body.sampling.temperature, body.sampling.seed = max_tokens, temperature, seed
+    return body
+
+
+def plain(body: api.GenerateRequest) -> api.GenerateRequest:
+    """The same request without speculation."""
+    copy = api.GenerateRequest()
+    copy.CopyFrom(body)
+    copy.speculation.enabled = False
+    return copy
+
+
+async def eventually(condition: Callable[[], Awaitable[bool]], what: str, timeout_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds."""
+    ends_s = time.monotonic() + timeout_s
+    while not await condition():
+        assert time.monotonic() < ends_s, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(POLL_S)
+
+
+class Reading:
+    """A stream that a test reads step by step. Leaving the context cancels what is left."""
+
+    def __init__(self, client: Client, body: api.GenerateRequest) -> None:
+        self._chunks = client.generate(body)
+        self.completion = Completion()
+
+    async def __aenter__(self) -> Reading:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._chunks.aclose()  # type: ignore[attr-defined]
+
+    async def until(self, num_tokens: int) -> Completion:
+        """Read until this many tokens have come."""
+        while self.completion.num_tokens < num_tokens:
+            self.completion.add(await anext(self._chunks))
+        return self.completion
+
+    async def rest(self) -> Completion:
+        """Read to the end."""
+        async for chunk in self._chunks:
+            self.completion.add(chunk)
+        return self.completion
+
+
+def resumed(body: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
+    """The request that takes up a stream of which the client holds this."""
+    assert held.started is not None
+    again = api.GenerateRequest()
+    again.CopyFrom(body)
+    again.request_id, again.sampling.seed = held.started.request_id, held.started.seed
+    again.resume.resume_token = held.started.resume_token
+    for index, choice in held.choices.items():
+        offset = len(choice.text.encode())
+        again.resume.choices.add(index=index, token_ids=choice.token_ids, text_offset_bytes=offset)
+    return again
+
+
+def freeze(cluster: Cluster, name: str) -> None:
+    """Stop a service and its engine in their tracks, connections and all."""
+    _signal_group(cluster, name, signal.SIGSTOP)
+
+
+def thaw(cluster: Cluster, name: str) -> None:
+    """Let them go on; does nothing to a service that is not frozen, or is gone."""
+    _signal_group(cluster, name, signal.SIGCONT)
+
+
+def _signal_group(cluster: Cluster, name: str, number: int) -> None:
+    service = cluster.services[name]
+    if service.is_running and service.pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(service.pid, number)
+
+
+@contextmanager
+def another(role: str, log_dir: Path, **settings: object) -> Iterator[Cluster]:
+    """One more service beside a cluster, healthy when entered."""
+    defaults: dict[str, object] = {"metrics_port": None, "log_format": "console", "drain_s": 60.0}
+    if role != "coordinator":
+        defaults |= {"device": "cpu", "num_threads": 1}
+    overrides = {**defaults, **settings}
+    if overrides["metrics_port"] is None:  # a flag cannot say so
+        defaults = {"metrics_port": overrides.pop("metrics_port")}
+    spec = service_spec(role, role, free_port(), RoleSettings(defaults, overrides), environment={})
+    with Cluster([spec], log_dir=log_dir, timeouts=TIMEOUTS) as cluster:
+        cluster.services[role].start()
+        cluster.wait_healthy(role)
+        yield cluster
+
+
+def addresses_of(cluster: Cluster) -> dict[str, list[str]]:
+    """The replicas of a cluster, as settings of a coordinator."""
+    return {
+        f"{role}s": [s.spec.address for s in cluster.services.values() if s.spec.module == f"{role}_service"]
+        for role in ("target", "draft")
+    }
+
+
+async def load_of(role: str, address: str) -> pb.LoadReport:
+    """The load of a replica at this moment: what it reports now and then may be older than the last request."""
+    is_target = role == "target"
+    async with grpc.aio.insecure_channel(address) as channel:
+        attach = pb.Attach(owner_id="load-of", lease_generation=1)
+        if is_target:
+            call = target_pb2_grpc.TargetServiceStub(channel).Verify()
+            await call.write(target_pb2.VerifyRequest(attach=attach))
+        else:
+            call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+            await call.write(draft_pb2.DraftRequest(attach=attach))
+        response = await call.read()
+        call.cancel()
+        return response.load
+
+
+async def all_blocks_free(cluster: Cluster) -> None:
+    """Wait until no replica holds a KV block."""
+    for name in ("target", "draft"):
+        address = cluster.services[name].spec.address
+
+        async def is_free(name: str = name, address: str = address) -> bool:
+            load = await load_of(name, address)
+            return load.kv_blocks_used == load.num_running == load.num_waiting == 0
+
+        await eventually(is_free, f"all KV blocks of the {name} are free")
+
+
+def scrape(port: int) -> dict[str, float]:
+    """All samples of a /metrics page, summed over their labels, and each with its labels as name{label=value}."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=PATIENCE_S) as page:
+        text = page.read().decode()
+    samples: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(f"{key}={value}" for key, value in sorted(sample.labels.items()))
+            samples[sample.name] = samples.get(sample.name, 0.0) + sample.value
+            if labels:
+                samples[f"{sample.name}{{{labels}}}"] = sample.value
+    return samples

@@ -1,0 +1,79 @@
+"""Whatever becomes of the draft, the stream has the tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from specdec.cli.cluster import Cluster
+from specdec.client import Client
+from specdec.v1 import common_pb2 as pb
+from tests.chaos.faults import Reading, eventually, freeze, make_request, scrape, thaw
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+BEFORE = 20
+HOLD_OFF_MS = 20
+
+
+def metrics_of(cluster: Cluster) -> dict[str, float]:
+    arguments = " ".join(cluster.services["coordinator"].spec.arguments)
+    match = re.search(r"--metrics-port=(\d+)", arguments)
+    assert match is not None
+    return scrape(int(match[1]))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_killing_the_draft_in_the_middle_of_a_stream_changes_no_token(whole: Cluster, temperature: float) -> None:
+    body = make_request(temperature=temperature)
+    broken = "specdec_coordinator_draft_fallbacks_total{cause=stream_broken}"
+    async with Client(whole.address) as client:
+        undisturbed = await client.complete(body)
+        before = metrics_of(whole).get(broken, 0.0)
+        async with Reading(client, body) as stream:
+            await stream.until(BEFORE)
+            whole.kill("draft")
+            completion = await stream.rest()
+        assert metrics_of(whole)[broken] == before + 1
+    assert completion.identity == undisturbed.identity
+
+
+async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(whole: Cluster) -> None:
+    body = make_request()
+    async with Client(whole.address) as client:
+        undisturbed = await client.complete(body)
+        async with Reading(client, body) as stream:
+            await stream.until(BEFORE)
+            freeze(whole, "target")
+            whole.kill("draft")
+            whole.restart("draft")
+            whole.wait_connected()
+            thaw(whole, "target")
+            completion = await stream.rest()
+    assert completion.identity == undisturbed.identity
+    origins = [token.origin for token in completion.choices[0].tokens]
+    assert origins[-100:].count(pb.ORIGIN_DRAFT) > 20
+
+
+async def test_a_hung_draft_is_waited_for_a_few_times_and_then_no_more(whole: Cluster) -> None:
+    body = make_request()
+    async with Client(whole.address) as client:
+        undisturbed = await client.complete(body)
+        async with Reading(client, body) as stream:
+            await stream.until(BEFORE)
+            freeze(whole, "draft")
+            assert (await stream.rest()).identity == undisturbed.identity
+        whole_without = await client.complete(body)
+        assert whole_without.identity == undisturbed.identity
+        stats = whole_without.require_finished().stats
+        assert stats.num_verify_steps == 0
+        assert stats.hold_off_ms < 25 * HOLD_OFF_MS
+        thaw(whole, "draft")
+
+        async def speculates() -> bool:
+            completion = await client.complete(body)
+            assert completion.identity == undisturbed.identity
+            return completion.require_finished().stats.num_accepted > 0
+
+        await eventually(speculates, "speculation resumes")

@@ -1,0 +1,98 @@
+"""Drafts that are not there, do not fit, or reach less far than the target: requests are served all the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from specdec.cli.cluster import HOST, Cluster, free_port
+from specdec.client import Client
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from tests.chaos.faults import addresses_of, another, eventually, make_request, plain
+from tests.integration.tiny_pair import ModelPair
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+DRAFT_CONTEXT = 128
+
+
+async def draft_in_state(client: Client, *states: str) -> api.ReplicaStatus:
+    """The draft's status, once it is in one of these states."""
+    found: list[api.ReplicaStatus] = []
+
+    async def is_there() -> bool:
+        replicas = (await client.status()).replicas
+        found[:] = [r for r in replicas if r.role == "draft" and r.state in states]
+        return bool(found)
+
+    await eventually(is_there, f"the draft is {' or '.join(states)}")
+    return found[0]
+
+
+async def test_a_draft_that_nobody_runs_is_reported_and_requests_are_decoded_plainly(
+    steady_cluster: Cluster, tmp_path: Path
+) -> None:
+    body = make_request(temperature=1.0)
+    settings = {**addresses_of(steady_cluster), "drafts": [f"{HOST}:{free_port()}"]}
+    with another("coordinator", tmp_path, **settings) as alone:
+        async with Client(alone.address) as client, Client(steady_cluster.address) as usual:
+            completion = await client.complete(body)
+            assert completion.identity == (await usual.complete(body)).identity
+            assert completion.require_finished().stats.num_verify_steps == 0
+            assert (await draft_in_state(client, "down")).detail
+            assert not (await client.model_info()).HasField("draft")
+
+
+def with_another_tokenizer(model: Path, folder: Path) -> Path:
+    """A copy of a model of which two tokens have changed places."""
+    shutil.copytree(model, folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+async def test_a_draft_with_another_tokenizer_is_incompatible_and_requests_are_served(
+    steady_cluster: Cluster, long_pair: ModelPair, tmp_path: Path
+) -> None:
+    body = make_request(temperature=1.0)
+    model = with_another_tokenizer(long_pair.draft, tmp_path / "model")
+    with another("draft", tmp_path / "draft", model=model, model_name="stranger") as draft:
+        settings = {**addresses_of(steady_cluster), "drafts": addresses_of(draft)["drafts"]}
+        with another("coordinator", tmp_path / "coordinator", **settings) as coordinator:
+            async with Client(coordinator.address) as client, Client(steady_cluster.address) as usual:
+                status = await draft_in_state(client, "incompatible")
+                assert "stranger has another tokenizer" in status.detail
+                completion = await client.complete(body)
+                assert completion.identity == (await usual.complete(body)).identity
+                assert completion.require_finished().stats.num_verify_steps == 0
+                assert not (await client.model_info()).HasField("draft")
+
+
+async def test_a_draft_with_a_shorter_context_is_noticed_and_used_as_far_as_it_reaches(
+    steady_cluster: Cluster, long_pair: ModelPair, tmp_path: Path
+) -> None:
+    with another("draft", tmp_path / "draft", model=long_pair.draft, max_model_len=DRAFT_CONTEXT) as draft:
+        settings = {**addresses_of(steady_cluster), "drafts": addresses_of(draft)["drafts"]}
+        with another("coordinator", tmp_path / "coordinator", **settings) as coordinator:
+            async with Client(coordinator.address) as client:
+                await draft_in_state(client, "ready")
+                body = make_request(temperature=1.0, max_tokens=300)
+                completion = await client.complete(body)
+                assert completion.started is not None
+                [notice] = completion.started.notices
+                assert f"context of {DRAFT_CONTEXT} tokens, the target of 4096" in notice
+                assert completion.identity == (await client.complete(plain(body))).identity
+                origins = [token.origin for token in completion.choices[0].tokens]
+                reach = DRAFT_CONTEXT - completion.started.num_prompt_tokens
+                assert pb.ORIGIN_DRAFT in origins[:reach]
+                assert pb.ORIGIN_DRAFT not in origins[reach + 1 :]
+                # A prompt that is longer than the draft's context never reaches it.
+                beyond = await client.complete(make_request(max_tokens=20, prompt="x" * 200))
+                assert beyond.require_finished().stats.num_verify_steps == 0

@@ -1,0 +1,255 @@
+"""Replicas spoken to directly: what breaks the protocol is refused by name, and costs no more than it must."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+
+from specdec.cli.cluster import Cluster
+from specdec.rpc.errors import FailedPrecondition, InvalidRequest, SpecdecError, from_rpc_error
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from tests.chaos.faults import all_blocks_free
+
+pytestmark = pytest.mark.integration
+
+PROMPT = list(range(10, 40))
+MAX_TOKENS = 40
+OWNERS = itertools.count()
+
+
+def open_session(**fields: Any) -> pb.OpenSession:
+    body = pb.OpenSession(
+        token_ids=PROMPT,
+        num_prompt_tokens=len(PROMPT),
+        sampling=pb.TokenSampling(
+            temperature=1.0, top_p=1.0, repetition_penalty=1.0, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True
+        ),
+        speculate=True,
+        credit_position=len(PROMPT),  # the target waits after its first token
+    )
+    body.MergeFrom(pb.OpenSession(**fields))
+    return body
+
+
+class Peer:
+    """Plays the coordinator of one session, `s`."""
+
+    def __init__(self, call: Any, request: type[Any], entry: type[Any]) -> None:
+        self._call = call
+        self._request, self._entry = request, entry
+        self._results: list[Any] = []
+        self.epoch = 1
+
+    async def attach(self) -> pb.Attached:
+        await self._call.write(self._request(attach=pb.Attach(owner_id=f"peer-{next(OWNERS)}", lease_generation=1)))
+        return (await self._call.read()).attached
+
+    async def send(self, **body: Any) -> None:
+        await self._call.write(self._request(entries=[self._entry(session_id="s", epoch=self.epoch, **body)]))
+
+    async def next(self, kind: str) -> Any:
+        """The next result of a kind; others are skipped, but for an error."""
+        while True:
+            while not self._results:
+                frame = await self._call.read()
+                assert frame is not grpc.aio.EOF
+                self._results.extend(frame.results)
+            result = self._results.pop(0)
+            if result.WhichOneof("result") in (kind, "error"):
+                assert result.WhichOneof("result") == kind, result
+                return getattr(result, kind)
+
+    async def refusal(self) -> SpecdecError:
+        """Why the replica ends the stream."""
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+            trailing = await self._call.trailing_metadata()
+            raise grpc.aio.AioRpcError(await self._call.code(), trailing, trailing, await self._call.details())
+        return from_rpc_error(caught.value)
+
+    async def tokens_to_the_end(self) -> list[int]:
+        """All tokens of a target session, whose credit is raised."""
+        await self.send(credit=pb.Credit(position=10**6))
+        token_ids: list[int] = []
+        while True:
+            verdict = await self.next("verdict")
+            assert verdict.start_position == len(PROMPT) + 1 + len(token_ids)
+            token_ids += verdict.token_ids
+            if verdict.finish_reason:
+                return token_ids
+
+
+@pytest.fixture
+async def target(steady_cluster: Cluster) -> AsyncIterator[Peer]:
+    async with grpc.aio.insecure_channel(steady_cluster.services["target"].spec.address) as channel:
+        call = target_pb2_grpc.TargetServiceStub(channel).Verify()
+        yield Peer(call, target_pb2.VerifyRequest, target_pb2.TargetEntry)
+        call.cancel()
+    await all_blocks_free(steady_cluster)
+
+
+@pytest.fixture
+async def draft(steady_cluster: Cluster) -> AsyncIterator[Peer]:
+    async with grpc.aio.insecure_channel(steady_cluster.services["draft"].spec.address) as channel:
+        call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
+        yield Peer(call, draft_pb2.DraftRequest, draft_pb2.DraftEntry)
+        call.cancel()
+    await all_blocks_free(steady_cluster)
+
+
+def named_field(status: status_pb2.Status) -> str:
+    request = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(request) for detail in status.details), status
+    return request.field_violations[0].field
+
+
+def reason_of(status: status_pb2.Status) -> str:
+    info = error_details_pb2.ErrorInfo()
+    assert any(detail.Unpack(info) for detail in status.details), status
+    return info.reason
+
+
+START = len(PROMPT) + 1
+PROPOSALS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "a cycle": (
+        lambda: pb.Proposal(start_position=START, token_ids=[5, 6, 7], parents=[-1, 2, 1]).SerializeToString(),
+        "proposal.parents[1]",
+    ),
+    "a node that is its own parent": (
+        lambda: pb.Proposal(start_position=START, token_ids=[5], parents=[0]).SerializeToString(),
+        "proposal.parents[0]",
+    ),
+    "fewer parents than tokens": (
+        lambda: pb.Proposal(start_position=START, token_ids=[5, 6], parents=[-1]).SerializeToString(),
+        "proposal.parents",
+    ),
+    "a token out of range": (
+        lambda: pb.Proposal(start_position=START, token_ids=[5, 10**6]).SerializeToString(),
+        "proposal.token_ids[1]",
+    ),
+    "too many nodes": (
+        lambda: pb.Proposal(start_position=START, token_ids=[5] * 1000).SerializeToString(),
+        "proposal.token_ids",
+    ),
+    "a start past the committed tokens": (
+        lambda: pb.Proposal(start_position=START + 1, token_ids=[5]).SerializeToString(),
+        "proposal.start_position",
+    ),
+    "scores for other nodes": (
+        lambda: pb.Proposal(start_position=START, token_ids=[5], scores=b"\1\2").SerializeToString(),
+        "proposal.scores",
+    ),
+    "bytes that do not parse": (lambda: b"\xff" * 20, "proposal"),
+}
+
+
+async def undisturbed(peer: Peer) -> list[int]:
+    """The tokens of a session that no proposal reaches."""
+    await peer.attach()
+    await peer.send(open=open_session())
+    await peer.next("verdict")
+    return await peer.tokens_to_the_end()
+
+
+@pytest.mark.parametrize("name", PROPOSALS)
+async def test_a_bad_proposal_is_rejected_by_name_and_the_session_decodes_to_its_end(target: Peer, name: str) -> None:
+    make, field = PROPOSALS[name]
+    expected = await undisturbed(target)
+    target.epoch = 2
+    await target.send(open=open_session())
+    assert (await target.next("verdict")).start_position == len(PROMPT)
+    await target.send(proposal=make())
+    rejected = await target.next("proposal_rejected")
+    assert rejected.status.code == code_pb2.INVALID_ARGUMENT
+    assert named_field(rejected.status) == field
+    assert rejected.expected_position == START
+    assert await target.tokens_to_the_end() == expected
+    assert len(expected) == MAX_TOKENS - 1
+
+
+async def test_a_commit_with_a_gap_ends_the_draft_session_and_tells_the_position(draft: Peer) -> None:
+    await draft.attach()
+    await draft.send(open=open_session())
+    assert (await draft.next("opened")).position == len(PROMPT)
+    await draft.send(commit=pb.Commit(start_position=len(PROMPT) + 3, token_ids=[7]))
+    error = await draft.next("error")
+    assert error.status.code == code_pb2.OUT_OF_RANGE
+    assert reason_of(error.status) == "COMMIT_GAP"
+    assert named_field(error.status) == "commit.start_position"
+    assert error.expected_position == len(PROMPT)
+
+
+async def test_a_commit_that_contradicts_an_earlier_one_ends_the_draft_session(draft: Peer) -> None:
+    await draft.attach()
+    await draft.send(open=open_session())
+    await draft.send(commit=pb.Commit(start_position=len(PROMPT), token_ids=[7, 8]))
+    await draft.send(commit=pb.Commit(start_position=len(PROMPT) + 1, token_ids=[9]))
+    error = await draft.next("error")
+    assert error.status.code == code_pb2.FAILED_PRECONDITION
+    assert reason_of(error.status) == "COMMIT_MISMATCH"
+    assert error.expected_position == len(PROMPT) + 2
+
+
+async def test_a_commit_of_a_token_out_of_range_names_it(draft: Peer) -> None:
+    await draft.attach()
+    await draft.send(open=open_session())
+    await draft.send(commit=pb.Commit(start_position=len(PROMPT), token_ids=[10**6]))
+    assert named_field((await draft.next("error")).status) == "commit.token_ids"
+
+
+async def test_a_draft_that_ended_a_session_opens_it_again_under_a_higher_epoch(draft: Peer) -> None:
+    await draft.attach()
+    await draft.send(open=open_session())
+    await draft.send(commit=pb.Commit(start_position=len(PROMPT) + 3, token_ids=[7]))
+    await draft.next("error")
+    draft.epoch = 2
+    await draft.send(open=open_session())
+    proposal = pb.Proposal.FromString(await draft.next("proposal"))
+    assert proposal.start_position == len(PROMPT)
+    assert proposal.token_ids
+    await draft.send(close=pb.CloseSession(reason="finished"))
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"token_ids": [10**6], "num_prompt_tokens": len(PROMPT) + 1}, "open.token_ids"),
+        ({"num_prompt_tokens": 1000}, "open.num_prompt_tokens"),
+        ({"sampling": pb.TokenSampling(temperature=-1.0)}, "open.sampling.temperature"),
+        ({"sampling": pb.TokenSampling(top_p=float("nan"))}, "open.sampling.top_p"),
+    ],
+    ids=["token", "prompt", "temperature", "top_p"],
+)
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_a_session_that_cannot_be_opened_is_refused_by_name(
+    request: pytest.FixtureRequest, role: str, change: dict[str, Any], field: str
+) -> None:
+    peer: Peer = request.getfixturevalue(role)
+    await peer.attach()
+    await peer.send(open=open_session(**change))
+    assert named_field((await peer.next("error")).status) == field
+
+
+async def test_a_stream_that_does_not_begin_with_an_attach_is_refused(target: Peer, draft: Peer) -> None:
+    for peer in (target, draft):
+        await peer.send(open=open_session())
+        error = await peer.refusal()
+        assert isinstance(error, FailedPrecondition)
+        assert error.reason == "NOT_ATTACHED"
+
+
+async def test_a_message_that_does_not_parse_ends_its_stream_only(steady_cluster: Cluster, target: Peer) -> None:
+    async with grpc.aio.insecure_channel(steady_cluster.services["target"].spec.address) as channel:
+        call = channel.stream_stream("/specdec.v1.TargetService/Verify")()
+        await call.write(b"\xff" * 20)
+        error = await Peer(call, target_pb2.VerifyRequest, target_pb2.TargetEntry).refusal()
+    assert isinstance(error, InvalidRequest)
+    assert error.reason == "MALFORMED_MESSAGE"
+    assert len(await undisturbed(target)) == MAX_TOKENS - 1

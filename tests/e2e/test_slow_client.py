@@ -1,0 +1,109 @@
+"""A client that does not keep up slows its own stream, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import grpc
+import pytest
+
+from specdec.cli.cluster import Cluster
+from specdec.client import Client, Completion
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import coordinator_pb2_grpc
+from tests.chaos.faults import all_blocks_free, eventually, load_of, make_request
+from tests.integration.conftest import start_cluster
+from tests.integration.tiny_pair import make_tiny_pair
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+CREDIT = 32
+LONG = 3000
+"""Tokens of the slow stream: more than network buffers hold."""
+# Else a connection grows its buffers with the speed that it has seen.
+SMALL_BUFFERS = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    folder = tmp_path_factory.mktemp("slow_client")
+    pair = make_tiny_pair(folder, max_model_len=4096)
+    credit = {"credit_window_tokens": CREDIT}
+    with start_cluster(pair, folder / "logs", coordinator_settings=credit) as cluster:
+        yield cluster
+
+
+async def chunks_of(channel: grpc.aio.Channel, body: api.GenerateRequest) -> AsyncIterator[api.GenerateResponse]:
+    call = coordinator_pb2_grpc.CoordinatorServiceStub(channel).Generate(body)
+    try:
+        while (chunk := await call.read()) is not grpc.aio.EOF:
+            yield chunk
+    finally:
+        call.cancel()
+
+
+async def best_time(client: Client, body: api.GenerateRequest) -> float:
+    """The shortest of three runs."""
+    times = []
+    for _ in range(3):
+        started_s = time.perf_counter()
+        await client.complete(body)
+        times.append(time.perf_counter() - started_s)
+    return min(times)
+
+
+async def test_a_client_that_reads_one_chunk_a_second_does_not_slow_another(cluster: Cluster) -> None:
+    slow_body = make_request(max_tokens=LONG, temperature=1.0)
+    fast_body = make_request(max_tokens=200, temperature=1.0, seed=8)
+    slow_body.speculation.enabled = fast_body.speculation.enabled = False  # the target alone decides the speed
+    target = cluster.services["target"].spec.address
+    slow = Completion()
+    async with (
+        Client(cluster.address) as client,
+        grpc.aio.insecure_channel(cluster.address, options=SMALL_BUFFERS) as channel,
+    ):
+        alone_s = await best_time(client, fast_body)
+        alone = await client.complete(fast_body)
+        chunks = chunks_of(channel, slow_body)
+        slow.add(await anext(chunks))
+
+        async def read_slowly() -> None:
+            async for chunk in chunks:
+                slow.add(chunk)
+                await asyncio.sleep(1.0)
+
+        reader = asyncio.create_task(read_slowly())
+
+        async def is_paused() -> bool:
+            load = await load_of("target", target)
+            return load.num_running == 0 and load.kv_blocks_used > 0
+
+        # Paused or not, it holds its blocks; once paused it costs the others nothing.
+        await eventually(is_paused, "the slow stream's session is out of credit")
+        beside_s = await best_time(client, fast_body)
+        assert (await client.complete(fast_body)).identity == alone.identity
+        assert beside_s < 2 * alone_s + 0.2
+        assert slow.num_tokens < 100
+        assert (await load_of("target", target)).kv_blocks_used * 16 < LONG
+        reader.cancel()
+        await asyncio.wait([reader])
+    await all_blocks_free(cluster)
+
+
+async def test_a_client_that_stops_reading_for_a_while_loses_nothing(cluster: Cluster) -> None:
+    body = make_request(max_tokens=LONG, temperature=1.0)
+    async with (
+        Client(cluster.address) as client,
+        grpc.aio.insecure_channel(cluster.address, options=SMALL_BUFFERS) as channel,
+    ):
+        chunks = chunks_of(channel, body)
+        late = Completion()
+        late.add(await anext(chunks))
+        prompt = await client.complete(body)
+        assert prompt.num_tokens == LONG
+        async for chunk in chunks:
+            late.add(chunk)
+        assert late.identity == prompt.identity
+    await all_blocks_free(cluster)
