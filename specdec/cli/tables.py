@@ -51,11 +51,11 @@ def statistics_table(completion: Completion) -> Table:
     table.add_row("target steps", f"{stats.num_steps} ({stats.num_verify_steps} verified a proposal)")
     if stats.num_verify_steps:
         share = f" ({stats.num_accepted / stats.num_proposed:.0%})" if stats.num_proposed else ""
-        table.add_row("draft tokens accepted", f"{stats.num_accepted} of {stats.num_proposed} verified{share}")
+        table.add_row("draft accepted", f"{stats.num_accepted} of {stats.num_proposed} verified{share}")
         table.add_row("  by depth", acceptance_by_depth(stats))
         table.add_row("acceptance length", f"{stats.mean_acceptance_length:.2f} tokens per verifying step, on average")
         table.add_row("proposal at hand", f"{stats.hit_rate:.0%} of steps")
-        table.add_row("draft tokens wasted", str(stats.num_wasted))
+        table.add_row("draft wasted", str(stats.num_wasted))
     table.add_section()
     table.add_row("queued", f"{stats.queue_ms:.1f} ms")
     table.add_row("prefill", f"{stats.prefill_ms:.1f} ms")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from specdec.engine.model_files import (
     ModelIdentity,
@@ -50,6 +51,7 @@ def load_model(settings: EngineSettings) -> LoadedModel:
     Raises ``ModelNotSupported`` for what the config rules out and ``ModelLoadError`` for everything that
     fails on the way.
     """
+    disable_progress_bar()  # transformers would draw one into the service's log
     directory, revision = find_model_files(settings.model, settings.revision)
     try:
         config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
@@ -77,7 +79,8 @@ def load_model(settings: EngineSettings) -> LoadedModel:
         tokenizer_digest=tokenizer.digest,
     )
     eos = read_eos_token_ids(directory, getattr(config, "eos_token_id", None))
-    num_logits = int(model.get_output_embeddings().weight.shape[0])
+    head = model.get_output_embeddings()
+    num_logits = int(config.vocab_size if head is None else head.weight.shape[0])
     return LoadedModel(
         model=model,
         identity=identity,

@@ -119,16 +119,15 @@ class _RunnerBuilder:
             raise ModelLoadError(
                 "deterministic needs float32 on CPU: no row-invariant kernels exist for anything else"
             )
-        self._wants_invariance = self._is_exact and settings.deterministic is not False
         self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
-        self._kernels = self._make_kernels() if self._wants_invariance else None
+        self._kernels = self._make_kernels() if self._is_exact else None
 
     @torch.inference_mode()
     def build(self) -> ModelRunner:
         """Run all stages."""
         settings, loaded = self._settings, self._loaded
         if loaded.device.type == "cpu":
-            torch.set_num_threads(1 if self._wants_invariance else settings.num_threads)
+            torch.set_num_threads(1 if self._is_exact else settings.num_threads)
         expected = self._dense_logits() if settings.self_test else {}
         ragged = RaggedModel(
             loaded.model, TiledAttention() if loaded.device.type == "cpu" else GatherAttention()
@@ -170,7 +169,7 @@ class _RunnerBuilder:
                 f"paged logits differ from dense ones by {error:.2g} of their spread: something besides keys "
                 "and values decides its attention",
             )
-        row_invariant = row_invariant and self._wants_invariance
+        row_invariant = row_invariant and self._is_exact
         if self._settings.deterministic and not row_invariant:
             raise ModelLoadError(
                 f"{loaded.identity.name} is not row-invariant: a row's logits differ with its company"
@@ -190,7 +189,7 @@ class _RunnerBuilder:
 
     def _install_kernels(self, ragged: RaggedModel) -> str:
         """Give a transformers model the best kernels at hand; returns the name of the path."""
-        if not self._wants_invariance:
+        if not self._is_exact:
             return "torch"
         if self._kernels is None:
             make_modules_row_invariant(
@@ -216,7 +215,7 @@ class _RunnerBuilder:
         """Run the self-test; returns the error against dense logits and whether rows were invariant."""
         loaded, probe = self._loaded, self._probe
         if not expected:
-            return 0.0, self._wants_invariance
+            return 0.0, self._is_exact
         cache = KVCache(geometries, probe.num_blocks, self._settings.block_size, loaded.dtype, loaded.device)
         with refusing(loaded.identity.architecture):
             log: ProbeLog = probe.run(step_model, cache)

@@ -18,6 +18,8 @@ from tests.integration.conftest import (  # noqa: F401  pytest finds fixtures by
 from tests.integration.tiny_pair import ModelPair, make_tiny_pair
 
 NEVER_S = 600.0
+HOLD_OFF_MS = 200
+"""Long enough for a draft on a busy machine; the tests need it used, not fast."""
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +53,7 @@ def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathF
     cluster = start_cluster(
         shipped_pair,
         tmp_path_factory.mktemp("battered"),
-        target_settings={"hold_off_ms": 20, "keepalive_time_s": NEVER_S},
+        target_settings={"hold_off_ms": HOLD_OFF_MS, "keepalive_time_s": NEVER_S},
         draft_settings={"keepalive_time_s": NEVER_S},
         coordinator_settings={"keepalive_time_s": NEVER_S, "metrics_port": free_port()},
     )

@@ -119,10 +119,7 @@ def another(role: str, log_dir: Path, **settings: object) -> Iterator[Cluster]:
     defaults: dict[str, object] = {"metrics_port": None, "log_format": "console", "drain_s": 60.0}
     if role != "coordinator":
         defaults |= {"device": "cpu", "num_threads": 1}
-    overrides = {**defaults, **settings}
-    if overrides["metrics_port"] is None:  # a flag cannot say so
-        defaults = {"metrics_port": overrides.pop("metrics_port")}
-    spec = service_spec(role, role, free_port(), RoleSettings(defaults, overrides), environment={})
+    spec = service_spec(role, role, free_port(), RoleSettings(defaults=defaults, overrides=settings), environment={})
     with Cluster([spec], log_dir=log_dir, timeouts=TIMEOUTS) as cluster:
         cluster.services[role].start()
         cluster.wait_healthy(role)

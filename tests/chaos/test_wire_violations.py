@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -37,27 +39,47 @@ def open_session(**fields: Any) -> pb.OpenSession:
     return body
 
 
-class Peer:
-    """Plays the coordinator of one session, `s`."""
+@dataclass(frozen=True)
+class Wire:
+    """The stream of a role."""
 
-    def __init__(self, call: Any, request: type[Any], entry: type[Any]) -> None:
-        self._call = call
-        self._request, self._entry = request, entry
-        self._results: list[Any] = []
+    stub: Callable[[grpc.aio.Channel], Any]
+    method: str
+    request: type[Any]
+    entry: type[Any]
+
+
+WIRES = {
+    "target": Wire(target_pb2_grpc.TargetServiceStub, "Verify", target_pb2.VerifyRequest, target_pb2.TargetEntry),
+    "draft": Wire(draft_pb2_grpc.DraftServiceStub, "Draft", draft_pb2.DraftRequest, draft_pb2.DraftEntry),
+}
+
+
+class Peer:
+    """Plays a coordinator with one session."""
+
+    def __init__(self, channel: grpc.aio.Channel, wire: Wire, owner_id: str) -> None:
+        self.call = getattr(wire.stub(channel), wire.method)()
         self.epoch = 1
+        self._wire = wire
+        self._owner_id = owner_id
+        self._results: list[Any] = []
 
     async def attach(self) -> pb.Attached:
-        await self._call.write(self._request(attach=pb.Attach(owner_id=f"peer-{next(OWNERS)}", lease_generation=1)))
-        return (await self._call.read()).attached
+        attach = pb.Attach(owner_id=self._owner_id, lease_generation=1)
+        await self.call.write(self._wire.request(attach=attach))
+        return (await self.call.read()).attached
 
     async def send(self, **body: Any) -> None:
-        await self._call.write(self._request(entries=[self._entry(session_id="s", epoch=self.epoch, **body)]))
+        session_id = f"{self._owner_id}/session"
+        entry = self._wire.entry(session_id=session_id, epoch=self.epoch, **body)
+        await self.call.write(self._wire.request(entries=[entry]))
 
     async def next(self, kind: str) -> Any:
         """The next result of a kind; others are skipped, but for an error."""
         while True:
             while not self._results:
-                frame = await self._call.read()
+                frame = await self.call.read()
                 assert frame is not grpc.aio.EOF
                 self._results.extend(frame.results)
             result = self._results.pop(0)
@@ -68,10 +90,10 @@ class Peer:
     async def refusal(self) -> SpecdecError:
         """Why the replica ends the stream."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            while await self._call.read() is not grpc.aio.EOF:
+            while await self.call.read() is not grpc.aio.EOF:
                 pass
-            trailing = await self._call.trailing_metadata()
-            raise grpc.aio.AioRpcError(await self._call.code(), trailing, trailing, await self._call.details())
+            trailing = await self.call.trailing_metadata()
+            raise grpc.aio.AioRpcError(await self.call.code(), trailing, trailing, await self.call.details())
         return from_rpc_error(caught.value)
 
     async def tokens_to_the_end(self) -> list[int]:
@@ -86,22 +108,26 @@ class Peer:
                 return token_ids
 
 
+@asynccontextmanager
+async def peer_of(cluster: Cluster, role: str) -> AsyncIterator[Peer]:
+    """A peer of a replica; its session is given up at the end, and nothing of it is left."""
+    owner_id = f"peer-{next(OWNERS)}"
+    async with grpc.aio.insecure_channel(cluster.services[role].spec.address) as channel:
+        yield Peer(channel, WIRES[role], owner_id)
+        await Peer(channel, WIRES[role], owner_id).attach()  # without a session: it is freed
+    await all_blocks_free(cluster)
+
+
 @pytest.fixture
 async def target(steady_cluster: Cluster) -> AsyncIterator[Peer]:
-    async with grpc.aio.insecure_channel(steady_cluster.services["target"].spec.address) as channel:
-        call = target_pb2_grpc.TargetServiceStub(channel).Verify()
-        yield Peer(call, target_pb2.VerifyRequest, target_pb2.TargetEntry)
-        call.cancel()
-    await all_blocks_free(steady_cluster)
+    async with peer_of(steady_cluster, "target") as peer:
+        yield peer
 
 
 @pytest.fixture
 async def draft(steady_cluster: Cluster) -> AsyncIterator[Peer]:
-    async with grpc.aio.insecure_channel(steady_cluster.services["draft"].spec.address) as channel:
-        call = draft_pb2_grpc.DraftServiceStub(channel).Draft()
-        yield Peer(call, draft_pb2.DraftRequest, draft_pb2.DraftEntry)
-        call.cancel()
-    await all_blocks_free(steady_cluster)
+    async with peer_of(steady_cluster, "draft") as peer:
+        yield peer
 
 
 def named_field(status: status_pb2.Status) -> str:
@@ -229,12 +255,12 @@ async def test_a_draft_that_ended_a_session_opens_it_again_under_a_higher_epoch(
 )
 @pytest.mark.parametrize("role", ["target", "draft"])
 async def test_a_session_that_cannot_be_opened_is_refused_by_name(
-    request: pytest.FixtureRequest, role: str, change: dict[str, Any], field: str
+    steady_cluster: Cluster, role: str, change: dict[str, Any], field: str
 ) -> None:
-    peer: Peer = request.getfixturevalue(role)
-    await peer.attach()
-    await peer.send(open=open_session(**change))
-    assert named_field((await peer.next("error")).status) == field
+    async with peer_of(steady_cluster, role) as peer:
+        await peer.attach()
+        await peer.send(open=open_session(**change))
+        assert named_field((await peer.next("error")).status) == field
 
 
 async def test_a_stream_that_does_not_begin_with_an_attach_is_refused(target: Peer, draft: Peer) -> None:
@@ -247,9 +273,10 @@ async def test_a_stream_that_does_not_begin_with_an_attach_is_refused(target: Pe
 
 async def test_a_message_that_does_not_parse_ends_its_stream_only(steady_cluster: Cluster, target: Peer) -> None:
     async with grpc.aio.insecure_channel(steady_cluster.services["target"].spec.address) as channel:
-        call = channel.stream_stream("/specdec.v1.TargetService/Verify")()
-        await call.write(b"\xff" * 20)
-        error = await Peer(call, target_pb2.VerifyRequest, target_pb2.TargetEntry).refusal()
+        other = Peer(channel, WIRES["target"], "other")
+        other.call = channel.stream_stream("/specdec.v1.TargetService/Verify")()
+        await other.call.write(b"\xff" * 20)
+        error = await other.refusal()
     assert isinstance(error, InvalidRequest)
     assert error.reason == "MALFORMED_MESSAGE"
     assert len(await undisturbed(target)) == MAX_TOKENS - 1

@@ -1,10 +1,10 @@
 """Models that the engine cannot page are refused at load, with a reason; real tiny models throughout."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -32,8 +32,8 @@ LONGROPE = {
 }
 
 
-def load(directory: Path, **settings: object) -> ModelRunner:
-    defaults: dict[str, object] = {"model": str(directory), "num_blocks": 16, "device": "cpu"}
+def load(directory: Path, **settings: Any) -> ModelRunner:
+    defaults: dict[str, Any] = {"model": str(directory), "num_blocks": 16, "device": "cpu"}
     return ModelRunner.load(EngineSettings.model_validate({**defaults, **settings}))
 
 
@@ -89,7 +89,7 @@ def test_hidden_state_outside_attention_shows_in_the_self_test(
     directory = save_tiny_model("llama", tmp_path)
     plain = LlamaAttention.forward
 
-    def mixing(self: nn.Module, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> object:
+    def mixing(self: LlamaAttention, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return plain(self, hidden_states + 0.5 * hidden_states.roll(1, dims=1), *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", mixing)
@@ -103,9 +103,7 @@ def test_a_layer_that_skips_the_registered_function_is_noticed(
     directory = save_tiny_model("llama", tmp_path)
     plain = LlamaAttention.forward
 
-    def skipping(
-        self: LlamaAttention, hidden_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> object:
+    def skipping(self: LlamaAttention, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if self.layer_idx == 1:
             return hidden_states, None
         return plain(self, hidden_states, *args, **kwargs)
@@ -121,7 +119,7 @@ def test_a_fused_decoder_that_computes_something_else_is_not_used(
     directory = save_tiny_model("llama", tmp_path)
     plain = LlamaForCausalLM.forward
 
-    def scaled(self: nn.Module, *args: object, **kwargs: object) -> object:
+    def scaled(self: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
         output = plain(self, *args, **kwargs)
         output.logits = output.logits * 1.5
         return output

@@ -142,6 +142,16 @@ def test_warmup_leaves_the_cache_as_it_was(tmp_path: Path) -> None:
     assert all(torch.equal(row, after[path][0]) for path, (row, *_) in before.items())
 
 
+def test_a_token_outside_the_vocabulary_is_an_error_and_not_a_read_past_the_end(tmp_path: Path) -> None:
+    for settings in ({}, {"fused": "off"}):
+        runner = load(save_tiny_model("llama", tmp_path), **settings)
+        for token in (-1, VOCAB_SIZE):
+            player = play.Player(runner)
+            player.engine.add([1, token], num_prompt_tokens=2)
+            with pytest.raises(IndexError):
+                player.step()
+
+
 def test_a_batch_without_wanted_logits_gives_none(tmp_path: Path) -> None:
     for name in ("llama", "gpt2"):
         runner = load(save_tiny_model(name, tmp_path / name))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.attention import AttentionOptions, ForwardContext, TiledAttention
+from specdec.engine.attention import AttentionOptions, ForwardContext, GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.kv_cache import KVCache, LayerGeometry
 from specdec.engine.linear import OneDnnWeight
@@ -62,7 +62,9 @@ class Paged:
         self.num_blocks = 24
         shuffled = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(3)).int()
         tables = shuffled.view(2, -1)
-        positions, seqs, contexts, slots, offsets, paths = [], [], [], [], [0], []
+        positions, seqs, contexts, slots = [], [], [], []
+        offsets: list[int] = [0]
+        paths: list[int] = []
 
         def slot(seq: int, logical: int) -> int:
             return int(tables[seq, logical // BLOCK_SIZE]) * BLOCK_SIZE + logical % BLOCK_SIZE
@@ -104,8 +106,10 @@ class Paged:
         cache = KVCache([self.geometry], self.num_blocks, BLOCK_SIZE, torch.float32, torch.device("cpu"))
         context = ForwardContext(self.batch, cache, kernel)  # type: ignore[arg-type]
         # Heads outside rows, as transformers gives them: strided, not contiguous.
-        strided = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (self.query, self.key, self.value)]
-        return context.kernel(*strided, 0, context, options)
+        query, key, value = (
+            rows.transpose(0, 1).contiguous().transpose(0, 1) for rows in (self.query, self.key, self.value)
+        )
+        return context.kernel(query, key, value, 0, context, options)
 
 
 OPTIONS = {
@@ -128,6 +132,13 @@ def test_attention_is_that_of_torch(
     results = [paged.run(NativeAttention(kernels), options) for kernels in teams]
     torch.testing.assert_close(results[0], expected, rtol=2e-5, atol=2e-5)
     assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_gathering_attention_of_other_devices_is_the_same(options: AttentionOptions) -> None:
+    paged = Paged(LayerGeometry(2, 24, 24), num_heads=6)
+    expected = paged.run(TiledAttention(), options)
+    torch.testing.assert_close(paged.run(GatherAttention(), options), expected, rtol=2e-5, atol=2e-5)
 
 
 def test_attention_survives_scores_at_the_ends_of_the_range(teams: list[NativeKernels]) -> None:

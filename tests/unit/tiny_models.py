@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,7 +28,7 @@ from transformers import (
 
 VOCAB_SIZE = 131  # prime, so that no layer's size is a multiple of a vector by luck
 _WEIGHT_STD = 0.2  # far from uniform attention: a wrong key must show in the logits
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "intermediate_size": 104,
@@ -39,8 +40,14 @@ _COMMON = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_GQA = {**_COMMON, "num_key_value_heads": 2}
-_GPT2_STYLE = {"vocab_size": VOCAB_SIZE, "n_positions": 160, "n_embd": 64, "n_layer": 3, "n_head": 4}
+_GQA: dict[str, Any] = {**_COMMON, "num_key_value_heads": 2}
+_GPT2_STYLE: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_positions": 160,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 80}
 
 SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -57,7 +64,10 @@ SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
         **_GQA, head_dim=16, sliding_window=12, attn_logit_softcapping=5.0, final_logit_softcapping=7.0
     ),
     "phi3": lambda: Phi3Config(**_GQA),
-    "gpt_neox": lambda: GPTNeoXConfig(**_COMMON, rotary_pct=0.5),
+    "gpt_neox": lambda: GPTNeoXConfig(
+        **_COMMON,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    ),
     "gpt2": lambda: GPT2Config(**_GPT2_STYLE, initializer_range=_WEIGHT_STD),
     "opt": lambda: OPTConfig(
         vocab_size=VOCAB_SIZE,

@@ -63,9 +63,7 @@ class NativeSampling:
         )
         return list(token_ids), list(scores)
 
-    def cut_(
-        self, scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]
-    ) -> Tensor:
+    def cut_(self, scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]) -> Tensor:
         """See `specdec.engine.logit_processors.cut_`; scores contiguous, on the CPU."""
         if not scores.is_contiguous():
             raise ValueError("scores are cut in place and must be contiguous")
