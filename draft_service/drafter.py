@@ -1,12 +1,16 @@
-"""The draft's role over the engine: follows commits, drafts chains for all its sessions in one batch.
+"""The draft's role over the engine: follows commits, and grows a tree of guesses for each session, all in one
+batch.
 
 Invariants:
-    * the chain of a session is a function of its committed tokens; a commit that diverges from it rolls the sequence
-      back to the first difference, whatever the context's length;
-    * in coupled mode a drafted token is what the target would sample if its logits were the draft's: same processing of
-      logits, same noise. In rejection mode it is drawn from the sparse distribution that travels with it, with noise
-      of its own;
-    * a proposal starts at the last committed position and carries the whole chain, so a lost or late one costs nothing.
+    * the tree of a session is a function of its committed tokens; a commit keeps what it confirms and rolls
+    back the rest,
+      whatever the context's length;
+    * in coupled mode a guess is what the target would sample if its logits were the draft's: same processing
+    of logits,
+      same noise. In rejection mode it is drawn from the sparse distribution that travels with it, with noise
+      of its own, and the tree is a chain;
+    * a proposal starts at the last committed position and carries the whole tree, so a lost or late one costs
+    nothing.
 """
 
 from __future__ import annotations
@@ -16,11 +20,12 @@ from typing import Any, cast
 
 from google.rpc import code_pb2
 
+from draft_service.branches import Branches
 from draft_service.growth import GrowthPolicy
-from draft_service.guess import Guesser
+from draft_service.guess import Guesser, Place
 from draft_service.metrics import DraftRecorder
-from draft_service.proposals import coupled_proposal, rejection_proposal
-from draft_service.session import DraftedToken, DraftSession
+from draft_service.proposals import make_proposal
+from draft_service.session import DraftSession, Guess, Head
 from specdec.config import DraftSettings
 from specdec.engine.errors import EngineError
 from specdec.engine.token_history import TokenHistory
@@ -49,8 +54,8 @@ class Drafter:
         self._identity = built.info.identity
         self._settings = settings
         self._recorder = recorder
-        self._growth = GrowthPolicy(settings.max_ahead_tokens)
-        self._by_seq: dict[int, DraftSession] = {}
+        self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
+        self._branches = Branches(built.engine, built.info.identity.max_model_len)
         self._step_s = 0.0
 
     # --- sessions
@@ -82,7 +87,6 @@ class Drafter:
             session_id=session_id,
             epoch=epoch,
             owner=owner,
-            seq=seq,
             body=body,
             params=params,
             mode=VerifyMode.REJECTION if is_rejection else VerifyMode.COUPLED,
@@ -91,7 +95,7 @@ class Drafter:
             max_chain=limit if is_rejection or limit == 0 else None,
             committed_at_s=time.monotonic(),
         )
-        self._by_seq[seq.seq_id] = session
+        self._branches.plant(session, seq)
         return session
 
     def position(self, session: Session) -> int:
@@ -104,16 +108,12 @@ class Drafter:
             self._commit(cast(DraftSession, session), body.start_position, list(body.token_ids))
 
     def close(self, session: Session) -> None:
-        """Free the sequence; its full blocks of committed tokens stay in the prefix cache."""
-        session = cast(DraftSession, session)
-        if session.seq is not None:
-            del self._by_seq[session.seq.seq_id]
-            self._engine.free(session.seq)
-            session.seq = None
+        """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
+        self._branches.free(cast(DraftSession, session))
 
     def set_orphaned(self, session: Session, orphaned: bool) -> None:
         """Orphans take part in no step."""
-        self._update_pause(cast(DraftSession, session))
+        self._plan(cast(DraftSession, session))
 
     def resend(self, session: Session, committed_length: int) -> None:
         """Emit the chain again: whether the last proposal arrived is not known."""
@@ -125,7 +125,6 @@ class Drafter:
                 session, SessionFailure(code, "COMMIT_GAP", message, expected_position=session.num_committed)
             )
             return
-        session.num_sent = 0
         self._propose(session)
 
     def load(self) -> pb.LoadReport:
@@ -143,9 +142,30 @@ class Drafter:
     # --- commits
 
     def _commit(self, session: DraftSession, start: int, token_ids: list[int]) -> None:
-        """Make tokens final: keep the part of the chain that they confirm, roll back what they contradict."""
-        seq, committed = session.seq, session.num_committed
-        assert seq is not None
+        """Make tokens final: keep the part of the tree that they confirm, roll back what they contradict."""
+        committed = session.num_committed
+        new = token_ids[self._check_commit(session, start, token_ids) :]
+        if not new:
+            return
+        num_nodes = len(session.tree)
+        try:
+            num_found = self._branches.follow(session, new)
+        except EngineError as error:
+            code, reason = code_pb2.OUT_OF_RANGE, "DRAFT_CONTEXT_END"
+            raise SessionFailure(code, reason, str(error), expected_position=committed) from error
+        self._recorder.commit(num_found, len(new), num_nodes - num_found - len(session.tree))
+        session.history.append(new)
+        session.committed_at_s = time.monotonic()
+        self._engine.finalize(session.heads[0].seq, session.num_committed)
+        if session.mode is VerifyMode.REJECTION:
+            session.num_unsent = len(session.tree)  # the target starts every round afresh
+        elif not len(session.tree):
+            session.num_unsent = 0
+        self._plan(session)
+
+    def _check_commit(self, session: DraftSession, start: int, token_ids: list[int]) -> int:
+        """How many of the tokens were committed before. Raises SessionFailure for a gap or a contradiction."""
+        committed = session.num_committed
         if start > committed:
             message = f"commit.start_position: {start} leaves a gap after {committed} committed tokens"
             reason, code = "COMMIT_GAP", code_pb2.OUT_OF_RANGE
@@ -154,123 +174,96 @@ class Drafter:
         if any(token >= self._identity.vocab_size for token in token_ids):
             raise invalid("commit.token_ids", "a token id is outside the vocabulary", expected_position=committed)
         overlap = min(committed - start, len(token_ids))
-        if seq.token_ids[start : start + overlap] != token_ids[:overlap]:
+        if session.heads[0].seq.token_ids[start : start + overlap] != token_ids[:overlap]:
             message = "commit.token_ids: contradicts tokens that were committed before"
             reason, code = "COMMIT_MISMATCH", code_pb2.FAILED_PRECONDITION
             self._recorder.mismatch()
             raise SessionFailure(code, reason, message, field="commit.token_ids", expected_position=committed)
-        new = token_ids[overlap:]
-        if not new:
-            return
-        num_confirmed = 0
-        for token, drafted in zip(new, session.chain, strict=False):
-            if token != drafted.token_id:
-                break
-            num_confirmed += 1
-        keeps_chain = num_confirmed == len(new)
-        num_dropped = 0 if keeps_chain else len(session.chain) - num_confirmed
-        self._recorder.commit(num_confirmed, len(new), num_dropped)
-        if not keeps_chain:
-            if num_dropped:
-                self._engine.rollback(seq, committed + num_confirmed)
-            self._append(session, new[num_confirmed:])
-            session.chain.clear()
-            session.is_chain_over = False
-        else:
-            del session.chain[:num_confirmed]
-        # In rejection mode the target starts every round afresh: it is sent again what it dropped.
-        is_kept_there = keeps_chain and session.mode is VerifyMode.COUPLED
-        session.num_sent = max(0, session.num_sent - num_confirmed) if is_kept_there else 0
-        session.num_committed = committed + len(new)
-        session.history.append(new)
-        session.committed_at_s = time.monotonic()
-        self._engine.finalize(seq, session.num_committed)
-        self._update_pause(session)
-        if session.mode is VerifyMode.REJECTION and session.is_chain_complete:
-            self._propose(session)
-
-    def _append(self, session: DraftSession, token_ids: list[int]) -> None:
-        assert session.seq is not None
-        if not token_ids:
-            return
-        try:
-            self._engine.append(session.seq, token_ids)
-        except EngineError as error:
-            code = code_pb2.OUT_OF_RANGE
-            raise SessionFailure(
-                code, "DRAFT_CONTEXT_END", str(error), expected_position=session.num_committed
-            ) from error
+        return overlap
 
     # --- steps
 
     def wait_s(self, now_s: float) -> float | None:
-        """0 while some session wants more; else nothing is due until a frame arrives."""
-        return 0 if any(s.seq is not None and s.seq.is_ready for s in self._by_seq.values()) else None
+        """0 while some head wants more; else nothing is due until a frame arrives."""
+        return 0 if self._branches.any_ready() else None
 
     def step(self) -> None:
-        """Compute one batch, draft one token for each session in it that is up to date, send the proposals."""
+        """Compute one batch, guess one token at each head in it that is up to date, send the proposals."""
         started_s = time.monotonic()
         output = self._engine.step()
         if output is None:
             return
-        sessions, rows = [], []
+        places: list[Place] = []
+        rows: list[int] = []
         for item in output.items:
-            session = self._by_seq[item.seq.seq_id]
-            if item.completes and not session.is_chain_over and session.max_chain != 0:
-                sessions.append(session)
+            session, head = self._branches.owner(item.seq)
+            if item.completes and not head.is_over and session.max_chain != 0:
+                places.append((session, head))
                 rows.append(item.rows.stop - 1)
-        if sessions:
+        if places:
             logits = output.logits if len(rows) == len(output.logits) else output.logits[rows]
+            guesses = self._guesser.guess(places, logits)
             draft_us = int((time.monotonic() - started_s) * 1e6)
-            for session, token in zip(sessions, self._guesser.guess(sessions, logits, draft_us), strict=True):
-                self._extend(session, token)
+            for (session, head), guess in zip(places, guesses, strict=True):
+                self._extend(session, head, guess, draft_us)
+        for session in {id(session): session for session, _ in places}.values():
+            session.num_unsent += 1
+            self._plan(session)
         self._step_s = time.monotonic() - started_s
-        self._recorder.step(output, len(sessions), self._step_s)
+        self._recorder.step(output, len(places), self._step_s)
 
-    def _extend(self, session: DraftSession, token: DraftedToken) -> None:
-        assert session.seq is not None
-        session.chain.append(token)
-        if self._ends_choice(session, token.token_id):
-            session.is_chain_over = True
+    def _extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int) -> None:
+        num_tokens = len(head.seq.token_ids)
+        parent = head.node
+        is_end = self._ends_choice(session, guess.token_id, num_tokens + 1)
+        head.node = session.add(parent, guess.token_id, guess.score, is_end, draft_us, guess.sample)
+        for token_id, score in guess.siblings:
+            if len(session.tree) < self._growth.node_limit:
+                ends = self._ends_choice(session, token_id, num_tokens + 1)
+                session.add(parent, token_id, score, ends, draft_us, None)
         try:
-            self._engine.append(session.seq, [token.token_id])
-        except EngineError:
-            session.is_chain_over = True
-            session.chain.pop()
-        self._update_pause(session)
-        num_unsent = len(session.chain) - session.num_sent
-        if session.seq.paused or (session.max_chain is None and self._growth.is_worth_sending(num_unsent)):
+            self._engine.append(head.seq, [guess.token_id])
+        except EngineError:  # the draft's context ends here: the guess stands, nothing can follow it
+            head.node, head.is_over = parent, True
+            return
+        head.is_over = is_end
+
+    def _ends_choice(self, session: DraftSession, token_id: int, num_tokens: int) -> bool:
+        params = session.params
+        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
+        is_full = num_tokens - session.body.num_prompt_tokens >= params.max_tokens
+        return is_full or is_eos or token_id in params.stop_token_ids
+
+    def _plan(self, session: DraftSession) -> None:
+        """Decide which heads grow on, start new ones, and send what is due."""
+        growth = self._growth
+        if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.orphaned_at_s is None:
+            num_free = growth.num_branches(len(self._worker.sessions)) - self._branches.retire(session, growth)
+            self._branches.start(session, growth, num_free)
+        is_idle = True
+        for head in session.heads:
+            head.seq.paused = session.orphaned_at_s is not None or not self._wants_more(session, head)
+            is_idle = is_idle and head.seq.paused
+        is_due = session.max_chain is None and growth.is_worth_sending(session.num_unsent)
+        if session.num_unsent and (is_idle or is_due):
             self._propose(session)
 
-    def _ends_choice(self, session: DraftSession, token_id: int) -> bool:
-        params = session.params
-        num_output = session.num_committed + len(session.chain) - session.body.num_prompt_tokens
-        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
-        return is_eos or token_id in params.stop_token_ids or num_output >= params.max_tokens
+    def _wants_more(self, session: DraftSession, head: Head) -> bool:
+        # Committed tokens are computed at once, also when nothing is to be drafted after them.
+        if head.seq.num_computed_tokens < session.num_committed:
+            return True
+        if head.is_over:
+            return False
+        depth = session.tree.depth(head.node)
+        if session.max_chain is not None:
+            return depth < session.max_chain
+        return self._growth.grows(depth, session.path_score(head.node), len(session.tree))
 
     def _propose(self, session: DraftSession) -> None:
-        if len(session.chain) <= session.num_sent:
+        num_unsent, session.num_unsent = session.num_unsent, 0
+        if not len(session.tree):
             return
-        chain = session.chain
-        num_new = len(chain) - session.num_sent
-        if session.mode is VerifyMode.REJECTION:
-            proposal = rejection_proposal(session.num_committed, chain)
-        else:
-            proposal = coupled_proposal(session.num_committed, chain, self._settings.max_proposal_nodes)
         waited_s = time.monotonic() - session.committed_at_s if session.committed_at_s is not None else None
-        self._recorder.proposal(len(proposal.token_ids), num_new, waited_s)
+        self._recorder.proposal(len(session.tree), num_unsent, waited_s)
         session.committed_at_s = None
-        session.num_sent = len(chain)
-        self._worker.emit(session, proposal=proposal.SerializeToString())
-
-    def _update_pause(self, session: DraftSession) -> None:
-        if session.seq is None:
-            return
-        if session.max_chain is not None:
-            wants_more = len(session.chain) < session.max_chain
-        else:
-            wants_more = self._growth.wants_more(len(session.chain), session.path_score, None)
-        wants_more = wants_more and not session.is_chain_over
-        # Committed tokens are computed at once, also when nothing is to be drafted after them.
-        is_behind = session.seq.num_computed_tokens < session.num_committed
-        session.seq.paused = session.orphaned_at_s is not None or not (wants_more or is_behind)
+        self._worker.emit(session, proposal=make_proposal(session).SerializeToString())

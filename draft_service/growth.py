@@ -1,39 +1,71 @@
-"""How far a draft goes ahead of the last commit: a pure function."""
+"""How far, and where, a draft grows its tree of guesses: pure functions."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthPolicy:
-    """Bounds of a session's chain.
+    """Bounds of a session's tree.
 
     Attributes:
-        max_ahead_tokens: most tokens past the last committed one. It exceeds what the target verifies in one step, so
-            that a fully accepted block finds its successor under way.
-        min_path_score: in coupled mode the chain stops where the estimated probability that all of it is accepted falls
-            below this: a target would not verify it, and after the next commit it would most likely be thrown away.
+        max_ahead_tokens: deepest node. It exceeds what the target verifies in one step, so that a fully
+        accepted block
+            finds its successor under way.
+        max_nodes: most nodes of a tree.
+        max_heads: most places that grow at once, over all sessions: the main path first, then the outcomes
+        likely to follow
+            a verdict (a runner-up instead of the first guess), so that most verdicts find their continuation
+            at the target.
+        min_path_score: a path stops where the estimated probability that all of it is accepted falls below
+        this: a target
+            would not verify it, and after the next commit it would most likely be thrown away.
+        min_branch_score: the same, for starting a branch.
+        min_new_steps: a proposal costs every process between draft and target; one step's guesses are rarely
+        worth that.
     """
 
     max_ahead_tokens: int
+    max_nodes: int
+    max_heads: int
     min_path_score: float = 0.02
-    min_new_tokens: int = 2
-    """A proposal costs every process between draft and target; a token alone is rarely worth that."""
+    min_branch_score: float = 0.04
+    min_new_steps: int = 2
 
-    def is_worth_sending(self, num_unsent: int) -> bool:
-        """Whether to send the tokens that no proposal has carried yet, while the chain still grows."""
-        return num_unsent >= self.min_new_tokens
+    @property
+    def node_limit(self) -> int:
+        """Nodes at which a tree stops growing: every head may add one in the step that reaches it."""
+        return max(1, self.max_nodes - self.max_heads)
 
-    def wants_more(self, num_ahead: int, path_score: float, target_credit: int | None) -> bool:
-        """Whether to draft one more token.
+    def grows(self, depth: int, path_score: float, num_nodes: int) -> bool:
+        """Whether a leaf at `depth` is worth a further token."""
+        return depth < self.max_ahead_tokens and path_score >= self.min_path_score and num_nodes < self.node_limit
+
+    def num_branches(self, num_sessions: int) -> int:
+        """How many heads a session may have besides its main one."""
+        return max(0, self.max_heads // max(1, num_sessions) - 1)
+
+    def pick_branches(
+        self, path_scores: Sequence[float], taken: Iterable[int], is_closed: Sequence[bool], num_free: int
+    ) -> list[int]:
+        """The likeliest leaves to grow next.
 
         Args:
-            num_ahead: tokens drafted past the last committed one.
-            path_score: estimated probability that all of them are accepted.
-            target_credit: draft tokens per step that the target's last load report found worth their cost.
+            path_scores: of all nodes.
+            taken: nodes that have children, or a head already.
+            is_closed: nodes that nothing can follow.
+            num_free: most leaves to pick.
         """
-        limit = self.max_ahead_tokens
-        if target_credit is not None:
-            limit = min(limit, 2 * target_credit + 1)
-        return num_ahead < limit and path_score >= self.min_path_score
+        excluded = set(taken)
+        leaves = [
+            (score, -node)
+            for node, score in enumerate(path_scores)
+            if score >= self.min_branch_score and node not in excluded and not is_closed[node]
+        ]
+        return [-negative for _, negative in sorted(leaves, reverse=True)[:num_free]]
+
+    def is_worth_sending(self, num_unsent_steps: int) -> bool:
+        """Whether to send what no proposal has carried yet, while the tree still grows."""
+        return num_unsent_steps >= self.min_new_steps

@@ -1,4 +1,4 @@
-"""The draft's next token for each session, the runners-up, and how likely each is to be the target's token."""
+"""The draft's next token at each place, the runners-up, and how likely each is to be the target's token."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.session import DraftedToken, DraftSession
+from draft_service.session import DraftSession, Guess, Head
 from specdec.engine.sampling import RowContext, Sampler
 from specdec.sampling_params import VerifyMode
+
+Place = tuple[DraftSession, Head]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +21,9 @@ class Guesser:
 
     Attributes:
         sampler: applies the target's processing of logits and, in coupled mode, the target's noise.
-        num_siblings: runners-up offered beside each token of a coupled chain. They cost the draft nothing: where the
-            target samples one of them instead, the step commits it and one more token.
+        num_siblings: runners-up offered beside each token in coupled mode. They cost the draft nothing: where
+        the target
+            samples one of them instead, the step commits it and one more token.
         num_sparse: rejection mode: size of the distribution that a token is drawn from.
     """
 
@@ -28,39 +31,39 @@ class Guesser:
     num_siblings: int
     num_sparse: int
 
-    def guess(self, sessions: Sequence[DraftSession], logits: torch.Tensor, draft_us: int) -> list[DraftedToken]:
-        """One token per session from its row of `logits` [R, V]."""
-        contexts = [_context(session) for session in sessions]
-        guesses: dict[int, DraftedToken] = {}
+    def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess]:
+        """One guess per place from its row of `logits` [R, V]."""
+        contexts = [_context(session, head) for session, head in places]
+        guesses: dict[int, Guess] = {}
         for mode, draw in ((VerifyMode.COUPLED, self._coupled), (VerifyMode.REJECTION, self._rejection)):
-            rows = [row for row, session in enumerate(sessions) if session.mode is mode]
+            rows = [row for row, (session, _) in enumerate(places) if session.mode is mode]
             if rows:
-                own = logits if len(rows) == len(sessions) else logits[rows]
-                guesses.update(zip(rows, draw(own, [contexts[row] for row in rows], draft_us), strict=True))
-        return [guesses[row] for row in range(len(sessions))]
+                own = logits if len(rows) == len(places) else logits[rows]
+                guesses.update(zip(rows, draw(own, [contexts[row] for row in rows]), strict=True))
+        return [guesses[row] for row in range(len(places))]
 
-    def _coupled(self, logits: torch.Tensor, contexts: list[RowContext], draft_us: int) -> list[DraftedToken]:
-        drafted = []
+    def _coupled(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess]:
+        guesses = []
         for candidates in self.sampler.candidates(logits, contexts, 1 + max(1, self.num_siblings)):
             scores = _softmax([candidate.score for candidate in candidates])
             (first, *others), (score, *other_scores) = candidates, scores
             siblings = tuple((c.token_id, s) for c, s in zip(others, other_scores, strict=True))
-            drafted.append(DraftedToken(first.token_id, score, siblings[: self.num_siblings], None, draft_us))
-        return drafted
+            guesses.append(Guess(first.token_id, score, siblings[: self.num_siblings]))
+        return guesses
 
-    def _rejection(self, logits: torch.Tensor, contexts: list[RowContext], draft_us: int) -> list[DraftedToken]:
+    def _rejection(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess]:
         samples = self.sampler.draft_sample(logits, contexts, self.num_sparse)
-        return [DraftedToken(sample.token_id, 1.0, (), sample, draft_us) for sample in samples]
+        return [Guess(sample.token_id, 1.0, (), sample) for sample in samples]
 
 
-def _context(session: DraftSession) -> RowContext:
-    chain = tuple(token.token_id for token in session.chain)
+def _context(session: DraftSession, head: Head) -> RowContext:
+    drafted = tuple(head.seq.token_ids[session.num_committed :])
     return RowContext(
         params=session.params,
-        position=session.num_committed + len(chain),
+        position=session.num_committed + len(drafted),
         num_prompt_tokens=session.body.num_prompt_tokens,
         history=session.history,
-        extra_tokens=chain,
+        extra_tokens=drafted,
     )
 
 

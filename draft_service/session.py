@@ -1,50 +1,82 @@
-"""A session as the draft holds it."""
+"""A session as the draft holds it: a tree of guesses below the committed tokens, and the sequences that grow it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 from specdec.engine.sampling import DraftSample
+from specdec.engine.sequence import Sequence
 from specdec.engine.token_history import TokenHistory
+from specdec.engine.tree import ROOT, TokenTree
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import Session
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedToken:
-    """One token of the chain past the committed ones.
+class Guess:
+    """What the draft thinks comes next at one place.
 
     Attributes:
+        token_id: the token that the target would sample if its logits were the draft's.
         score: estimated probability that it is accepted if all before it are.
-        siblings: runners-up at its position, each with its score.
+        siblings: runners-up, each with its score.
         sample: the sparse distribution it was drawn from (rejection mode).
-        draft_us: the session's share of the step that drafted it.
     """
 
     token_id: int
     score: float
-    siblings: tuple[tuple[int, float], ...]
-    sample: DraftSample | None
+    siblings: tuple[tuple[int, float], ...] = ()
+    sample: DraftSample | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the draft remembers of one node of the tree.
+
+    Attributes:
+        score: as in Guess.
+        path_score: estimated probability that the node and all its ancestors are accepted.
+        is_end: the choice would end with it; nothing hangs below.
+        draft_us: time of the step that guessed it.
+        sample: rejection mode only.
+    """
+
+    score: float
+    path_score: float
+    is_end: bool
     draft_us: int
+    sample: DraftSample | None
+
+
+@dataclass(slots=True, eq=False)
+class Head:
+    """A sequence that grows the tree at one leaf: it holds the committed tokens, then the path down to `node`."""
+
+    seq: Sequence
+    node: int = ROOT
+    is_over: bool = False
+    """Its leaf ends the choice, or the draft's context: nothing follows."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class DraftSession(Session):
     """One choice while its continuation is guessed.
 
-    The sequence holds the committed tokens, then the chain: ``len(seq.token_ids) == num_committed + len(chain)``.
+    Invariants: ``heads[0]`` is the main one and always there; every head's tokens are the committed ones
+    followed by the path from the root to its node; `notes` has one entry per node.
 
     Attributes:
         body: the OpenSession that began it.
         params, mode: how the target picks and verifies tokens.
         history: counts of the committed tokens.
         num_committed: tokens that are final.
-        chain: drafted tokens past them.
-        num_sent: leading tokens of the chain that a proposal has carried.
-        max_chain: longest chain in rejection mode, where rounds are synchronous; 0 for a session that wants no drafts;
+        max_chain: longest chain in rejection mode, where rounds are synchronous; 0 for a session that wants
+        no drafts;
             None in coupled mode, where the growth policy decides.
-        is_chain_over: the chain ends the choice, or reached the draft's context: nothing follows until a commit.
+        tree, notes: guesses below the last committed token.
+        heads: the sequences that grow the tree.
+        num_unsent: steps whose nodes no proposal has carried yet.
         committed_at_s: when the last commit arrived, until a proposal answers it.
     """
 
@@ -54,21 +86,42 @@ class DraftSession(Session):
     history: TokenHistory
     num_committed: int
     max_chain: int | None
-    chain: list[DraftedToken] = field(default_factory=list)
-    num_sent: int = 0
-    is_chain_over: bool = False
+    tree: TokenTree = field(default_factory=TokenTree)
+    notes: list[Note] = field(default_factory=list)
+    heads: list[Head] = field(default_factory=list)
+    num_unsent: int = 0
     committed_at_s: float | None = None
 
     @property
-    def is_chain_complete(self) -> bool:
-        """Whether nothing is to be added to the chain before the next commit."""
-        is_full = self.max_chain is not None and len(self.chain) >= self.max_chain
-        return is_full or self.is_chain_over
+    def main_path(self) -> list[int]:
+        """Nodes of the main head's path, root-down."""
+        return self.tree.path(self.heads[0].node)
 
-    @property
-    def path_score(self) -> float:
-        """Estimated probability that all of the chain is accepted."""
-        score = 1.0
-        for token in self.chain:
-            score *= token.score
-        return score
+    def path_score(self, node: int) -> float:
+        """Estimated probability that `node` is reached; 1 for the root."""
+        return self.notes[node].path_score if node >= 0 else 1.0
+
+    def add(
+        self, parent: int, token_id: int, score: float, is_end: bool, draft_us: int, sample: DraftSample | None
+    ) -> int:
+        """Hang a guess below `parent`; one that is there already (a runner-up, say) is returned instead."""
+        node = self.tree.add(parent, token_id)
+        if node == len(self.notes):
+            self.notes.append(Note(score, score * self.path_score(parent), is_end, draft_us, sample))
+        return node
+
+    def reroot(self, node: int) -> dict[int, int]:
+        """Keep what hangs below `node`; returns where each node went."""
+        above = self.path_score(node)
+        self.tree, moved = self.tree.subtree(node)
+        self.notes = [_below(self.notes[old], above) for old in sorted(moved)]
+        return moved
+
+    def clear(self) -> None:
+        """Forget all guesses; the heads are the caller's business."""
+        self.tree, self.notes = TokenTree(), []
+
+
+def _below(note: Note, above: float) -> Note:
+    path_score = note.path_score / above if above > 0 else note.score
+    return Note(note.score, path_score, note.is_end, note.draft_us, note.sample)

@@ -58,8 +58,7 @@ class Pacing:
         chosen: dict[str, list[int]] = {}
         for session, nodes in zip(candidates, selected, strict=True):
             if nodes and session.seq is not None:
-                session.seq.tree = session.tree.select(nodes)
-                chosen[session.session_id] = nodes
+                session.seq.tree, chosen[session.session_id] = session.tree.select(nodes)
         return chosen
 
     def observe_step(self, num_rows: int, elapsed_s: float) -> None:

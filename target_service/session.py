@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdec.engine.sequence import Sequence
 from specdec.engine.token_history import TokenHistory
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
@@ -18,6 +19,7 @@ class TargetSession(Session):
     """One choice while it decodes.
 
     Attributes:
+        seq: its tokens and KV; None while it waits for the prompt that it is forked from, and after its end.
         body: the OpenSession that began it; its tokens are those of the sequence until the sequence exists.
         params, mode, end: how tokens are picked, verified, and when the choice ends.
         history: token counts for penalties and positions.
@@ -35,6 +37,7 @@ class TargetSession(Session):
         had_proposal: a usable proposal was at hand when the next step could first be formed.
     """
 
+    seq: Sequence | None
     body: pb.OpenSession
     params: SamplingParams
     mode: VerifyMode

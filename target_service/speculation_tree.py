@@ -110,11 +110,25 @@ class SpeculationTree:
         self.nodes = []
         return dropped
 
-    def select(self, chosen: list[int]) -> TokenTree:
-        """The tree of the chosen nodes, which must be closed under parents and in ascending order."""
-        position = {node: index for index, node in enumerate(chosen)}
-        parents = [position.get(self.tokens.parents[node], ROOT) for node in chosen]
-        return TokenTree([self.tokens.token_ids[node] for node in chosen], parents)
+    def select(self, chosen: list[int]) -> tuple[TokenTree, list[int]]:
+        """The tree of the chosen nodes, which must be closed under parents and in ascending order.
+
+        Returns:
+            The tree, and which node each of its nodes is. First children come first, as one chain: accepted, their keys
+            and values are in place already.
+        """
+        parents = self.tokens.parents
+        chain: list[int] = []
+        for node in chosen:
+            if parents[node] == (chain[-1] if chain else ROOT):
+                chain.append(node)
+        in_chain = set(chain)
+        order = chain + [node for node in chosen if node not in in_chain]
+        position = {node: index for index, node in enumerate(order)}
+        tree = TokenTree(
+            [self.tokens.token_ids[node] for node in order], [position.get(parents[node], ROOT) for node in order]
+        )
+        return tree, order
 
     def _parse(self, proposal: pb.Proposal, num_committed: int) -> TokenTree:
         parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))

@@ -52,6 +52,7 @@ class Verifier:
         self._settings = settings
         self._recorder = recorder
         self._by_seq: dict[int, TargetSession] = {}
+        self._due_at_s = 0.0
         self._forks: dict[str, list[TargetSession]] = {}
         """Sessions that wait for the prompt of another one, by its id."""
 
@@ -145,6 +146,7 @@ class Verifier:
 
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
+        self._due_at_s = now_s
         ready = self._ready()
         for session in ready:
             if session.arrived is not None:
@@ -197,7 +199,7 @@ class Verifier:
         num_wasted = session.tree.advance(walk.token_ids) + num_stale
         if session.mode is VerifyMode.REJECTION:
             num_wasted += session.tree.clear()
-        held_s = started_s - session.held_since_s if session.held_since_s is not None else 0.0
+        held_s = self._due_at_s - session.held_since_s if session.held_since_s is not None else 0.0
         verdict = pb.Verdict(
             start_position=start,
             token_ids=walk.token_ids,
@@ -291,7 +293,7 @@ class Verifier:
         except SessionFailure as failure:
             self._reject(session, failure)
             return
-        self.pacing.observe_proposal(session, depth_before, proposal, time.monotonic())
+        self.pacing.observe_proposal(session, depth_before, proposal, self._due_at_s)
 
     def _reject(self, session: TargetSession, failure: SessionFailure) -> None:
         """A bad proposal costs the session its draft, never its tokens."""

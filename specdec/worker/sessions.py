@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from specdec.engine.sequence import Sequence
 
 
 class StaleLease(Exception):
@@ -27,7 +26,6 @@ class Session:
     session_id: str
     epoch: int
     owner: Owner
-    seq: Sequence | None
     orphaned_at_s: float | None = None
     lease_generation: int = 0
     """Of the request's lease; decides between owners who both claim the session."""

@@ -192,6 +192,7 @@ async def test_a_bad_proposal_is_rejected_by_name_and_the_session_decodes_to_its
     await target.send(open=open_session())
     assert (await target.next("verdict")).start_position == len(PROMPT)
     await target.send(proposal=make())
+    await target.send(credit=pb.Credit(position=10**6))  # it is looked at when a step is due
     rejected = await target.next("proposal_rejected")
     assert rejected.status.code == code_pb2.INVALID_ARGUMENT
     assert named_field(rejected.status) == field

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from google.rpc import code_pb2
 
+from draft_service.growth import GrowthPolicy
+from draft_service.session import DraftSession
 from specdec.engine.tree import TokenTree
 from specdec.rpc.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
@@ -25,12 +27,16 @@ def loaded_pair() -> LocalPair:
 @pytest.fixture
 def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
     client = WorkerClient(loaded_pair, "draft")
-    client.pair.drafter._growth = type(client.pair.drafter._growth)(MAX_AHEAD, min_path_score=0.0)
+    grow(client, max_heads=1, min_path_score=0.0)
     client.attach()
     yield client
     for session in list(client.worker.sessions):
         client.worker.end(session)
     client.check_nothing_held()
+
+
+def grow(client: WorkerClient, **policy: float) -> None:
+    client.pair.drafter._growth = GrowthPolicy(MAX_AHEAD, 64, **policy)  # type: ignore[arg-type]
 
 
 def a_session(max_tokens: int = 60, *, body: dict[str, object] | None = None, **sampling: object) -> pb.OpenSession:
@@ -45,9 +51,17 @@ def drafting(client: WorkerClient, body: pb.OpenSession | None = None, turns: in
 
 def chain_of(client: WorkerClient) -> list[int]:
     session = client.session()
-    chain = [token.token_id for token in session.chain]
-    assert session.seq.token_ids[session.num_committed :] == chain
+    chain = main_tokens(session)
+    assert session.heads[0].seq.token_ids[session.num_committed :] == chain
     return chain
+
+
+def session_path(client: WorkerClient) -> list[int]:
+    return client.session().main_path
+
+
+def main_tokens(session: DraftSession) -> list[int]:
+    return [session.tree.token_ids[node] for node in session.main_path]
 
 
 def proposals(client: WorkerClient) -> list[pb.Proposal]:
@@ -98,10 +112,11 @@ def test_beside_the_chain_a_proposal_offers_other_tokens_at_its_positions(client
     sent = proposals(client)[-1]
     tree = TokenTree.from_wire(sent.token_ids, sent.parents or range(-1, len(sent.token_ids) - 1), 4096)
     assert len(tree) <= 64
-    assert tree.num_in_place >= MAX_AHEAD, "the chain comes first, so that its keys and values are in place"
     siblings = list(zip(tree.parents, tree.token_ids, strict=True))
     assert len(set(siblings)) == len(siblings)
-    assert all(parent < MAX_AHEAD - 1 for parent in tree.parents[MAX_AHEAD:])
+    assert len(tree) == 3 * MAX_AHEAD
+    on_chain = {-1, *session_path(client)}
+    assert all(parent in on_chain for parent in tree.parents), "runners-up are leaves while one head grows"
 
 
 def test_a_commit_that_confirms_the_chain_keeps_the_rest_of_it(client: WorkerClient) -> None:
@@ -115,7 +130,7 @@ def test_a_commit_that_confirms_the_chain_keeps_the_rest_of_it(client: WorkerCli
     assert client.engine.stats().rollbacks == rollbacks
     sent = proposals(client)
     assert {proposal.start_position for proposal in sent} == {23}
-    assert list(sent[0].token_ids[:3]) == chain[3:]
+    assert length_within(sent[0], chain[3:]) == 3
     assert length_within(sent[-1], chain_of(client)) == MAX_AHEAD
 
 
@@ -125,7 +140,7 @@ def test_a_commit_rolls_back_at_the_first_difference(client: WorkerClient) -> No
     before = client.engine.stats()
     commit(client, 20, [chain[0], chain[1], other(chain[2])], turns=20)
     session = client.session()
-    assert session.seq.token_ids[20:23] == [chain[0], chain[1], other(chain[2])]
+    assert session.heads[0].seq.token_ids[20:23] == [chain[0], chain[1], other(chain[2])]
     assert session.num_committed == 23
     after = client.engine.stats()
     assert after.rollbacks == before.rollbacks + 1
@@ -139,7 +154,7 @@ def test_a_commit_past_the_chain_is_taken_over(client: WorkerClient) -> None:
     new = [*chain, 5, 6, 7]
     commit(client, 20, new, turns=20)
     assert client.session().num_committed == 20 + len(new)
-    assert client.session().seq.token_ids[20 : 20 + len(new)] == new
+    assert client.session().heads[0].seq.token_ids[20 : 20 + len(new)] == new
     assert len(chain_of(client)) == MAX_AHEAD
 
 
@@ -155,7 +170,7 @@ def test_the_chain_after_commits_is_that_of_a_fresh_session(client: WorkerClient
         body.token_ids[:] = committed
         client.entry("fresh", open=body)
         client.turn(20)
-        fresh = [token.token_id for token in client.session("fresh").chain]
+        fresh = main_tokens(client.session("fresh"))
         assert chain_of(client) == fresh
         client.entry("fresh", close=pb.CloseSession())
         client.turn()
@@ -209,7 +224,7 @@ def test_the_chain_stops_at_a_token_that_ends_the_choice(client: WorkerClient) -
     client.entry("s", epoch=2, open=a_session(stop_token_ids=[chain[2]]))
     client.turn(20)
     assert chain_of(client) == chain[: chain.index(chain[2]) + 1]
-    assert client.session().is_chain_over
+    assert client.session().heads[0].is_over
 
 
 def test_the_chain_stops_at_max_tokens(client: WorkerClient) -> None:
@@ -229,7 +244,7 @@ def test_a_chain_that_was_over_goes_on_after_a_commit_that_says_otherwise(client
 
 
 def test_a_hopeless_chain_is_not_made_longer(client: WorkerClient) -> None:
-    client.pair.drafter._growth = type(client.pair.drafter._growth)(MAX_AHEAD, min_path_score=1.1)
+    grow(client, max_heads=1, min_path_score=1.1)
     drafting(client)
     assert len(chain_of(client)) == 1
 
@@ -253,7 +268,7 @@ def test_an_orphan_drafts_nothing_and_attaching_brings_its_chain_again(client: W
     client.attach(stream_id=2, held={"s": (1, 20)})
     client.turn(10)
     sent = proposals(client)
-    assert list(sent[0].token_ids[: len(chain)]) == chain
+    assert length_within(sent[0], chain) == len(chain)
     assert len(chain_of(client)) == MAX_AHEAD
 
 
@@ -324,3 +339,53 @@ def test_the_end_of_the_drafts_context_ends_the_session_not_the_process() -> Non
     commit(client, 20, [1, 2, 3, 4, 5, 6])
     assert reason_of(client.take("error")[0].status) == "DRAFT_CONTEXT_END"
     client.check_nothing_held()
+
+
+def branch_of(client: WorkerClient) -> tuple[list[int], int]:
+    """Tokens from the root to the end of the longest branch, and at which depth it leaves the main path."""
+    session = client.session()
+    main = session.main_path
+    off = [node for node in range(len(session.tree)) if node not in main]
+    paths = [session.tree.path(node) for node in off]
+    path = max(paths, key=lambda path: len([node for node in path if node not in main]))
+    leaves_at = next(depth for depth, node in enumerate(path) if node not in main)
+    return [session.tree.token_ids[node] for node in path], leaves_at
+
+
+def test_with_more_heads_runners_up_are_followed_too(client: WorkerClient) -> None:
+    grow(client, max_heads=4, min_path_score=0.0, min_branch_score=0.0)
+    drafting(client, a_session(temperature=1.0))
+    tokens, leaves_at = branch_of(client)
+    assert len(tokens) - leaves_at >= 2, "something was drafted below a runner-up"
+    assert len(client.session().tree) <= 64
+
+
+def test_a_commit_of_a_runner_up_keeps_what_was_drafted_below_it(client: WorkerClient) -> None:
+    grow(client, max_heads=4, min_path_score=0.0, min_branch_score=0.0)
+    drafting(client, a_session(temperature=1.0))
+    tokens, leaves_at = branch_of(client)
+    proposals(client)
+    commit(client, 20, tokens[: leaves_at + 1], turns=20)
+    session = client.session()
+    assert session.num_committed == 20 + leaves_at + 1
+    assert length_within(proposals(client)[0], tokens[leaves_at + 1 :]) == len(tokens) - leaves_at - 1
+
+
+def test_what_branches_draft_is_what_a_fresh_session_drafts(client: WorkerClient) -> None:
+    grow(client, max_heads=4, min_path_score=0.0, min_branch_score=0.0)
+    drafting(client, a_session(temperature=1.0))
+    tokens, leaves_at = branch_of(client)
+    grow(client, max_heads=1, min_path_score=0.0)
+    body = a_session(temperature=1.0)
+    body.token_ids.extend(tokens[: leaves_at + 1])
+    client.entry("fresh", open=body)
+    client.turn(20)
+    rest = tokens[leaves_at + 1 :]
+    assert main_tokens(client.session("fresh"))[: len(rest)] == rest
+
+
+def test_no_tree_outgrows_what_a_proposal_may_carry(client: WorkerClient) -> None:
+    client.pair.drafter._growth = GrowthPolicy(64, 64, max_heads=8, min_path_score=0.0, min_branch_score=0.0)
+    drafting(client, a_session(temperature=1.0, max_tokens=200), turns=80)
+    assert 50 < len(client.session().tree) <= 64
+    assert all(len(proposal.token_ids) <= 64 for proposal in proposals(client))

@@ -1,5 +1,6 @@
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -216,7 +217,7 @@ VARIED = {
 
 @pytest.mark.parametrize("byte", [top_byte, low_byte])
 @pytest.mark.parametrize("varied", VARIED)
-def test_hashes_are_uniform_across(varied: str, byte) -> None:
+def test_hashes_are_uniform_across(varied: str, byte: Callable[[np.ndarray], np.ndarray]) -> None:
     arguments = VARIED[varied]
     h = hashes(arguments, 2**20 // len(arguments))
     counts = np.bincount(byte(h).ravel(), minlength=NUM_BINS)
@@ -225,14 +226,14 @@ def test_hashes_are_uniform_across(varied: str, byte) -> None:
 
 @pytest.mark.parametrize("byte", [top_byte, low_byte])
 @pytest.mark.parametrize("varied", list(VARIED)[1:])
-def test_noise_of_one_token_is_independent_across(varied: str, byte) -> None:
+def test_noise_of_one_token_is_independent_across(varied: str, byte: Callable[[np.ndarray], np.ndarray]) -> None:
     h = byte(hashes(VARIED[varied], 512))
     assert p_value_of_independence(h[:-1], h[1:], NUM_BINS) > FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize("byte", [top_byte, low_byte])
 @pytest.mark.parametrize("distance", [1, 2, 64, 4096])
-def test_noise_is_independent_across_tokens(distance: int, byte) -> None:
+def test_noise_is_independent_across_tokens(distance: int, byte: Callable[[np.ndarray], np.ndarray]) -> None:
     h = byte(hashes([(seed, 0, Purpose.PLAIN, 3) for seed in range(16)], 2**17))
     assert p_value_of_independence(h[:, :-distance], h[:, distance:], NUM_BINS) > FALSE_ALARM_RATE
 

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ ALMOST_ONE = 1.0 - 2.0**-53
 ALMOST_ZERO = 2.0**-53
 
 
-def params(seed: int = 1, **changed: object) -> SamplingParams:
-    return SamplingParams(seed=seed, max_tokens=9, **changed)  # type: ignore[arg-type]
+def params(seed: int = 1, **changed: Any) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=9, **changed)
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def test_pairs_that_are_no_distribution_are_refused(draft: DraftSample, reason: 
         draft.check(vocab_size=10)
 
 
-def draft_of(logits: torch.Tensor, m: int, **changed: object) -> DraftSample:
+def draft_of(logits: torch.Tensor, m: int, **changed: Any) -> DraftSample:
     (sample,) = Sampler(logits.shape[1], "cpu").draft_sample(logits, [RowContext(params(**changed), 5, 2)], m)
     sample.check(logits.shape[1])
     return sample

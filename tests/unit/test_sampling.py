@@ -1,5 +1,6 @@
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -40,14 +41,14 @@ def make_sampler(vocab_size: int, path: str) -> Sampler:
     return Sampler(vocab_size, "cpu", native="on" if path == "native" else "off")
 
 
-def make_row(position: int | None = None, extra_tokens: tuple[int, ...] = (), **changed: object) -> RowContext:
+def make_row(position: int | None = None, extra_tokens: tuple[int, ...] = (), **changed: Any) -> RowContext:
     history = TokenHistory(PROMPT)
     history.append(OUTPUT)
     if position is None:
         position = len(history) + len(extra_tokens)
-    defaults: dict[str, object] = {"seed": 17, "max_tokens": 99}
+    defaults: dict[str, Any] = {"seed": 17, "max_tokens": 99}
     return RowContext(
-        params=SamplingParams(**{**defaults, **changed}),  # type: ignore[arg-type]
+        params=SamplingParams(**{**defaults, **changed}),
         position=position,
         num_prompt_tokens=len(PROMPT),
         history=history,
@@ -210,7 +211,7 @@ def test_sampling_leaves_the_logits_as_they_are(sampler: Sampler) -> None:
 
 def test_extra_tokens_count_as_if_they_were_committed(sampler: Sampler) -> None:
     logits = make_logits(1)
-    changed = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.3}
+    changed: dict[str, Any] = {"repetition_penalty": 1.5, "frequency_penalty": 0.5, "presence_penalty": 0.3}
     speculative = make_row(extra_tokens=(9, 60, 60), **changed)
     committed = make_row(**changed)
     assert committed.history is not None
@@ -226,7 +227,7 @@ def test_penalties_at_a_position_that_contradicts_the_history_are_refused(sample
 
 # ---- the same as transformers ------------------------------------------------------------------------------------
 
-INPUT_IDS = torch.tensor([PROMPT + OUTPUT])
+INPUT_IDS: Any = torch.tensor([PROMPT + OUTPUT])
 
 
 def test_repetition_penalty_is_that_of_transformers(sampler: Sampler) -> None:
@@ -282,7 +283,7 @@ CUTS = [
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("cuts", CUTS, ids=str)
-def test_kept_tokens_are_those_of_transformers(sampler: Sampler, cuts: dict[str, float], temperature: float) -> None:
+def test_kept_tokens_are_those_of_transformers(sampler: Sampler, cuts: dict[str, Any], temperature: float) -> None:
     logits = make_logits(64)
     expected = reference.TemperatureLogitsWarper(temperature)(INPUT_IDS, logits.clone())
     if "top_k" in cuts:

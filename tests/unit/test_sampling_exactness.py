@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from tests.unit.chi_square import FALSE_ALARM_RATE, p_value_of_fit
 BATCH = 2048
 
 
-def row(t: int, seed: int = 5, choice: int = 0, **changed: object) -> RowContext:
+def row(t: int, seed: int = 5, choice: int = 0, **changed: Any) -> RowContext:
     return RowContext(
-        SamplingParams(seed=seed, choice=choice, max_tokens=9, **changed),  # type: ignore[arg-type]
+        SamplingParams(seed=seed, choice=choice, max_tokens=9, **changed),
         position=t,
         num_prompt_tokens=0,
     )
@@ -92,11 +93,11 @@ def expected_after_cuts(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0
     [{"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.9, "min_p": 0.05}],
     ids=str,
 )
-def test_samples_follow_the_distribution_after_cuts(cuts: dict[str, float]) -> None:
+def test_samples_follow_the_distribution_after_cuts(cuts: dict[str, Any]) -> None:
     logits = random_logits(40)
     rows = [row(t, **cuts) for t in range(30_000)]
     tokens = draw_all(Sampler(40, "cpu"), logits, rows)
-    expected = expected_after_cuts(logits, **cuts)  # type: ignore[arg-type]
+    expected = expected_after_cuts(logits, **cuts)
     assert p_value_of_fit(np.bincount(tokens, minlength=40), expected) > FALSE_ALARM_RATE
 
 
@@ -172,7 +173,7 @@ class Pair:
 
     target: torch.Tensor
     draft: torch.Tensor
-    params: dict[str, object] = dataclasses.field(default_factory=dict)
+    params: dict[str, Any] = dataclasses.field(default_factory=dict)
     m: int = 64
     drop_below: float = 0.0
     """Wrong on purpose: a drafted token whose own q is below this is not verified."""

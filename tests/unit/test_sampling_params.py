@@ -2,14 +2,15 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from specdec.sampling_params import SamplingParams
 
 
-def params(**changed: object) -> SamplingParams:
-    return SamplingParams(max_tokens=8, seed=1, **changed)  # type: ignore[arg-type]
+def params(**changed: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=8, seed=1, **changed)
 
 
 def test_defaults_sample_plainly() -> None:
@@ -26,19 +27,19 @@ def test_temperature_zero_is_greedy_and_needs_no_cuts() -> None:
 @pytest.mark.parametrize(
     "changed", [{"repetition_penalty": 1.1}, {"presence_penalty": -0.5}, {"frequency_penalty": 0.5}], ids=str
 )
-def test_every_penalty_needs_the_history(changed: dict[str, object]) -> None:
+def test_every_penalty_needs_the_history(changed: dict[str, Any]) -> None:
     assert params(**changed).needs_history
     assert params(**changed).adjusts_logits
 
 
 @pytest.mark.parametrize("changed", [{"logit_bias": {3: 1.0}}, {"min_tokens": 2}], ids=str)
-def test_bias_and_min_tokens_adjust_logits_without_history(changed: dict[str, object]) -> None:
+def test_bias_and_min_tokens_adjust_logits_without_history(changed: dict[str, Any]) -> None:
     assert params(**changed).adjusts_logits
     assert not params(**changed).needs_history
 
 
 @pytest.mark.parametrize("changed", [{"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}], ids=str)
-def test_every_cut_is_noticed(changed: dict[str, object]) -> None:
+def test_every_cut_is_noticed(changed: dict[str, Any]) -> None:
     assert params(**changed).has_cuts
 
 

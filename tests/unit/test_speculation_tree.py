@@ -117,8 +117,17 @@ def test_payloads_follow_their_nodes_when_the_tree_advances() -> None:
 
 def test_selected_nodes_keep_their_order_and_hang_as_before() -> None:
     tree = tree_of(proposal([1, 5, 2, 6, 3], [-1, -1, 0, 1, 2]))
-    selected = tree.select([0, 2, 4])
+    selected, order = tree.select([0, 2, 4])
     assert (selected.token_ids, selected.parents) == ([1, 2, 3], [-1, 0, 1])
+    assert order == [0, 2, 4]
+
+
+def test_selected_first_children_come_first_so_that_their_kv_is_in_place() -> None:
+    tree = tree_of(proposal([1, 5, 6, 2, 7, 3], [-1, -1, 1, 0, 0, 3]))
+    selected, order = tree.select([0, 1, 2, 3, 4, 5])
+    assert order == [0, 3, 5, 1, 2, 4]
+    assert (selected.token_ids, selected.parents) == ([1, 2, 3, 5, 6, 7], [-1, 0, 1, -1, 3, 0])
+    assert selected.num_in_place == 3
 
 
 def test_merging_later_equals_advancing_first() -> None:

@@ -17,7 +17,7 @@ def table_with(owner_id: str = "a", stream_id: int = 1, lease: int = 5) -> tuple
 
 
 def add(table: SessionTable, owner: Owner, session_id: str, epoch: int = 1) -> Session:
-    session = Session(session_id=session_id, epoch=epoch, owner=owner, seq=None)
+    session = Session(session_id=session_id, epoch=epoch, owner=owner)
     table.add(session)
     return session
 

@@ -1,0 +1,126 @@
+"""The sequences that grow the trees: forked where a runner-up is worth following, followed or freed at a commit."""
+
+from __future__ import annotations
+
+from draft_service.growth import GrowthPolicy
+from draft_service.session import DraftSession, Head
+from specdec.engine.engine import Engine
+from specdec.engine.sequence import Sequence
+from specdec.engine.tree import ROOT
+
+
+class Branches:
+    """Heads of all sessions and the engine's sequences behind them.
+
+    A branch shares its blocks with the head that it was forked from and copies the last one when it first
+    writes.
+    """
+
+    def __init__(self, engine: Engine, max_model_len: int) -> None:
+        self._engine = engine
+        self._max_model_len = max_model_len
+        self._owners: dict[int, tuple[DraftSession, Head]] = {}
+
+    def owner(self, seq: Sequence) -> tuple[DraftSession, Head]:
+        """Whose sequence it is."""
+        return self._owners[seq.seq_id]
+
+    def any_ready(self) -> bool:
+        """Whether a step has anything to compute."""
+        return any(head.seq.is_ready for _, head in self._owners.values())
+
+    def plant(self, session: DraftSession, seq: Sequence) -> None:
+        """Give a new session its main head."""
+        self._add(session, Head(seq))
+
+    def free(self, session: DraftSession) -> None:
+        """Free all heads."""
+        for head in session.heads:
+            self._drop(head)
+        session.heads.clear()
+
+    def retire(self, session: DraftSession, growth: GrowthPolicy) -> int:
+        """Free branches that will not grow again; their guesses stay. Returns how many branches are left."""
+        for head in session.heads[1:]:
+            depth, score = session.tree.depth(head.node), session.path_score(head.node)
+            if head.is_over or not growth.grows(depth, score, len(session.tree)):
+                session.heads.remove(head)
+                self._drop(head)
+        return len(session.heads) - 1
+
+    def start(self, session: DraftSession, growth: GrowthPolicy, num_free: int) -> None:
+        """Fork heads for the likeliest leaves that nobody grows."""
+        if num_free <= 0 or not len(session.tree) or len(session.tree) >= growth.node_limit:
+            return
+        taken = set(session.tree.parents) | {head.node for head in session.heads}
+        max_depth = min(growth.max_ahead_tokens, self._max_model_len - 1 - session.num_committed)
+        scores = [note.path_score for note in session.notes]
+        is_closed = [
+            note.is_end or depth >= max_depth for note, depth in zip(session.notes, session.tree.depths, strict=True)
+        ]
+        for leaf in growth.pick_branches(scores, taken, is_closed, num_free):
+            self._fork(session, leaf)
+
+    def follow(self, session: DraftSession, new: list[int]) -> int:
+        """Commit tokens: the head that shares most of them becomes the main one, and holds them all
+        afterwards.
+
+        Returns:
+            How many of the tokens the tree held, from the first one on.
+
+        Raises:
+            SequenceTooLong: the draft's context cannot hold them.
+        """
+        committed = session.num_committed
+        node, num_found = ROOT, 0
+        for token in new:
+            child = session.tree.child(node, token)
+            if child is None:
+                break
+            node, num_found = child, num_found + 1
+        best = max(session.heads, key=lambda head: self._num_shared(head, committed, new))
+        num_shared = self._num_shared(best, committed, new)
+        if num_shared < len(new):
+            self._engine.rollback(best.seq, committed + num_shared)
+            self._engine.append(best.seq, new[num_shared:])
+        survivors = [h for h in session.heads if h is best or self._num_shared(h, committed, new) == len(new)]
+        for head in session.heads:
+            if head not in survivors:
+                self._drop(head)
+        survivors.sort(key=lambda head: (head is not best, head is not session.heads[0]))
+        session.heads = survivors
+        moved = session.reroot(node) if num_found == len(new) else {}
+        if num_found < len(new):
+            session.clear()
+        for head in survivors:
+            if num_shared < len(new):
+                head.node, head.is_over = ROOT, False
+            else:
+                head.node = moved.get(head.node, ROOT)
+        session.num_committed = committed + len(new)
+        return num_found
+
+    def _fork(self, session: DraftSession, leaf: int) -> None:
+        """Start a head at `leaf`: what its path shares with another head's is not computed again."""
+        committed = session.num_committed
+        path = [session.tree.token_ids[node] for node in session.tree.path(leaf)]
+        source = max(session.heads, key=lambda head: self._num_shared(head, committed, path))
+        num_shared = self._num_shared(source, committed, path)
+        seq = self._engine.fork(source.seq)
+        self._engine.rollback(seq, committed + num_shared)
+        self._engine.append(seq, path[num_shared:])
+        self._add(session, Head(seq, leaf))
+
+    def _add(self, session: DraftSession, head: Head) -> None:
+        session.heads.append(head)
+        self._owners[head.seq.seq_id] = (session, head)
+
+    def _drop(self, head: Head) -> None:
+        del self._owners[head.seq.seq_id]
+        self._engine.free(head.seq)
+
+    @staticmethod
+    def _num_shared(head: Head, committed: int, path: list[int]) -> int:
+        """How many leading tokens of `path` the head's sequence holds past the committed ones."""
+        drafted = head.seq.token_ids[committed : committed + len(path)]
+        return next((i for i, (a, b) in enumerate(zip(drafted, path, strict=False)) if a != b), len(drafted))
