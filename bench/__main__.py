@@ -21,9 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 def main(
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     only: Annotated[str, typer.Option(help="Comma-separated parts: decode, peers, steps.")] = "",
-    repeats: Annotated[
-        int, typer.Option(help="Times each prompt is run with and without speculation.", min=1)
-    ] = 3,
+    repeats: Annotated[int, typer.Option(help="Times each prompt is run with and without speculation.", min=1)] = 3,
     prompts: Annotated[int, typer.Option(help="Held-out prompts.", min=1)] = 8,
     max_tokens: Annotated[int, typer.Option(min=8)] = 128,
     batch: Annotated[str, typer.Option(help="Comma-separated numbers of requests at once.")] = "1,8",

@@ -82,23 +82,16 @@ def run(plan: Plan, console: Console) -> list[dict[str, object]]:
 async def _measure(address: str, plan: Plan, progress: object) -> list[dict[str, object]]:
     rows = []
     async with Client(address) as client:
-        await _run_group(
-            client, held_out_prompts(2), 0.0, plan.max_tokens, speculate=True
-        )  # warms both engines
+        await _run_group(client, held_out_prompts(2), 0.0, plan.max_tokens, speculate=True)  # warms both engines
         for temperature, batch in itertools.product(plan.temperatures, plan.batches):
             prompts = held_out_prompts(max(plan.num_prompts, batch))
             groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
             pairs: list[tuple[Run, Run]] = []
             for repeat, (index, group) in itertools.product(range(plan.repeats), enumerate(groups)):
                 if callable(progress):
-                    progress(
-                        f"temperature {temperature:g}, {batch} at once: repeat {repeat + 1}, group {index + 1}"
-                    )
+                    progress(f"temperature {temperature:g}, {batch} at once: repeat {repeat + 1}, group {index + 1}")
                 order = (True, False) if (repeat + index) % 2 == 0 else (False, True)
-                runs = {
-                    s: await _run_group(client, group, temperature, plan.max_tokens, speculate=s)
-                    for s in order
-                }
+                runs = {s: await _run_group(client, group, temperature, plan.max_tokens, speculate=s) for s in order}
                 if runs[True].token_ids != runs[False].token_ids:
                     raise TokensDiffer(f"temperature {temperature}, group {index}")
                 pairs.append((runs[True], runs[False]))
@@ -135,12 +128,8 @@ def _summary(temperature: float, batch: int, pairs: list[tuple[Run, Run]]) -> di
     misses = steps - hits
     hit_outside = sum(s.hit_outside_ms for s in with_stats)
     outside = sum(s.outside_ms for s in with_stats)
-    verified = [
-        sum(depth) for depth in itertools.zip_longest(*(s.verified_by_depth for s in with_stats), fillvalue=0)
-    ]
-    accepted = [
-        sum(depth) for depth in itertools.zip_longest(*(s.accepted_by_depth for s in with_stats), fillvalue=0)
-    ]
+    verified = [sum(depth) for depth in itertools.zip_longest(*(s.verified_by_depth for s in with_stats), fillvalue=0)]
+    accepted = [sum(depth) for depth in itertools.zip_longest(*(s.accepted_by_depth for s in with_stats), fillvalue=0)]
     accepted += [0] * (len(verified) - len(accepted))
     verify_steps = sum(s.num_verify_steps for s in with_stats)
     committed = sum(s.mean_acceptance_length * s.num_verify_steps for s in with_stats)
@@ -162,8 +151,7 @@ def _summary(temperature: float, batch: int, pairs: list[tuple[Run, Run]]) -> di
         "draft_ms_per_step": sum(s.draft_ms for s in with_stats) / steps,
         "outside_ms_per_hit": hit_outside / hits if hits else None,
         "outside_ms_per_miss": (outside - hit_outside) / misses if misses else None,
-        "plain_outside_ms_per_step": sum(s.outside_ms for s in plain_stats)
-        / sum(s.num_steps for s in plain_stats),
+        "plain_outside_ms_per_step": sum(s.outside_ms for s in plain_stats) / sum(s.num_steps for s in plain_stats),
     }
 
 

@@ -36,9 +36,7 @@ def machine() -> dict[str, object]:
 def versions() -> dict[str, str]:
     """Of this code and of what it runs on."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {"python": platform.python_version(), "specdec": commit.stdout.strip() or "unknown", **found}
 
 

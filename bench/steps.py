@@ -44,9 +44,7 @@ def run(names: list[str], device: str, console: Console) -> list[dict[str, objec
     """Measure 1 row, 8 rows of one sequence and 8 sequences for each shape; prints a table."""
     bandwidth = copy_bandwidth(device)
     rows = []
-    table = Table(
-        title=f"step times on {device}, context {CONTEXT}; copy bandwidth {bandwidth / 1e9:.0f} GB/s"
-    )
+    table = Table(title=f"step times on {device}, context {CONTEXT}; copy bandwidth {bandwidth / 1e9:.0f} GB/s")
     for column in ("shape", "floor ms", "1 row", "8 rows of one sequence", "8 sequences", "1 row / floor"):
         table.add_column(column, justify="right")
     for name in names:

@@ -77,11 +77,7 @@ class AdmissionQueue:
                 reason="QUEUE_TIMEOUT",
             ) from None
         except asyncio.CancelledError:
-            if (
-                waiter.admitted.done()
-                and not waiter.admitted.cancelled()
-                and waiter.admitted.exception() is None
-            ):
+            if waiter.admitted.done() and not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
                 self._give_back()  # the place came in the same turn
             self._remove(waiter)
             raise

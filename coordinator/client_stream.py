@@ -41,11 +41,7 @@ class ClientStream:
         """Queue output of a choice."""
         if self._chunks and not self._is_closed:
             last = self._chunks[-1].delta
-            if (
-                self._chunks[-1].HasField("delta")
-                and last.index == index
-                and len(last.tokens) < _MOST_MERGED_TOKENS
-            ):
+            if self._chunks[-1].HasField("delta") and last.index == index and len(last.tokens) < _MOST_MERGED_TOKENS:
                 last.text += text
                 last.tokens.extend(tokens)
                 return

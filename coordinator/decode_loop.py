@@ -38,9 +38,7 @@ _log = structlog.get_logger(__name__)
 class DecodeLoop:
     """Moves sessions forward. Runs in the event loop's thread, called by the links' readers; never blocks."""
 
-    def __init__(
-        self, sessions: SessionTable, journal: Journal, observer: Observer, credit_window_tokens: int
-    ) -> None:
+    def __init__(self, sessions: SessionTable, journal: Journal, observer: Observer, credit_window_tokens: int) -> None:
         self._sessions = sessions
         self._journal = journal
         self._observer = observer
@@ -129,9 +127,7 @@ class DecodeLoop:
     def abort(self, request: Request) -> None:
         """End all choices of a request; its stream ends in order."""
         for session in request.sessions:
-            held_text = (
-                session.output.take((), Finish(pb.FINISH_REASON_ABORT)).text if session.finish is None else ""
-            )
+            held_text = session.output.take((), Finish(pb.FINISH_REASON_ABORT)).text if session.finish is None else ""
             if held_text:
                 request.stream.push_delta(session.choice, held_text, ())
             self.end(session, Finish(pb.FINISH_REASON_ABORT), "aborted")
@@ -223,8 +219,7 @@ def _desync(session: Session, verdict: pb.Verdict, num_known: int) -> str | None
         return "verdict does not say where its tokens came from"
     if (
         num_known
-        and list(verdict.token_ids[:num_known])
-        != session.token_ids[verdict.start_position :][: len(verdict.token_ids)]
+        and list(verdict.token_ids[:num_known]) != session.token_ids[verdict.start_position :][: len(verdict.token_ids)]
     ):
         return f"verdict differs from what was delivered from {verdict.start_position} on"
     return None

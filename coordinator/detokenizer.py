@@ -54,13 +54,9 @@ class DetokenizerFactory:
             self._to_bytes = lambda token: _bytes_of(token, alphabet)
             self._make = self._make_byte_level
         elif (
-            "ByteFallback" in kinds
-            and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
-            and _is_plain(steps)
+            "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"} and _is_plain(steps)
         ):
-            self._replacements = [
-                (s["pattern"]["String"], s["content"]) for s in steps if s["type"] == "Replace"
-            ]
+            self._replacements = [(s["pattern"]["String"], s["content"]) for s in steps if s["type"] == "Replace"]
             self._num_stripped = sum(s["start"] for s in steps if s["type"] == "Strip")
             self._make = self._make_byte_fallback
         else:

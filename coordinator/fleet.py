@@ -90,10 +90,7 @@ class Fleet:
         fit = [
             link
             for link in self.targets
-            if link is not besides
-            and link.is_ready
-            and link.identity is not None
-            and same_model(link.identity, model)
+            if link is not besides and link.is_ready and link.identity is not None and same_model(link.identity, model)
         ]
         return min(fit, key=lambda link: len(link.sessions), default=None)
 
@@ -113,9 +110,7 @@ class Fleet:
             f"draft {link.address} has a context of {link.identity.max_model_len} tokens, the target of "
             f"{served.max_model_len}: no speculation beyond"
             for link in self.drafts
-            if link.is_ready
-            and link.identity is not None
-            and link.identity.max_model_len < served.max_model_len
+            if link.is_ready and link.identity is not None and link.identity.max_model_len < served.max_model_len
         ]
         numerics = {link.identity.numerics_id for link in self._ready_targets() if link.identity is not None}
         if len(numerics) > 1:
@@ -176,9 +171,7 @@ class Fleet:
             tokenizer = await asyncio.to_thread(TextTokenizer, tokenizer_json, json.loads(config or "{}"))
         former, self.served = self.served, ServedModel(identity, tokenizer)
         self._has_served.set()
-        _log.info(
-            "model_served", model=identity.name, revision=identity.revision, numerics=identity.numerics_id
-        )
+        _log.info("model_served", model=identity.name, revision=identity.revision, numerics=identity.numerics_id)
         if former is not None and former.identity.tokenizer_digest != identity.tokenizer_digest:
             for draft in self.drafts:
                 draft.reset("the target's tokenizer changed")

@@ -184,9 +184,7 @@ class Generator:
         if is_resume and not body.request_id:
             raise InvalidRequest("request_id", "a resumed request is sent with its id")
         if is_resume and not body.sampling.HasField("seed"):
-            raise InvalidRequest(
-                "sampling.seed", "a resumed request is sent with the seed of its first chunk"
-            )
+            raise InvalidRequest("sampling.seed", "a resumed request is sent with the seed of its first chunk")
         seed = body.sampling.seed if body.sampling.HasField("seed") else secrets.randbits(64)
         token = make_resume_token(self._resume_secret, *request.key, seed, served.identity)
         held = [HeldChoice() for _ in range(sampling.n)]
@@ -251,9 +249,7 @@ class Generator:
         unfinished = []
         for session, held in zip(request.sessions, plan.held, strict=True):
             session.tally.admission_s = admitted_s - request.arrived_s
-            if not replay(
-                self._decode_loop, session, held, self._limits_of(plan.served.identity).max_model_len
-            ):
+            if not replay(self._decode_loop, session, held, self._limits_of(plan.served.identity).max_model_len):
                 unfinished.append(session)
         if unfinished:
             await self._open(request, unfinished)
@@ -264,9 +260,7 @@ class Generator:
         draft = self._fleet.pick_draft(first.position) if first.speculate else None
         for session in sessions:
             if session.finish is None:
-                is_fork = (
-                    session is not first and session.position == first.position == session.num_prompt_tokens
-                )
+                is_fork = session is not first and session.position == first.position == session.num_prompt_tokens
                 session.fork_from = first.session_id if is_fork else ""
                 self._decode_loop.open(session, target, draft)
 
@@ -292,9 +286,7 @@ class Generator:
             output=sampling.output(served.tokenizer.detokenizers),
             detokenizers=served.tokenizer.detokenizers,
             max_draft_tokens=plan.speculation.max_draft_tokens,
-            num_prompt_logprobs=sampling.prompt_logprobs
-            if choice == 0 and not plan.held[0].token_ids
-            else None,
+            num_prompt_logprobs=sampling.prompt_logprobs if choice == 0 and not plan.held[0].token_ids else None,
         )
 
     def _started(self, request: Request, plan: _Plan) -> api.GenerateResponse:

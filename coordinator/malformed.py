@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -10,17 +12,18 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 _LENGTH_DELIMITED = 2
 
 
-def find_invalid_utf8(message: Descriptor, data: bytes) -> str | None:
+def find_invalid_utf8(message: Any, data: bytes) -> str | None:
     """The path of the first string that is not UTF-8, as in sampling.stop[1]; None when there is none.
 
-    Only for messages that do not parse: it reads the wire format field by field.
+    `message` is the descriptor of what `data` should be. Only for messages that do not parse: it reads the wire
+    format field by field.
     """
     try:
         fields = UnknownFieldSet(Empty.FromString(data))  # to a message without fields, all are unknown
     except DecodeError:
         return None
     num_seen: dict[str, int] = {}
-    for unknown in fields:
+    for unknown in (fields[number] for number in range(len(fields))):
         field = message.fields_by_number.get(unknown.field_number)
         if field is None or unknown.wire_type != _LENGTH_DELIMITED:
             continue

@@ -18,9 +18,7 @@ class Observer:
     def __init__(self, metrics: CoordinatorMetrics) -> None:
         self.metrics = metrics
         names = pb.Origin.items()
-        self._tokens = {
-            value: metrics.tokens.labels(name.removeprefix("ORIGIN_").lower()) for name, value in names
-        }
+        self._tokens = {value: metrics.tokens.labels(name.removeprefix("ORIGIN_").lower()) for name, value in names}
         self._verify, self._plain, self._prefill = (
             metrics.steps.labels(kind) for kind in ("verify", "plain", "prefill")
         )
@@ -42,9 +40,7 @@ class Observer:
             for _ in origins:
                 self.metrics.inter_token_seconds.observe(interval_s)
 
-    def verdict(
-        self, session: Session, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float
-    ) -> None:
+    def verdict(self, session: Session, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
         """A target step reported."""
         metrics = self.metrics
         if verdict.verified_by_depth:
@@ -85,9 +81,7 @@ class Observer:
         for role in {link.role for link in links}:
             of_role = [link for link in links if link.role == role]
             for state in LinkState:
-                self.metrics.replicas.labels(role, str(state)).set(
-                    sum(link.state is state for link in of_role)
-                )
+                self.metrics.replicas.labels(role, str(state)).set(sum(link.state is state for link in of_role))
             self.metrics.sessions.labels(role).set(sum(len(link.sessions) for link in of_role))
 
 

@@ -80,11 +80,7 @@ class ChoiceOutput:
                     return self._stopped(index + 1, parts, emitted)
                 parts.append(emitted)
             text = "".join(parts)
-        return (
-            OutputStep(len(token_ids), text, None)
-            if finish is None
-            else self._end(len(token_ids), text, finish)
-        )
+        return OutputStep(len(token_ids), text, None) if finish is None else self._end(len(token_ids), text, finish)
 
     def replay(self, token_ids: Sequence[int], rules: EndRules) -> OutputStep:
         """Add tokens that were committed earlier; they may end the choice, and nothing follows the end."""

@@ -96,9 +96,7 @@ class Recovery:
         if isinstance(link, TargetLink):
             if link.sessions and link.address not in self._give_ups:
                 loop = asyncio.get_running_loop()
-                self._give_ups[link.address] = loop.call_later(
-                    self._settings.target_timeout_s, self._give_up, link
-                )
+                self._give_ups[link.address] = loop.call_later(self._settings.target_timeout_s, self._give_up, link)
         else:
             for session in list(link.sessions.values()):
                 self._drop_draft(session, "stream_broken")
@@ -116,11 +114,7 @@ class Recovery:
         )
         if isinstance(link, DraftLink):
             self._on_draft_error(session, reason.lower())
-        elif (
-            error.status.code == code_pb2.INVALID_ARGUMENT
-            and session.was_relayed
-            and not field.startswith("open")
-        ):
+        elif error.status.code == code_pb2.INVALID_ARGUMENT and session.was_relayed and not field.startswith("open"):
             self._on_draft_error(session, "bad_proposal")
             self._reopen_target(session)
         elif error.status.code in _FATAL:
@@ -186,9 +180,7 @@ class Recovery:
         now_s = time.monotonic()
         if session.target_failing_s is None:
             session.target_failing_s = now_s
-        wait_s = min(
-            self._settings.backoff_max_s, self._settings.backoff_min_s * 2**session.num_target_failures
-        )
+        wait_s = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2**session.num_target_failures)
         session.num_target_failures += 1
         if session.target is not None:
             session.target.supersede(session)

@@ -47,9 +47,7 @@ def held_choices(
         seen.add(choice.index)
         if any(token >= vocab_size for token in choice.token_ids):
             raise InvalidRequest(f"{path}.token_ids", f"a token id is outside the vocabulary of {vocab_size}")
-        held[choice.index] = _agreed(
-            choice.index, choice.token_ids, choice.text_offset_bytes, record, with_logprobs
-        )
+        held[choice.index] = _agreed(choice.index, choice.token_ids, choice.text_offset_bytes, record, with_logprobs)
     return held
 
 

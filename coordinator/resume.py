@@ -14,9 +14,7 @@ from specdec.rpc.errors import DataLoss, InvalidRequest
 from specdec.v1 import common_pb2 as pb
 
 
-def make_resume_token(
-    secret: bytes, tenant: str, request_id: str, seed: int, identity: pb.ModelIdentity
-) -> bytes:
+def make_resume_token(secret: bytes, tenant: str, request_id: str, seed: int, identity: pb.ModelIdentity) -> bytes:
     """The token that the first chunk carries."""
     parts = (
         tenant,

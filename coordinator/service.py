@@ -56,9 +56,7 @@ class CoordinatorService:
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
         self.fleet = Fleet(PrefixRouter(), settings.tokenizer)
-        self.decode_loop = DecodeLoop(
-            self._sessions, self._journal, self._observer, settings.credit_window_tokens
-        )
+        self.decode_loop = DecodeLoop(self._sessions, self._journal, self._observer, settings.credit_window_tokens)
         self._generator = self._build_generator()
         self._servicer = CoordinatorServicer(
             self._generator, self.fleet, self._admission, self.limits, _MODES[settings.verify_mode]
@@ -85,9 +83,7 @@ class CoordinatorService:
         while self._sessions.requests and time.monotonic() < ends_s:
             await self._sessions.wait_ended(ends_s - time.monotonic())
         for request in self._sessions.requests:
-            error = NotReady(
-                "the coordinator is shutting down", retry_after_s=_DRAIN_RETRY_S, reason="DRAINING"
-            )
+            error = NotReady("the coordinator is shutting down", retry_after_s=_DRAIN_RETRY_S, reason="DRAINING")
             self.decode_loop.fail(request, error)
             if request.admission is not None:
                 request.admission.cancel()
@@ -142,9 +138,7 @@ class CoordinatorService:
             DraftLink(address, self._channel(address), link_settings, recovery, self.decode_loop)
             for address in settings.drafts
         ]
-        self._tasks += [
-            asyncio.create_task(link.run(), name=f"link {link.address}") for link in self.fleet.links
-        ]
+        self._tasks += [asyncio.create_task(link.run(), name=f"link {link.address}") for link in self.fleet.links]
 
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = open_channel(address, self._settings)
@@ -166,7 +160,5 @@ class CoordinatorService:
             default_mode=_MODES[settings.verify_mode],
             speculate=settings.speculate,
             target_timeout_s=settings.target_timeout_s,
-            resume_secret=secret.get_secret_value().encode()
-            if secret is not None
-            else secrets.token_bytes(32),
+            resume_secret=secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32),
         )

@@ -65,17 +65,13 @@ class CoordinatorServicer:
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
-    async def generate(
-        self, request: api.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> None:
+    async def generate(self, request: api.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """Generates one or more choices for a prompt and streams them."""
         remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
         await self._generator.run(request, Caller(_tenant(context), deadline_s), context.write)
 
-    async def abort(
-        self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> api.AbortResponse:
+    async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
         """Ends a running request."""
         return api.AbortResponse(aborted=self._generator.abort(_tenant(context), request.request_id))
 
@@ -88,15 +84,9 @@ class CoordinatorServicer:
         add_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         match request.WhichOneof("input"):
             case "text":
-                token_ids = (
-                    await reader.encode("text", request.text, add_special is not False)
-                    if request.text
-                    else []
-                )
+                token_ids = await reader.encode("text", request.text, add_special is not False) if request.text else []
             case "messages":
-                token_ids = await reader.encode(
-                    "messages", reader.render(request.messages), bool(add_special)
-                )
+                token_ids = await reader.encode("messages", reader.render(request.messages), bool(add_special))
             case _:
                 raise InvalidRequest("input", "one of text and messages is required")
         texts = [served.tokenizer.detokenizers.token_text(token_id) for token_id in token_ids]
@@ -110,9 +100,7 @@ class CoordinatorServicer:
         vocab_size = served.identity.vocab_size
         for index, token_id in enumerate(request.token_ids):
             if token_id >= vocab_size:
-                raise InvalidRequest(
-                    f"token_ids[{index}]", f"{token_id} is outside the vocabulary of {vocab_size}"
-                )
+                raise InvalidRequest(f"token_ids[{index}]", f"{token_id} is outside the vocabulary of {vocab_size}")
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return api.DetokenizeResponse(text=served.tokenizer.decode(request.token_ids, skip))
 

@@ -62,18 +62,14 @@ class TextTokenizer:
             InvalidRequest: the tokenizer has no chat template, or the template refuses the conversation.
         """
         if self._render is None:
-            raise InvalidRequest(
-                "messages", "the model's tokenizer has no chat template; send a prompt instead"
-            )
+            raise InvalidRequest("messages", "the model's tokenizer has no chat template; send a prompt instead")
         if not messages:
             raise InvalidRequest("messages.messages", "must not be empty")
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
             return self._render(messages=conversation, add_generation_prompt=True, **self._special_tokens)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidRequest(
-                "messages", f"the chat template refused the conversation: {error}"
-            ) from error
+            raise InvalidRequest("messages", f"the chat template refused the conversation: {error}") from error
 
 
 class _GenerationTag(jinja2.ext.Extension):

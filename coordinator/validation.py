@@ -55,9 +55,7 @@ class CheckedSampling:
     def output(self, detokenizers: DetokenizerFactory) -> ChoiceOutput:
         """The text side of one choice, at its start."""
         detokenizer = detokenizers.create(self.skip_special_tokens)
-        return ChoiceOutput(
-            detokenizer, self.stop, self.include_stop_in_output, self.token_sampling.min_tokens
-        )
+        return ChoiceOutput(detokenizer, self.stop, self.include_stop_in_output, self.token_sampling.min_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +86,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
         top_k=params.top_k,
         top_p=_number(params, "top_p", default=1.0, low=0.0, high=1.0, open_low=True),
         min_p=_number(params, "min_p", default=0.0, low=0.0, high=1.0),
-        repetition_penalty=_number(
-            params, "repetition_penalty", default=1.0, low=0.0, high=10.0, open_low=True
-        ),
+        repetition_penalty=_number(params, "repetition_penalty", default=1.0, low=0.0, high=10.0, open_low=True),
         presence_penalty=_number(params, "presence_penalty", default=0.0, low=-2.0, high=2.0),
         frequency_penalty=_number(params, "frequency_penalty", default=0.0, low=-2.0, high=2.0),
         logit_bias=_logit_bias(params, limits),
@@ -99,9 +95,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
     )
     max_tokens = _count(params, "max_tokens", limits.max_tokens, lowest=1)
     if max_tokens is not None and params.min_tokens > max_tokens:
-        raise InvalidRequest(
-            "sampling.min_tokens", f"{params.min_tokens} is more than max_tokens ({max_tokens})"
-        )
+        raise InvalidRequest("sampling.min_tokens", f"{params.min_tokens} is more than max_tokens ({max_tokens})")
     if params.min_tokens > limits.max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"must be at most {limits.max_tokens}")
     _check_stop_strings(params.stop, limits)
@@ -123,9 +117,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
     )
 
 
-def check_speculation(
-    params: api.SpeculationParams, default_mode: pb.VerifyMode.ValueType
-) -> CheckedSpeculation:
+def check_speculation(params: api.SpeculationParams, default_mode: pb.VerifyMode.ValueType) -> CheckedSpeculation:
     """Check what a client overrides about speculation; no draft tokens means no speculation."""
     mode = params.verify_mode
     if mode not in pb.VerifyMode.values():
@@ -147,9 +139,7 @@ def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
         raise InvalidRequest(field, f"{num_bytes} bytes are more than the limit of {limits.max_prompt_bytes}")
 
 
-def check_prompt(
-    field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits
-) -> list[int]:
+def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
     """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
     if not token_ids:
         raise InvalidRequest(field, "must not be empty")
@@ -213,9 +203,7 @@ def _logit_bias(params: api.SamplingParams, limits: Limits) -> dict[int, float]:
         raise InvalidRequest("sampling.logit_bias", f"must have at most {limits.max_logit_bias} entries")
     for token_id, bias in biases.items():
         if token_id >= limits.vocab_size:
-            raise InvalidRequest(
-                f"sampling.logit_bias[{token_id}]", f"outside the vocabulary of {limits.vocab_size}"
-            )
+            raise InvalidRequest(f"sampling.logit_bias[{token_id}]", f"outside the vocabulary of {limits.vocab_size}")
         if not -100 <= bias <= 100:
             raise InvalidRequest(f"sampling.logit_bias[{token_id}]", f"{bias} is outside [-100, 100]")
     return biases
@@ -230,9 +218,7 @@ def _check_stop_strings(stop: Sequence[str], limits: Limits) -> None:
         if not string:
             raise InvalidRequest(f"sampling.stop[{index}]", "must not be empty")
         if len(string.encode()) > limits.max_stop_string_bytes:
-            raise InvalidRequest(
-                f"sampling.stop[{index}]", f"must be at most {limits.max_stop_string_bytes} bytes"
-            )
+            raise InvalidRequest(f"sampling.stop[{index}]", f"must be at most {limits.max_stop_string_bytes} bytes")
 
 
 def _check_stop_token_ids(token_ids: Sequence[int], limits: Limits) -> None:

@@ -69,18 +69,14 @@ class TargetSettings(ReplicaSettings):
 
     env_prefix: ClassVar[str] = "SPECDEC_TARGET_"
 
-    port: int = Field(
-        default=50052, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one."
-    )
+    port: int = Field(default=50052, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
     metrics_port: int | None = Field(
         default=9092,
         ge=0,
         le=65535,
         description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
     )
-    max_proposal_nodes: int = Field(
-        default=64, ge=1, le=64, description="Most nodes of one proposal or tree."
-    )
+    max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal or tree.")
     max_draft_tokens: int = Field(
         default=8,
         ge=0,
@@ -99,9 +95,7 @@ class DraftSettings(ReplicaSettings):
 
     env_prefix: ClassVar[str] = "SPECDEC_DRAFT_"
 
-    port: int = Field(
-        default=50053, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one."
-    )
+    port: int = Field(default=50053, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
     metrics_port: int | None = Field(
         default=9093,
         ge=0,
@@ -111,9 +105,7 @@ class DraftSettings(ReplicaSettings):
     max_ahead_tokens: int = Field(
         default=16, ge=1, le=64, description="How far past the last committed token it may draft."
     )
-    max_draft_tokens: int = Field(
-        default=8, ge=1, le=64, description="Most tokens of one proposal's main path."
-    )
+    max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Most tokens of one proposal's main path.")
     max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal.")
     num_siblings: int = Field(
         default=2, ge=0, le=8, description="Coupled mode: runners-up proposed beside each token of the main path."
@@ -172,17 +164,13 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default="coupled", description="How proposals are verified when a request does not say."
     )
     speculate: bool = Field(default=True, description="Speculate when a request does not say.")
-    connect_timeout_s: float = Field(
-        default=5.0, gt=0, description="Longest attempt to connect to a replica."
-    )
+    connect_timeout_s: float = Field(default=5.0, gt=0, description="Longest attempt to connect to a replica.")
     reconnect_backoff_min_s: float = Field(default=0.1, gt=0, description="First wait before reconnecting.")
     reconnect_backoff_max_s: float = Field(default=5.0, gt=0, description="Longest wait before reconnecting.")
     target_timeout_s: float = Field(
         default=30.0, gt=0, description="How long a session may be without a target before it fails."
     )
-    draft_reopen_s: float = Field(
-        default=1.0, gt=0, description="Wait before a lost draft session is reopened."
-    )
+    draft_reopen_s: float = Field(default=1.0, gt=0, description="Wait before a lost draft session is reopened.")
     resume_secret: SecretStr | None = Field(
         default=None,
         min_length=16,

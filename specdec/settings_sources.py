@@ -60,9 +60,7 @@ def load_settings(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: s
         )
     except ValidationError as error:
         problems = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
-        raise SettingsInvalid(
-            [_describe(problem, env_prefix) for problem in reversed(problems.values())]
-        ) from error
+        raise SettingsInvalid([_describe(problem, env_prefix) for problem in reversed(problems.values())]) from error
     except SettingsError as error:
         raise SettingsInvalid([_plain(error)]) from error
     values = {name: getattr(loaded, name) for name in cls.model_fields}

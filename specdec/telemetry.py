@@ -49,9 +49,7 @@ def setup_logging(service: str, level: str = "info", log_format: str = "json") -
         ]
     else:
         final = [
-            structlog.dev.ConsoleRenderer(
-                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
-            )
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
         ]
     formatter = structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
@@ -120,9 +118,7 @@ class _Group:
         )
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(
-            f"specdec_{self._prefix}_{name}", text, labels, registry=self._registry, buckets=buckets
-        )
+        return Histogram(f"specdec_{self._prefix}_{name}", text, labels, registry=self._registry, buckets=buckets)
 
 
 class CoordinatorMetrics(_Group):
@@ -148,9 +144,7 @@ class CoordinatorMetrics(_Group):
             "Time between tokens of a choice; a burst of n tokens is n intervals of 1/n of its gap.",
             _FINE_S,
         )
-        self.e2e_seconds = self._histogram(
-            "request_seconds", "From arrival to the end of the stream.", _COARSE_S
-        )
+        self.e2e_seconds = self._histogram("request_seconds", "From arrival to the end of the stream.", _COARSE_S)
         self.outside_seconds = self._histogram(
             "outside_seconds",
             "Decoding time of a request in which no step ran and none waited for a draft.",
@@ -159,18 +153,10 @@ class CoordinatorMetrics(_Group):
         self.proposed_tokens = self._counter(
             "proposed_tokens_total", "Steps that verified a draft token at this depth.", "depth"
         )
-        self.accepted_tokens = self._counter(
-            "accepted_tokens_total", "Draft tokens accepted at this depth.", "depth"
-        )
-        self.steps = self._counter(
-            "steps_total", "Verdicts received, by kind (verify, plain, prefill).", "kind"
-        )
-        self.hits = self._counter(
-            "hits_total", "Steps that had a usable proposal at hand when they were formed."
-        )
-        self.wasted_tokens = self._counter(
-            "wasted_tokens_total", "Draft tokens that verdicts made worthless."
-        )
+        self.accepted_tokens = self._counter("accepted_tokens_total", "Draft tokens accepted at this depth.", "depth")
+        self.steps = self._counter("steps_total", "Verdicts received, by kind (verify, plain, prefill).", "kind")
+        self.hits = self._counter("hits_total", "Steps that had a usable proposal at hand when they were formed.")
+        self.wasted_tokens = self._counter("wasted_tokens_total", "Draft tokens that verdicts made worthless.")
         self.draft_latency_seconds = self._histogram(
             "draft_latency_seconds", "From a commit to the first proposal after it.", _FINE_S
         )
@@ -188,9 +174,7 @@ class CoordinatorMetrics(_Group):
             "stream_reconnects_total", "Streams to replicas opened again, by role.", "role"
         )
         self.replicas = self._gauge("replicas", "Replicas, by role and state.", "role", "state")
-        self.journal_seconds = self._histogram(
-            "journal_seconds", "Time of one write to the journal.", _FINE_S
-        )
+        self.journal_seconds = self._histogram("journal_seconds", "Time of one write to the journal.", _FINE_S)
         self.journal_errors = self._counter("journal_errors_total", "Writes to the journal that failed.")
         self.mismatches = self._counter(
             "token_mismatches_total", "Verdicts whose overlap differed from what was delivered."
@@ -203,9 +187,7 @@ class _EngineMetrics(_Group):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(registry)
         self.steps = self._counter("steps_total", "Steps, by kind of their rows.", "kind")
-        self.step_seconds = self._histogram(
-            "step_seconds", "Time of a step, sampling included.", _FINE_S, "kind"
-        )
+        self.step_seconds = self._histogram("step_seconds", "Time of a step, sampling included.", _FINE_S, "kind")
         self.step_tokens = self._histogram("step_tokens", "Rows of a step.", _BATCH_TOKENS)
         self.step_sequences = self._histogram("step_sequences", "Sequences of a step.", _TOKENS)
         self.sessions = self._gauge("sessions", "Sessions that are held, orphaned ones too.")
@@ -221,18 +203,10 @@ class _EngineMetrics(_Group):
         self.preemptions = self._counter("preemptions_total", "Sequences whose blocks were taken away.")
         self.rollbacks = self._counter("rollbacks_total", "Times a sequence forgot tokens.")
         self.rollback_tokens = self._histogram("rollback_tokens", "Tokens that a rollback forgot.", _TOKENS)
-        self.stale_proposals = self._counter(
-            "stale_proposals_total", "Proposals or commits that came too late."
-        )
-        self.mismatches = self._counter(
-            "token_mismatches_total", "Tokens of the peer that differed from own ones."
-        )
-        self.loop_seconds = self._histogram(
-            "loop_seconds", "Time of a turn of the loop outside steps.", _FINE_S
-        )
-        self.info = self._gauge(
-            "info", "1, with what is served as labels.", "model", "numerics_id", "device", "dtype"
-        )
+        self.stale_proposals = self._counter("stale_proposals_total", "Proposals or commits that came too late.")
+        self.mismatches = self._counter("token_mismatches_total", "Tokens of the peer that differed from own ones.")
+        self.loop_seconds = self._histogram("loop_seconds", "Time of a turn of the loop outside steps.", _FINE_S)
+        self.info = self._gauge("info", "1, with what is served as labels.", "model", "numerics_id", "device", "dtype")
 
 
 class TargetMetrics(_EngineMetrics):
@@ -246,9 +220,7 @@ class TargetMetrics(_EngineMetrics):
         self.proposed_tokens = self._counter(
             "proposed_tokens_total", "Steps of a session that verified a node at this depth.", "depth"
         )
-        self.accepted_tokens = self._counter(
-            "accepted_tokens_total", "Accepted nodes at this depth.", "depth"
-        )
+        self.accepted_tokens = self._counter("accepted_tokens_total", "Accepted nodes at this depth.", "depth")
         self.verified_nodes = self._counter("verified_nodes_total", "Tree nodes verified.")
         self.wasted_tokens = self._counter("wasted_tokens_total", "Tree nodes thrown away, verified or not.")
         self.hits = self._counter("hits_total", "Steps of a session with a usable proposal at hand.")
@@ -256,12 +228,8 @@ class TargetMetrics(_EngineMetrics):
         self.committed_per_verify = self._histogram(
             "committed_tokens", "Tokens committed by a step of a session that verified a proposal.", _TOKENS
         )
-        self.hold_off_seconds = self._histogram(
-            "hold_off_seconds", "Time a step waited for a draft.", _FINE_S
-        )
-        self.verify_seconds = self._histogram(
-            "verify_seconds", "Time of a step that verified proposals.", _FINE_S
-        )
+        self.hold_off_seconds = self._histogram("hold_off_seconds", "Time a step waited for a draft.", _FINE_S)
+        self.verify_seconds = self._histogram("verify_seconds", "Time of a step that verified proposals.", _FINE_S)
         self.ttft_seconds = self._histogram(
             "time_to_first_token_seconds", "From the session's opening to its first token.", _COARSE_S
         )
@@ -270,9 +238,7 @@ class TargetMetrics(_EngineMetrics):
             "Time between committed tokens; a burst of n is n intervals of 1/n.",
             _FINE_S,
         )
-        self.draft_credit = self._gauge(
-            "draft_credit", "Draft tokens per session worth proposing at this load."
-        )
+        self.draft_credit = self._gauge("draft_credit", "Draft tokens per session worth proposing at this load.")
 
 
 class DraftMetrics(_EngineMetrics):
@@ -304,7 +270,5 @@ class RelayMetrics(_Group):
         super().__init__(registry)
         self.streams = self._gauge("open_streams", "Open streams of coordinators.")
         self.stream_ends = self._counter("streams_total", "Streams that ended, by outcome.", "outcome")
-        self.messages = self._counter(
-            "messages_total", "Messages relayed, by direction (in, out).", "direction"
-        )
+        self.messages = self._counter("messages_total", "Messages relayed, by direction (in, out).", "direction")
         self.message_bytes = self._counter("message_bytes_total", "Bytes relayed, by direction.", "direction")

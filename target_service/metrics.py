@@ -32,10 +32,11 @@ class TargetRecorder:
         """A proposal was malformed."""
         self._metrics.mismatches.inc()
 
-    def step(self, output: StepOutput, num_waiting_prefill: int, elapsed_s: float) -> None:
+    def step(self, output: StepOutput, elapsed_s: float) -> None:
         """One step of the engine."""
         num_nodes = sum(item.tree_nodes for item in output.items)
-        kind = "verify" if num_nodes else "prefill" if num_waiting_prefill else "plain"
+        is_prefill = any(item.num_new_tokens > 1 for item in output.items)
+        kind = "verify" if num_nodes else "prefill" if is_prefill else "plain"
         self._engine.observe_step(output, kind, elapsed_s)
         if num_nodes:
             self._metrics.verify_seconds.observe(elapsed_s)
@@ -63,6 +64,7 @@ class TargetRecorder:
             metrics.committed_per_verify.observe(len(verdict.token_ids))
         num_rejected = sum(verdict.verified_by_depth) - verdict.num_accepted
         if num_rejected:
+            metrics.rollbacks.inc()
             metrics.rollback_tokens.observe(num_rejected)
         metrics.wasted_tokens.inc(verdict.num_wasted)
         metrics.stale_proposals.inc(num_stale)

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+_MOST_SURPRISE = 4.0
+"""A step counts as at most this many times what was expected of it."""
+_PRIOR_WEIGHT = 0.5
+"""What the prior weighs against 1 / (1 - decay) steps."""
+
 
 @dataclass(slots=True)
 class StepTimeModel:
     """Step time as a straight line over rows, by exponentially weighted least squares.
 
-    Predicts ``base_s + row_s * num_rows``. The prior keeps the first predictions sane and fades as steps are seen.
+    Predicts ``base_s + row_s * num_rows``. The prior keeps the first predictions sane. What is left of it, scaled to
+    the steps that were seen, gives a slope when they are all of one size: else one step that stalled (a process that
+    was stopped, a machine that paused) could make rows look so dear that no step with more of them ever corrected it.
     Cost of an update: constant.
     """
 
     base_s: float = 0.010
     row_s: float = 0.0005
     decay: float = 0.98
+    _prior: tuple[float, float] = field(init=False)
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weight, x, y, xx, xy
 
     def __post_init__(self) -> None:
-        for rows in (1, 8):
-            self._add(rows, self.base_s + self.row_s * rows, weight=0.5)
+        self._prior = (self.base_s, self.row_s)
+        self._add_prior(0.5, scale=1.0)
 
     def observe(self, num_rows: int, elapsed_s: float) -> None:
         """A step of `num_rows` rows took `elapsed_s`."""
+        elapsed_s = min(elapsed_s, _MOST_SURPRISE * self.predict(num_rows))
         self._sums = [value * self.decay for value in self._sums]
         self._add(num_rows, elapsed_s)
+        weight, x, y, _, _ = self._sums
+        base_s, row_s = self._prior
+        self._add_prior(_PRIOR_WEIGHT * (1 - self.decay), scale=y / (base_s * weight + row_s * x))
         weight, x, y, xx, xy = self._sums
         spread = weight * xx - x * x
         if spread > 1e-6 * weight * weight:
@@ -35,6 +47,11 @@ class StepTimeModel:
     def predict(self, num_rows: int) -> float:
         """Expected time of a step, in seconds."""
         return self.base_s + self.row_s * num_rows
+
+    def _add_prior(self, weight: float, scale: float) -> None:
+        base_s, row_s = self._prior
+        for rows in (1, 8):
+            self._add(rows, scale * (base_s + row_s * rows), weight)
 
     def _add(self, x: float, y: float, weight: float = 1.0) -> None:
         for index, value in enumerate((1.0, x, y, x * x, x * y)):

@@ -166,7 +166,7 @@ class Verifier:
         decisions = decide(candidates, output.logits, self._sampler)
         elapsed_s = time.monotonic() - started_s
         self.pacing.observe_step(output.num_tokens, elapsed_s)
-        self._recorder.step(output, sum(not item.completes for item in output.items), elapsed_s)
+        self._recorder.step(output, elapsed_s)
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
 

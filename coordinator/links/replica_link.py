@@ -82,9 +82,7 @@ class ReplicaLink:
 
     role: ClassVar[str]
 
-    def __init__(
-        self, address: str, channel: grpc.aio.Channel, settings: LinkSettings, events: LinkEvents
-    ) -> None:
+    def __init__(self, address: str, channel: grpc.aio.Channel, settings: LinkSettings, events: LinkEvents) -> None:
         self.address = address
         self.channel = channel
         self.state = LinkState.CONNECTING

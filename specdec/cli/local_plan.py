@@ -25,6 +25,8 @@ from specdec.cli.service_process import ServiceSpec
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053}
 METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
 DRAIN_S = 5.0
+# Replicas load for seconds; the coordinator, which starts with them, should be there when they are.
+RECONNECT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,7 @@ def plan_services(
     ]
     addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
     settings = RoleSettings(
-        defaults=_common_defaults(plan, "coordinator", 0),
+        defaults={**_common_defaults(plan, "coordinator", 0), "reconnect_backoff_max_s": RECONNECT_S},
         overrides={**plan.coordinator_settings, "targets": addresses["target"], "drafts": addresses["draft"]},
     )
     port = _port(plan, "coordinator", 0)

@@ -40,10 +40,7 @@ class _Decoder(ctypes.Structure):
     """``Decoder`` of decoder.cpp."""
 
     _fields_ = [
-        *(
-            (name, _POINTER)
-            for name in ("embedding", "cosines", "sines", "final_norm", "lm_head", "lm_head_bias")
-        ),
+        *((name, _POINTER) for name in ("embedding", "cosines", "sines", "final_norm", "lm_head", "lm_head_bias")),
         ("layers", ctypes.POINTER(_DecoderLayer)),
         *((name, _INT64) for name in ("num_layers", "hidden", "intermediate", "num_logits")),
         *((name, _INT64) for name in ("num_embeddings", "num_positions")),
@@ -201,8 +198,7 @@ def _arena_size(layers: Sequence[Any], head: Any, kernels: NativeKernels) -> int
         qkv = sum(p.weight.shape[0] for p in (attention.q_proj, attention.k_proj, attention.v_proj))
         size += kernels.packed_size(qkv, attention.q_proj.weight.shape[1])
         size += sum(
-            kernels.packed_size(*p.weight.shape)
-            for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            kernels.packed_size(*p.weight.shape) for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
     return size
 

@@ -78,9 +78,7 @@ class OneDnnWeight:
         if threads != self._num_threads:
             torch.set_num_threads(self._num_threads)
         try:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-                rows, self._weight, self._bias, "none", [], ""
-            )
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
         finally:
             if threads != self._num_threads:
                 torch.set_num_threads(threads)
@@ -116,9 +114,7 @@ def _is_activation(module: nn.Module) -> bool:
 
 def _replacement(module: nn.Module, pack: WeightPacker) -> nn.Module:
     if isinstance(module, nn.Linear):
-        return PackedLinear(
-            pack(module.weight.detach(), module.bias), module.in_features, module.out_features
-        )
+        return PackedLinear(pack(module.weight.detach(), module.bias), module.in_features, module.out_features)
     if isinstance(module, Conv1D):
         packed = pack(module.weight.detach().t().contiguous(), module.bias)
         return PackedLinear(packed, module.weight.shape[0], module.weight.shape[1])

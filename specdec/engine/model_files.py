@@ -42,9 +42,7 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
     try:
         snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
     except Exception as error:  # the hub client raises many unrelated types
-        raise ModelLoadError(
-            f"{model} is neither a directory nor a model that the hub gives: {error}"
-        ) from error
+        raise ModelLoadError(f"{model} is neither a directory nor a model that the hub gives: {error}") from error
     return snapshot, snapshot.name
 
 
@@ -114,9 +112,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     """Read ``tokenizer.json`` and ``tokenizer_config.json`` (with a chat template that lies beside them)."""
     tokenizer, config_file = directory / "tokenizer.json", directory / "tokenizer_config.json"
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else ""
-    config: dict[str, Any] = (
-        json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    )
+    config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
     template = directory / "chat_template.jinja"
     if template.is_file() and "chat_template" not in config:
         config["chat_template"] = template.read_text(encoding="utf-8")

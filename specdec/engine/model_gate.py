@@ -52,23 +52,15 @@ def check_config(config: "PreTrainedConfig") -> None:
         raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
     foreign = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - _PAGED_LAYER_TYPES)
     if foreign:
-        raise ModelNotSupported(
-            name, f"layers of type {', '.join(foreign)} keep state outside paged attention"
-        )
+        raise ModelNotSupported(name, f"layers of type {', '.join(foreign)} keep state outside paged attention")
     if getattr(config, "attention_chunk_size", None):
-        raise ModelNotSupported(
-            name, "chunked attention exists only in the mask, which paged attention does not see"
-        )
+        raise ModelNotSupported(name, "chunked attention exists only in the mask, which paged attention does not see")
     for hint in _RECURRENT_HINTS:
         if getattr(config, hint, None) is not None:
-            raise ModelNotSupported(
-                name, f"its config has {hint}: it keeps recurrent state outside attention"
-            )
+            raise ModelNotSupported(name, f"its config has {hint}: it keeps recurrent state outside attention")
     for rope in rope_parameter_sets(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
-            raise ModelNotSupported(
-                name, "dynamic rope takes its frequencies from the longest sequence of the batch"
-            )
+            raise ModelNotSupported(name, "dynamic rope takes its frequencies from the longest sequence of the batch")
 
 
 def rope_parameter_sets(config: "PreTrainedConfig") -> Iterator[dict[str, Any]]:

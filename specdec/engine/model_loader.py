@@ -150,9 +150,7 @@ def _choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
                 f"longrope changes all frequencies once the longest sequence of the batch passes {longrope} "
                 f"tokens; set max_model_len to {longrope} or less",
             )
-        _logger.warning(
-            "longrope is pinned to its short frequencies", extra={"max_model_len": asked or longrope}
-        )
+        _logger.warning("longrope is pinned to its short frequencies", extra={"max_model_len": asked or longrope})
         limit = longrope
     if limit is not None and asked is not None and asked > limit:
         raise ModelLoadError(f"max_model_len {asked} exceeds the {limit} positions of the model")

@@ -116,9 +116,7 @@ class _RunnerBuilder:
         loaded = self._loaded
         self._is_exact = loaded.device.type == "cpu" and loaded.dtype == torch.float32
         if settings.deterministic and not self._is_exact:
-            raise ModelLoadError(
-                "deterministic needs float32 on CPU: no row-invariant kernels exist for anything else"
-            )
+            raise ModelLoadError("deterministic needs float32 on CPU: no row-invariant kernels exist for anything else")
         self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
         self._kernels = self._make_kernels() if self._is_exact else None
 
@@ -129,9 +127,7 @@ class _RunnerBuilder:
         if loaded.device.type == "cpu":
             torch.set_num_threads(1 if self._is_exact else settings.num_threads)
         expected = self._dense_logits() if settings.self_test else {}
-        ragged = RaggedModel(
-            loaded.model, TiledAttention() if loaded.device.type == "cpu" else GatherAttention()
-        )
+        ragged = RaggedModel(loaded.model, TiledAttention() if loaded.device.type == "cpu" else GatherAttention())
         recorded = ragged.record_attention(self._probe)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
         cache = self._allocate(recorded.geometries)
@@ -149,16 +145,12 @@ class _RunnerBuilder:
             and self._settings.fused == "auto"
             and is_fusable(loaded.model, recorded.geometries, recorded.options, kernels)
         ):
-            fused = FusedDecoder(
-                loaded.model, kernels, recorded.geometries, recorded.options, loaded.max_model_len
-            )
+            fused = FusedDecoder(loaded.model, kernels, recorded.geometries, recorded.options, loaded.max_model_len)
             error, row_invariant = self._test(fused, recorded.geometries, expected)
             if error <= tolerance(loaded.dtype) and row_invariant:
                 loaded.release_model()
                 return fused, f"fused-{KERNEL_VERSION}-lanes{kernels.lanes}", row_invariant
-            _logger.error(
-                "the fused decoder failed its self-test and is not used", extra={"logit_error": error}
-            )
+            _logger.error("the fused decoder failed its self-test and is not used", extra={"logit_error": error})
             loaded.model = ragged.model = load_model(self._settings).model
             ragged = RaggedModel(loaded.model, ragged.kernel)
         kernel_path = self._install_kernels(ragged)
@@ -171,9 +163,7 @@ class _RunnerBuilder:
             )
         row_invariant = row_invariant and self._is_exact
         if self._settings.deterministic and not row_invariant:
-            raise ModelLoadError(
-                f"{loaded.identity.name} is not row-invariant: a row's logits differ with its company"
-            )
+            raise ModelLoadError(f"{loaded.identity.name} is not row-invariant: a row's logits differ with its company")
         return ragged, kernel_path, row_invariant
 
     def _make_kernels(self) -> NativeKernels | None:
@@ -192,9 +182,7 @@ class _RunnerBuilder:
         if not self._is_exact:
             return "torch"
         if self._kernels is None:
-            make_modules_row_invariant(
-                ragged.model, partial(OneDnnWeight, num_threads=self._settings.num_threads)
-            )
+            make_modules_row_invariant(ragged.model, partial(OneDnnWeight, num_threads=self._settings.num_threads))
             return "onednn"
         make_modules_row_invariant(ragged.model, self._kernels.pack)
         ragged.kernel = NativeAttention(self._kernels)
@@ -236,7 +224,5 @@ class _RunnerBuilder:
         most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)
         num_blocks = min(budget // block_bytes, most_useful)
         if num_blocks < 2:
-            raise ModelLoadError(
-                f"a KV budget of {budget} bytes does not hold two blocks of {block_bytes} bytes"
-            )
+            raise ModelLoadError(f"a KV budget of {budget} bytes does not hold two blocks of {block_bytes} bytes")
         return int(num_blocks)

@@ -123,9 +123,7 @@ class Probe:
         tables = [[self.num_blocks - 1 - (2 * i + s) for i in range(self._blocks_per_seq)] for s in (0, 1)]
 
         def slot(sequence: int, logical: int) -> int:
-            return (
-                tables[sequence][logical // self._block_size] * self._block_size + logical % self._block_size
-            )
+            return tables[sequence][logical // self._block_size] * self._block_size + logical % self._block_size
 
         def tensor(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self._device)

@@ -23,9 +23,7 @@ def parse_cores(text: str) -> frozenset[int]:
     return frozenset(cores)
 
 
-def split_cores(
-    setting: str, available: Iterable[int]
-) -> tuple[frozenset[int] | None, frozenset[int] | None]:
+def split_cores(setting: str, available: Iterable[int]) -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """The cores of (engine, servicer); None means: leave as it is.
 
     `setting` is auto, off or a list. auto leaves the lowest eighth of the cores, at least one, to the

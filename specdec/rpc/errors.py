@@ -50,9 +50,7 @@ class SpecdecError(Exception):
     code: ClassVar[grpc.StatusCode] = grpc.StatusCode.UNKNOWN
     default_reason: ClassVar[str] = "UNKNOWN"
 
-    def __init__(
-        self, message: str, *, reason: str | None = None, metadata: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, message: str, *, reason: str | None = None, metadata: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.reason = reason or self.default_reason

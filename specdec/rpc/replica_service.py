@@ -46,9 +46,7 @@ class ReplicaRole:
 class ReplicaService:
     """A replica's gRPC service; a specdec.rpc.server.Service."""
 
-    def __init__(
-        self, role: ReplicaRole, settings: ReplicaServiceSettings, registry: CollectorRegistry
-    ) -> None:
+    def __init__(self, role: ReplicaRole, settings: ReplicaServiceSettings, registry: CollectorRegistry) -> None:
         self.name = role.name
         self.grpc_names = (role.grpc_name,)
         self._role = role
@@ -57,9 +55,7 @@ class ReplicaService:
             engine_cores, self._cores = split_cores(settings.engine_cores, os.sched_getaffinity(0))
         except ValueError as error:
             raise StartupFailed(str(error)) from error
-        self._engine = EngineProcess(
-            role.engine_entry, settings, service=f"{role.name}-engine", cores=engine_cores
-        )
+        self._engine = EngineProcess(role.engine_entry, settings, service=f"{role.name}-engine", cores=engine_cores)
         metrics = RelayMetrics(registry, role.name)
         self._relay = StreamRelay(self._engine, metrics, settings.stream_buffer_bytes)
 

@@ -81,9 +81,7 @@ def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
     return server, _bind(server, settings)
 
 
-async def run_service(
-    service: Service, settings: ServiceSettings, *, registry: CollectorRegistry | None = None
-) -> int:
+async def run_service(service: Service, settings: ServiceSettings, *, registry: CollectorRegistry | None = None) -> int:
     """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
 
     `registry` is what /metrics shows when metrics are not in multiprocess mode. Logs `listening` with the
@@ -151,9 +149,7 @@ class _Readiness:
             await servicer.enter_graceful_shutdown()
 
 
-async def _serve(
-    service: Service, readiness: _Readiness, failure: asyncio.Task[str], stopping: asyncio.Event
-) -> int:
+async def _serve(service: Service, readiness: _Readiness, failure: asyncio.Task[str], stopping: asyncio.Event) -> int:
     """From listening until a signal (0) or a failure (1)."""
     stop = asyncio.create_task(stopping.wait())
     start = asyncio.create_task(service.start())
@@ -174,15 +170,11 @@ async def _serve(
         await asyncio.gather(start, stop, return_exceptions=True)
 
 
-async def _drain(
-    service: Service, drain_s: float, aborting: asyncio.Event, failure: asyncio.Task[str]
-) -> None:
+async def _drain(service: Service, drain_s: float, aborting: asyncio.Event, failure: asyncio.Task[str]) -> None:
     _log.info("draining", drain_s=drain_s)
     drain = asyncio.create_task(service.drain(drain_s))
     abort = asyncio.create_task(aborting.wait())
-    await asyncio.wait(
-        {drain, abort, failure}, timeout=drain_s + _DRAIN_MARGIN_S, return_when=asyncio.FIRST_COMPLETED
-    )
+    await asyncio.wait({drain, abort, failure}, timeout=drain_s + _DRAIN_MARGIN_S, return_when=asyncio.FIRST_COMPLETED)
     if drain.done() and drain.exception() is not None:
         _log.error("drain_failed", exc_info=drain.exception())
     for task in (drain, abort):
@@ -244,9 +236,7 @@ async def _plaintext_health(settings: ServiceSettings, readiness: _Readiness) ->
     try:
         port = server.add_insecure_port(f"{settings.host}:{settings.health_port}")
     except RuntimeError as error:
-        raise StartupFailed(
-            f"health_port: cannot listen on {settings.host}:{settings.health_port}"
-        ) from error
+        raise StartupFailed(f"health_port: cannot listen on {settings.host}:{settings.health_port}") from error
     await server.start()
     try:
         yield port

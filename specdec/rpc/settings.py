@@ -31,18 +31,14 @@ class WireSettings(BaseModel):
         description="Largest gRPC message, both ways.",
     )
     keepalive_time_s: float = Field(default=10.0, ge=1, description="Ping a silent peer after this long.")
-    keepalive_timeout_s: float = Field(
-        default=5.0, ge=0.1, description="A peer that owes a ping this long is gone."
-    )
+    keepalive_timeout_s: float = Field(default=5.0, ge=0.1, description="A peer that owes a ping this long is gone.")
 
 
 class ServiceSettings(WireSettings):
     """What every service has. Invalid values raise pydantic.ValidationError, which names the setting."""
 
     host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
-    port: int = Field(
-        default=50051, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one."
-    )
+    port: int = Field(default=50051, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
     metrics_port: int | None = Field(
         default=9090,
         ge=0,
@@ -56,23 +52,15 @@ class ServiceSettings(WireSettings):
         description="Plaintext port with gRPC health only, for probes, which cannot speak TLS; null is off.",
     )
     reflection: bool = Field(default=True, description="Serve gRPC reflection.")
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="Least level."
-    )
-    log_format: Literal["json", "console"] = Field(
-        default="json", description="One JSON object a line, or text."
-    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
+    log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
 
     drain_s: float = Field(
         default=30.0, ge=0, description="On SIGTERM: how long running work may go on before it is cut off."
     )
-    stop_grace_s: float = Field(
-        default=2.0, ge=0, description="After draining: how long open calls may still take."
-    )
+    stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long open calls may still take.")
 
-    tls_cert_file: Path | None = Field(
-        default=None, description="PEM certificate chain; set it to serve TLS."
-    )
+    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set it to serve TLS.")
     tls_key_file: Path | None = Field(default=None, description="PEM private key of the certificate.")
     tls_client_ca_file: Path | None = Field(
         default=None, description="PEM authorities; set it to demand and verify client certificates (mTLS)."
@@ -114,12 +102,8 @@ class ClientSettings(WireSettings):
         default=None,
         description="PEM authorities that replicas' certificates must come from; null: the system's.",
     )
-    replica_tls_cert_file: Path | None = Field(
-        default=None, description="PEM client certificate chain (mTLS)."
-    )
-    replica_tls_key_file: Path | None = Field(
-        default=None, description="PEM private key of the client certificate."
-    )
+    replica_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
+    replica_tls_key_file: Path | None = Field(default=None, description="PEM private key of the client certificate.")
     replica_tls_server_name: str | None = Field(
         default=None, description="Name expected in replicas' certificates; null: the host called."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import structlog
@@ -33,10 +34,10 @@ def run_role(
     worker = EngineWorker(port, wire, built.info, settings.session_ttl_s)
     worker.role = make_role(worker, built)
     identity = built.info.identity
-    log.info(
-        "ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant
-    )
+    log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
     built.info.load.CopyFrom(worker.role.load())
+    gc.collect()
+    gc.freeze()  # what the model brought stays for good: collections need not walk it between steps
     port.send(FrameKind.READY, payload=built.info.SerializeToString())
     worker.run()
     port.flush(_FLUSH_TIMEOUT_S)

@@ -105,9 +105,7 @@ class EngineWorker:
 
     def fail(self, session: Session, failure: SessionFailure) -> None:
         """End a session with an error that its owner is told."""
-        self._log.warning(
-            "session_failed", session=session.session_id, reason=failure.reason, error=str(failure)
-        )
+        self._log.warning("session_failed", session=session.session_id, reason=failure.reason, error=str(failure))
         self.emit(session, error=_session_error(failure))
         self.end(session)
 
@@ -184,9 +182,7 @@ class EngineWorker:
         try:
             request = self._wire.request.FromString(payload)
         except DecodeError:
-            self._abort(
-                stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the message does not parse"
-            )
+            self._abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the message does not parse")
             return
         owner = self.sessions.owner_of(stream_id)
         if request.HasField("attach") == (owner is not None):
@@ -199,9 +195,7 @@ class EngineWorker:
         for entry in request.entries:
             self._handle_entry(owner, stream_id, entry)
         if self.port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
-            self._abort(
-                stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", "responses are not being read"
-            )
+            self._abort(stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", "responses are not being read")
 
     def _attach(self, stream_id: int, attach: pb.Attach) -> Owner | None:
         try:
@@ -260,13 +254,9 @@ class EngineWorker:
         """
         generation = entry.open.lease_generation
         is_same_owner = current.owner is owner
-        if generation < current.lease_generation or (
-            generation == current.lease_generation and not is_same_owner
-        ):
+        if generation < current.lease_generation or (generation == current.lease_generation and not is_same_owner):
             message = f"the session is held under lease generation {current.lease_generation}"
-            raise SessionFailure(
-                code_pb2.FAILED_PRECONDITION, "STALE_LEASE", message, field="open.lease_generation"
-            )
+            raise SessionFailure(code_pb2.FAILED_PRECONDITION, "STALE_LEASE", message, field="open.lease_generation")
         if is_same_owner and entry.epoch <= current.epoch:
             return False
         if is_same_owner:

@@ -26,9 +26,7 @@ def check_open(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> 
     if num_tokens >= max_model_len:
         raise invalid("open.token_ids", f"{num_tokens} tokens leave no room in a context of {max_model_len}")
     if max(body.token_ids) >= vocab_size:
-        raise invalid(
-            "open.token_ids", f"token id {max(body.token_ids)} is outside the vocabulary of {vocab_size}"
-        )
+        raise invalid("open.token_ids", f"token id {max(body.token_ids)} is outside the vocabulary of {vocab_size}")
     sampling = body.sampling
     for name in (
         "temperature",

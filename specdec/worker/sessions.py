@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 
-
 class StaleLease(Exception):
     """An owner attached, or opened a session, with a lower lease generation than was already seen."""
 
@@ -115,9 +114,7 @@ class SessionTable:
     def expired(self, now_s: float) -> list[Session]:
         """Orphans whose time to live has passed."""
         limit = now_s - self.session_ttl_s
-        return [
-            s for s in self._sessions.values() if s.orphaned_at_s is not None and s.orphaned_at_s <= limit
-        ]
+        return [s for s in self._sessions.values() if s.orphaned_at_s is not None and s.orphaned_at_s <= limit]
 
     def next_expiry_s(self) -> float | None:
         """When the oldest orphan expires; None without orphans."""

@@ -30,6 +30,7 @@ async def test_killing_the_draft_in_the_middle_of_a_stream_changes_no_token(whol
     broken = "specdec_coordinator_draft_fallbacks_total{cause=stream_broken}"
     async with Client(whole.address) as client:
         undisturbed = await client.complete(body)
+        assert undisturbed.require_finished().stats.num_accepted > 0
         before = metrics_of(whole).get(broken, 0.0)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
@@ -43,6 +44,7 @@ async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(w
     body = make_request()
     async with Client(whole.address) as client:
         undisturbed = await client.complete(body)
+        assert undisturbed.require_finished().stats.num_accepted > 0
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
             freeze(whole, "target")
@@ -60,13 +62,14 @@ async def test_a_hung_draft_is_waited_for_a_few_times_and_then_no_more(whole: Cl
     body = make_request()
     async with Client(whole.address) as client:
         undisturbed = await client.complete(body)
+        assert undisturbed.require_finished().stats.num_accepted > 0
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
             freeze(whole, "draft")
             assert (await stream.rest()).identity == undisturbed.identity
-        whole_without = await client.complete(body)
-        assert whole_without.identity == undisturbed.identity
-        stats = whole_without.require_finished().stats
+        without = await client.complete(body)
+        assert without.identity == undisturbed.identity
+        stats = without.require_finished().stats
         assert stats.num_verify_steps == 0
         assert stats.hold_off_ms < 10 * HOLD_OFF_MS
         thaw(whole, "draft")

@@ -84,15 +84,20 @@ async def test_a_draft_with_a_shorter_context_is_noticed_and_used_as_far_as_it_r
             async with Client(coordinator.address) as client:
                 await draft_in_state(client, "ready")
                 body = make_request(temperature=1.0, max_tokens=300)
-                completion = await client.complete(body)
-                assert completion.started is not None
-                [notice] = completion.started.notices
+                without = await client.complete(plain(body))
+                assert without.started is not None
+                [notice] = without.started.notices
                 assert f"context of {DRAFT_CONTEXT} tokens, the target of 4096" in notice
-                assert completion.identity == (await client.complete(plain(body))).identity
-                origins = [token.origin for token in completion.choices[0].tokens]
-                reach = DRAFT_CONTEXT - completion.started.num_prompt_tokens
-                assert pb.ORIGIN_DRAFT in origins[:reach]
-                assert pb.ORIGIN_DRAFT not in origins[reach + 1 :]
+                reach = DRAFT_CONTEXT - without.started.num_prompt_tokens
+
+                async def is_used() -> bool:
+                    completion = await client.complete(body)
+                    assert completion.identity == without.identity
+                    origins = [token.origin for token in completion.choices[0].tokens]
+                    assert pb.ORIGIN_DRAFT not in origins[reach + 1 :]
+                    return pb.ORIGIN_DRAFT in origins[:reach]
+
+                await eventually(is_used, "the draft is used as far as it reaches")
                 # A prompt that is longer than the draft's context never reaches it.
                 beyond = await client.complete(make_request(max_tokens=20, prompt="x" * 200))
                 assert beyond.require_finished().stats.num_verify_steps == 0

@@ -14,7 +14,8 @@ def all_cases(parameters: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 def pairwise_cases(parameters: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
     """A greedy cover of all pairs; deterministic. Cost: product of the sizes times the number of cases."""
-    candidates = [tuple(enumerate(choice)) for choice in itertools.product(*(range(len(v)) for v in parameters.values()))]
+    choices = itertools.product(*(range(len(values)) for values in parameters.values()))
+    candidates = [tuple(enumerate(choice)) for choice in choices]
     pairs_of = {candidate: frozenset(itertools.combinations(candidate, 2)) for candidate in candidates}
     missing = set().union(*pairs_of.values())
     names, values = list(parameters), list(parameters.values())

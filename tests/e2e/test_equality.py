@@ -126,9 +126,7 @@ async def test_all_combinations_are_equal_on_random_architectures(random_cluster
     assert await check_cases(random_cluster.address, all_cases(PARAMETERS)) > 1000
 
 
-def greedy_differences(
-    folder: Path, prompt: str, token_ids: list[int], repetition_penalty: float
-) -> tuple[int, float]:
+def greedy_differences(folder: Path, prompt: str, token_ids: list[int], repetition_penalty: float) -> tuple[int, float]:
     """First position at which transformers' greedy decoding differs, and its logit gap there; (-1, 0) when equal."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -145,9 +145,7 @@ class ScriptedReplica:
     async def GetReplicaInfo(self, request: Any, context: Any) -> pb.GetReplicaInfoResponse:
         return pb.GetReplicaInfoResponse(identity=self.identity)
 
-    async def serve(
-        self, requests: AsyncIterator[Any], context: Any, response_type: Any
-    ) -> AsyncIterator[Any]:
+    async def serve(self, requests: AsyncIterator[Any], context: Any, response_type: Any) -> AsyncIterator[Any]:
         stream = Stream()
         self.streams.append(stream)
         reader = asyncio.create_task(self._read(requests, stream, response_type))
@@ -296,9 +294,7 @@ class ScriptedTarget(ScriptedReplica):
     def on_entry(self, session: ScriptedSession, kind: str, body: Any) -> None:
         if kind == "credit":
             session.credit = body.position
-            session.sent = [
-                v for v in session.sent if v.start_position + len(v.token_ids) > body.acknowledged_position
-            ]
+            session.sent = [v for v in session.sent if v.start_position + len(v.token_ids) > body.acknowledged_position]
         elif kind == "proposal":
             self.num_relayed += 1
             try:
@@ -331,9 +327,7 @@ class ScriptedTarget(ScriptedReplica):
         if not session.is_sampled:
             verdict.queue_us, verdict.prefill_us, verdict.num_cached_tokens = 200, 300, 2
             if body.HasField("num_prompt_logprobs"):
-                verdict.prompt_logprobs.extend(
-                    pb.PositionLogprobs(logprob=-1.0) for _ in session.token_ids[1:]
-                )
+                verdict.prompt_logprobs.extend(pb.PositionLogprobs(logprob=-1.0) for _ in session.token_ids[1:])
         guesses = self._guesses(session)
         if self.needs_proposals and session.is_sampled and not guesses:
             return False
@@ -361,9 +355,7 @@ class ScriptedTarget(ScriptedReplica):
             return EOS
         return next_token(session.token_ids, sampling.seed, sampling.choice, self.identity.vocab_size)
 
-    def _add(
-        self, verdict: pb.Verdict, session: ScriptedSession, token: int, origin: pb.Origin.ValueType
-    ) -> None:
+    def _add(self, verdict: pb.Verdict, session: ScriptedSession, token: int, origin: pb.Origin.ValueType) -> None:
         sampling = session.body.sampling
         session.token_ids.append(token)
         verdict.token_ids.append(token)
@@ -394,10 +386,7 @@ class ScriptedTarget(ScriptedReplica):
             proposal = session.proposals.popleft()
             skipped = position - proposal.start_position
             tokens = list(proposal.token_ids)
-            if (
-                skipped >= 0
-                and tokens[:skipped] == session.token_ids[proposal.start_position :][: len(tokens)]
-            ):
+            if skipped >= 0 and tokens[:skipped] == session.token_ids[proposal.start_position :][: len(tokens)]:
                 guesses = tokens[skipped:]
         return guesses
 
@@ -424,9 +413,7 @@ class ScriptedDraft(ScriptedReplica):
         for _ in range(self.num_ahead):
             tokens.append(next_token(tokens, sampling.seed, sampling.choice, self.identity.vocab_size))
         ahead = tokens[len(session.token_ids) :]
-        return pb.Proposal(
-            start_position=len(session.token_ids), token_ids=ahead, draft_us=50
-        ).SerializeToString()
+        return pb.Proposal(start_position=len(session.token_ids), token_ids=ahead, draft_us=50).SerializeToString()
 
     def emit(self, session: ScriptedSession, **body: Any) -> None:
         if session.stream is not None:

@@ -184,8 +184,7 @@ async def test_text_prompts_are_tokenised_and_truncated_from_the_left() -> None:
 async def test_conversations_are_rendered_by_the_chat_template() -> None:
     target = ScriptedTarget()
     template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
-        "{% if add_generation_prompt %}<a>{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
     )
     target.tokenizer_config = json.dumps({"chat_template": template})
     messages = api.ChatMessages(messages=[api.ChatMessage(role="user", content="hi")])

@@ -23,9 +23,7 @@ def random_tokens(count: int, seed: int, vocab_size: int) -> list[int]:
 class Player:
     """An engine around a runner, with a log of all logits."""
 
-    def __init__(
-        self, runner: ModelRunner, max_batch_tokens: int = 512, num_blocks: int | None = None
-    ) -> None:
+    def __init__(self, runner: ModelRunner, max_batch_tokens: int = 512, num_blocks: int | None = None) -> None:
         self.pool = BlockPool(num_blocks or runner.num_blocks, runner.block_size)
         scheduler = Scheduler(self.pool, max_batch_tokens, 64, runner.max_model_len)
         self.engine = Engine(runner, self.pool, scheduler)
@@ -85,9 +83,7 @@ def play_decodes(runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: 
     return player.log
 
 
-def play_trees(
-    runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, wrong: Sequence[int]
-) -> Log:
+def play_trees(runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, wrong: Sequence[int]) -> Log:
     """Reach the tokens after the prompt as nodes of branching trees, among wrong ones, three at a time."""
     player = Player(runner)
     seq = player.engine.add(tokens[:num_prompt_tokens], num_prompt_tokens=num_prompt_tokens)
@@ -104,9 +100,7 @@ def play_trees(
     return player.log
 
 
-def play_rollback(
-    runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, wrong: Sequence[int]
-) -> Log:
+def play_rollback(runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, wrong: Sequence[int]) -> Log:
     """Compute wrong tokens after the prompt, roll them back, and compute the right ones in their slots."""
     player = Player(runner)
     seq = player.engine.add(tokens[:num_prompt_tokens], num_prompt_tokens=num_prompt_tokens)
@@ -119,9 +113,7 @@ def play_rollback(
     return player.log
 
 
-def play_fork(
-    runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, wrong: Sequence[int]
-) -> Log:
+def play_fork(runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, wrong: Sequence[int]) -> Log:
     """Fork amid a block; parent and child go on with different tokens, the parent first."""
     player = Player(runner)
     parent = player.engine.add(tokens[:num_prompt_tokens], num_prompt_tokens=num_prompt_tokens)
@@ -147,9 +139,7 @@ def play_cache_hit(runner: ModelRunner, tokens: Sequence[int]) -> Log:
     return player.log
 
 
-def play_preemption(
-    runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, other: Sequence[int]
-) -> Log:
+def play_preemption(runner: ModelRunner, tokens: Sequence[int], num_prompt_tokens: int, other: Sequence[int]) -> Log:
     """Decode beside a sequence that outranks it, in a pool too small for both."""
     blocks = -(-len(tokens) // runner.block_size) + 1
     player = Player(runner, num_blocks=blocks)

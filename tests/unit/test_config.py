@@ -34,9 +34,7 @@ def test_target_settings_are_engine_settings_too() -> None:
     assert settings.served_name == "m"
 
 
-def test_flag_beats_environment_beats_file_beats_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "target.yaml"
     config.write_text("model: from-file\nmax-sessions: 1\nnum_threads: 3\ndrain_s: 4\n")
     monkeypatch.setenv("SPECDEC_TARGET_CONFIG", str(config))
@@ -89,9 +87,7 @@ def test_unknown_flag_and_unknown_key_are_errors(tmp_path: Path) -> None:
         ("c.ini", "", "none of"),
     ],
 )
-def test_file_that_cannot_be_used_is_named(
-    tmp_path: Path, name: str, text: str | None, complaint: str
-) -> None:
+def test_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, text: str | None, complaint: str) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     (problem,) = problems_of("--config", str(tmp_path / name))

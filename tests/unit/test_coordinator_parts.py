@@ -69,9 +69,7 @@ def test_a_stop_tokens_text_is_left_out_unless_stops_are_kept(keep: bool, text: 
     st.lists(st.integers(0, 29)),
     st.lists(st.text("abc", min_size=1, max_size=3)),
 )
-def test_replaying_tokens_gives_what_streaming_them_gave(
-    text: str, cuts: list[int], stops: list[str]
-) -> None:
+def test_replaying_tokens_gives_what_streaming_them_gave(text: str, cuts: list[int], stops: list[str]) -> None:
     rules = EndRules(frozenset(ids("c")), min_tokens=4, max_tokens=20)
     replayed = ChoiceOutput(Letters(), stops, min_tokens=4).replay(ids(text), rules)
     streamed = stream(ids(text), sorted(set(cuts)), stops, rules)
@@ -82,9 +80,7 @@ def stream(
     token_ids: Sequence[int], cuts: list[int], stops: list[str], rules: EndRules
 ) -> tuple[int, str, Finish | None]:
     """As verdicts would bring them: the target ends the choice by its tokens, the coordinator by its text."""
-    ends = next(
-        (n for n, t in enumerate(token_ids, 1) if rules.finish_after(t, n) is not None), len(token_ids)
-    )
+    ends = next((n for n, t in enumerate(token_ids, 1) if rules.finish_after(t, n) is not None), len(token_ids))
     finish = rules.finish_after(token_ids[ends - 1], ends) if token_ids else None
     output, kept, text = ChoiceOutput(Letters(), stops, min_tokens=4), 0, ""
     borders = [c for c in cuts if c < ends] + [ends]

@@ -61,9 +61,7 @@ def byte_fallback() -> Tokenizer:
 
 @cache
 def word_pieces() -> Tokenizer:
-    vocabulary = {
-        token: i for i, token in enumerate(["[UNK]", "the", "dog", "##s", "##ged", ",", "fox", "été"])
-    }
+    vocabulary = {token: i for i, token in enumerate(["[UNK]", "the", "dog", "##s", "##ged", ",", "fox", "été"])}
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     return tokenizer
@@ -87,18 +85,14 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.booleans())
-def test_deltas_of_random_byte_level_tokens_add_up_to_the_whole_decoding(
-    data: st.DataObject, skip: bool
-) -> None:
+def test_deltas_of_random_byte_level_tokens_add_up_to_the_whole_decoding(data: st.DataObject, skip: bool) -> None:
     ids = data.draw(ids_of(byte_level()))
     assert "".join(stream(byte_level(), ids, skip)) == byte_level().decode(ids, skip_special_tokens=skip)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.booleans())
-def test_deltas_of_the_shipped_tokenizer_add_up_to_the_whole_decoding(
-    data: st.DataObject, skip: bool
-) -> None:
+def test_deltas_of_the_shipped_tokenizer_add_up_to_the_whole_decoding(data: st.DataObject, skip: bool) -> None:
     ids = data.draw(ids_of(shipped()))
     assert "".join(stream(shipped(), ids, skip)) == shipped().decode(ids, skip_special_tokens=skip)
 

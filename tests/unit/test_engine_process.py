@@ -169,9 +169,7 @@ async def test_engine_does_not_import_what_only_servicers_need() -> None:
         "import sys, specdec.rpc.engine_child, specdec.rpc.frames;"
         "print([name for name in ('grpc', 'torch', 'pydantic_settings') if name in sys.modules])"
     )
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", probe, stdout=asyncio.subprocess.PIPE
-    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", probe, stdout=asyncio.subprocess.PIPE)
     output, _ = await process.communicate()
     assert output.decode().strip() == "[]"
 

@@ -82,9 +82,7 @@ def test_longrope_is_pinned_to_lengths_that_do_not_depend_on_the_batch(tmp_path:
         load(directory, load_format="dummy", max_model_len=65)
 
 
-def test_hidden_state_outside_attention_shows_in_the_self_test(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hidden_state_outside_attention_shows_in_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that looks fine to every other check, but mixes neighbouring rows in its layers."""
     directory = save_tiny_model("llama", tmp_path)
     plain = LlamaAttention.forward
@@ -97,9 +95,7 @@ def test_hidden_state_outside_attention_shows_in_the_self_test(
         load(directory, fused="off")
 
 
-def test_a_layer_that_skips_the_registered_function_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_that_skips_the_registered_function_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = save_tiny_model("llama", tmp_path)
     plain = LlamaAttention.forward
 

@@ -37,9 +37,7 @@ def test_packed_product_is_the_linear_layer(
     packed = teams[1].pack(weight, bias)
     for num_rows in (0, 1, 2, 5, 12, 13, 40):
         rows = random(num_rows, depth, seed=2)
-        expected = torch.nn.functional.linear(
-            rows.double(), weight.double(), None if bias is None else bias.double()
-        )
+        expected = torch.nn.functional.linear(rows.double(), weight.double(), None if bias is None else bias.double())
         torch.testing.assert_close(packed(rows).double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -145,9 +143,7 @@ def test_attention_survives_scores_at_the_ends_of_the_range(teams: list[NativeKe
     paged = Paged(LayerGeometry(2, 64, 64), num_heads=6)
     paged.query *= 100
     result = paged.run(NativeAttention(teams[0]), AttentionOptions(1.0))
-    torch.testing.assert_close(
-        result, paged.run(TiledAttention(), AttentionOptions(1.0)), rtol=1e-3, atol=1e-3
-    )
+    torch.testing.assert_close(result, paged.run(TiledAttention(), AttentionOptions(1.0)), rtol=1e-3, atol=1e-3)
 
 
 def test_a_second_build_takes_the_first_ones_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,9 +161,7 @@ def test_build_key_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert build.build_key("c++") != here
 
 
-def test_a_failing_compiler_is_a_typed_error_with_its_words(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_compiler_is_a_typed_error_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "broken"
     compiler.write_text("#!/bin/sh\necho no such flag >&2\nexit 1\n")
     compiler.chmod(0o755)
@@ -197,7 +191,5 @@ start = time.process_time()
 time.sleep(0.5)
 print(time.process_time() - start)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert float(done.stdout) < 0.05

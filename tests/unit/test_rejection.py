@@ -131,14 +131,12 @@ def test_a_draft_draws_from_what_it_sends_not_from_what_it_rounded() -> None:
 
 
 def test_a_draft_whose_support_fits_is_the_target_distribution_to_the_bit() -> None:
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
-    row = RowContext(params(top_p=0.7), 5, 2)
-    sampler = Sampler(50, "cpu")
-    probs = sampler.probs(logits, [row])[0]
-    draft = sampler.draft_sample(logits, [row])[0]
-    assert dict(zip(draft.ids, draft.probs, strict=True)) == {
-        int(token_id): float(probs[token_id]) for token_id in probs.nonzero().squeeze(1)
-    }
+    logits = torch.randn(200, 100, generator=torch.Generator().manual_seed(3))
+    rows = [RowContext(params(top_p=0.7), t, 2) for t in range(200)]
+    sampler = Sampler(100, "cpu")
+    for probs, draft in zip(sampler.probs(logits, rows), sampler.draft_sample(logits, rows), strict=True):
+        expected = {int(token_id): float(probs[token_id]) for token_id in probs.nonzero().squeeze(1)}
+        assert dict(zip(draft.ids, draft.probs, strict=True)) == expected
 
 
 def test_a_greedy_draft_is_certain() -> None:

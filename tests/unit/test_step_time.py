@@ -51,3 +51,16 @@ def test_a_falling_line_is_never_believed() -> None:
         model.observe(rows, 0.02 - 0.001 * rows)
     assert model.row_s > 0
     assert model.predict(64) >= model.predict(1) > 0
+
+
+def test_a_step_that_stalls_does_not_make_rows_look_dear_for_ever() -> None:
+    model = StepTimeModel()
+    for i in range(400):
+        rows = 1 + i % 9
+        model.observe(rows, 0.004 + 0.0003 * rows)
+    model.observe(9, 5.0)
+    assert model.predict(9) < 2 * 0.0067
+    for _ in range(300):  # nobody dares to run more than one row now
+        model.observe(1, 0.0043)
+    assert model.predict(1) == pytest.approx(0.0043, rel=0.05)
+    assert model.predict(9) < 2 * 0.0067

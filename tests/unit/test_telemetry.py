@@ -119,9 +119,7 @@ subprocess.run([sys.executable, "-c", child], check=True)
 from prometheus_client import generate_latest
 print(generate_latest(scrape_registry(CollectorRegistry())).decode())
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     lines = result.stdout.splitlines()
     assert 'specdec_target_steps_total{kind="verify"} 3.0' in lines
     assert "specdec_target_open_streams 2.0" in lines

@@ -86,9 +86,7 @@ def _compile(compiler: str, library: Path) -> None:
         unfinished = Path(scratch) / _LIBRARY
         command = [compiler, *_FLAGS, *(str(here / name) for name in _SOURCES), "-o", str(unfinished)]
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False
-            )
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
             raise NativeUnavailable(f"{compiler} did not end within {_BUILD_TIMEOUT_S} s") from error
         if done.returncode != 0:
