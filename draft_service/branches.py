@@ -43,7 +43,7 @@ class Branches:
         """Free branches that will not grow again; their guesses stay. Returns how many branches are left."""
         for head in session.heads[1:]:
             depth, score = session.tree.depth(head.node), session.path_score(head.node)
-            if head.is_over or not growth.grows(depth, score, len(session.tree)):
+            if head.is_over or not growth.grows(depth, score, len(session.tree), session.target_credit):
                 session.heads.remove(head)
                 self._drop(head)
         return len(session.heads) - 1
@@ -53,7 +53,7 @@ class Branches:
         if num_free <= 0 or not len(session.tree) or len(session.tree) >= growth.node_limit:
             return
         taken = set(session.tree.parents) | {head.node for head in session.heads}
-        max_depth = min(growth.max_ahead_tokens, self._max_model_len - 1 - session.num_committed)
+        max_depth = min(growth.max_depth(session.target_credit), self._max_model_len - 1 - session.num_committed)
         scores = [note.path_score for note in session.notes]
         is_closed = [
             note.is_end or depth >= max_depth for note, depth in zip(session.notes, session.tree.depths, strict=True)

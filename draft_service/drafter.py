@@ -111,6 +111,12 @@ class Drafter:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
         self._branches.free(cast(DraftSession, session))
 
+    def owner_message(self, owner: Owner, message: Any) -> None:
+        """The load that the owner's target reported bounds how far its sessions are drafted ahead."""
+        if message.HasField("target_load"):
+            for session in owner.sessions.values():
+                cast(DraftSession, session).target_credit = message.target_load.draft_credit
+
     def set_orphaned(self, session: Session, orphaned: bool) -> None:
         """Orphans take part in no step."""
         self._plan(cast(DraftSession, session))
@@ -257,7 +263,8 @@ class Drafter:
         depth = session.tree.depth(head.node)
         if session.max_chain is not None:
             return depth < session.max_chain
-        return self._growth.grows(depth, session.path_score(head.node), len(session.tree))
+        score = session.path_score(head.node)
+        return self._growth.grows(depth, score, len(session.tree), session.target_credit)
 
     def _propose(self, session: DraftSession) -> None:
         num_unsent, session.num_unsent = session.num_unsent, 0

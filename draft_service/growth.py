@@ -39,9 +39,17 @@ class GrowthPolicy:
         """Nodes at which a tree stops growing: every head may add one in the step that reaches it."""
         return max(1, self.max_nodes - self.max_heads)
 
-    def grows(self, depth: int, path_score: float, num_nodes: int) -> bool:
+    def max_depth(self, target_credit: int | None) -> int:
+        """Deepest node, given how many draft tokens per session the target last found worth verifying in a step."""
+        if target_credit is None:
+            return self.max_ahead_tokens
+        return min(self.max_ahead_tokens, 2 * target_credit + 1)
+
+    def grows(self, depth: int, path_score: float, num_nodes: int, target_credit: int | None = None) -> bool:
         """Whether a leaf at `depth` is worth a further token."""
-        return depth < self.max_ahead_tokens and path_score >= self.min_path_score and num_nodes < self.node_limit
+        return (
+            depth < self.max_depth(target_credit) and path_score >= self.min_path_score and num_nodes < self.node_limit
+        )
 
     def num_branches(self, num_sessions: int) -> int:
         """How many heads a session may have besides its main one."""

@@ -12,6 +12,9 @@ from draft_service.session import DraftSession, Guess, Head
 from specdec.engine.sampling import RowContext, Sampler
 from specdec.sampling_params import VerifyMode
 
+MIN_SIBLING_SCORE = 0.03
+"""A runner-up that is hardly ever right costs the target more than it saves."""
+
 Place = tuple[DraftSession, Head]
 
 
@@ -47,8 +50,9 @@ class Guesser:
         for candidates in self.sampler.candidates(logits, contexts, 1 + max(1, self.num_siblings)):
             scores = _softmax([candidate.score for candidate in candidates])
             (first, *others), (score, *other_scores) = candidates, scores
-            siblings = tuple((c.token_id, s) for c, s in zip(others, other_scores, strict=True))
-            guesses.append(Guess(first.token_id, score, siblings[: self.num_siblings]))
+            runners_up = zip(others[: self.num_siblings], other_scores, strict=False)
+            siblings = tuple((c.token_id, s) for c, s in runners_up if s >= MIN_SIBLING_SCORE)
+            guesses.append(Guess(first.token_id, score, siblings))
         return guesses
 
     def _rejection(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess]:

@@ -76,6 +76,7 @@ class DraftSession(Session):
             None in coupled mode, where the growth policy decides.
         tree, notes: guesses below the last committed token.
         heads: the sequences that grow the tree.
+        target_credit: how many draft tokens per step the target last found worth verifying; None: not told.
         num_unsent: steps whose nodes no proposal has carried yet.
         committed_at_s: when the last commit arrived, until a proposal answers it.
     """
@@ -89,6 +90,7 @@ class DraftSession(Session):
     tree: TokenTree = field(default_factory=TokenTree)
     notes: list[Note] = field(default_factory=list)
     heads: list[Head] = field(default_factory=list)
+    target_credit: int | None = None
     num_unsent: int = 0
     committed_at_s: float | None = None
 

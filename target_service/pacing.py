@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from specdec.engine.tree import ROOT
@@ -17,6 +18,8 @@ _MAX_FITTED_ROWS = 128  # prefill chunks would bend the line that decodes and ve
 _MAX_UNANSWERED = 2
 _PATIENCE = 1.5
 _LATENCY_FADE = 0.98
+_CREDIT_WEIGHT = 0.05
+_FIRST_MEAN_NODES = 4.0
 
 
 class Pacing:
@@ -27,6 +30,7 @@ class Pacing:
         self.acceptance = AcceptanceCalibration()
         self.draft_latency = DraftLatency()
         self._hold_off_ms = hold_off_ms
+        self._mean_nodes = _FIRST_MEAN_NODES
 
     def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
         """Time until the next step is due; 0: now; None: nothing to step.
@@ -55,11 +59,17 @@ class Pacing:
         limits = [s.max_nodes for s in candidates]
         scores = [self._path_scores(s, min(s.end.max_depth(s.num_tokens), self._credit(s))) for s in candidates]
         selected = select_nodes(scores, limits, len(ready) - len(candidates), self.step_time)
+        for nodes in selected:
+            self._mean_nodes += _CREDIT_WEIGHT * (len(nodes) - self._mean_nodes)
         chosen: dict[str, list[int]] = {}
         for session, nodes in zip(candidates, selected, strict=True):
             if nodes and session.seq is not None:
                 session.seq.tree, chosen[session.session_id] = session.tree.select(nodes)
         return chosen
+
+    def draft_credit(self, limit: int) -> int:
+        """Draft tokens per session that are worth proposing: some more than steps have verified of late."""
+        return max(1, min(limit, math.ceil(1.5 * self._mean_nodes) + 1))
 
     def observe_step(self, num_rows: int, elapsed_s: float) -> None:
         """A step took this long."""

@@ -53,6 +53,7 @@ class Verifier:
         self._recorder = recorder
         self._by_seq: dict[int, TargetSession] = {}
         self._due_at_s = 0.0
+        self._turn_began_s = 0.0
         self._forks: dict[str, list[TargetSession]] = {}
         """Sessions that wait for the prompt of another one, by its id."""
 
@@ -119,6 +120,9 @@ class Verifier:
         for orphan in self._forks.pop(session.session_id, []):
             self._start(orphan)
 
+    def owner_message(self, owner: Owner, message: Any) -> None:
+        """Frames carry nothing for a target besides their entries."""
+
     def set_orphaned(self, session: Session, orphaned: bool) -> None:
         """Orphans take part in no step."""
         self._update_pause(cast(TargetSession, session))
@@ -132,13 +136,14 @@ class Verifier:
     def load(self) -> pb.LoadReport:
         """Load of the engine; exports the gauges too."""
         stats = self._engine.stats()
-        self._recorder.load(stats, len(self._worker.sessions), self._settings.max_draft_tokens)
+        credit = self.pacing.draft_credit(self._settings.max_draft_tokens)
+        self._recorder.load(stats, len(self._worker.sessions), credit)
         return pb.LoadReport(
             num_running=stats.running,
             num_waiting=stats.waiting + sum(map(len, self._forks.values())),
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
-            draft_credit=self._settings.max_draft_tokens,
+            draft_credit=credit,
             step_us=int(self.pacing.step_time.predict(max(1, stats.running)) * 1e6),
         )
 
@@ -146,7 +151,7 @@ class Verifier:
 
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
-        self._due_at_s = now_s
+        self._due_at_s, self._turn_began_s = now_s, time.monotonic()
         ready = self._ready()
         for session in ready:
             if session.arrived is not None:
@@ -165,10 +170,11 @@ class Verifier:
         candidates = self._candidates(output, chosen, started_s)
         decisions = decide(candidates, output.logits, self._sampler)
         elapsed_s = time.monotonic() - started_s
-        self.pacing.observe_step(output.num_tokens, elapsed_s)
         self._recorder.step(output, elapsed_s)
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
+        # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
+        self.pacing.observe_step(output.num_tokens, time.monotonic() - self._turn_began_s)
 
     def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
         candidates = []

@@ -37,6 +37,9 @@ class Role(Protocol):
     def entry(self, session: Session, kind: str, body: Any) -> None:
         """Any entry but open and close; raises SessionFailure."""
 
+    def owner_message(self, owner: Owner, message: Any) -> None:
+        """What a frame says besides its entries."""
+
     def close(self, session: Session) -> None:
         """Free what the session holds."""
 
@@ -192,6 +195,7 @@ class EngineWorker:
             return
         if owner is None and (owner := self._attach(stream_id, request.attach)) is None:
             return
+        self.role.owner_message(owner, request)
         for entry in request.entries:
             self._handle_entry(owner, stream_id, entry)
         if self.port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
