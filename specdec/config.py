@@ -111,7 +111,7 @@ class DraftSettings(ReplicaSettings):
         default=2, ge=0, le=8, description="Coupled mode: runners-up proposed beside each token of the main path."
     )
     max_heads: int = Field(
-        default=4,
+        default=2,
         ge=1,
         le=64,
         description="Coupled mode: places of all trees that grow in one step; 1 drafts main paths only.",

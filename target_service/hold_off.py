@@ -1,17 +1,20 @@
-"""How long a step waits for a draft: pure functions.
+"""How long a step waits for a draft: learnt from what waiting, and not waiting, has brought.
 
-A session without a proposal can decode plainly at once (one token in ``T(1)``), or wait until the draft has sent ``k``
-nodes and verify them. The draft needs ``first_s`` to answer a verdict with its first node and ``node_s`` for each
-further one. With acceptance ``a`` per node, waiting for ``k`` nodes commits ``1 + a + ... + a^k`` tokens in
-``first_s + (k - 1) node_s + T(1 + k)``. Deciding plainly commits one token in ``T(1)``, during which the draft goes
-on: with probability ``a`` its first node was right and the ``m`` nodes that it drafted meanwhile are verified next.
-The wait is worth it when its rate is higher.
+A session without a proposal can decode plainly at once, or wait until its draft has sent a tree of some depth. Which is
+better depends on the draft's speed, the network, the acceptance and the load, all at once. A formula over their
+averages was tried and waited too long (docs/decisions.md), so the choice is made by outcome. An *episode* runs from one
+miss (a step formed without a proposal at hand) to the next; what it committed over the time it took is credited to the
+depth that was waited for at its start. The depth with the best rate is chosen, and now and then another one, so that
+rates stay current.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+DEPTHS = (0, 2, 4)
+"""Depths that a step may wait for; 0 decodes plainly at once."""
 
 
 @dataclass(slots=True)
@@ -35,34 +38,51 @@ class DraftLatency:
         """A further node took `elapsed_s`."""
         self.node_s += self.weight * (elapsed_s - self.node_s)
 
+    def until_depth(self, depth: int) -> float:
+        """Expected time until a draft has sent a tree of `depth`."""
+        return self.first_s + max(0, depth - 1) * self.node_s
 
-def expected_tokens(acceptance: float, num_nodes: int) -> float:
-    """Tokens that a step commits on average when it verifies a chain of `num_nodes`: 1 + a + ... + a^n."""
-    return sum(acceptance**depth for depth in range(num_nodes + 1))
 
+@dataclass(slots=True)
+class HoldOffChoice:
+    """Picks the depth to wait for, for sessions of one kind (greedy, or sampled at a like temperature).
 
-def nodes_to_wait_for(acceptance: float, latency: DraftLatency, step_s: Callable[[int], float], max_nodes: int) -> int:
-    """How many nodes are worth waiting for; 0: decode plainly now.
-
-    Args:
-        acceptance: probability that a node is accepted when its parent is.
-        latency: how fast the draft answers.
-        step_s: time of a step by number of rows.
-        max_nodes: most nodes that may be verified.
+    Attributes:
+        explore_every: one choice in this many tries the depth that was tried least of late.
+        decay: how fast old episodes fade.
     """
-    plain_s = step_s(1)
-    meanwhile = int(max(0.0, (plain_s - latency.first_s) / latency.node_s)) if latency.node_s > 0 else max_nodes
-    meanwhile = min(meanwhile, max_nodes)
-    if meanwhile:
-        later_tokens = acceptance * expected_tokens(acceptance, meanwhile) + (1 - acceptance)
-        later_s = acceptance * step_s(1 + meanwhile) + (1 - acceptance) * plain_s
-        best_rate = (1 + later_tokens) / (plain_s + later_s)
-    else:
-        best_rate = 1 / plain_s
-    best = 0
-    for count in range(1, max_nodes + 1):
-        wait_s = latency.first_s + (count - 1) * latency.node_s
-        rate = expected_tokens(acceptance, count) / (wait_s + step_s(1 + count))
-        if rate > best_rate:
-            best, best_rate = count, rate
-    return best
+
+    explore_every: int = 16
+    decay: float = 0.97
+    _tokens: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
+    _time_s: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
+    _episodes: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
+    _num_choices: int = 0
+
+    def choose(self, max_depth: int) -> int:
+        """The depth to wait for, at most `max_depth`. Depths without an episode come first."""
+        arms = [arm for arm, depth in enumerate(DEPTHS) if depth <= max_depth]
+        self._num_choices += 1
+        least_tried = min(arms, key=lambda arm: self._episodes[arm])
+        if self._episodes[least_tried] == 0 or self._num_choices % self.explore_every == 0:
+            return DEPTHS[least_tried]
+        rates = self.rates()
+        return DEPTHS[max(arms, key=lambda arm: rates[arm])]
+
+    def observe(self, depth: int, num_tokens: int, elapsed_s: float) -> None:
+        """An episode that began with waiting for `depth` committed `num_tokens` in `elapsed_s`."""
+        chosen = DEPTHS.index(depth)
+        self._episodes = [episodes * self.decay for episodes in self._episodes]
+        self._tokens[chosen] = self._tokens[chosen] * self.decay + num_tokens
+        self._time_s[chosen] = self._time_s[chosen] * self.decay + elapsed_s
+        self._episodes[chosen] += 1
+
+    def rates(self) -> Sequence[float]:
+        """Tokens per second by arm; infinite where nothing is known."""
+        pairs = zip(self._tokens, self._time_s, strict=True)
+        return [tokens / time_s if time_s > 0 else float("inf") for tokens, time_s in pairs]
+
+
+def kind_of(temperature: float) -> str:
+    """Sessions of one kind share what is learnt: acceptance depends on the temperature more than on anything else."""
+    return "greedy" if temperature == 0 else "cool" if temperature < 0.75 else "warm"

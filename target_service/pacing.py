@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 
 from specdec.engine.tree import ROOT
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
-from target_service.hold_off import DraftLatency, nodes_to_wait_for
+from target_service.hold_off import DraftLatency, HoldOffChoice, kind_of
 from target_service.session import TargetSession
 from target_service.step_time import StepTimeModel
 from target_service.verify_policy import AcceptanceCalibration, select_nodes
@@ -17,7 +18,6 @@ from target_service.walk import Walk
 _MAX_FITTED_ROWS = 128  # prefill chunks would bend the line that decodes and verifications lie on
 _MAX_UNANSWERED = 2
 _PATIENCE = 1.5
-_LATENCY_FADE = 0.98
 _CREDIT_WEIGHT = 0.05
 _FIRST_MEAN_NODES = 4.0
 
@@ -29,6 +29,7 @@ class Pacing:
         self.step_time = StepTimeModel()
         self.acceptance = AcceptanceCalibration()
         self.draft_latency = DraftLatency()
+        self._hold_off: defaultdict[str, HoldOffChoice] = defaultdict(HoldOffChoice)
         self._hold_off_ms = hold_off_ms
         self._mean_nodes = _FIRST_MEAN_NODES
 
@@ -113,20 +114,23 @@ class Pacing:
     def _plan_hold_off(self, session: TargetSession, now_s: float) -> None:
         session.is_undecided = False
         session.had_proposal = len(session.tree) > 0
-        limit = min(session.max_nodes, session.end.max_depth(session.num_tokens))
-        if session.had_proposal or limit == 0:
+        max_depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
+        if session.had_proposal or max_depth == 0:
             return
+        choice = self._hold_off[kind_of(session.params.temperature)]
+        if session.episode is not None:
+            depth, began_s, num_tokens = session.episode
+            choice.observe(depth, session.num_tokens - num_tokens, now_s - began_s)
+            session.episode = None
         session.num_unanswered += 1
         if session.num_unanswered > _MAX_UNANSWERED:
             return
         if self._hold_off_ms is not None:
-            wanted, hold_s = limit, self._hold_off_ms / 1e3
+            wanted, hold_s = max_depth, self._hold_off_ms / 1e3
         else:
-            latency = self.draft_latency
-            wanted = nodes_to_wait_for(self.acceptance.depth_rate, latency, self.step_time.predict, limit)
-            hold_s = _PATIENCE * (latency.first_s + (wanted - 1) * latency.node_s)
-            if wanted == 0:
-                latency.first_s *= _LATENCY_FADE  # never measured while no step waits, so try again in time
+            wanted = choice.choose(max_depth)
+            hold_s = _PATIENCE * self.draft_latency.until_depth(wanted)
+            session.episode = (wanted, now_s, session.num_tokens)
         if wanted and hold_s > 0:
             session.wanted_depth, session.held_since_s, session.hold_until_s = wanted, now_s, now_s + hold_s
 

@@ -33,6 +33,7 @@ class TargetSession(Session):
         is_undecided: a verdict was sent and the next step's hold-off is not planned yet.
         held_since_s: when the hold-off began; a draft's answer is timed from here.
         wanted_depth: depth of the tree that the next step waits for, until `hold_until_s`.
+        episode: depth waited for at the last miss, when that was, and the number of tokens then.
         num_unanswered: verdicts in a row to which no proposal came in time.
         had_proposal: a usable proposal was at hand when the next step could first be formed.
     """
@@ -58,6 +59,7 @@ class TargetSession(Session):
     hold_until_s: float = 0.0
     held_since_s: float | None = None
     num_unanswered: int = 0
+    episode: tuple[int, float, int] | None = None
     had_proposal: bool = False
 
     @property

@@ -12,6 +12,7 @@ from draft_service.session import DraftSession
 from specdec.engine.tree import TokenTree
 from specdec.rpc.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
+from specdec.v1 import draft_pb2
 from tests.unit.local_pair import LocalPair, open_session, prompts
 from tests.unit.worker_client import WorkerClient, fields_of, reason_of
 
@@ -114,7 +115,7 @@ def test_beside_the_chain_a_proposal_offers_other_tokens_at_its_positions(client
     assert len(tree) <= 64
     siblings = list(zip(tree.parents, tree.token_ids, strict=True))
     assert len(set(siblings)) == len(siblings)
-    assert len(tree) == 3 * MAX_AHEAD
+    assert MAX_AHEAD < len(tree) <= 3 * MAX_AHEAD
     on_chain = {-1, *session_path(client)}
     assert all(parent in on_chain for parent in tree.parents), "runners-up are leaves while one head grows"
 
@@ -389,3 +390,16 @@ def test_no_tree_outgrows_what_a_proposal_may_carry(client: WorkerClient) -> Non
     drafting(client, a_session(temperature=1.0, max_tokens=200), turns=80)
     assert 50 < len(client.session().tree) <= 64
     assert all(len(proposal.token_ids) <= 64 for proposal in proposals(client))
+
+
+def test_the_load_that_the_target_reports_bounds_how_far_it_drafts(client: WorkerClient) -> None:
+    drafting(client, turns=1)
+    session = client.session()
+    report = draft_pb2.DraftRequest(target_load=pb.LoadReport(draft_credit=1))
+    client.pair.drafter.owner_message(session.owner, report)
+    client.turn(20)
+    assert len(chain_of(client)) == 3
+    report.target_load.draft_credit = 8
+    client.pair.drafter.owner_message(session.owner, report)
+    commit(client, 20, chain_of(client)[:1], turns=20)
+    assert len(chain_of(client)) == MAX_AHEAD

@@ -46,3 +46,8 @@ def test_of_equal_leaves_the_first_guessed_comes_first() -> None:
 def test_a_proposal_waits_for_a_second_step() -> None:
     assert not POLICY.is_worth_sending(1)
     assert POLICY.is_worth_sending(2)
+
+
+@pytest.mark.parametrize(("credit", "depth"), [(None, 16), (0, 1), (1, 3), (4, 9), (8, 16), (64, 16)])
+def test_the_targets_credit_bounds_the_depth(credit: int | None, depth: int) -> None:
+    assert POLICY.max_depth(credit) == depth

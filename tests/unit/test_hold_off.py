@@ -2,54 +2,53 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from target_service.hold_off import DraftLatency, expected_tokens, nodes_to_wait_for
+from target_service.hold_off import DEPTHS, DraftLatency, HoldOffChoice, kind_of
 
 
-def wanted(acceptance: float, first_s: float, node_s: float, base_s: float, row_s: float = 0.0, limit: int = 8) -> int:
-    return nodes_to_wait_for(acceptance, DraftLatency(first_s, node_s), lambda rows: base_s + row_s * rows, limit)
+def play(choice: HoldOffChoice, tokens_per_s: dict[int, float], episodes: int, seed: int = 0) -> list[int]:
+    """Episodes of a few tokens whose rate depends on the depth waited for, with noise."""
+    rng = random.Random(seed)
+    chosen = []
+    for _ in range(episodes):
+        depth = choice.choose(max_depth=8)
+        num_tokens = rng.randint(1, 9)
+        choice.observe(depth, num_tokens, num_tokens / tokens_per_s[depth] * rng.uniform(0.7, 1.3))
+        chosen.append(depth)
+    return chosen
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "num_nodes", "tokens"), [(0.0, 8, 1.0), (1.0, 8, 9.0), (0.5, 2, 1.75), (0.7, 0, 1.0)]
-)
-def test_expected_tokens_of_a_chain(acceptance: float, num_nodes: int, tokens: float) -> None:
-    assert expected_tokens(acceptance, num_nodes) == pytest.approx(tokens)
+def test_every_depth_is_tried_before_one_is_preferred() -> None:
+    assert set(play(HoldOffChoice(), dict.fromkeys(DEPTHS, 100.0), len(DEPTHS))) == set(DEPTHS)
 
 
-def test_a_slow_target_waits_for_a_fast_and_good_draft() -> None:
-    assert wanted(0.8, first_s=0.002, node_s=0.001, base_s=0.1) == 8
+@pytest.mark.parametrize("best", DEPTHS)
+def test_the_depth_with_the_best_rate_is_chosen_most_of_the_time(best: int) -> None:
+    rates = {depth: 150.0 if depth == best else 100.0 for depth in DEPTHS}
+    chosen = play(HoldOffChoice(), rates, 400)
+    assert chosen[100:].count(best) > 0.8 * 300
 
 
-def test_a_fast_target_does_not_wait_for_a_slow_draft() -> None:
-    assert wanted(0.8, first_s=0.050, node_s=0.010, base_s=0.005) == 0
+def test_a_change_of_the_best_depth_is_noticed() -> None:
+    choice = HoldOffChoice()
+    play(choice, {0: 100.0, 2: 200.0, 4: 100.0}, 200)
+    chosen = play(choice, {0: 200.0, 2: 100.0, 4: 100.0}, 400, seed=1)
+    assert chosen[200:].count(0) > 0.8 * 200
 
 
-def test_nobody_waits_for_a_draft_that_is_always_wrong() -> None:
-    assert wanted(0.0, first_s=0.001, node_s=0.001, base_s=0.1) == 0
+def test_other_depths_are_tried_now_and_then() -> None:
+    choice = HoldOffChoice(explore_every=8)
+    chosen = play(choice, {0: 300.0, 2: 100.0, 4: 100.0}, 320)
+    assert chosen[40:].count(2) + chosen[40:].count(4) >= 30
 
 
-def test_no_more_nodes_are_wanted_than_can_be_verified() -> None:
-    assert wanted(1.0, first_s=0.001, node_s=0.0001, base_s=0.1, limit=3) == 3
-    assert wanted(1.0, first_s=0.001, node_s=0.0001, base_s=0.1, limit=0) == 0
-
-
-def test_a_better_draft_is_worth_waiting_longer_for() -> None:
-    counts = [wanted(a / 10, first_s=0.002, node_s=0.004, base_s=0.020) for a in range(11)]
-    assert counts == sorted(counts)
-    assert counts[0] == 0
-    assert counts[-1] == 8
-
-
-def test_dear_rows_shorten_the_wait() -> None:
-    cheap = wanted(0.8, first_s=0.002, node_s=0.001, base_s=0.020)
-    dear = wanted(0.8, first_s=0.002, node_s=0.001, base_s=0.020, row_s=0.010)
-    assert dear < cheap
-
-
-def test_a_draft_that_takes_no_time_does_not_divide_by_zero() -> None:
-    assert wanted(0.9, first_s=0.0, node_s=0.0, base_s=0.01) in range(9)
+def test_no_more_depth_is_wanted_than_can_be_verified() -> None:
+    choice = HoldOffChoice()
+    assert {choice.choose(max_depth=1) for _ in range(40)} == {0}
+    assert {choice.choose(max_depth=3) for _ in range(40)} <= {0, 2}
 
 
 def test_latencies_are_moving_averages() -> None:
@@ -57,3 +56,11 @@ def test_latencies_are_moving_averages() -> None:
     latency.observe_first(0.020)
     latency.observe_node(0.0)
     assert (latency.first_s, latency.node_s) == (0.015, 0.005)
+    assert latency.until_depth(1) == latency.until_depth(0) == 0.015
+    assert latency.until_depth(3) == pytest.approx(0.025)
+
+
+def test_sessions_of_like_temperature_learn_together() -> None:
+    assert kind_of(0.0) == "greedy"
+    assert kind_of(0.3) == kind_of(0.7) == "cool"
+    assert kind_of(1.0) == kind_of(2.0) == "warm"
