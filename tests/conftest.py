@@ -13,7 +13,7 @@ PROCESS_FOLDERS = [Path(__file__).parent / name for name in ("integration", "e2e
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No test may depend on what the developer's shell says, or on a network.
-for name in [name for name in os.environ if name.startswith("SPECDEC_")]:
+for name in [name for name in os.environ if name.startswith("SPECDEC_") or name in ("NO_COLOR", "FORCE_COLOR")]:
     del os.environ[name]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -173,6 +173,8 @@ def _lay_out_paths(
 
 def _to_device(arrays: list[Int32Array] | list[Int64Array], device: torch.device | str) -> tuple[torch.Tensor, ...]:
     """Arrays of one dtype as tensors, by a single copy if the device is another."""
+    if torch.device(device).type == "cpu":
+        return tuple(torch.from_numpy(array) for array in arrays)
     packed = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
     parts: tuple[torch.Tensor, ...] = torch.split(packed, [len(part) for part in arrays])
     return parts
