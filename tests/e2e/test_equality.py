@@ -110,8 +110,7 @@ async def test_tokens_with_speculation_equal_tokens_without_on_the_shipped_pair(
 
 @pytest.mark.timeout(300)
 async def test_tokens_with_speculation_equal_tokens_without_on_random_architectures(random_cluster: Cluster) -> None:
-    parameters = {**PARAMETERS, "at_once": [1, 4]}
-    assert await check_cases(random_cluster.address, pairwise_cases(parameters)) > 100
+    assert await check_cases(random_cluster.address, pairwise_cases(PARAMETERS)) > 100
 
 
 @pytest.mark.long
