@@ -8,6 +8,7 @@ depend on values.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -17,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from specdec.cli.cores import assign_cores
 from specdec.cli.local_plan import shipped_model
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
@@ -80,6 +82,7 @@ def measure(name: str, device: str, bandwidth: float) -> dict[str, object]:
         "weight_bytes": weight_bytes,
         "copy_bandwidth_bytes_per_s": bandwidth,
         "numerics_id": runner.numerics_id,
+        "num_threads": settings.num_threads,
         "floor_ms": floor_ms,
         "one_row_ms": one_row,
         "eight_rows_ms": eight_rows,
@@ -104,6 +107,9 @@ def copy_bandwidth(device: str) -> float:
 
 def _settings(name: str, device: str, folder: Path) -> EngineSettings:
     options: dict[str, object] = {"device": "cuda:0" if device == "cuda" else device, "max_model_len": 1024}
+    if device == "cpu":
+        cores = assign_cores(sorted(os.sched_getaffinity(0)))
+        options["num_threads"] = len(cores.draft_engine if name.endswith("draft") else cores.target_engine)
     if name.startswith("shipped-"):
         return EngineSettings(model=shipped_model(name.removeprefix("shipped-")), **options)  # type: ignore[arg-type]
     config = {

@@ -54,7 +54,7 @@ class SpeculationTally:
         self.num_steps += 1
         self.num_hits += verdict.hit
         if verdict.hit:
-            self.hit_outside_us += max(0.0, gap_us - verdict.step_us - verdict.hold_off_us)
+            self.hit_outside_us += gap_us - verdict.step_us - verdict.hold_off_us
         self.step_us += verdict.step_us
         self.hold_off_us += verdict.hold_off_us
         self.draft_us += verdict.draft_us

@@ -48,26 +48,42 @@ class HoldOffChoice:
     """Picks the depth to wait for, for sessions of one kind (greedy, or sampled at a like temperature).
 
     Attributes:
-        explore_every: one choice in this many tries the depth that was tried least of late.
+        window: episodes for which a depth is kept. A wait that follows plain steps profits from what the draft did
+            during these, so depths are compared in runs of their own.
+        explore_every: one window in this many tries the depth that was tried least of late.
         decay: how fast old episodes fade.
+        min_gain: waiting must have been this much better than not waiting: rates are noisy, and a wait is a risk.
     """
 
-    explore_every: int = 16
-    decay: float = 0.97
+    window: int = 12
+    explore_every: int = 8
+    decay: float = 0.99
+    min_gain: float = 1.1
     _tokens: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
     _time_s: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
     _episodes: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
-    _num_choices: int = 0
+    _num_windows: int = 0
+    _current: int = 0
+    _num_left: int = 0
 
     def choose(self, max_depth: int) -> int:
         """The depth to wait for, at most `max_depth`. Depths without an episode come first."""
+        if self._num_left > 0 and self._current <= max_depth:
+            self._num_left -= 1
+            return self._current
+        self._num_left = self.window - 1
+        self._current = self._pick(max_depth)
+        return self._current
+
+    def _pick(self, max_depth: int) -> int:
         arms = [arm for arm, depth in enumerate(DEPTHS) if depth <= max_depth]
-        self._num_choices += 1
+        self._num_windows += 1
         least_tried = min(arms, key=lambda arm: self._episodes[arm])
-        if self._episodes[least_tried] == 0 or self._num_choices % self.explore_every == 0:
+        if self._episodes[least_tried] == 0 or self._num_windows % self.explore_every == 0:
             return DEPTHS[least_tried]
         rates = self.rates()
-        return DEPTHS[max(arms, key=lambda arm: rates[arm])]
+        best = max(arms, key=lambda arm: rates[arm])
+        return DEPTHS[best] if rates[best] >= self.min_gain * rates[0] else DEPTHS[0]
 
     def observe(self, depth: int, num_tokens: int, elapsed_s: float) -> None:
         """An episode that began with waiting for `depth` committed `num_tokens` in `elapsed_s`."""

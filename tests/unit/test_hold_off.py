@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
-from target_service.hold_off import DEPTHS, DraftLatency, HoldOffChoice, kind_of
+from target_service.hold_off import DEPTHS, DraftLatency, kind_of
+from target_service.hold_off import HoldOffChoice as AnyHoldOffChoice
+
+HoldOffChoice = partial(AnyHoldOffChoice, window=1)
 
 
-def play(choice: HoldOffChoice, tokens_per_s: dict[int, float], episodes: int, seed: int = 0) -> list[int]:
+def play(choice: AnyHoldOffChoice, tokens_per_s: dict[int, float], episodes: int, seed: int = 0) -> list[int]:
     """Episodes of a few tokens whose rate depends on the depth waited for, with noise."""
     rng = random.Random(seed)
     chosen = []
@@ -37,6 +41,20 @@ def test_a_change_of_the_best_depth_is_noticed() -> None:
     play(choice, {0: 100.0, 2: 200.0, 4: 100.0}, 200)
     chosen = play(choice, {0: 200.0, 2: 100.0, 4: 100.0}, 400, seed=1)
     assert chosen[200:].count(0) > 0.8 * 200
+
+
+def test_a_depth_is_kept_for_a_window_of_episodes() -> None:
+    chosen = play(AnyHoldOffChoice(window=5), dict.fromkeys(DEPTHS, 100.0), 60)
+    assert all(len(set(chosen[start : start + 5])) == 1 for start in range(0, 60, 5))
+
+
+def test_a_small_gain_does_not_justify_a_wait() -> None:
+    choice, chosen = HoldOffChoice(), []
+    for _ in range(200):
+        depth = choice.choose(max_depth=8)
+        choice.observe(depth, 10, 10 / {0: 100.0, 2: 109.0, 4: 105.0}[depth])
+        chosen.append(depth)
+    assert chosen.count(0) > 0.8 * 200
 
 
 def test_other_depths_are_tried_now_and_then() -> None:
