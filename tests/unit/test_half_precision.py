@@ -7,7 +7,7 @@ import pytest
 from tests.unit.local_pair import LocalPair, open_session, prompts
 
 MAX_FLIPS = 0.05
-"""Share of positions at which batch shapes may decide a near-tie differently (design section 1: about 1 % in bfloat16)."""
+"""Share of positions at which batch shapes may decide a near-tie differently; about 1 % in bfloat16."""
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
