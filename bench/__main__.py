@@ -1,8 +1,7 @@
 """`python -m bench`: measure, print tables, keep raw results with the machine and the versions.
 
-python -m bench                 # the shipped pair on CPU: decoding, its parts, and peers
-python -m bench --device cuda   # step times of random-weight Llama shapes against the memory bandwidth, then
-decoding
+python -m bench                 # the shipped pair on CPU: decoding, its parts, peers, step times
+python -m bench --device cuda   # the same on a GPU, with step times of random-weight Llama shapes
 """
 
 from __future__ import annotations

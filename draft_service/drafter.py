@@ -1,16 +1,12 @@
-"""The draft's role over the engine: follows commits, and grows a tree of guesses for each session, all in one
-batch.
+"""The draft's role over the engine: follows commits, and grows a tree of guesses for each session, all in one batch.
 
 Invariants:
-    * the tree of a session is a function of its committed tokens; a commit keeps what it confirms and rolls
-    back the rest,
-      whatever the context's length;
-    * in coupled mode a guess is what the target would sample if its logits were the draft's: same processing
-    of logits,
-      same noise. In rejection mode it is drawn from the sparse distribution that travels with it, with noise
+    * the tree of a session is a function of its committed tokens; a commit keeps what it confirms and rolls back the
+      rest, whatever the context's length;
+    * in coupled mode a guess is what the target would sample if its logits were the draft's: same processing of
+      logits, same noise. In rejection mode it is drawn from the sparse distribution that travels with it, with noise
       of its own, and the tree is a chain;
-    * a proposal starts at the last committed position and carries the whole tree, so a lost or late one costs
-    nothing.
+    * a proposal starts at the last committed position and carries the whole tree, so a lost or late one costs nothing.
 """
 
 from __future__ import annotations

@@ -139,11 +139,6 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
         description="Name of this process; null: host and a random id.",
     )
-    redis_url: str | None = Field(
-        default=None,
-        pattern=r"^(redis|rediss|unix)://",
-        description="Journal of running requests; null: none.",
-    )
 
     max_running: int = Field(default=64, ge=1, description="Most requests that run at once.")
     max_waiting: int = Field(default=256, ge=0, description="Most requests that wait for a place.")

@@ -44,14 +44,14 @@ def test_hash_is_identical_on_cpu_and_cuda() -> None:
     assert torch.equal(hash_u32(keys, ids), hash_u32(keys.cuda(), ids.cuda()).cpu())
 
 
-def test_noise_on_cuda_is_that_of_the_cpu_but_for_a_last_bit_once_in_a_million() -> None:
+def test_noise_on_cuda_is_that_of_the_cpu_but_for_at_most_one_last_bit() -> None:
     """Two libraries' float64 logarithms may round apart; rounding to float32 hides nearly all of it."""
     keys = torch.tensor([noise_key(3, 1, Purpose.PLAIN, t) for t in range(32)])
     ids = torch.arange(100_000)
     on_cpu, on_cuda = gumbel(keys, ids), gumbel(keys.cuda(), ids.cuda()).cpu()
     assert torch.isfinite(on_cuda).all()
     apart = on_cpu != on_cuda
-    assert apart.sum().item() <= on_cpu.numel() / 1_000_000
+    assert apart.sum().item() <= 1, "two CPU libraries differ in 15 of all 2^32 values: one here is chance, two are not"
     assert ((on_cpu - on_cuda).abs()[apart] <= torch.finfo(torch.float32).eps * on_cpu.abs()[apart]).all()
 
 
