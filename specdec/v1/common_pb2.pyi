@@ -307,6 +307,8 @@ class OpenSession(_message.Message):
     FORK_FROM_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     CREDIT_POSITION_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of them are the prompt."""
     verify_mode: Global___VerifyMode.ValueType
@@ -329,6 +331,10 @@ class OpenSession(_message.Message):
     """Send raw log-probabilities of the prompt's tokens, with this many alternatives; absent: none."""
     credit_position: _builtins.int
     """The target may commit tokens below this position until a Credit raises it."""
+    traceparent: _builtins.str
+    """W3C trace context of the request, so that the replica's spans join its trace; empty: the request is not traced."""
+    target: _builtins.str
+    """To drafts: the target that decides this session, as named in DraftRequest.target_loads."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and committed output."""
@@ -353,10 +359,12 @@ class OpenSession(_message.Message):
         fork_from: _builtins.str = ...,
         num_prompt_logprobs: _builtins.int | None = ...,
         credit_position: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+        target: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "deadline_ms", b"deadline_ms", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "speculate", b"speculate", "token_ids", b"token_ids", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -865,6 +873,7 @@ class LoadReport(_message.Message):
     KV_BLOCKS_TOTAL_FIELD_NUMBER: _builtins.int
     DRAFT_CREDIT_FIELD_NUMBER: _builtins.int
     STEP_US_FIELD_NUMBER: _builtins.int
+    DRAINING_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sessions that take part in steps."""
     num_waiting: _builtins.int
@@ -877,6 +886,8 @@ class LoadReport(_message.Message):
     """Draft tokens per session that are worth proposing at this load."""
     step_us: _builtins.int
     """Moving average of the time of one step, in microseconds."""
+    draining: _builtins.bool
+    """The replica is shutting down: it takes no new sessions, those it has may go on for a while."""
     def __init__(
         self,
         *,
@@ -886,10 +897,11 @@ class LoadReport(_message.Message):
         kv_blocks_total: _builtins.int = ...,
         draft_credit: _builtins.int = ...,
         step_us: _builtins.int = ...,
+        draining: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_credit", b"draft_credit", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_credit", b"draft_credit", "draining", b"draining", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1107,7 +1107,7 @@ class ReplicaStatus(_message.Message):
     address: _builtins.str
     """host:port."""
     state: _builtins.str
-    """connecting, ready, incompatible or down."""
+    """connecting, ready, draining, ejected, probation, incompatible or down."""
     detail: _builtins.str
     """Why it is in that state."""
     @_builtins.property
@@ -1148,6 +1148,7 @@ class GetStatusResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     MAX_WAITING_FIELD_NUMBER: _builtins.int
+    DEGRADED_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     num_running: _builtins.int
@@ -1162,6 +1163,10 @@ class GetStatusResponse(_message.Message):
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """All known replicas."""
 
+    @_builtins.property
+    def degraded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What works less well than it should, for people; for example that Redis cannot be reached."""
+
     def __init__(
         self,
         *,
@@ -1171,11 +1176,44 @@ class GetStatusResponse(_message.Message):
         num_waiting: _builtins.int = ...,
         max_running: _builtins.int = ...,
         max_waiting: _builtins.int = ...,
+        degraded: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_running", b"max_running", "max_waiting", b"max_waiting", "num_running", b"num_running", "num_waiting", b"num_waiting", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "max_running", b"max_running", "max_waiting", b"max_waiting", "num_running", b"num_running", "num_waiting", b"num_waiting", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class ResumeInfo(_message.Message):
+    """Detail of an error that ended a stream after its first chunk: what taking the request up again needs beside the
+    request itself.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    RESUME_TOKEN_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The request's id."""
+    seed: _builtins.int
+    """The seed in use."""
+    resume_token: _builtins.bytes
+    """As in the first chunk."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        seed: _builtins.int = ...,
+        resume_token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "resume_token", b"resume_token", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ResumeInfo: _TypeAlias = ResumeInfo  # noqa: Y015

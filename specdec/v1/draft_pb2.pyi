@@ -28,6 +28,7 @@ class DraftRequest(_message.Message):
     ATTACH_FIELD_NUMBER: _builtins.int
     ENTRIES_FIELD_NUMBER: _builtins.int
     TARGET_LOAD_FIELD_NUMBER: _builtins.int
+    TARGET_LOADS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def attach(self) -> _common_pb2.Attach:
         """First frame only."""
@@ -38,7 +39,11 @@ class DraftRequest(_message.Message):
 
     @_builtins.property
     def target_load(self) -> _common_pb2.LoadReport:
-        """The load that the sessions' target last reported: bounds how far to draft."""
+        """The load of a target of all sessions: bounds how far to draft."""
+
+    @_builtins.property
+    def target_loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___TargetLoad]:
+        """Loads of targets that reported since the last frame; each bounds the sessions that name it."""
 
     def __init__(
         self,
@@ -46,14 +51,43 @@ class DraftRequest(_message.Message):
         attach: _common_pb2.Attach | None = ...,
         entries: _abc.Iterable[Global___DraftEntry] | None = ...,
         target_load: _common_pb2.LoadReport | None = ...,
+        target_loads: _abc.Iterable[Global___TargetLoad] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "target_load", b"target_load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "entries", b"entries", "target_load", b"target_load"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attach", b"attach", "entries", b"entries", "target_load", b"target_load", "target_loads", b"target_loads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftRequest: _TypeAlias = DraftRequest  # noqa: Y015
+
+@_typing.final
+class TargetLoad(_message.Message):
+    """What one target last reported."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TARGET_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    target: _builtins.str
+    """The target, as sessions name it."""
+    @_builtins.property
+    def load(self) -> _common_pb2.LoadReport:
+        """Its load."""
+
+    def __init__(
+        self,
+        *,
+        target: _builtins.str = ...,
+        load: _common_pb2.LoadReport | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TargetLoad: _TypeAlias = TargetLoad  # noqa: Y015
 
 @_typing.final
 class DraftEntry(_message.Message):
