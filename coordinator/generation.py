@@ -39,6 +39,7 @@ from specdec.rpc.errors import (
     Overloaded,
     RequestExists,
     SpecdecError,
+    Unavailable,
 )
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -165,8 +166,14 @@ class Generator:
                 if request.is_aborted:
                     await self._write_aborted(request, plan, write)
                     return
-                await self._start(request, plan)
-                await self._stream(request, write)
+                try:
+                    await self._start(request, plan)
+                    await self._stream(request, write)
+                except Unavailable as error:
+                    error.attached.append(
+                        api.ResumeInfo(request_id=request.key[1], seed=plan.seed, resume_token=plan.resume_token)
+                    )
+                    raise
         finally:
             self._sessions.remove_request(request)
 

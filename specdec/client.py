@@ -55,13 +55,19 @@ class ClientSettings:
 
 
 def service_config(service: descriptor.ServiceDescriptor) -> str:
-    """Return the gRPC service config that retries all methods of a service."""
-    return json.dumps({"methodConfig": [{"name": [{"service": service.full_name}], "retryPolicy": RETRY_POLICY}]})
+    """Return the gRPC service config: calls take turns among the addresses of a name, and are retried."""
+    return json.dumps(
+        {
+            "loadBalancingConfig": [{"round_robin": {}}],
+            "methodConfig": [{"name": [{"service": service.full_name}], "retryPolicy": RETRY_POLICY}],
+        }
+    )
 
 
 class Client:
-    """Calls one coordinator. Use as an async context manager, inside one event loop.
+    """Calls coordinators. Use as an async context manager, inside one event loop.
 
+    `address` is host:port, or a gRPC name with several addresses, such as dns:///coordinators:50051.
     Every method raises the typed errors of `specdec.rpc.errors`.
     """
 

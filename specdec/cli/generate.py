@@ -17,6 +17,7 @@ from specdec.cli.errors import reported_errors
 from specdec.cli.origins import legend
 from specdec.cli.stream_view import StreamView
 from specdec.client import Client, ClientSettings, CompletedChoice, Completion
+from specdec.resuming import generate_resuming
 from specdec.v1 import common_pb2, coordinator_pb2
 
 _OUTPUT = "Output"
@@ -133,7 +134,7 @@ async def run_request(
             notes.print(legend())
         completion = Completion()
         with StreamView(output, notes, show_origin=display.show_origin, as_json=display.as_json) as view:
-            async for chunk in client.generate(request):
+            async for chunk in generate_resuming(client, request):
                 completion.add(chunk)
                 view.show(chunk)
         completion.require_finished()
@@ -169,7 +170,7 @@ async def _compare(
         notes.status("the same request without speculation"),
         StreamView(hidden, hidden, show_origin=display.show_origin) as view,
     ):
-        async for chunk in client.generate(plain_request):
+        async for chunk in generate_resuming(client, plain_request):
             plain.add(chunk)
             view.show(chunk)
     notes.print(tables.comparison_table(speculative, plain))

@@ -55,6 +55,8 @@ class SpecdecError(Exception):
         self.message = message
         self.reason = reason or self.default_reason
         self.metadata: dict[str, str] = dict(metadata or {})
+        self.attached: list[Message] = []
+        """More typed details for the caller, of any type."""
 
     def details(self) -> Iterator[Message]:
         """The typed details beside ErrorInfo."""
@@ -242,7 +244,7 @@ def to_status(error: BaseException) -> status_pb2.Status:
     known = error if isinstance(error, SpecdecError) else internal_error(error)
     status = status_pb2.Status(code=known.code.value[0], message=known.message[:_MAX_MESSAGE_CHARS])
     info = error_details_pb2.ErrorInfo(reason=known.reason, domain=DOMAIN, metadata=known.metadata)
-    for detail in (info, *known.details()):
+    for detail in (info, *known.details(), *known.attached):
         status.details.add().Pack(detail)
     return status
 
