@@ -128,6 +128,14 @@ check-proto: $(STAMP)  ## Fail when specdec/v1 does not match proto/.
 	    test -e "$$fresh/$$file" || { echo "$$file has no proto" >&2; exit 1; }
 	done
 
+.PHONY: images
+images:  ## Build the images.
+	@deploy/build.sh
+
+.PHONY: metrics-doc
+metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
+	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
+
 .PHONY: bench
 bench: $(STAMP)  ## Measure the shipped pair on this machine's CPU.
 	@$(BIN)/python -m bench $(BENCH_ARGS)

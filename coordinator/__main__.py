@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from coordinator.service import CoordinatorService
 from specdec.config import CoordinatorSettings, settings_or_exit
 from specdec.rpc.server import run_service
-from specdec.telemetry import setup_logging
+from specdec.telemetry import BuildInfo, setup_logging
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _serve(settings: CoordinatorSettings) -> int:
     registry = CollectorRegistry()
+    BuildInfo(registry, "coordinator")
     return await run_service(CoordinatorService(settings, registry), settings, registry=registry)
 
 

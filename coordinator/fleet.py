@@ -7,17 +7,26 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import structlog
 
 from coordinator.links.draft_link import DraftLink
-from coordinator.links.replica_link import ReplicaLink
+from coordinator.links.replica_link import LinkState, ReplicaLink
 from coordinator.links.target_link import TargetLink
+from coordinator.outliers import EjectionSettings, OutlierDetector, Standing
 from coordinator.router import PrefixRouter
+from coordinator.sessions import Session
 from coordinator.tokenizer import TextTokenizer
 from specdec.rpc.errors import IncompatibleReplica, NotReady, Unavailable
 from specdec.v1 import common_pb2 as pb
 
+_STATES = {
+    Standing.TRUSTED: LinkState.READY,
+    Standing.EJECTED: LinkState.EJECTED,
+    Standing.PROBATION: LinkState.PROBATION,
+}
+_Link = TypeVar("_Link", bound=ReplicaLink)
 _log = structlog.get_logger(__name__)
 
 
@@ -34,21 +43,46 @@ def same_model(a: pb.ModelIdentity, b: pb.ModelIdentity) -> bool:
     return (a.name, a.weights_digest, a.tokenizer_digest) == (b.name, b.weights_digest, b.tokenizer_digest)
 
 
+def _usable(links: Sequence[_Link]) -> list[_Link]:
+    """Links that may get a session. One on probation is tried first, with one session at a time.
+
+    What failed is better than nothing: with no other left, ejected replicas are used too.
+    """
+    on_probation = [link for link in links if link.state is LinkState.PROBATION]
+    return (
+        [link for link in on_probation if not link.sessions]
+        or [link for link in links if link.is_ready]
+        or on_probation
+        or [link for link in links if link.state is LinkState.EJECTED]
+    )
+
+
 class Fleet:
     """Knows all links. The first target that answers decides what is served.
 
     When every target is gone and one comes back with another model, that model is served from then on.
     """
 
-    def __init__(self, router: PrefixRouter, tokenizer_path: Path | None) -> None:
+    def __init__(
+        self, router: PrefixRouter, tokenizer_path: Path | None, ejection: EjectionSettings | None = None
+    ) -> None:
         self.targets: Sequence[TargetLink] = ()
         self.drafts: Sequence[DraftLink] = ()
         self.served: ServedModel | None = None
         self._router = router
+        self._outliers = {role: OutlierDetector(ejection or EjectionSettings()) for role in ("target", "draft")}
         self._tokenizer_path = tokenizer_path
         self._adopting = asyncio.Lock()
         self._has_served = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
+
+    def set_targets(self, links: Sequence[TargetLink]) -> None:
+        """Replace the targets."""
+        self.targets = links
+
+    def set_drafts(self, links: Sequence[DraftLink]) -> None:
+        """Replace the drafts."""
+        self.drafts = links
 
     @property
     def links(self) -> list[ReplicaLink]:
@@ -78,30 +112,47 @@ class Fleet:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while not (ready := self._ready_targets()):
+                while not (usable := _usable(self.targets)):
                     await self._next_change()
         except TimeoutError:
             raise Unavailable(f"no target was ready within {timeout_s:g} s", reason="NO_TARGET") from None
-        address = self._router.pick(token_ids, salt, {link.address: len(link.sessions) for link in ready})
-        return next(link for link in ready if link.address == address)
+        address = self._router.pick(token_ids, salt, {link.address: len(link.sessions) for link in usable})
+        return next(link for link in usable if link.address == address)
 
     def find_target(self, model: pb.ModelIdentity, besides: TargetLink) -> TargetLink | None:
-        """Another ready target that serves a model, the least loaded."""
+        """Another target that serves a model and takes sessions, the least loaded."""
         fit = [
             link
             for link in self.targets
-            if link is not besides and link.is_ready and link.identity is not None and same_model(link.identity, model)
+            if link is not besides and link.identity is not None and same_model(link.identity, model)
         ]
-        return min(fit, key=lambda link: len(link.sessions), default=None)
+        return min(_usable(fit), key=lambda link: len(link.sessions), default=None)
 
     def pick_draft(self, position: int) -> DraftLink | None:
-        """The least loaded ready draft whose context reaches past a position."""
-        fit = [
-            link
-            for link in self.drafts
-            if link.is_ready and link.identity is not None and link.identity.max_model_len > position
-        ]
-        return min(fit, key=lambda link: len(link.sessions), default=None)
+        """The least loaded draft that takes sessions and whose context reaches past a position."""
+        fit = [link for link in self.drafts if link.identity is not None and link.identity.max_model_len > position]
+        return min(_usable(fit), key=lambda link: len(link.sessions), default=None)
+
+    def remember(self, link: TargetLink, session: Session) -> None:
+        """A session ended on a target: who goes on from its prompt and output finds them there."""
+        self._router.remember(session.token_ids, session.request.cache_salt, link.address)
+
+    def failed(self, link: ReplicaLink) -> bool:
+        """A replica failed; whether it is left alone from now on. The last usable one never is."""
+        detector = self._outliers[link.role]
+        others = [other for other in self._of_role(link) if other is not link and other.is_ready]
+        if not detector.failed(link.address, len(others)):
+            return False
+        remaining_s = detector.remaining_s(link.address)
+        _log.warning("replica_ejected", role=link.role, address=link.address, ejection_s=remaining_s)
+        link.set_standing(LinkState.EJECTED)
+        asyncio.get_running_loop().call_later(remaining_s, self._update_standing, link)
+        return True
+
+    def succeeded(self, link: ReplicaLink) -> None:
+        """A replica did what was asked of it."""
+        if self._outliers[link.role].succeeded(link.address):
+            self._update_standing(link)
 
     def notices(self) -> list[str]:
         """Limits that clients should know of."""
@@ -122,7 +173,13 @@ class Fleet:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        if isinstance(link, TargetLink) and not link.is_ready:
+        if isinstance(link, TargetLink) and not link.is_up:
+            self._router.forget(link.address)
+
+    def on_removed(self, link: ReplicaLink) -> None:
+        """A link is gone for good."""
+        self._outliers[link.role].forget(link.address)
+        if isinstance(link, TargetLink):
             self._router.forget(link.address)
 
     async def wait_changed(self, timeout_s: float) -> None:
@@ -177,7 +234,17 @@ class Fleet:
                 draft.reset("the target's tokenizer changed")
 
     def _ready_targets(self) -> list[TargetLink]:
-        return [link for link in self.targets if link.is_ready]
+        return [link for link in self.targets if link.is_up and not link.is_draining]
+
+    def _of_role(self, link: ReplicaLink) -> Sequence[ReplicaLink]:
+        return self.targets if isinstance(link, TargetLink) else self.drafts
+
+    def _update_standing(self, link: ReplicaLink) -> None:
+        detector = self._outliers[link.role]
+        standing = detector.standing(link.address)
+        link.set_standing(_STATES[standing])
+        if standing is Standing.EJECTED:  # ejected anew meanwhile, or the timer came a little early
+            asyncio.get_running_loop().call_later(detector.remaining_s(link.address), self._update_standing, link)
 
     async def _next_change(self) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import structlog
 
@@ -19,6 +19,7 @@ from coordinator.fleet import Fleet, ServedModel
 from coordinator.journal import Journal, JournalRecord
 from coordinator.observer import Observer
 from coordinator.prompt import PromptReader
+from coordinator.quotas import Allowance, TenantLease, TenantLimits
 from coordinator.replay import HeldChoice, held_choices, replay
 from coordinator.resume import check_resume_token, make_resume_token
 from coordinator.sessions import Request, Session, SessionTable
@@ -55,6 +56,7 @@ class Caller:
     tenant: str
     deadline_s: float | None
     """On the monotonic clock."""
+    allowance: Allowance = field(default_factory=Allowance)
 
     @property
     def cache_salt(self) -> bytes:
@@ -86,6 +88,7 @@ class Generator:
         fleet: Fleet,
         sessions: SessionTable,
         admission: AdmissionQueue,
+        tenant_limits: TenantLimits,
         decode_loop: DecodeLoop,
         journal: Journal,
         observer: Observer,
@@ -99,6 +102,7 @@ class Generator:
         self._fleet = fleet
         self._sessions = sessions
         self._admission = admission
+        self._tenant_limits = tenant_limits
         self._decode_loop = decode_loop
         self._journal = journal
         self._observer = observer
@@ -154,7 +158,7 @@ class Generator:
         request.priority = body.priority
         request.cache_salt, request.deadline_s = caller.cache_salt, caller.deadline_s
         request.model = served.identity
-        limits = self._limits_of(served.identity)
+        limits = self._limits_of(served.identity).within(caller.allowance)
         sampling = check_sampling(body.sampling, limits)
         speculation = check_speculation(body.speculation, self._default_mode)
         prompt = await PromptReader(served.tokenizer, limits).read(body, sampling)
@@ -162,13 +166,15 @@ class Generator:
         plan = await self._plan(body, request, served, prompt, sampling, speculation, max_tokens)
         self._register(request, is_resume=body.HasField("resume"))
         try:
-            async with self._admitted(request):
+            limits_of_tenant = self._tenant_limits.lease(*request.key, caller.allowance, len(prompt))
+            async with limits_of_tenant as lease, self._admitted(request):
                 if request.is_aborted:
                     await self._write_aborted(request, plan, write)
                     return
+                lease.begin()
                 try:
                     await self._start(request, plan)
-                    await self._stream(request, write)
+                    await self._stream(request, write, lease)
                 except Unavailable as error:
                     error.attached.append(
                         api.ResumeInfo(request_id=request.key[1], seed=plan.seed, resume_token=plan.resume_token)
@@ -271,10 +277,12 @@ class Generator:
                 session.fork_from = first.session_id if is_fork else ""
                 self._decode_loop.open(session, target, draft)
 
-    async def _stream(self, request: Request, write: Write) -> None:
+    async def _stream(self, request: Request, write: Write, lease: TenantLease | None = None) -> None:
         while (chunk := await request.stream.take()) is not None:
             await write(chunk)
             if chunk.HasField("delta") and chunk.delta.tokens:
+                if lease is not None:
+                    lease.charge(len(chunk.delta.tokens))
                 self._decode_loop.on_written(request.sessions[chunk.delta.index], len(chunk.delta.tokens))
 
     def _session(self, request: Request, plan: _Plan, choice: int) -> Session:

@@ -11,6 +11,8 @@ from coordinator.sessions import Request, Session
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
 
+_ROLES = ("target", "draft")
+
 
 class Observer:
     """Everything the coordinator counts goes through here."""
@@ -24,6 +26,7 @@ class Observer:
         )
         self._proposed = _Depths(metrics.proposed_tokens)
         self._accepted = _Depths(metrics.accepted_tokens)
+        self._links: Sequence[ReplicaLink] = ()
 
     def tokens(
         self, session: Session, origins: Sequence[pb.Origin.ValueType], now_s: float, previous_s: float | None
@@ -51,6 +54,8 @@ class Observer:
                 metrics.verify_latency_seconds.observe(now_s - session.relayed_s)
         else:
             (self._prefill if is_first else self._plain).inc()
+        if is_first:
+            self._count_sessions()
         session.relayed_s = None
         if verdict.hit:
             metrics.hits.inc()
@@ -75,14 +80,20 @@ class Observer:
         """A stream ended; the outcome is a gRPC code's name."""
         self.metrics.requests.labels(outcome).inc()
         self.metrics.e2e_seconds.observe(now_s - request.arrived_s)
+        self._count_sessions()
 
     def replicas(self, links: Sequence[ReplicaLink]) -> None:
         """States of replicas changed."""
-        for role in {link.role for link in links}:
+        for role in _ROLES:
             of_role = [link for link in links if link.role == role]
             for state in LinkState:
                 self.metrics.replicas.labels(role, str(state)).set(sum(link.state is state for link in of_role))
-            self.metrics.sessions.labels(role).set(sum(len(link.sessions) for link in of_role))
+        self._links = links
+        self._count_sessions()
+
+    def _count_sessions(self) -> None:
+        for role in _ROLES:
+            self.metrics.sessions.labels(role).set(sum(len(link.sessions) for link in self._links if link.role == role))
 
 
 class _Depths:

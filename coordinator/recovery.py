@@ -1,11 +1,14 @@
 """What happens when a replica breaks, errs, refuses, or comes back. Tokens already delivered are never in
 question.
 
-target stream broken      its sessions wait; on reattaching, those it lost are opened again with all their
-tokens target gone too long      another target that serves the same model, else UNAVAILABLE (the client can
-resume) target refuses a session  opened again with growing waits; at once, without its draft, when a proposal
-was at fault draft broken or wrong     the session goes on without it, and gets a draft again when there is
-one
+target stream ended       another target that serves the same model takes its sessions over at once, with all their
+                          tokens; without one they wait, for this target or any other that comes
+no target for too long    UNAVAILABLE (the client can resume)
+target drains             it gets no new sessions; those it has go on there until its stream ends
+target refuses a session  opened again with growing waits; at once, without its draft, when a proposal was at fault;
+                          elsewhere, when the target has failed too often or drains
+draft ended or wrong      the session goes on without it, and gets a draft again when there is one
+draft drains              its sessions get another draft, if there is one
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from specdec.v1 import common_pb2 as pb
 
 _MOST_DRAFT_FAILURES = 6
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
+_NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED})
+"""What a replica says that is full, or whose context ends: no reason to eject it."""
 _log = structlog.get_logger(__name__)
 
 
@@ -73,12 +78,16 @@ class Recovery:
         self._observer.replicas(self._fleet.links)
         if link.state is LinkState.INCOMPATIBLE and isinstance(link, TargetLink):
             self._give_up(link)
+        if isinstance(link, DraftLink) and link.state is LinkState.DRAINING:
+            self._leave_draft(link)
 
     def on_load(self, link: ReplicaLink) -> None:
         """See `LinkEvents.on_load`."""
         if isinstance(link, TargetLink) and link.load is not None:
             for draft in self._fleet.drafts:
-                draft.tell_target_load(link.load)
+                draft.tell_target_load(link.address, link.load)
+        if isinstance(link, DraftLink) and link.is_draining:
+            self._leave_draft(link)
 
     def on_up(self, link: ReplicaLink, lost: Sequence[Session]) -> None:
         """See `LinkEvents.on_up`."""
@@ -91,9 +100,22 @@ class Recovery:
                 session.num_draft_failures = 0
                 self._open_draft(session)
 
-    def on_down(self, link: ReplicaLink) -> None:
+    def on_closed(self, link: ReplicaLink, session: Session, reason: str) -> None:
+        """See `LinkEvents.on_closed`."""
+        if reason != "finished" or session.finish is None:
+            return
+        self._fleet.succeeded(link)
+        if isinstance(link, TargetLink) and link.is_up:
+            self._fleet.remember(link, session)
+
+    def on_down(self, link: ReplicaLink, is_fault: bool) -> None:
         """See `LinkEvents.on_down`."""
+        if is_fault:
+            self._fleet.failed(link)
         if isinstance(link, TargetLink):
+            for session in list(link.sessions.values()):
+                if (other := self._fleet.find_target(session.request.model, besides=link)) is not None:
+                    self._move_to(session, link, other)
             if link.sessions and link.address not in self._give_ups:
                 loop = asyncio.get_running_loop()
                 self._give_ups[link.address] = loop.call_later(self._settings.target_timeout_s, self._give_up, link)
@@ -113,13 +135,19 @@ class Recovery:
             error=error.status.message,
         )
         if isinstance(link, DraftLink):
+            if error.status.code not in _NO_FAULT:
+                self._fleet.failed(link)
             self._on_draft_error(session, reason.lower())
         elif error.status.code == code_pb2.INVALID_ARGUMENT and session.was_relayed and not field.startswith("open"):
+            if session.draft is not None:
+                self._fleet.failed(session.draft)
             self._on_draft_error(session, "bad_proposal")
             self._reopen_target(session)
         elif error.status.code in _FATAL:
             self._decode_loop.fail(session.request, from_status(error.status))
         else:
+            if error.status.code not in _NO_FAULT:
+                self._fleet.failed(link)
             self._retry_target(session, from_status(error.status))
 
     def on_fault(self, session: Session, error: Exception) -> None:
@@ -129,12 +157,15 @@ class Recovery:
     def on_desync(self, session: Session, cause: str) -> None:
         """A target is not where the client is: open the session again with what the client has."""
         _log.warning("session_desync", session=session.session_id, cause=cause)
+        if session.target is not None:
+            self._fleet.failed(session.target)
         self._retry_target(session, Unavailable(cause, reason="TARGET_DESYNC"))
 
     def on_bad_draft(self, session: Session, cause: str) -> None:
         """The target refused a proposal: the draft starts anew after a while."""
         _log.warning("proposal_rejected", session=session.session_id, cause=cause)
         if session.draft is not None:
+            self._fleet.failed(session.draft)
             self._on_draft_error(session, "bad_proposal")
 
     def _on_target_up(self, link: TargetLink, lost: Sequence[Session]) -> None:
@@ -149,6 +180,12 @@ class Recovery:
                 self._reopen_target(session)
             else:
                 link.give_credit(session)
+        if link.is_draining or link.identity is None:
+            return
+        for other in self._fleet.targets:
+            if other is not link and not other.is_up:
+                for session in [s for s in other.sessions.values() if same_model(s.request.model, link.identity)]:
+                    self._move_to(session, other, link)
 
     def _give_up(self, link: TargetLink) -> None:
         """A target is gone for too long, or serves something else now."""
@@ -171,9 +208,16 @@ class Recovery:
             )
             self._decode_loop.fail(session.request, error)
             return
+        self._move_to(session, link, other)
+
+    def _move_to(self, session: Session, link: TargetLink, other: TargetLink) -> None:
+        if session.finish is not None:
+            return
+        link.release(session)
         _log.info("session_moved", session=session.session_id, target=other.address)
         session.target = other
         self._reopen_target(session)
+        self._follow_target(session)
 
     def _retry_target(self, session: Session, error: SpecdecError) -> None:
         """Open a session again after a while, unless it has been failing for too long."""
@@ -199,8 +243,33 @@ class Recovery:
         _cancel(session.target_retry)
         session.target_retry = None
         if session.finish is None and session.target is not None:
+            self._leave_unfit_target(session, session.target)
             self._observer.metrics.session_reopens.labels("target").inc()
             session.target.open(session)
+
+    def _leave_unfit_target(self, session: Session, link: TargetLink) -> None:
+        """A session that has to be opened again is not opened where new ones would not be."""
+        if link.is_ready or not link.is_up:
+            return
+        other = self._fleet.find_target(session.request.model, besides=link)
+        if other is not None and other.is_ready:
+            link.release(session)
+            _log.info("session_moved", session=session.session_id, target=other.address)
+            session.target = other
+            self._follow_target(session)
+
+    def _follow_target(self, session: Session) -> None:
+        """The draft goes by the load of the session's target, which it is told at opening."""
+        if session.draft is not None and session.draft.is_up:
+            self._observer.metrics.session_reopens.labels("draft").inc()
+            session.draft.open(session)
+
+    def _leave_draft(self, link: DraftLink) -> None:
+        """A draft drains: its sessions go to another one. Without another it drafts on until its stream ends."""
+        for session in list(link.sessions.values()):
+            if self._fleet.pick_draft(session.position) is not None:
+                self._drop_draft(session, "draining")
+                self._open_draft(session)
 
     def _on_draft_error(self, session: Session, cause: str) -> None:
         self._drop_draft(session, cause)

@@ -46,6 +46,10 @@ class PrefixRouter:
         self._remember(digests, best)
         return best
 
+    def remember(self, token_ids: Sequence[int], salt: bytes, replica: str) -> None:
+        """A replica holds these tokens now, for example those of a session that ended there."""
+        self._remember(_block_digests(token_ids, salt), replica)
+
     def forget(self, replica: str) -> None:
         """The replica lost its cache."""
         for replicas in self._replicas_by_block.values():

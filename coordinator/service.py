@@ -14,14 +14,19 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from coordinator.admission import AdmissionQueue
+from coordinator.api_keys import ApiKeys, Authenticator, KeyFileInvalid
 from coordinator.decode_loop import DecodeLoop
+from coordinator.discovery import Discovery, Endpoint
 from coordinator.fleet import Fleet
 from coordinator.generation import Generator
 from coordinator.journal import Journal, MemoryJournal
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.replica_link import LinkSettings
+from coordinator.links.roster import Roster
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
+from coordinator.outliers import EjectionSettings
+from coordinator.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from coordinator.recovery import Recovery, RecoverySettings
 from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
@@ -30,6 +35,7 @@ from coordinator.validation import Limits
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import open_channel
 from specdec.rpc.errors import NotReady
+from specdec.rpc.server import StartupFailed
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
 
@@ -49,17 +55,24 @@ class CoordinatorService:
     ) -> None:
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self._channels: list[grpc.aio.Channel] = []
+        self._rosters: list[Roster[TargetLink] | Roster[DraftLink]] = []
         self._observer = Observer(CoordinatorMetrics(registry))
         self._sessions = SessionTable()
         self._journal = journal if journal is not None else MemoryJournal()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        self.fleet = Fleet(PrefixRouter(), settings.tokenizer)
+        ejection = EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
+        self.fleet = Fleet(PrefixRouter(), settings.tokenizer, ejection)
         self.decode_loop = DecodeLoop(self._sessions, self._journal, self._observer, settings.credit_window_tokens)
+        self._api_keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file)
         self._generator = self._build_generator()
         self._servicer = CoordinatorServicer(
-            self._generator, self.fleet, self._admission, self.limits, _MODES[settings.verify_mode]
+            self._generator,
+            self.fleet,
+            self._admission,
+            self.limits,
+            _MODES[settings.verify_mode],
+            Authenticator(self._api_keys, self._default_allowance()),
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -68,6 +81,7 @@ class CoordinatorService:
 
     async def start(self) -> None:
         """Connect to all replicas; returns when a target has answered. Drafts may come later or never."""
+        self._load_api_keys()
         self._connect()
         await self.fleet.wait_served()
 
@@ -96,8 +110,8 @@ class CoordinatorService:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        for channel in self._channels:
-            await channel.close()
+        for roster in self._rosters:
+            await roster.close()
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
         """What clients may ask for."""
@@ -113,6 +127,24 @@ class CoordinatorService:
             max_logit_bias=settings.max_logit_bias,
             max_prompt_bytes=settings.max_prompt_bytes,
         )
+
+    def _default_allowance(self) -> Allowance:
+        settings = self._settings
+        return Allowance(
+            max_prompt_tokens=settings.max_prompt_tokens,
+            max_concurrent_requests=settings.max_concurrent_requests_per_tenant,
+            quota=QuotaRate.of(settings.quota_tokens_per_s, settings.quota_burst_tokens),
+        )
+
+    def _load_api_keys(self) -> None:
+        if self._api_keys is None:
+            return
+        try:
+            self._api_keys.load()
+        except KeyFileInvalid as error:
+            raise StartupFailed(f"api_keys_file: {self._settings.api_keys_file} {error}") from error
+        if self._settings.tls_cert_file is None:
+            _log.warning("api_keys_without_tls", note="keys can be read by anyone on the way")
 
     def _connect(self) -> None:
         settings = self._settings
@@ -130,29 +162,40 @@ class CoordinatorService:
             backoff_max_s=settings.reconnect_backoff_max_s,
         )
         recovery = Recovery(recovery_settings, self._sessions, self.fleet, self.decode_loop, self._observer)
-        self.fleet.targets = [
-            TargetLink(address, self._channel(address), link_settings, recovery, self.decode_loop)
-            for address in settings.targets
-        ]
-        self.fleet.drafts = [
-            DraftLink(address, self._channel(address), link_settings, recovery, self.decode_loop)
-            for address in settings.drafts
-        ]
-        self._tasks += [asyncio.create_task(link.run(), name=f"link {link.address}") for link in self.fleet.links]
+        fleet, loop = self.fleet, self.decode_loop
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        channel = open_channel(address, self._settings)
-        self._channels.append(channel)
-        return channel
+        def target(at: Endpoint) -> TargetLink:
+            return TargetLink(at.address, self._channel(at), link_settings, recovery, loop)
+
+        def draft(at: Endpoint) -> DraftLink:
+            return DraftLink(at.address, self._channel(at), link_settings, recovery, loop)
+
+        targets = Roster(target, fleet.set_targets, fleet.on_removed)
+        drafts = Roster(draft, fleet.set_drafts, fleet.on_removed)
+        self._rosters = [targets, drafts]
+        for roster, entries in ((targets, settings.targets), (drafts, settings.drafts)):
+            discovery = Discovery(entries)
+            roster.update(discovery.endpoints)
+            if not discovery.is_static:
+                task = asyncio.create_task(discovery.run(settings.discovery_s, roster.update), name="discovery")
+                self._tasks.append(task)
+
+    def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+        settings = self._settings
+        if endpoint.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
+            settings = settings.model_copy(update={"replica_tls_server_name": endpoint.server_name})
+        return open_channel(endpoint.address, settings)
 
     def _build_generator(self) -> Generator:
         settings = self._settings
         secret = settings.resume_secret
+        rejects = self._observer.metrics.admission_rejects
         return Generator(
             owner_id=self._owner_id,
             fleet=self.fleet,
             sessions=self._sessions,
             admission=self._admission,
+            tenant_limits=TenantLimits(TokenQuotas(), lambda cause: rejects.labels(cause).inc()),
             decode_loop=self.decode_loop,
             journal=self._journal,
             observer=self._observer,

@@ -11,10 +11,12 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from coordinator.admission import AdmissionQueue
+from coordinator.api_keys import AUTHORIZATION_KEY, Authenticator
 from coordinator.fleet import Fleet, ServedModel
 from coordinator.generation import Caller, Generator
 from coordinator.malformed import find_invalid_utf8
 from coordinator.prompt import PromptReader
+from coordinator.quotas import Allowance
 from coordinator.validation import Limits
 from specdec import __version__
 from specdec.rpc.errors import InvalidRequest, ModelNotFound
@@ -45,23 +47,25 @@ class CoordinatorServicer:
         admission: AdmissionQueue,
         limits_of: Callable[[pb.ModelIdentity], Limits],
         default_mode: pb.VerifyMode.ValueType,
+        authenticator: Authenticator,
     ) -> None:
         self._generator = generator
         self._fleet = fleet
         self._admission = admission
         self._limits_of = limits_of
         self._default_mode = default_mode
+        self._authenticator = authenticator
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the handlers to a server."""
         unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
         handlers = {
-            "Generate": _handler(stream, self.generate, api.GenerateRequest),
-            "Abort": _handler(unary, self.abort, api.AbortRequest),
-            "Tokenize": _handler(unary, self.tokenize, api.TokenizeRequest),
-            "Detokenize": _handler(unary, self.detokenize, api.DetokenizeRequest),
-            "GetModelInfo": _handler(unary, self.get_model_info, api.GetModelInfoRequest),
-            "GetStatus": _handler(unary, self.get_status, api.GetStatusRequest),
+            "Generate": self._handler(stream, self.generate, api.GenerateRequest),
+            "Abort": self._handler(unary, self.abort, api.AbortRequest),
+            "Tokenize": self._handler(unary, self.tokenize, api.TokenizeRequest),
+            "Detokenize": self._handler(unary, self.detokenize, api.DetokenizeRequest),
+            "GetModelInfo": self._handler(unary, self.get_model_info, api.GetModelInfoRequest),
+            "GetStatus": self._handler(unary, self.get_status, api.GetStatusRequest),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
@@ -69,11 +73,13 @@ class CoordinatorServicer:
         """Generates one or more choices for a prompt and streams them."""
         remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
-        await self._generator.run(request, Caller(_tenant(context), deadline_s), context.write)
+        tenant, allowance = self._identify(context)
+        await self._generator.run(request, Caller(tenant, deadline_s, allowance), context.write)
 
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
         """Ends a running request."""
-        return api.AbortResponse(aborted=self._generator.abort(_tenant(context), request.request_id))
+        tenant, _ = self._identify(context)
+        return api.AbortResponse(aborted=self._generator.abort(tenant, request.request_id))
 
     async def tokenize(
         self, request: api.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -108,8 +114,9 @@ class CoordinatorServicer:
         self, request: api.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.GetModelInfoResponse:
         """What is served."""
+        _, allowance = self._identify(context)
         served = self._fleet.require_served()
-        limits = self._limits_of(served.identity)
+        limits = self._limits_of(served.identity).within(allowance)
         draft = self._fleet.pick_draft(0)
         return api.GetModelInfoResponse(
             target=served.identity,
@@ -145,6 +152,32 @@ class CoordinatorServicer:
             max_waiting=self._admission.max_waiting,
         )
 
+    def _handler(self, make: Callable[..., Any], behavior: Callable[..., Any], request_type: type[Message]) -> Any:
+        def deserialize(data: bytes) -> Message | _Malformed:
+            try:
+                return request_type.FromString(data)
+            except DecodeError as error:
+                field = find_invalid_utf8(request_type.DESCRIPTOR, data)
+                if field is not None:
+                    return _Malformed(field, "is not UTF-8")
+                return _Malformed("request", f"does not parse: {error}")
+
+        async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._identify(context)  # before anything else is told, of every call
+            if isinstance(request, _Malformed):
+                raise InvalidRequest(request.field, request.cause, reason="MALFORMED_MESSAGE")
+            return await behavior(request, context)
+
+        return make(
+            checked,
+            request_deserializer=deserialize,
+            response_serializer=lambda response: response.SerializeToString(),
+        )
+
+    def _identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, Allowance]:
+        """The caller's tenant and allowance. Raises Unauthenticated or PermissionDenied."""
+        return self._authenticator.identify(_metadata(context, AUTHORIZATION_KEY), _tenant(context))
+
     def _served(self, model: str) -> ServedModel:
         served = self._fleet.require_served()
         if model and model != served.identity.name:
@@ -152,33 +185,14 @@ class CoordinatorServicer:
         return served
 
 
-def _handler(make: Callable[..., Any], behavior: Callable[..., Any], request_type: type[Message]) -> Any:
-    def deserialize(data: bytes) -> Message | _Malformed:
-        try:
-            return request_type.FromString(data)
-        except DecodeError as error:
-            field = find_invalid_utf8(request_type.DESCRIPTOR, data)
-            if field is not None:
-                return _Malformed(field, "is not UTF-8")
-            return _Malformed("request", f"does not parse: {error}")
-
-    async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-        if isinstance(request, _Malformed):
-            raise InvalidRequest(request.field, request.cause, reason="MALFORMED_MESSAGE")
-        return await behavior(request, context)
-
-    return make(
-        checked,
-        request_deserializer=deserialize,
-        response_serializer=lambda response: response.SerializeToString(),
-    )
+def _tenant(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:
+    for tenant in _metadata(context, TENANT_KEY):
+        if len(tenant) > _MAX_TENANT_CHARS:
+            raise InvalidRequest(TENANT_KEY, f"must be at most {_MAX_TENANT_CHARS} characters")
+        return tenant
+    return None
 
 
-def _tenant(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == TENANT_KEY:
-            tenant = value if isinstance(value, str) else value.decode("utf-8", "replace")
-            if len(tenant) > _MAX_TENANT_CHARS:
-                raise InvalidRequest(TENANT_KEY, f"must be at most {_MAX_TENANT_CHARS} characters")
-            return tenant
-    return ""
+def _metadata(context: grpc.aio.ServicerContext[Any, Any], name: str) -> list[str]:
+    values = [value for key, value in context.invocation_metadata() or () if key == name]
+    return [value if isinstance(value, str) else value.decode("utf-8", "replace") for value in values]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.detokenizer import DetokenizerFactory
 from coordinator.output import ChoiceOutput
+from coordinator.quotas import Allowance
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -29,6 +30,12 @@ class Limits:
     max_logprobs: int
     max_logit_bias: int
     max_prompt_bytes: int
+    max_prompt_tokens: int | None = None
+
+    def within(self, allowance: Allowance) -> Limits:
+        """These limits for a caller who may use no more than this."""
+        most = self.max_tokens if allowance.max_tokens is None else min(self.max_tokens, allowance.max_tokens)
+        return replace(self, max_tokens=most, max_prompt_tokens=allowance.max_prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +159,8 @@ def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling
     kept = list(token_ids)
     if sampling.truncate_prompt_tokens is not None:
         kept = kept[-sampling.truncate_prompt_tokens :]
+    if limits.max_prompt_tokens is not None and len(kept) > limits.max_prompt_tokens:
+        raise InvalidRequest(field, f"{len(kept)} tokens are more than the limit of {limits.max_prompt_tokens}")
     if len(kept) >= limits.max_model_len:
         raise InvalidRequest(
             field, f"{len(kept)} tokens leave no room for output in a context of {limits.max_model_len}"

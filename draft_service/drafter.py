@@ -53,6 +53,7 @@ class Drafter:
         self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
         self._branches = Branches(built.engine, built.info.identity.max_model_len)
         self._step_s = 0.0
+        recorder.serves(self._identity)
 
     # --- sessions
 
@@ -101,17 +102,25 @@ class Drafter:
     def entry(self, session: Session, kind: str, body: Any) -> None:
         """A commit."""
         if kind == "commit":
+            started_s = time.monotonic()
             self._commit(cast(DraftSession, session), body.start_position, list(body.token_ids))
+            self._recorder.commit_handled(time.monotonic() - started_s)
 
     def close(self, session: Session) -> None:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
         self._branches.free(cast(DraftSession, session))
+        self._recorder.closed()
 
     def owner_message(self, owner: Owner, message: Any) -> None:
-        """The load that the owner's target reported bounds how far its sessions are drafted ahead."""
+        """The load that a target reported bounds how far ahead its sessions are drafted; one with no name has all."""
         if message.HasField("target_load"):
             for session in owner.sessions.values():
                 cast(DraftSession, session).target_credit = message.target_load.draft_credit
+        if message.target_loads:
+            credits = {told.target: told.load.draft_credit for told in message.target_loads}
+            for session in owner.sessions.values():
+                drafted = cast(DraftSession, session)
+                drafted.target_credit = credits.get(drafted.body.target, drafted.target_credit)
 
     def set_orphaned(self, session: Session, orphaned: bool) -> None:
         """Orphans take part in no step."""
@@ -148,6 +157,7 @@ class Drafter:
         committed = session.num_committed
         new = token_ids[self._check_commit(session, start, token_ids) :]
         if not new:
+            self._recorder.stale_commit()
             return
         num_nodes = len(session.tree)
         try:

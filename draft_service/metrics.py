@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from specdec.engine.outputs import EngineStats, StepOutput
 from specdec.telemetry import DraftMetrics
+from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
 
 
@@ -14,6 +15,10 @@ class DraftRecorder:
         self._metrics = metrics
         self._engine = EngineGauges(metrics)
 
+    def serves(self, identity: pb.ModelIdentity) -> None:
+        """The model is loaded."""
+        self._engine.serves(identity)
+
     def load(self, stats: EngineStats, num_sessions: int) -> None:
         """Gauges, a few times a second."""
         self._engine.observe(stats, num_sessions)
@@ -21,6 +26,10 @@ class DraftRecorder:
     def opened(self) -> None:
         """A session was opened."""
         self._metrics.opened.inc()
+
+    def closed(self) -> None:
+        """A session ended."""
+        self._metrics.requests.labels("closed").inc()
 
     def step(self, output: StepOutput, num_drafted: int, elapsed_s: float) -> None:
         """One step of the engine, which drafted this many tokens."""
@@ -33,6 +42,14 @@ class DraftRecorder:
         self._metrics.committed_tokens.labels("missing").inc(num_new - num_found)
         if num_dropped:
             self._metrics.rollback_tokens.observe(num_dropped)
+
+    def stale_commit(self) -> None:
+        """A commit told nothing new."""
+        self._metrics.stale_proposals.inc()
+
+    def commit_handled(self, elapsed_s: float) -> None:
+        """A commit was followed, whatever it told."""
+        self._metrics.loop_seconds.observe(elapsed_s)
 
     def mismatch(self) -> None:
         """A commit left a gap, or contradicted an earlier one."""

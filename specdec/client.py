@@ -42,6 +42,13 @@ class ClientSettings:
     client_certificate: tuple[bytes, bytes] | None = None
     """PEM key and certificate chain, for mutual TLS."""
     metadata: tuple[tuple[str, str], ...] = ()
+    api_key: str | None = field(default=None, repr=False)
+    """Sent with every call, as `authorization: Bearer KEY`; without TLS anyone on the way can read it."""
+
+    def call_metadata(self) -> tuple[tuple[str, str], ...]:
+        """What is sent beside every request."""
+        own = () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
+        return (*self.metadata, *own)
 
     def channel_options(self) -> list[tuple[str, str | int]]:
         """Options of the gRPC channel: retries, keepalive, message limits."""
@@ -102,7 +109,7 @@ class Client:
     ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
         """Yield the chunks of a request. Leaving the iteration (`aclose`) cancels the request."""
         self._check_size(request)
-        call = self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.metadata)
+        call = self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
         try:
             async for chunk in call:
                 yield chunk
@@ -144,7 +151,7 @@ class Client:
     async def _call(self, method: Callable[..., Awaitable[_T]], request: Message) -> _T:
         self._check_size(request)
         try:
-            return await method(request, timeout=self._settings.timeout_s, metadata=self._settings.metadata)
+            return await method(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 

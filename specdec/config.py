@@ -129,8 +129,11 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
 
     env_prefix: ClassVar[str] = "SPECDEC_COORDINATOR_"
 
-    targets: Addresses = Field(description="Target replicas, host:port, separated by commas.", min_length=1)
-    drafts: Addresses = Field(default=(), description="Draft replicas, host:port; none: plain decoding.")
+    targets: Addresses = Field(
+        description="Target replicas, host:port or dns:///name:port, separated by commas.", min_length=1
+    )
+    drafts: Addresses = Field(default=(), description="Draft replicas, written alike; none: plain decoding.")
+    discovery_s: float = Field(default=5.0, gt=0, description="How often names in dns:/// entries are looked up.")
     tokenizer: Path | None = Field(
         default=None, description="Directory with tokenizer.json; null: fetched from a target."
     )
@@ -154,6 +157,27 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     max_logprobs: int = Field(default=20, ge=0, description="Most alternatives per log-probability.")
     max_logit_bias: int = Field(default=1024, ge=0, description="Most tokens with a bias.")
     max_prompt_bytes: int = Field(default=4 * 1024 * 1024, ge=1, description="Longest prompt, in UTF-8.")
+    max_prompt_tokens: int | None = Field(default=None, ge=1, description="Longest prompt, in tokens; null: no limit.")
+
+    api_keys_file: Path | None = Field(
+        default=None,
+        description="File of hashed API keys (YAML or JSON), read again when it changes; null: no authentication.",
+    )
+    quota_tokens_per_s: float | None = Field(
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Prompt and output tokens per second of a tenant; null: off.",
+    )
+    quota_burst_tokens: float | None = Field(
+        default=None,
+        ge=1,
+        allow_inf_nan=False,
+        description="Tokens that a tenant may save up; null: ten seconds of quota_tokens_per_s.",
+    )
+    max_concurrent_requests_per_tenant: int | None = Field(
+        default=None, ge=1, description="Most requests of a tenant that run or wait at once; null: off."
+    )
 
     verify_mode: VerifyModeName = Field(
         default="coupled", description="How proposals are verified when a request does not say."
@@ -166,6 +190,11 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default=30.0, gt=0, description="How long a session may be without a target before it fails."
     )
     draft_reopen_s: float = Field(default=1.0, gt=0, description="Wait before a lost draft session is reopened.")
+    ejection_failures: int = Field(
+        default=5, ge=1, description="Consecutive failures after which a replica gets no sessions for a while."
+    )
+    ejection_s: float = Field(default=10.0, gt=0, description="How long that is at first; doubled each further time.")
+    ejection_max_s: float = Field(default=300.0, gt=0, description="The longest it is.")
     resume_secret: SecretStr | None = Field(
         default=None,
         min_length=16,
@@ -176,4 +205,12 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     def _check_backoff(self) -> Self:
         if self.reconnect_backoff_min_s > self.reconnect_backoff_max_s:
             raise ValueError("reconnect_backoff_min_s must not be above reconnect_backoff_max_s")
+        if self.ejection_s > self.ejection_max_s:
+            raise ValueError("ejection_s must not be above ejection_max_s")
+        return self
+
+    @model_validator(mode="after")
+    def _check_quota(self) -> Self:
+        if self.quota_burst_tokens is not None and self.quota_tokens_per_s is None:
+            raise ValueError("quota_burst_tokens needs quota_tokens_per_s")
         return self

@@ -6,6 +6,7 @@ from specdec.engine.outputs import EngineStats, StepOutput
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
+from target_service.payoff import Payoff
 from target_service.session import TargetSession
 
 _ORIGINS = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
@@ -19,6 +20,10 @@ class TargetRecorder:
         self._metrics = metrics
         self._engine = EngineGauges(metrics)
 
+    def serves(self, identity: pb.ModelIdentity) -> None:
+        """The model is loaded."""
+        self._engine.serves(identity)
+
     def load(self, stats: EngineStats, num_sessions: int, draft_credit: int) -> None:
         """Gauges, a few times a second."""
         self._engine.observe(stats, num_sessions)
@@ -27,6 +32,10 @@ class TargetRecorder:
     def opened(self) -> None:
         """A session was opened."""
         self._metrics.opened.inc()
+
+    def aborted(self) -> None:
+        """A session was closed before its choice had ended."""
+        self._metrics.requests.labels("abort").inc()
 
     def rejected_proposal(self) -> None:
         """A proposal was malformed."""
@@ -41,6 +50,14 @@ class TargetRecorder:
         if num_nodes:
             self._metrics.verify_seconds.observe(elapsed_s)
             self._metrics.verified_nodes.inc(num_nodes)
+
+    def turn(self, outside_s: float, payoff: Payoff | None) -> None:
+        """The turn of a step is over: what it took besides the step, and what it says of speculation."""
+        metrics = self._metrics
+        metrics.loop_seconds.observe(outside_s)
+        if payoff is not None:
+            metrics.decode_seconds.inc(payoff.decode_s)
+            metrics.plain_equivalent_seconds.inc(payoff.plain_s)
 
     def verdict(self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float) -> None:
         """One verdict, before the session's own record of its last one is updated."""

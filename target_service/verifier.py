@@ -25,6 +25,7 @@ from target_service.decide import Candidate, Decision, decide
 from target_service.logprobs import prompt_logprobs
 from target_service.metrics import TargetRecorder
 from target_service.pacing import Pacing, depths_of, end_position
+from target_service.payoff import Payoff, PlainSteps, step_payoff
 from target_service.session import TargetSession
 from target_service.speculation_tree import SpeculationTree
 from target_service.walk import EndOfChoice
@@ -52,10 +53,12 @@ class Verifier:
         self._settings = settings
         self._recorder = recorder
         self._by_seq: dict[int, TargetSession] = {}
+        self._plain_steps = PlainSteps()
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
         self._forks: dict[str, list[TargetSession]] = {}
         """Sessions that wait for the prompt of another one, by its id."""
+        recorder.serves(self._identity)
 
     # --- sessions
 
@@ -117,6 +120,8 @@ class Verifier:
             session.seq = None
         elif session in (waiting := self._forks.get(session.body.fork_from, [])):
             waiting.remove(session)
+        if not (session.sent and session.sent[-1].finish_reason):
+            self._recorder.aborted()
         for orphan in self._forks.pop(session.session_id, []):
             self._start(orphan)
 
@@ -171,10 +176,15 @@ class Verifier:
         decisions = decide(candidates, output.logits, self._sampler)
         elapsed_s = time.monotonic() - started_s
         self._recorder.step(output, elapsed_s)
+        held_s = max((self._held_s(decision.candidate.session) for decision in decisions), default=0.0)
+        # A step that carries prefill says nothing of speculation: plain decoding would have carried it, too.
+        is_decode = all(item.num_new_tokens <= 1 and self._by_seq[item.seq.seq_id].has_decided for item in output.items)
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
-        self.pacing.observe_step(output.num_tokens, time.monotonic() - self._turn_began_s)
+        turn_s = time.monotonic() - self._turn_began_s
+        self._recorder.turn(turn_s - elapsed_s, self._payoff(decisions, turn_s, held_s) if is_decode else None)
+        self.pacing.observe_step(output.num_tokens, turn_s)
 
     def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
         candidates = []
@@ -205,7 +215,6 @@ class Verifier:
         num_wasted = session.tree.advance(walk.token_ids) + num_stale
         if session.mode is VerifyMode.REJECTION:
             num_wasted += session.tree.clear()
-        held_s = self._due_at_s - session.held_since_s if session.held_since_s is not None else 0.0
         verdict = pb.Verdict(
             start_position=start,
             token_ids=walk.token_ids,
@@ -217,7 +226,7 @@ class Verifier:
             num_accepted=len(walk.path),
             hit=session.had_proposal,
             step_us=int(elapsed_s * 1e6),
-            hold_off_us=int(held_s * 1e6),
+            hold_off_us=int(self._held_s(session) * 1e6),
             draft_us=session.tree.draft_us,
             num_wasted=num_wasted,
         )
@@ -243,6 +252,16 @@ class Verifier:
         self.pacing.after_verdict(session)
 
     # --- details
+
+    def _payoff(self, decisions: list[Decision], turn_s: float, held_s: float) -> Payoff:
+        num_sessions = len(decisions)
+        if not any(decision.candidate.num_nodes for decision in decisions):
+            self._plain_steps.observe(num_sessions, turn_s)
+        plain_step_s = self._plain_steps.expected_s(num_sessions, self.pacing.step_time)
+        return step_payoff(plain_step_s, [len(decision.walk.token_ids) for decision in decisions], turn_s, held_s)
+
+    def _held_s(self, session: TargetSession) -> float:
+        return self._due_at_s - session.held_since_s if session.held_since_s is not None else 0.0
 
     def _ready(self) -> list[TargetSession]:
         return [s for s in self._by_seq.values() if s.seq is not None and s.seq.is_ready]

@@ -39,14 +39,20 @@ class DraftLink(ReplicaLink):
         super().__init__(address, channel, settings, events)
         self._stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
         self._proposals = proposals
-        self._target_load: pb.LoadReport | None = None
+        self._target_loads: dict[str, pb.LoadReport] = {}
 
     def open(self, session: Session) -> None:
-        """Open a session, or open it again, under a new epoch and with all its tokens."""
+        """Open a session, or open it again, under a new epoch and with all its tokens.
+
+        It names its target, whose load bounds how far to draft.
+        """
         session.draft = self
         session.draft_epoch += 1
         self.sessions[session.session_id] = session
-        self._queue(self._entry(session, open=session.open_body()))
+        body = session.open_body()
+        if session.target is not None:
+            body.target = session.target.address
+        self._queue(self._entry(session, open=body))
 
     def commit(self, session: Session, start_position: int, token_ids: Sequence[int]) -> None:
         """Tell which tokens are final."""
@@ -57,10 +63,11 @@ class DraftLink(ReplicaLink):
         self.sessions.pop(session.session_id, None)
         session.draft = None
         self._queue(self._entry(session, close=pb.CloseSession(reason=reason)))
+        self._events.on_closed(self, session, reason)
 
-    def tell_target_load(self, load: pb.LoadReport) -> None:
-        """Bounds how far to draft; leaves with the next frame."""
-        self._target_load = load
+    def tell_target_load(self, target: str, load: pb.LoadReport) -> None:
+        """Bounds how far to draft for a target's sessions; the latest of each target leaves with the next frame."""
+        self._target_loads[target] = load
 
     def _entry(self, session: Session, **body: Any) -> draft_pb2.DraftEntry:
         return draft_pb2.DraftEntry(session_id=session.session_id, epoch=session.draft_epoch, **body)
@@ -75,8 +82,9 @@ class DraftLink(ReplicaLink):
         return draft_pb2.DraftRequest(attach=self._attach(sessions))
 
     def _frame(self, entries: Sequence[draft_pb2.DraftEntry]) -> draft_pb2.DraftRequest:
-        load, self._target_load = self._target_load, None
-        return draft_pb2.DraftRequest(entries=entries, target_load=load)
+        loads, self._target_loads = self._target_loads, {}
+        told = [draft_pb2.TargetLoad(target=target, load=load) for target, load in loads.items()]
+        return draft_pb2.DraftRequest(entries=entries, target_loads=told)
 
     def _epoch(self, session: Session) -> int:
         return session.draft_epoch

@@ -29,10 +29,13 @@ _log = structlog.get_logger(__name__)
 
 
 class LinkState(StrEnum):
-    """A replica as the coordinator sees it."""
+    """A replica as the coordinator sees it. From ready to probation its stream is up."""
 
     CONNECTING = "connecting"
     READY = "ready"
+    DRAINING = "draining"
+    EJECTED = "ejected"
+    PROBATION = "probation"
     INCOMPATIBLE = "incompatible"
     DOWN = "down"
 
@@ -57,8 +60,8 @@ class LinkEvents(Protocol):
     def on_up(self, link: Any, lost: Sequence[Session]) -> None:
         """The stream is ready; `lost` are the link's sessions that the replica does not hold."""
 
-    def on_down(self, link: Any) -> None:
-        """The stream broke; the link still has its sessions."""
+    def on_down(self, link: Any, is_fault: bool) -> None:
+        """The stream ended; the link still has its sessions. A replica that shut down in order is not at fault."""
 
     def on_state(self, link: Any) -> None:
         """The state changed."""
@@ -68,6 +71,9 @@ class LinkEvents(Protocol):
 
     def on_session_error(self, link: Any, session: Session, error: pb.SessionError) -> None:
         """The replica ended a session."""
+
+    def on_closed(self, link: Any, session: Session, reason: str) -> None:
+        """A session was closed from our side."""
 
     def on_fault(self, session: Session, error: Exception) -> None:
         """Handling a session's entry failed on our side."""
@@ -85,12 +91,15 @@ class ReplicaLink:
     def __init__(self, address: str, channel: grpc.aio.Channel, settings: LinkSettings, events: LinkEvents) -> None:
         self.address = address
         self.channel = channel
-        self.state = LinkState.CONNECTING
         self.detail = ""
+        self.is_retired = False
         self.identity: pb.ModelIdentity | None = None
         self.load: pb.LoadReport | None = None
         self.sessions: dict[str, Session] = {}
         self.num_streams = 0
+        self._connection = LinkState.CONNECTING
+        self._standing = LinkState.READY
+        self._shown: tuple[LinkState, str] | None = None
         self._settings = settings
         self._events = events
         self._outbox: list[Any] = []
@@ -99,9 +108,36 @@ class ReplicaLink:
         self._listed: list[Session] = []
 
     @property
-    def is_ready(self) -> bool:
+    def state(self) -> LinkState:
+        """A stream that is up counts as what the replica said of itself, else as how far it is trusted."""
+        if not self.is_up:
+            return self._connection
+        return LinkState.DRAINING if self.is_draining else self._standing
+
+    @property
+    def is_up(self) -> bool:
         """Entries can be sent."""
+        return self._connection is LinkState.READY
+
+    @property
+    def is_ready(self) -> bool:
+        """New sessions may be opened without a second thought."""
         return self.state is LinkState.READY
+
+    @property
+    def is_draining(self) -> bool:
+        """The replica shuts down, or is no longer listed: what it has may end there, nothing new begins."""
+        return self.is_retired or (self.load is not None and self.load.draining)
+
+    def set_retired(self, is_retired: bool) -> None:
+        """Whether the replica is no longer listed where replicas are found."""
+        self.is_retired = is_retired
+        self._show_state()
+
+    def set_standing(self, standing: LinkState) -> None:
+        """Ready, ejected or on probation: how it is treated while its stream is up."""
+        self._standing = standing
+        self._show_state()
 
     async def run(self) -> None:
         """Open the stream, again and again, with growing and jittered waits between attempts that fail."""
@@ -131,7 +167,7 @@ class ReplicaLink:
 
     def _queue(self, entry: Any) -> None:
         """Send an entry with the next frame; dropped while the stream is down: attaching makes up for it."""
-        if self.state is not LinkState.READY:
+        if not self.is_up:
             return
         self._outbox.append(entry)
         if self._wake is not None and not self._wake.done():
@@ -152,6 +188,8 @@ class ReplicaLink:
                 raise await _end_of(call)
             if not first.HasField("attached"):
                 raise Unavailable("the replica's first frame is no answer to attach")
+            if first.HasField("load"):
+                self.load = first.load  # one that drains is never taken for a ready one
             await self._become_ready(first.attached)
             writer = asyncio.create_task(self._write_frames(call))
             frame = first
@@ -215,24 +253,32 @@ class ReplicaLink:
                 self._events.on_fault(session, error)
         if frame.HasField("load"):
             self.load = frame.load
+            self._show_state()
             self._events.on_load(self)
 
     def _go_down(self, error: Exception) -> None:
-        was_ready = self.is_ready
+        was_up, was_draining = self.is_up, self.is_draining
+        self.load = None
         if isinstance(error, IncompatibleReplica):
             self._set_state(LinkState.INCOMPATIBLE, error.message)
         else:
             self._set_state(LinkState.DOWN, _describe(error))
         self._outbox.clear()
-        self.load = None
-        if was_ready:
-            self._events.on_down(self)
+        if was_up:
+            is_announced = was_draining or (isinstance(error, SpecdecError) and error.reason == "DRAINING")
+            self._events.on_down(self, not is_announced)
 
-    def _set_state(self, state: LinkState, detail: str) -> None:
-        if (state, detail) != (self.state, self.detail):
-            log = _log.info if state is LinkState.READY else _log.warning
-            log("replica_state", role=self.role, address=self.address, state=str(state), detail=detail)
-        self.state, self.detail = state, detail
+    def _set_state(self, connection: LinkState, detail: str) -> None:
+        self._connection, self.detail = connection, detail
+        self._show_state()
+
+    def _show_state(self) -> None:
+        state, detail = shown = (self.state, self.detail)
+        if shown == self._shown:
+            return
+        self._shown = shown
+        log = _log.info if state is LinkState.READY else _log.warning
+        log("replica_state", role=self.role, address=self.address, state=str(state), detail=detail)
         self._events.on_state(self)
 
     # What differs between roles.

@@ -62,6 +62,12 @@ class TargetLink(ReplicaLink):
         """End a session."""
         self.sessions.pop(session.session_id, None)
         self._queue(self._entry(session, close=pb.CloseSession(reason=reason)))
+        self._events.on_closed(self, session, reason)
+
+    def release(self, session: Session) -> None:
+        """Give a session up to another target; what this one still holds of it is freed."""
+        if self.sessions.pop(session.session_id, None) is not None:
+            self._queue(self._entry(session, close=pb.CloseSession(reason="replaced")))
 
     def supersede(self, session: Session) -> None:
         """Drop whatever still comes from the current opening; the session stays, to be opened again."""

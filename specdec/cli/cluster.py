@@ -118,9 +118,17 @@ class Cluster:
         *,
         log_dir: Path | None = None,
         timeouts: ClusterTimeouts | None = None,
+        credentials: grpc.ChannelCredentials | None = None,
+        api_key: str | None = None,
     ) -> None:
-        """Take services in the order in which to start them; they are stopped in the opposite order."""
+        """Take services in the order in which to start them; they are stopped in the opposite order.
+
+        With `credentials` they are asked for their health over TLS. `api_key` is for a coordinator that wants one from
+        everyone who asks for its status.
+        """
         self.timeouts = timeouts or ClusterTimeouts()
+        self._credentials = credentials
+        self._metadata = None if api_key is None else (("authorization", f"Bearer {api_key}"),)
         self.log_dir = log_dir or Path(tempfile.mkdtemp(prefix="specdec-"))
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self.services = {spec.name: ServiceProcess(spec, self.log_dir / f"{spec.name}.log") for spec in specs}
@@ -185,20 +193,19 @@ class Cluster:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             for _ in self._attempts(service, self.timeouts.connect_s, "did not reach every replica", states):
                 with contextlib.suppress(grpc.RpcError):
-                    status = stub.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=1.0)
+                    status = stub.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=1.0, metadata=self._metadata)
                     states[:] = [f"{r.role} {r.address} is {r.state} {r.detail}".rstrip() for r in status.replicas]
                     if any(replica.state == "incompatible" for replica in status.replicas):
                         raise ClusterFailed(f"coordinator: {'; '.join(states)}")
                     if sum(replica.state == "ready" for replica in status.replicas) >= wanted:
                         return
 
-    @staticmethod
-    @contextlib.contextmanager
-    def _channel(address: str) -> Iterator[grpc.Channel]:
+    def _channel(self, address: str) -> grpc.Channel:
         # The default backoff between connection attempts grows to two minutes.
         options = [("grpc.initial_reconnect_backoff_ms", 50), ("grpc.max_reconnect_backoff_ms", 250)]
-        with grpc.insecure_channel(address, options=options) as channel:
-            yield channel
+        if self._credentials is None:
+            return grpc.insecure_channel(address, options=options)
+        return grpc.secure_channel(address, self._credentials, options=options)
 
     def _attempts(
         self, service: ServiceProcess, timeout_s: float, failure: str, details: Sequence[str] = ()

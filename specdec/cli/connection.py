@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,8 @@ import typer
 from specdec.client import ClientSettings
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+API_KEY_VARIABLE = "SPECDEC_API_KEY"
+"""There is no flag for the key: process lists would show it."""
 _PANEL = "Connection"
 
 Address = Annotated[
@@ -36,7 +39,10 @@ TlsCert = Annotated[
 def client_settings(
     timeout_s: float | None, tls_ca: Path | None, tls_key: Path | None, tls_cert: Path | None
 ) -> ClientSettings:
-    """Return the client's settings. Raises typer.BadParameter when a file is missing or cannot be read."""
+    """Return the client's settings; the API key comes from SPECDEC_API_KEY.
+
+    Raises typer.BadParameter when a file is missing or cannot be read.
+    """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
     if tls_key is not None and tls_ca is None:
@@ -48,6 +54,7 @@ def client_settings(
         timeout_s=timeout_s,
         root_certificates=_read(tls_ca, "--tls-ca") if tls_ca is not None else None,
         client_certificate=pair,
+        api_key=os.environ.get(API_KEY_VARIABLE),
     )
 
 

@@ -13,6 +13,8 @@ import yaml
 import specdec
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
+from specdec.cli.health import health
+from specdec.cli.keys import keys
 from specdec.cli.models import models
 from specdec.cli.serve import PASS_THROUGH, serve
 from specdec.cli.up import up
@@ -28,7 +30,9 @@ app.command()(up)
 app.command()(generate)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(serve)
 app.command()(models)
+app.command()(health)
 app.command()(demo)
+app.add_typer(keys, name="keys")
 
 
 def _show_version(wanted: bool) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import grpc
 
 from specdec.rpc.settings import ClientSettings, WireSettings
+from specdec.rpc.tls import channel_credentials
 
 _MAX_RECONNECT_BACKOFF_MS = 2000
 _MIN_RECONNECT_BACKOFF_MS = 100
@@ -30,8 +29,8 @@ def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
 def open_channel(address: str, settings: ClientSettings) -> grpc.aio.Channel:
     """A channel to host:port; connects lazily and reconnects by itself, at most two seconds apart.
 
-    Never goes through an HTTP proxy, and shares its connection with no other channel. Raises OSError when a
-    TLS file cannot be read.
+    Never goes through an HTTP proxy, and shares its connection with no other channel. TLS files are read
+    once, here; raises TlsFilesBroken, which names the setting, when they cannot be used.
     """
     options: list[tuple[str, int | str]] = [
         *wire_options(settings),
@@ -45,13 +44,7 @@ def open_channel(address: str, settings: ClientSettings) -> grpc.aio.Channel:
         return grpc.aio.insecure_channel(address, options=options)
     if settings.replica_tls_server_name:
         options.append(("grpc.ssl_target_name_override", settings.replica_tls_server_name))
-    credentials = grpc.ssl_channel_credentials(
-        root_certificates=_read(settings.replica_tls_ca_file),
-        private_key=_read(settings.replica_tls_key_file),
-        certificate_chain=_read(settings.replica_tls_cert_file),
+    credentials = channel_credentials(
+        settings.replica_tls_ca_file, settings.replica_tls_cert_file, settings.replica_tls_key_file
     )
     return grpc.aio.secure_channel(address, credentials, options=options)
-
-
-def _read(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()

@@ -19,7 +19,7 @@ from specdec.rpc.errors import NotReady
 from specdec.rpc.server import StartupFailed, run_service
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.rpc.stream_relay import StreamRelay
-from specdec.telemetry import RelayMetrics, enable_multiprocess_metrics, setup_logging
+from specdec.telemetry import BuildInfo, RelayMetrics, enable_multiprocess_metrics, setup_logging
 from specdec.v1 import common_pb2
 
 TOKENIZER_PIECE_BYTES = 1024 * 1024
@@ -146,6 +146,7 @@ async def _run(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
     except StartupFailed as error:
         _log.error("startup_failed", reason=str(error))
         return 1
+    BuildInfo(registry, role.name)
     return await run_service(service, settings, registry=registry)
 
 

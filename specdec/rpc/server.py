@@ -13,6 +13,7 @@ import contextlib
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
+from wsgiref.simple_server import WSGIServer
 
 import grpc
 import structlog
@@ -24,6 +25,7 @@ from specdec import __version__
 from specdec.rpc.channel import wire_options
 from specdec.rpc.error_interceptor import ErrorInterceptor
 from specdec.rpc.settings import ServiceSettings
+from specdec.rpc.tls import ClientNameInterceptor, TlsFiles, TlsFilesBroken, follow_files, server_credentials
 from specdec.telemetry import scrape_registry
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
@@ -67,7 +69,8 @@ def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
     """A server that is bound, not started, and the port it has.
 
     It has keepalive, explicit message limits, TLS when configured, and turns errors of handlers into typed
-    statuses. Raises StartupFailed naming the setting when the port or a TLS file cannot be used.
+    statuses. TLS files are read again when they change. Raises StartupFailed when the port cannot be used and
+    TlsFilesBroken when a TLS file cannot; both name the setting.
     """
     options: list[tuple[str, int]] = [
         *wire_options(settings),
@@ -77,7 +80,10 @@ def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
         # Else two servers on one port share its connections without a word.
         ("grpc.so_reuseport", 0),
     ]
-    server = grpc.aio.server(interceptors=[ErrorInterceptor()], options=options)
+    interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
+    if settings.tls_allowed_client_names:
+        interceptors.append(ClientNameInterceptor(settings.tls_allowed_client_names))
+    server = grpc.aio.server(interceptors=interceptors, options=options)
     return server, _bind(server, settings)
 
 
@@ -116,7 +122,7 @@ async def run_service(service: Service, settings: ServiceSettings, *, registry: 
             _log.info("stopping", exit_code=exit_code)
             await server.stop(0 if aborting.is_set() or exit_code else settings.stop_grace_s)
             return exit_code
-    except StartupFailed as error:
+    except (StartupFailed, TlsFilesBroken) as error:
         _log.error("startup_failed", reason=str(error))
         return 1
     finally:
@@ -193,20 +199,19 @@ def _install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
 
 def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
     address = f"{settings.host}:{settings.port}"
+    tls = _tls_files(settings)
     try:
-        if settings.tls_cert_file is None or settings.tls_key_file is None:
+        if tls is None:
             return server.add_insecure_port(address)
-        client_ca = settings.tls_client_ca_file
-        credentials = grpc.ssl_server_credentials(
-            [(settings.tls_key_file.read_bytes(), settings.tls_cert_file.read_bytes())],
-            root_certificates=None if client_ca is None else client_ca.read_bytes(),
-            require_client_auth=client_ca is not None,
-        )
-        return server.add_secure_port(address, credentials)
-    except OSError as error:
-        raise StartupFailed(f"tls_cert_file, tls_key_file, tls_client_ca_file: {error}") from error
+        return server.add_secure_port(address, server_credentials(tls))
     except (RuntimeError, ValueError) as error:
         raise StartupFailed(f"host, port: cannot listen on {address}: {error}") from error
+
+
+def _tls_files(settings: ServiceSettings) -> TlsFiles | None:
+    if settings.tls_cert_file is None or settings.tls_key_file is None:
+        return None
+    return TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
 
 
 @contextlib.contextmanager
@@ -214,8 +219,9 @@ def _metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) ->
     if settings.metrics_port is None:
         yield None
         return
+    tls = _tls_files(settings) if settings.metrics_tls else None
     try:
-        server, _ = start_http_server(settings.metrics_port, settings.host, scrape_registry(registry))
+        server = _start_metrics(settings.metrics_port, settings, scrape_registry(registry), tls)
     except OSError as error:
         address = f"{settings.host}:{settings.metrics_port}"
         raise StartupFailed(f"metrics_port: cannot listen on {address}: {error.strerror}") from error
@@ -224,6 +230,23 @@ def _metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) ->
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _start_metrics(
+    port: int, settings: ServiceSettings, registry: CollectorRegistry, tls: TlsFiles | None
+) -> WSGIServer:
+    if tls is None:
+        return start_http_server(port, settings.host, registry)[0]
+    client_ca = settings.tls_client_ca_file
+    server, _ = start_http_server(
+        port, settings.host, registry,
+        certfile=str(settings.tls_cert_file),
+        keyfile=str(settings.tls_key_file),
+        client_cafile=None if client_ca is None else str(client_ca),
+        client_auth_required=client_ca is not None,
+    )  # fmt: skip
+    follow_files(server, tls)
+    return server
 
 
 @contextlib.asynccontextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_settings import NoDecode
 
 from specdec.rpc.affinity import parse_cores
 
@@ -16,7 +17,14 @@ def _check_cores(value: str) -> str:
     return value
 
 
+def _split_commas(value: Any) -> Any:
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    return value
+
+
 Cores = Annotated[str, BeforeValidator(_check_cores)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
 
 
 class WireSettings(BaseModel):
@@ -65,6 +73,14 @@ class ServiceSettings(WireSettings):
     tls_client_ca_file: Path | None = Field(
         default=None, description="PEM authorities; set it to demand and verify client certificates (mTLS)."
     )
+    tls_allowed_client_names: Names = Field(
+        default=(),
+        description="DNS or common names in client certificates that may call, separated by commas; "
+        "none: any certificate of tls_client_ca_file.",
+    )
+    metrics_tls: bool = Field(
+        default=False, description="Serve /metrics over TLS, with the same certificate and client check."
+    )
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:
@@ -72,6 +88,10 @@ class ServiceSettings(WireSettings):
             raise ValueError("tls_cert_file and tls_key_file must be set together")
         if self.tls_client_ca_file is not None and self.tls_cert_file is None:
             raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if self.tls_allowed_client_names and self.tls_client_ca_file is None:
+            raise ValueError("tls_allowed_client_names needs tls_client_ca_file")
+        if self.metrics_tls and self.tls_cert_file is None:
+            raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
         _check_files(self, ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
         return self
 
@@ -102,7 +122,9 @@ class ClientSettings(WireSettings):
         default=None,
         description="PEM authorities that replicas' certificates must come from; null: the system's.",
     )
-    replica_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
+    replica_tls_cert_file: Path | None = Field(
+        default=None, description="PEM client certificate chain (mTLS); read once for each replica."
+    )
     replica_tls_key_file: Path | None = Field(default=None, description="PEM private key of the client certificate.")
     replica_tls_server_name: str | None = Field(
         default=None, description="Name expected in replicas' certificates; null: the host called."

@@ -6,6 +6,9 @@ from prometheus_client import Counter
 
 from specdec.engine.outputs import EngineStats, StepOutput
 from specdec.telemetry import DraftMetrics, TargetMetrics
+from specdec.v1 import common_pb2 as pb
+
+_DIGEST_DIGITS = 12
 
 
 class EngineGauges:
@@ -14,6 +17,16 @@ class EngineGauges:
     def __init__(self, metrics: TargetMetrics | DraftMetrics) -> None:
         self._metrics = metrics
         self._last: dict[str, int] = {}
+
+    def serves(self, identity: pb.ModelIdentity) -> None:
+        """Export what is served, once it is loaded."""
+        self._metrics.info.labels(
+            model=identity.name,
+            numerics_id=identity.numerics_id,
+            device=identity.device,
+            dtype=identity.dtype,
+            tokenizer=identity.tokenizer_digest[:_DIGEST_DIGITS],
+        ).set(1)
 
     def observe(self, stats: EngineStats, num_sessions: int) -> None:
         """Export a snapshot. Cost: some ten metric updates."""

@@ -91,6 +91,7 @@ class EngineWorker:
         self._attached: dict[int, pb.Attached] = {}
         self._next_load_s = 0.0
         self._draining = False
+        self._leaving = False
         self._stopping = False
         self._log = structlog.get_logger("specdec.worker")
         self.role: Role
@@ -150,20 +151,27 @@ class EngineWorker:
         load = None
         if now_s >= self._next_load_s:
             self._next_load_s = now_s + _LOAD_INTERVAL_S
-            load = self.role.load()
+            load = self._load()
             self.port.send(FrameKind.LOAD, 0, load.SerializeToString())
         streams = set(self._outbox) | set(self._attached)
+        if self._leaving and load is not None:
+            streams.update(self.sessions.streams)  # also those who have no session here must look elsewhere
         for stream_id in streams:
             response = self._wire.response(results=self._outbox.pop(stream_id, ()))
             if (attached := self._attached.pop(stream_id, None)) is not None:
                 response.attached.CopyFrom(attached)
-                load = load or self.role.load()
+                load = load or self._load()
             if load is not None:
                 response.load.CopyFrom(load)
             self.port.send(FrameKind.MESSAGE, stream_id, response.SerializeToString())
         if self._draining and not len(self.sessions):
             self.port.send(FrameKind.DRAINED, 0, b"")
             self._draining = False
+
+    def _load(self) -> pb.LoadReport:
+        load = self.role.load()
+        load.draining = self._leaving
+        return load
 
     def _handle(self, frame: Frame) -> None:
         match frame.kind:
@@ -175,7 +183,8 @@ class EngineWorker:
                 for session in self.sessions.detach(frame.stream_id, self._clock()):
                     self.role.set_orphaned(session, True)
             case FrameKind.DRAIN:
-                self._draining = True
+                self._draining = self._leaving = True
+                self._next_load_s = 0.0  # owners learn of it with the next flush
             case FrameKind.SHUTDOWN:
                 self._stopping = True
             case _:

@@ -63,6 +63,11 @@ class SessionTable:
         """The owner that attached on this stream."""
         return self._streams.get(stream_id)
 
+    @property
+    def streams(self) -> list[int]:
+        """The live streams, one per attached owner."""
+        return list(self._streams)
+
     def attach(self, stream_id: int, owner_id: str, lease_generation: int) -> tuple[Owner, int | None]:
         """Bind a stream to an owner.
 

@@ -20,6 +20,9 @@ ENGINE = [
     "step_tokens_count",
     "step_sequences_count",
     "sessions_opened_total",
+    "loop_seconds_count",
+    "rollback_tokens_count",
+    "info",
     "kv_blocks",
     "kv_blocks_cached",
     "prefix_cache_queries_total",
@@ -75,6 +78,9 @@ NONZERO = {
         "time_to_first_token_seconds_count",
         "inter_token_seconds_count",
         "requests_total{outcome=length}",
+        "requests_total{outcome=abort}",
+        "decode_seconds_total",
+        "plain_equivalent_seconds_total",
         "draft_credit",
     ],
     "draft": [
@@ -85,6 +91,8 @@ NONZERO = {
         "committed_tokens_total{found=found}",
         "committed_tokens_total{found=missing}",
         "draft_seconds_count",
+        "requests_total{outcome=closed}",
+        "tokens_total{kind=main}",
     ],
 }
 PRESENT = {
@@ -110,6 +118,7 @@ async def test_metrics_tell_of_traffic(steady_cluster: Cluster, metrics_ports: d
         await eventually(all_are_above_zero, "all metrics are above zero")
     assert zero == set()
     samples = scrape(metrics_ports[role])
+    assert samples["specdec_build_info"] == 1
     assert {name for name in PRESENT[role] if f"specdec_{role}_{name}" not in samples} == set()
     assert samples[f"specdec_{role}_token_mismatches_total"] == 0
 

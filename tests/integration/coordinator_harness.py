@@ -106,6 +106,7 @@ def expected_ids(
 async def running(
     targets: Sequence[ScriptedTarget],
     drafts: Sequence[ScriptedDraft] = (),
+    /,
     *,
     wait_for_draft: bool = True,
     **changes: Any,

@@ -371,7 +371,7 @@ async def test_a_client_that_goes_away_frees_both_sides_and_its_place(how: str) 
         call = harness.stub.Generate(request(n=2), timeout=0.3 if how == "deadline" else None)
         await target.until(lambda: len(target.sessions) == 2)
         if how == "deadline":
-            assert 0 < next(iter(target.sessions.values())).body.deadline_ms <= 300
+            assert 0 < next(iter(target.sessions.values())).body.deadline_ms <= 310  # gRPC rounds up
             assert (await error_of(call)).code == grpc.StatusCode.DEADLINE_EXCEEDED
         else:
             call.cancel()

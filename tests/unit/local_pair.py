@@ -148,7 +148,8 @@ class LocalPair:
             port.num_pending_bytes = 0
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
         self.target = self._worker(self.target_port, TARGET_WIRE, self.target_built)
-        recorder = TargetRecorder(TargetMetrics(CollectorRegistry()))
+        self.target_registry = CollectorRegistry()
+        recorder = TargetRecorder(TargetMetrics(self.target_registry))
         self.verifier = Verifier(self.target, self.target_built, self.target_settings, recorder)
         self.target.role = self.verifier
         self.draft = self._worker(self.draft_port, DRAFT_WIRE, self.draft_built)

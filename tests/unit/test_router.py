@@ -43,3 +43,11 @@ def test_old_prefixes_are_forgotten_when_there_are_too_many() -> None:
     router.pick(PROMPT[:64], b"", {"b": 0})
     router.pick([7] * 128, b"", {"b": 0})
     assert router.pick(PROMPT[:64], b"", {"a": 0, "b": 0}) == "a"
+
+
+def test_the_replica_that_wrote_an_output_is_picked_for_what_follows_it() -> None:
+    router = PrefixRouter()
+    assert router.pick(PROMPT[:64], b"", {"a": 0, "b": 1}) == "a"
+    assert router.pick(PROMPT[:64], b"", {"b": 0}) == "b"
+    router.remember(PROMPT[:128], b"", "b")
+    assert router.pick(PROMPT, b"", {"a": 0, "b": 5}) == "b"

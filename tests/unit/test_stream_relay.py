@@ -170,9 +170,10 @@ async def test_reflection_lists_the_service_and_can_be_switched_off() -> None:
         assert SERVICE in [service.name for service in answer.list_services_response.service]
     async with ready_echo("--no-reflection") as (_, channel):
         call = reflect(channel)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
+        # grpc.aio may raise INTERNAL when it is refused while it still writes; the call itself has the true status.
+        with pytest.raises(grpc.aio.AioRpcError):
             await call.read()
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_death_of_the_engine_ends_streams_as_unavailable_and_the_process_with_1() -> None:

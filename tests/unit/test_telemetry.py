@@ -13,6 +13,7 @@ import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 
 from specdec.telemetry import (
+    BuildInfo,
     CoordinatorMetrics,
     DraftMetrics,
     RelayMetrics,
@@ -69,6 +70,7 @@ def test_tracebacks_never_show_local_variables(capsys: pytest.CaptureFixture[str
 ON_EVERY_SERVICE = ["requests_total", "tokens_total", "queue_length", "steps_total"]
 ON_ENGINES = [*ON_EVERY_SERVICE, "step_seconds", "rollbacks_total", "kv_blocks_used"]
 LATENCY = ["time_to_first_token_seconds", "inter_token_seconds"]
+PAYING = ["decode_seconds_total", "plain_equivalent_seconds_total", "hold_off_seconds", "stale_proposals_total"]
 BY_DEPTH = ["proposed_tokens_total", "accepted_tokens_total"]
 
 
@@ -79,7 +81,7 @@ BY_DEPTH = ["proposed_tokens_total", "accepted_tokens_total"]
             CoordinatorMetrics,
             [*ON_EVERY_SERVICE, *LATENCY, *BY_DEPTH, "draft_latency_seconds", "verify_latency_seconds"],
         ),
-        (TargetMetrics, [*ON_ENGINES, *LATENCY, *BY_DEPTH, "verify_seconds"]),
+        (TargetMetrics, [*ON_ENGINES, *LATENCY, *BY_DEPTH, "verify_seconds", *PAYING]),
         (DraftMetrics, [*ON_ENGINES, "draft_seconds"]),
     ],
 )
@@ -96,6 +98,7 @@ def test_names_of_the_two_processes_of_a_replica_do_not_clash(group: type, servi
     registry = CollectorRegistry()
     group(registry)
     RelayMetrics(registry, service)
+    BuildInfo(registry, service)
 
 
 def test_own_registry_is_scraped_without_multiprocess_mode() -> None:
@@ -107,12 +110,15 @@ def test_metrics_of_all_processes_are_merged(tmp_path: Path) -> None:
     code = """
 import sys
 from specdec.telemetry import *
+from prometheus_client import CollectorRegistry
 enable_multiprocess_metrics(sys.argv[1])
 import subprocess
 metrics = RelayMetrics(CollectorRegistry(), "target")
 metrics.streams.set(2)
+BuildInfo(CollectorRegistry(), "target")
 child = (
-    "from specdec.telemetry import *; metrics = TargetMetrics(CollectorRegistry());"
+    "from specdec.telemetry import *; from prometheus_client import CollectorRegistry;"
+    "BuildInfo(CollectorRegistry(), 'target'); metrics = TargetMetrics(CollectorRegistry());"
     "metrics.steps.labels('verify').inc(3); metrics.kv_blocks_used.set(5)"
 )
 subprocess.run([sys.executable, "-c", child], check=True)
@@ -123,3 +129,6 @@ print(generate_latest(scrape_registry(CollectorRegistry())).decode())
     lines = result.stdout.splitlines()
     assert 'specdec_target_steps_total{kind="verify"} 3.0' in lines
     assert "specdec_target_open_streams 2.0" in lines
+    builds = [line for line in lines if line.startswith("specdec_build_info{")]
+    assert len(builds) == 1
+    assert builds[0].endswith(" 1.0")  # two processes, one build

@@ -1,0 +1,241 @@
+"""Who calls: API keys from a file, hashed, exchanged without a restart.
+
+The file holds the SHA-256 of each key and no key. A fast hash is enough: keys are random, of 256 bits, so guessing
+one is as hopeless with a fast hash as with a slow one. Slow hashes protect passwords that people choose, and here
+would cost every call tens of milliseconds, which a caller without a key could spend as well.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import structlog
+import yaml
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from coordinator.quotas import Allowance, QuotaRate
+from specdec.rpc.errors import NotReady, PermissionDenied, Unauthenticated
+
+AUTHORIZATION_KEY = "authorization"
+"""Request metadata: `Bearer KEY`."""
+_CHECK_INTERVAL_S = 1.0
+_log = structlog.get_logger(__name__)
+
+_Signature = tuple[int, int, int, int]
+_Positive = Annotated[int, Field(ge=1)]
+
+
+class ApiKey(BaseModel):
+    """An entry of the file. What is left out is as the deployment's settings say."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+    """For people; may be logged."""
+    tenant: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._@:/-]{1,128}$")]
+    sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] = Field(repr=False)
+    expires_at: AwareDatetime | None = None
+    max_prompt_tokens: _Positive | None = None
+    max_tokens: _Positive | None = None
+    max_concurrent_requests: _Positive | None = None
+    tokens_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    burst_tokens: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _check_burst(self) -> Self:
+        if self.burst_tokens is not None and self.tokens_per_s is None:
+            raise ValueError("burst_tokens needs tokens_per_s")
+        return self
+
+    def allowance(self, default: Allowance) -> Allowance:
+        """What its holder may use."""
+
+        def own_or(own: int | None, other: int | None) -> int | None:
+            return other if own is None else own
+
+        return Allowance(
+            max_prompt_tokens=own_or(self.max_prompt_tokens, default.max_prompt_tokens),
+            max_tokens=own_or(self.max_tokens, default.max_tokens),
+            max_concurrent_requests=own_or(self.max_concurrent_requests, default.max_concurrent_requests),
+            quota=QuotaRate.of(self.tokens_per_s, self.burst_tokens) or default.quota,
+        )
+
+
+class _KeyFile(BaseModel):
+    model_config = ConfigDict(extra="forbid", hide_input_in_errors=True)
+
+    keys: list[ApiKey]
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        ids: set[str] = set()
+        digests: dict[str, str] = {}
+        of_tenant: dict[str, ApiKey] = {}
+        for key in self.keys:
+            if key.id in ids:
+                raise ValueError(f"two keys have the id {key.id}")
+            ids.add(key.id)
+            other = digests.setdefault(key.sha256.lower(), key.id)
+            if other != key.id:
+                raise ValueError(f"{other} and {key.id} are the same key")
+            first = of_tenant.setdefault(key.tenant, key)
+            for name in ("max_concurrent_requests", "tokens_per_s", "burst_tokens"):
+                if getattr(first, name) != getattr(key, name):
+                    raise ValueError(f"{first.id} and {key.id} are of one tenant but differ in {name}")
+        return self
+
+
+class KeyFileInvalid(Exception):
+    """The file of API keys cannot be used; the message says where and why, and quotes nothing of the file."""
+
+
+def hash_key(key: str) -> str:
+    """The form in which a key is stored: hexadecimal SHA-256 of its UTF-8."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read_key_file(path: Path) -> list[ApiKey]:
+    """Read a file of keys: JSON when its name ends so, else YAML.
+
+    Raises:
+        KeyFileInvalid: it cannot be read or used.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        content: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return _KeyFile.model_validate(content).keys
+    except OSError as error:
+        raise KeyFileInvalid(f"cannot be read: {error.strerror}") from None
+    except ValidationError as error:
+        found = error.errors(include_input=False, include_context=False, include_url=False)
+        raise KeyFileInvalid("; ".join(_describe(p["loc"], p["msg"]) for p in found)) from None
+    except yaml.MarkedYAMLError as error:  # its text quotes the line, which may hold a key
+        mark = error.problem_mark
+        raise KeyFileInvalid("does not parse" + (f" (line {mark.line + 1})" if mark is not None else "")) from None
+    except (ValueError, yaml.YAMLError):
+        raise KeyFileInvalid("does not parse") from None
+
+
+def _describe(location: Iterable[int | str], message: str) -> str:
+    # Names that are no fields are left out: someone may have put a key where a name belongs.
+    known = {"keys", *ApiKey.model_fields}
+    path = ".".join(str(part) if isinstance(part, int) or part in known else "(unknown name)" for part in location)
+    message = message.removeprefix("Value error, ")
+    return f"{path}: {message}" if path else message
+
+
+class ApiKeys:
+    """The keys of a file that may change at any time.
+
+    Before a key is looked up, at most once per second, the file is looked at and read again if it is another one or
+    was written to; symbolic links are followed, as Kubernetes swaps them when a secret changes. Of a file that
+    cannot be used the log tells, and the keys stay as they were.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        now: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """Nothing is read before `load`. `clock` gives seconds, `now` the time that expiry is held against."""
+        self._path = path
+        self._clock = clock
+        self._now = now
+        self._keys: list[tuple[bytes, ApiKey]] | None = None
+        self._signature: _Signature | None = None
+        self._checked_s = -float("inf")
+
+    def load(self) -> None:
+        """Read the file for the first time.
+
+        Raises:
+            KeyFileInvalid: it cannot be read or used.
+        """
+        self._checked_s, self._signature = self._clock(), self._look()
+        self._take(read_key_file(self._path))
+
+    def authenticate(self, key: str) -> ApiKey:
+        """The entry of a key.
+
+        Raises:
+            Unauthenticated: unknown (INVALID_API_KEY) or expired (API_KEY_EXPIRED).
+            NotReady: `load` has not been called.
+        """
+        self._reload_if_changed()
+        if self._keys is None:
+            raise NotReady("the API keys are not loaded yet")
+        digest = hashlib.sha256(key.encode()).digest()
+        found: ApiKey | None = None
+        for stored, entry in self._keys:  # all of them, so that the time tells nothing about which one it is
+            if hmac.compare_digest(stored, digest):
+                found = entry
+        if found is None:
+            raise Unauthenticated("the API key is not known", reason="INVALID_API_KEY")
+        if found.expires_at is not None and found.expires_at <= self._now():
+            raise Unauthenticated("the API key has expired", reason="API_KEY_EXPIRED")
+        return found
+
+    def _reload_if_changed(self) -> None:
+        now_s = self._clock()
+        if self._keys is None or now_s - self._checked_s < _CHECK_INTERVAL_S:
+            return
+        self._checked_s = now_s
+        signature = self._look()
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            self._take(read_key_file(self._path))
+        except KeyFileInvalid as error:
+            _log.error("api_keys_not_reloaded", file=str(self._path), cause=str(error), num_keys=len(self._keys))
+
+    def _take(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = [(bytes.fromhex(key.sha256), key) for key in keys]
+        _log.info("api_keys_loaded", file=str(self._path), num_keys=len(keys))
+
+    def _look(self) -> _Signature | None:
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size
+
+
+class Authenticator:
+    """From a call's metadata to its tenant and what it may use."""
+
+    def __init__(self, keys: ApiKeys | None, default: Allowance) -> None:
+        """Without keys callers are who they say, and all have the default allowance."""
+        self._keys = keys
+        self._default = default
+
+    def identify(self, authorization: Sequence[str], claimed_tenant: str | None) -> tuple[str, Allowance]:
+        """Tenant and allowance of a caller.
+
+        Args:
+            authorization: all values of that name in the call's metadata.
+            claimed_tenant: the tenant named in the metadata, if any.
+
+        Raises:
+            Unauthenticated: no key (NO_API_KEY), an unknown or an expired one.
+            PermissionDenied: the tenant named is not the key's (WRONG_TENANT).
+        """
+        if self._keys is None:
+            return claimed_tenant or "", self._default
+        scheme, _, key = authorization[0].partition(" ") if len(authorization) == 1 else ("", "", "")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise Unauthenticated("the metadata `authorization: Bearer KEY` is required, once", reason="NO_API_KEY")
+        entry = self._keys.authenticate(key.strip())
+        if claimed_tenant is not None and claimed_tenant != entry.tenant:
+            raise PermissionDenied("the API key is not of the tenant named in specdec-tenant", reason="WRONG_TENANT")
+        return entry.tenant, entry.allowance(self._default)

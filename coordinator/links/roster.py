@@ -1,0 +1,87 @@
+"""The links of one role, as replicas come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import structlog
+
+from coordinator.discovery import Endpoint
+from coordinator.links.replica_link import ReplicaLink
+from specdec.rpc.tls import TlsFilesBroken
+
+_log = structlog.get_logger(__name__)
+_Link = TypeVar("_Link", bound=ReplicaLink)
+
+
+@dataclass(slots=True)
+class _Member(Generic[_Link]):
+    link: _Link
+    task: asyncio.Task[None]
+
+
+class Roster(Generic[_Link]):
+    """Runs one link per endpoint.
+
+    An endpoint that vanished gets no new sessions; its link goes once its stream has ended and its sessions are gone.
+    """
+
+    def __init__(
+        self,
+        make_link: Callable[[Endpoint], _Link],
+        on_links: Callable[[list[_Link]], None],
+        on_removed: Callable[[_Link], None],
+    ) -> None:
+        self._make_link = make_link
+        self._on_links = on_links
+        self._on_removed = on_removed
+        self._members: dict[str, _Member[_Link]] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def update(self, endpoints: Sequence[Endpoint]) -> None:
+        """Start links to new endpoints, retire those of vanished ones, and remove retired ones that are of no use."""
+        wanted = {endpoint.address: endpoint for endpoint in endpoints}
+        started = []
+        for address, endpoint in wanted.items():
+            if address not in self._members:
+                try:
+                    started.append(self._make_link(endpoint))
+                except TlsFilesBroken as error:
+                    if not self._members:
+                        raise  # at start a wrong setting must be seen
+                    _log.error("replica_not_added", address=address, reason=str(error))
+                    continue
+                _log.info("replica_added", address=address)
+        removed = []
+        for address, member in list(self._members.items()):
+            member.link.set_retired(address not in wanted)
+            if member.link.is_retired and not member.link.is_up and not member.link.sessions:
+                removed.append(self._members.pop(address))
+        # The links are known before the first of them runs.
+        self._on_links([*(member.link for member in self._members.values()), *started])
+        for link in started:
+            self._members[link.address] = _Member(link, asyncio.create_task(link.run(), name=f"link {link.address}"))
+        for member in removed:
+            _log.info("replica_removed", address=member.link.address)
+            self._on_removed(member.link)
+            closing = asyncio.create_task(_end(member))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def close(self) -> None:
+        """End all links; replicas see the streams end."""
+        members, self._members = list(self._members.values()), {}
+        for member in members:
+            member.task.cancel()
+        for member in members:
+            await _end(member)
+        await asyncio.gather(*self._closing)
+
+
+async def _end(member: _Member[_Link]) -> None:
+    member.task.cancel()
+    await asyncio.wait([member.task])
+    await member.link.channel.close()

@@ -1,0 +1,114 @@
+"""Which replicas fail too often: ejected for a while, then on probation, then trusted again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+_MOST_DOUBLINGS = 30
+
+
+class Standing(StrEnum):
+    """How far a replica is trusted."""
+
+    TRUSTED = "trusted"
+    EJECTED = "ejected"
+    PROBATION = "probation"
+
+
+@dataclass(frozen=True, slots=True)
+class EjectionSettings:
+    """When a replica is ejected, and for how long.
+
+    Attributes:
+        num_failures: consecutive failures that eject a replica.
+        first_s: how long the first ejection lasts; each further one doubles.
+        most_s: the longest ejection.
+        num_successes: consecutive successes on probation after which a replica is trusted again.
+    """
+
+    num_failures: int = 5
+    first_s: float = 10.0
+    most_s: float = 300.0
+    num_successes: int = 2
+
+
+@dataclass(slots=True)
+class _Record:
+    num_failures: int = 0
+    num_successes: int = 0
+    num_ejections: int = 0
+    ends_s: float | None = None
+    """When the ejection ends; None: trusted."""
+
+
+class OutlierDetector:
+    """Counts what went well and wrong, replica by replica. Keeps a record only of replicas that failed.
+
+    Invariant: a replica is ejected only while the caller has another one to use.
+    """
+
+    def __init__(self, settings: EjectionSettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._records: dict[str, _Record] = {}
+
+    def standing(self, replica: str) -> Standing:
+        """How far a replica is trusted now."""
+        record = self._records.get(replica)
+        if record is None or record.ends_s is None:
+            return Standing.TRUSTED
+        return Standing.EJECTED if self._clock() < record.ends_s else Standing.PROBATION
+
+    def remaining_s(self, replica: str) -> float:
+        """How long the replica's ejection still lasts; 0 when it is not ejected."""
+        record = self._records.get(replica)
+        return 0.0 if record is None or record.ends_s is None else max(0.0, record.ends_s - self._clock())
+
+    def failed(self, replica: str, num_others: int) -> bool:
+        """A replica failed; whether that ejects it.
+
+        Args:
+            replica: which one.
+            num_others: how many other replicas could take its place; with none it is not ejected.
+        """
+        record = self._records.setdefault(replica, _Record())
+        standing = self.standing(replica)
+        record.num_successes = 0
+        record.num_failures += 1
+        is_enough = standing is Standing.PROBATION or record.num_failures >= self._settings.num_failures
+        if standing is Standing.EJECTED or not is_enough or num_others == 0:
+            return False
+        length_s = self._settings.first_s * 2 ** min(record.num_ejections, _MOST_DOUBLINGS)
+        record.ends_s = self._clock() + min(length_s, self._settings.most_s)
+        record.num_ejections += 1
+        record.num_failures = 0
+        return True
+
+    def succeeded(self, replica: str) -> bool:
+        """A replica did what was asked; whether that ends its probation.
+
+        One that is trusted again still has its past: the next ejection is longer, until it has done well as often
+        as it takes to be trusted once more.
+        """
+        record = self._records.get(replica)
+        if record is None:
+            return False
+        record.num_failures = 0
+        standing = self.standing(replica)
+        if standing is Standing.EJECTED:
+            return False
+        record.num_successes += 1
+        if record.num_successes < self._settings.num_successes:
+            return False
+        if standing is Standing.PROBATION:
+            record.ends_s, record.num_successes = None, 0
+            return True
+        del self._records[replica]
+        return False
+
+    def forget(self, replica: str) -> None:
+        """The replica is gone for good."""
+        self._records.pop(replica, None)

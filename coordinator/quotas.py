@@ -1,0 +1,189 @@
+"""What one tenant may use: requests at once, and tokens per second.
+
+Counts and buckets are of this process. A store that coordinators share can take the place of `TokenQuotas`: it needs
+`admit`, which may wait for an answer, and `charge`, which never does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from specdec.rpc.errors import Overloaded
+
+CONCURRENCY_RETRY_S = 1.0
+"""When one of a tenant's requests ends is not known; a second is cheap to wait and cheap to be asked for again."""
+_BURST_S = 10.0
+_LEAST_SWEEP_BUCKETS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaRate:
+    """A token bucket's refill and size, in tokens per second and tokens."""
+
+    tokens_per_s: float
+    burst_tokens: float
+
+    @classmethod
+    def of(cls, tokens_per_s: float | None, burst_tokens: float | None) -> QuotaRate | None:
+        """The rate of two settings; None without a rate. No burst means ten seconds' worth."""
+        if tokens_per_s is None:
+            return None
+        return cls(tokens_per_s, max(1.0, tokens_per_s * _BURST_S) if burst_tokens is None else burst_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What a caller may use; None: no limit but those of the model and the deployment."""
+
+    max_prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    max_concurrent_requests: int | None = None
+    quota: QuotaRate | None = None
+
+
+@dataclass(slots=True)
+class _Bucket:
+    level: float
+    at_s: float
+    rate: QuotaRate
+
+    def refill(self, rate: QuotaRate, now_s: float) -> None:
+        self.level = min(rate.burst_tokens, self.level + (now_s - self.at_s) * rate.tokens_per_s)
+        self.at_s, self.rate = now_s, rate
+
+
+class TokenQuotas:
+    """A token bucket per tenant, in memory. Full buckets are forgotten, for a new one is the same."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` gives seconds and never goes back."""
+        self._clock = clock
+        self._buckets: dict[str, _Bucket] = {}
+        self._sweep_at = _LEAST_SWEEP_BUCKETS
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
+        """Take a prompt's tokens if the level is positive, even more than are there.
+
+        Raises:
+            Overloaded: the level is not positive (QUOTA_EXCEEDED). Its delay is enough, unless requests that still
+                stream take more meanwhile.
+        """
+        bucket = self._refilled(tenant, rate)
+        if bucket.level <= 0:
+            # To a whole token, in whole milliseconds, as RetryInfo has them: never a moment too early.
+            wait_s = math.ceil((1 - bucket.level) / rate.tokens_per_s * 1000) / 1000
+            raise Overloaded(
+                f"the tenant's quota of {rate.tokens_per_s:g} tokens per second is used up",
+                retry_after_s=wait_s,
+                reason="QUOTA_EXCEEDED",
+            )
+        bucket.level -= num_tokens
+
+    def charge(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
+        """Take tokens, into debt if need be; a negative number gives tokens back."""
+        bucket = self._refilled(tenant, rate)
+        bucket.level = min(rate.burst_tokens, bucket.level - num_tokens)
+
+    def _refilled(self, tenant: str, rate: QuotaRate) -> _Bucket:
+        now_s = self._clock()
+        bucket = self._buckets.get(tenant)
+        if bucket is None:
+            self._sweep(now_s)
+            bucket = self._buckets[tenant] = _Bucket(rate.burst_tokens, now_s, rate)
+        bucket.refill(rate, now_s)
+        return bucket
+
+    def _sweep(self, now_s: float) -> None:
+        # Without API keys clients name their tenants themselves, so there may be any number of them.
+        if len(self._buckets) < self._sweep_at:
+            return
+        for bucket in self._buckets.values():
+            bucket.refill(bucket.rate, now_s)
+        self._buckets = {t: b for t, b in self._buckets.items() if b.level < b.rate.burst_tokens}
+        self._sweep_at = max(_LEAST_SWEEP_BUCKETS, 2 * len(self._buckets))
+
+
+@dataclass(slots=True, eq=False)
+class TenantLease:
+    """One request's share of its tenant's allowance, while it waits and runs."""
+
+    tenant: str
+    rate: QuotaRate | None
+    num_prompt_tokens: int
+    _quotas: TokenQuotas = field(repr=False)
+    _has_begun: bool = False
+
+    def begin(self) -> None:
+        """The request has its place and starts to compute: the prompt's tokens are spent."""
+        self._has_begun = True
+
+    def charge(self, num_tokens: int) -> None:
+        """Output tokens went out."""
+        if self.rate is not None:
+            self._quotas.charge(self.tenant, self.rate, num_tokens)
+
+    def close(self) -> None:
+        """Give back what a request that never began was charged."""
+        if self.rate is not None and not self._has_begun:
+            self._quotas.charge(self.tenant, self.rate, -self.num_prompt_tokens)
+
+
+class TenantLimits:
+    """Requests at once and token quotas of all tenants."""
+
+    def __init__(self, quotas: TokenQuotas, on_refused: Callable[[str], None] = lambda cause: None) -> None:
+        """`on_refused` is told `concurrency` or `quota` for each request that is refused."""
+        self._quotas = quotas
+        self._on_refused = on_refused
+        self._running: dict[str, dict[str, object]] = {}
+
+    def num_running(self, tenant: str) -> int:
+        """The tenant's requests, those that wait for a place included."""
+        return len(self._running.get(tenant, ()))
+
+    @asynccontextmanager
+    async def lease(
+        self, tenant: str, request_id: str, allowance: Allowance, num_prompt_tokens: int
+    ) -> AsyncIterator[TenantLease]:
+        """Hold one of the tenant's places. A request that takes over a running one takes its place as well.
+
+        Raises:
+            Overloaded: TOO_MANY_REQUESTS_OF_TENANT or QUOTA_EXCEEDED; nothing is charged or held.
+        """
+        running = self._running.setdefault(tenant, {})
+        most = allowance.max_concurrent_requests
+        if most is not None and len(running) >= most and request_id not in running:
+            self._on_refused("concurrency")
+            raise Overloaded(
+                f"{len(running)} requests of the tenant run or wait, {most} may",
+                retry_after_s=CONCURRENCY_RETRY_S,
+                reason="TOO_MANY_REQUESTS_OF_TENANT",
+            )
+        place = running[request_id] = object()
+        try:
+            lease = await self._charged(tenant, allowance, num_prompt_tokens)
+            try:
+                yield lease
+            finally:
+                lease.close()
+        finally:
+            if running.get(request_id) is place:  # else it was taken over
+                del running[request_id]
+            if not running and self._running.get(tenant) is running:
+                del self._running[tenant]
+
+    async def _charged(self, tenant: str, allowance: Allowance, num_prompt_tokens: int) -> TenantLease:
+        if allowance.quota is not None:
+            try:
+                await self._quotas.admit(tenant, allowance.quota, num_prompt_tokens)
+            except Overloaded:
+                self._on_refused("quota")
+                raise
+        return TenantLease(tenant, allowance.quota, num_prompt_tokens, self._quotas)

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Builds images with docker or buildah: deploy/build.sh [coordinator|engine-cpu|engine-cuda ...]
+# All when none is named. BUILDER is the command that builds (default: docker build), TAG the tag (default: the
+# version of specdec). The Dockerfile's arguments are taken from variables of the same names where these are set.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+version="$(sed -nE 's/^__version__ = "(.*)"$/\1/p' specdec/__init__.py)"
+revision="$(git rev-parse HEAD 2>/dev/null || echo unknown)"
+read -ra builder <<< "${BUILDER:-docker build}"
+arguments=()
+for name in PYTHON_IMAGE TORCH_CPU_PIP_ARGS TORCH_CPU TORCH_CUDA_PIP_ARGS TORCH_CUDA SOURCE; do
+    if [[ -n ${!name:-} ]]; then
+        arguments+=(--build-arg "$name=${!name}")
+    fi
+done
+targets=("$@")
+if [[ ${#targets[@]} -eq 0 ]]; then
+    targets=(coordinator engine-cpu engine-cuda)
+fi
+for target in "${targets[@]}"; do
+    "${builder[@]}" --file deploy/Dockerfile --target "$target" --tag "specdec-$target:${TAG:-$version}" \
+        --build-arg VERSION="$version" --build-arg REVISION="$revision" \
+        --build-arg CREATED="$(date --utc +%Y-%m-%dT%H:%M:%SZ)" "${arguments[@]}" .
+done

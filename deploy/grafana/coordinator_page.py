@@ -1,0 +1,115 @@
+"""The page on coordinators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from panels import Panel, Row, dashboard
+from promql import quantiles, rate, rate_or_zero, ratio
+
+_C = "specdec_coordinator"
+_OF = '{instance=~"$instance"}'
+
+
+def coordinator() -> dict[str, Any]:
+    """Return the dashboard."""
+    return dashboard(
+        "specdec-coordinator",
+        "specdec / Coordinators",
+        "What clients see, and the coordinators' links to replicas.",
+        [Row("Clients", _clients()), Row("Replicas", _replicas()), Row("Journal", _journal())],
+        f"{_C}_requests_running",
+    )
+
+
+def _clients() -> list[Panel]:
+    return [
+        Panel(
+            "Requests by outcome",
+            "Requests that ended, per second, by gRPC code.",
+            {"{{outcome}}": rate(f"{_C}_requests_total{_OF}", "outcome")},
+            "reqps",
+        ),
+        Panel(
+            "Requests running and waiting",
+            "By coordinator.",
+            {
+                "running {{instance}}": f"{_C}_requests_running{_OF}",
+                "waiting {{instance}}": f"{_C}_queue_length{_OF}",
+            },
+        ),
+        Panel(
+            "Not admitted",
+            "Requests refused per second, by cause.",
+            {"{{cause}}": rate_or_zero(f"{_C}_admission_rejects_total{_OF}", "cause")},
+            "reqps",
+        ),
+        Panel(
+            "Time to first token",
+            "From a request's arrival to its first token, waiting included.",
+            quantiles(f"{_C}_time_to_first_token_seconds", _OF),
+            "s",
+        ),
+        Panel(
+            "Time between tokens",
+            "Of a choice; tokens that come as a burst of n share its gap.",
+            quantiles(f"{_C}_inter_token_seconds", _OF),
+            "s",
+        ),
+        Panel("Wait for a place", "Time in the queue.", quantiles(f"{_C}_queue_seconds", _OF), "s"),
+        Panel(
+            "Prompt tokens",
+            "Of admitted requests, per second.",
+            {"prompt": rate(f"{_C}_prompt_tokens_total{_OF}"), "cached": rate(f"{_C}_cached_tokens_total{_OF}")},
+        ),
+        Panel(
+            "Prompt found in a prefix cache",
+            "Share of prompt tokens that a target had in its prefix cache.",
+            {"cached": ratio(f"{_C}_cached_tokens_total{_OF}", f"{_C}_prompt_tokens_total{_OF}")},
+            "percentunit",
+        ),
+        Panel(
+            "Output tokens by origin",
+            "Per second.",
+            {"{{origin}}": rate(f"{_C}_tokens_total{_OF}", "origin")},
+        ),
+    ]
+
+
+def _replicas() -> list[Panel]:
+    return [
+        Panel(
+            "Replicas by state",
+            "As each coordinator sees them.",
+            {"{{role}} {{state}} {{instance}}": f"{_C}_replicas{_OF}"},
+        ),
+        Panel("Open sessions", "By role of the replica.", {"{{role}} {{instance}}": f"{_C}_sessions{_OF}"}),
+        Panel(
+            "Repairs",
+            "Sessions and streams opened again, per second, by role.",
+            {
+                "session {{role}}": rate_or_zero(f"{_C}_session_reopens_total{_OF}", "role"),
+                "stream {{role}}": rate_or_zero(f"{_C}_stream_reconnects_total{_OF}", "role"),
+            },
+            "ops",
+        ),
+    ]
+
+
+def _journal() -> list[Panel]:
+    return [
+        Panel(
+            "Journal writes that failed",
+            "Per second; above 0, running requests would not survive the loss of their coordinator.",
+            {"failed": rate(f"{_C}_journal_errors_total{_OF}")},
+            "ops",
+            width=12,
+        ),
+        Panel(
+            "Token mismatches",
+            "Verdicts whose overlap differed from what was delivered, per second. Must be 0.",
+            {"mismatches": rate(f"{_C}_token_mismatches_total{_OF}")},
+            "ops",
+            width=12,
+        ),
+    ]

@@ -1,0 +1,203 @@
+"""Makes the JSON of Grafana dashboards from short descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+SCHEMA_VERSION = 39
+GRID_WIDTH = 24
+_HEIGHTS = {"stat": 4, "timeseries": 8, "table": 6}
+_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel.
+
+    Args:
+        text: What it shows and how to read it.
+        queries: PromQL by legend; `{{label}}` in a legend is replaced by Grafana.
+        unit: Of Grafana's units: s, percentunit, reqps, short and so on.
+        width: In columns of 24.
+        steps: Colour from a value on, ascending; the first colour holds below them.
+    """
+
+    title: str
+    text: str
+    queries: Mapping[str, str]
+    unit: str = "short"
+    kind: Literal["stat", "timeseries", "table"] = "timeseries"
+    width: int = 8
+    steps: Sequence[tuple[float | None, str]] = ((None, "text"),)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A titled group of panels."""
+
+    title: str
+    panels: Sequence[Panel]
+
+
+def dashboard(
+    uid: str, title: str, text: str, rows: Sequence[Row], instance_metric: str | None = None
+) -> dict[str, Any]:
+    """Return a dashboard's JSON.
+
+    Args:
+        instance_metric: Adds a variable `instance` with the instances that export this metric.
+    """
+    return {
+        "annotations": {"list": []},
+        "description": text,
+        "editable": False,
+        "fiscalYearStartMonth": 0,
+        "graphTooltip": 1,
+        "id": None,
+        "links": [
+            {
+                "asDropdown": False,
+                "icon": "external link",
+                "includeVars": False,
+                "keepTime": True,
+                "tags": ["specdec"],
+                "targetBlank": False,
+                "title": "specdec",
+                "tooltip": "",
+                "type": "dashboards",
+                "url": "",
+            }
+        ],
+        "panels": _place(rows),
+        "refresh": "30s",
+        "schemaVersion": SCHEMA_VERSION,
+        "tags": ["specdec"],
+        "templating": {"list": _variables(instance_metric)},
+        "time": {"from": "now-1h", "to": "now"},
+        "timepicker": {},
+        "timezone": "browser",
+        "title": title,
+        "uid": uid,
+        "version": 1,
+        "weekStart": "",
+    }
+
+
+def _variables(instance_metric: str | None) -> list[dict[str, Any]]:
+    variables: list[dict[str, Any]] = [
+        {
+            "hide": 0,
+            "includeAll": False,
+            "label": "Data source",
+            "multi": False,
+            "name": "datasource",
+            "options": [],
+            "query": "prometheus",
+            "refresh": 1,
+            "regex": "",
+            "type": "datasource",
+        }
+    ]
+    if instance_metric is not None:
+        query = f"label_values({instance_metric}, instance)"
+        variables.append(
+            {
+                "allValue": ".*",
+                "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+                "datasource": _DATASOURCE,
+                "definition": query,
+                "hide": 0,
+                "includeAll": True,
+                "label": "Instance",
+                "multi": True,
+                "name": "instance",
+                "options": [],
+                "query": {"query": query, "refId": "instance"},
+                "refresh": 2,
+                "regex": "",
+                "sort": 1,
+                "type": "query",
+            }
+        )
+    return variables
+
+
+def _place(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Lay rows out from left to right and from top to bottom, and number the panels."""
+    placed: list[dict[str, Any]] = []
+    top = 0
+    for row in rows:
+        header = {"h": 1, "w": GRID_WIDTH, "x": 0, "y": top}
+        number = len(placed) + 1
+        placed.append(
+            {"collapsed": False, "gridPos": header, "id": number, "panels": [], "title": row.title, "type": "row"}
+        )
+        top += 1
+        left = height = 0
+        for panel in row.panels:
+            if left + panel.width > GRID_WIDTH:
+                top, left, height = top + height, 0, 0
+            place = {"h": _HEIGHTS[panel.kind], "w": panel.width, "x": left, "y": top}
+            placed.append(_panel(panel, len(placed) + 1, place))
+            left += panel.width
+            height = max(height, _HEIGHTS[panel.kind])
+        top += height
+    return placed
+
+
+def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    is_instant = panel.kind != "timeseries"
+    return {
+        "datasource": _DATASOURCE,
+        "description": panel.text,
+        "fieldConfig": {
+            "defaults": {
+                "color": {"mode": "thresholds" if panel.kind == "stat" else "palette-classic"},
+                "custom": {"fillOpacity": 10, "showPoints": "never"} if panel.kind == "timeseries" else {},
+                "mappings": [],
+                "thresholds": {
+                    "mode": "absolute",
+                    "steps": [{"color": color, "value": value} for value, color in panel.steps],
+                },
+                "unit": panel.unit,
+            },
+            "overrides": [],
+        },
+        "gridPos": place,
+        "id": number,
+        "options": _OPTIONS[panel.kind],
+        "targets": [
+            {
+                "datasource": _DATASOURCE,
+                "editorMode": "code",
+                "expr": expr,
+                "format": "table" if panel.kind == "table" else "time_series",
+                "instant": is_instant,
+                "legendFormat": legend,
+                "range": not is_instant,
+                "refId": chr(ord("A") + index),
+            }
+            for index, (legend, expr) in enumerate(panel.queries.items())
+        ],
+        "title": panel.title,
+        "type": panel.kind,
+    }
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "stat": {
+        "colorMode": "value",
+        "graphMode": "none",
+        "justifyMode": "auto",
+        "orientation": "auto",
+        "reduceOptions": {"calcs": ["lastNotNull"], "fields": "", "values": False},
+        "textMode": "auto",
+    },
+    "timeseries": {
+        "legend": {"calcs": ["mean", "max"], "displayMode": "table", "placement": "bottom", "showLegend": True},
+        "tooltip": {"mode": "multi", "sort": "desc"},
+    },
+    "table": {"cellHeight": "sm", "showHeader": True},
+}

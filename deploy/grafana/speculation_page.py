@@ -1,0 +1,162 @@
+"""The page on speculation: is it paying, for whom, where is it lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from panels import Panel, Row, dashboard
+from promql import mean, quantiles, rate, rate_or_zero, ratio
+
+_C = "specdec_coordinator"
+_T = "specdec_target"
+_D = "specdec_draft"
+
+
+def speculation() -> dict[str, Any]:
+    """Return the dashboard."""
+    return dashboard(
+        "specdec-speculation",
+        "specdec / Speculation",
+        "Is speculation paying, for whom, and where is it lost?",
+        [Row("Is it paying?", _paying()), Row("For whom?", _for_whom()), Row("Where is it lost?", _lost())],
+    )
+
+
+def _paying() -> list[Panel]:
+    return [
+        Panel(
+            "Speed-up",
+            "Of all targets: time that plain decoding would have taken for the same tokens, by the time taken.",
+            {
+                "speed-up": ratio(
+                    f"{_T}_plain_equivalent_seconds_total",
+                    f"{_T}_decode_seconds_total",
+                )
+            },
+            "short",
+            "stat",
+            6,
+            ((None, "red"), (1, "green")),
+        ),
+        Panel(
+            "Acceptance",
+            "Share of verified draft tokens that were accepted, last 5 minutes.",
+            {"acceptance": "specdec:acceptance:ratio_rate5m"},
+            "percentunit",
+            "stat",
+            6,
+            ((None, "red"), (0.3, "orange"), (0.6, "green")),
+        ),
+        Panel(
+            "Tokens per verified step",
+            "Mean number of tokens that a step with a proposal committed; plain decoding commits 1.",
+            {"tokens": mean(f"{_T}_committed_tokens")},
+            "short",
+            "stat",
+            6,
+        ),
+        Panel(
+            "Proposal at hand",
+            "Share of sessions' steps that had a usable proposal when they were formed.",
+            {"hits": f"{rate(f'{_T}_hits_total')} / ({rate(f'{_T}_hits_total')} + {rate(f'{_T}_misses_total')})"},
+            "percentunit",
+            "stat",
+            6,
+        ),
+        Panel(
+            "Tokens by origin",
+            "Output tokens per second. Draft tokens cost no step of their own; decode tokens are plain decoding.",
+            {"{{origin}}": rate(f"{_C}_tokens_total", "origin")},
+            width=12,
+        ),
+        Panel(
+            "Steps by kind",
+            "Verdicts per second: verify had a proposal, plain had none, prefill is a first token.",
+            {"{{kind}}": rate(f"{_C}_steps_total", "kind")},
+            "ops",
+            width=12,
+        ),
+    ]
+
+
+def _for_whom() -> list[Panel]:
+    return [
+        Panel(
+            "Speed-up by target",
+            "Targets differ in load: the fuller the batch, the less a step has to spare for verification.",
+            {"{{instance}}": "specdec:speedup:ratio_rate5m"},
+        ),
+        Panel(
+            "Acceptance by target",
+            "Differs when targets serve different prompts.",
+            {"{{instance}}": ratio(f"{_T}_accepted_tokens_total", f"{_T}_proposed_tokens_total", "instance")},
+            "percentunit",
+        ),
+        Panel(
+            "Draft credit by target",
+            "Draft tokens per session that the target finds worth proposing at its load; 0 turns speculation off.",
+            {"{{instance}}": f"{_T}_draft_credit"},
+        ),
+    ]
+
+
+def _lost() -> list[Panel]:
+    return [
+        Panel(
+            "Acceptance by depth",
+            "Share of verified draft tokens accepted at each depth; a steep fall means a poor draft.",
+            {"depth {{depth}}": ratio(f"{_C}_accepted_tokens_total", f"{_C}_proposed_tokens_total", "depth")},
+            "percentunit",
+        ),
+        Panel(
+            "Wasted and stale",
+            "Draft tokens that verdicts made worthless, and proposals or commits that came too late, per second.",
+            {
+                "wasted tokens": rate(f"{_C}_wasted_tokens_total"),
+                "stale at targets": rate(f"{_T}_stale_proposals_total"),
+                "stale at drafts": rate(f"{_D}_stale_proposals_total"),
+            },
+        ),
+        Panel(
+            "Sessions that lost their draft",
+            "Per second, by cause; they go on by plain decoding.",
+            {"{{cause}}": rate_or_zero(f"{_C}_draft_fallbacks_total", "cause")},
+            "ops",
+        ),
+        Panel(
+            "Draft latency",
+            "At the coordinator, from a commit to the first proposal after it.",
+            quantiles(f"{_C}_draft_latency_seconds"),
+            "s",
+        ),
+        Panel(
+            "Verify latency",
+            "At the coordinator, from relaying a proposal to the verdict that used it.",
+            quantiles(f"{_C}_verify_latency_seconds"),
+            "s",
+        ),
+        Panel(
+            "Hold-off",
+            "Time that target steps waited for a draft; more than a step's time means that drafts are too slow.",
+            quantiles(f"{_T}_hold_off_seconds"),
+            "s",
+        ),
+        Panel(
+            "Committed tokens that the draft had",
+            "Share of committed tokens that the draft had computed before: the rest cost it another pass.",
+            {"found": ratio(f'{_D}_committed_tokens_total{{found="found"}}', f"{_D}_committed_tokens_total")},
+            "percentunit",
+        ),
+        Panel(
+            "Draft work that is sent",
+            "Draft tokens sent to draft tokens computed.",
+            {"sent": ratio(f"{_D}_tokens_total", f"{_D}_drafted_tokens_total")},
+            "percentunit",
+        ),
+        Panel(
+            "Time outside the models",
+            "Of a request's decoding time, that in which no step ran and none waited for a draft.",
+            quantiles(f"{_C}_outside_seconds"),
+            "s",
+        ),
+    ]

@@ -1,0 +1,182 @@
+"""The pages on targets and drafts: what they have in common, and what each adds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from panels import Panel, Row, dashboard
+from promql import mean, quantiles, rate, ratio
+
+_OF = '{instance=~"$instance"}'
+_T = "specdec_target"
+_D = "specdec_draft"
+
+
+def target() -> dict[str, Any]:
+    """Return the dashboard of targets."""
+    rows = [Row("Verification", _verification()), *_engine_rows(_T)]
+    return dashboard("specdec-target", "specdec / Targets", "Verification and plain decoding.", rows, f"{_T}_kv_blocks")
+
+
+def draft() -> dict[str, Any]:
+    """Return the dashboard of drafts."""
+    rows = [Row("Drafting", _drafting()), *_engine_rows(_D)]
+    return dashboard("specdec-draft", "specdec / Drafts", "Drafting.", rows, f"{_D}_kv_blocks")
+
+
+def _verification() -> list[Panel]:
+    return [
+        Panel(
+            "Committed tokens by origin",
+            "Per second.",
+            {"{{origin}}": rate(f"{_T}_tokens_total{_OF}", "origin")},
+        ),
+        Panel(
+            "Tree nodes",
+            "Per second: verified, and thrown away, verified or not.",
+            {
+                "verified": rate(f"{_T}_verified_nodes_total{_OF}"),
+                "wasted": rate(f"{_T}_wasted_tokens_total{_OF}"),
+            },
+        ),
+        Panel(
+            "Acceptance by depth",
+            "Share of verified nodes accepted at each depth.",
+            {"depth {{depth}}": ratio(f"{_T}_accepted_tokens_total{_OF}", f"{_T}_proposed_tokens_total{_OF}", "depth")},
+            "percentunit",
+        ),
+        Panel(
+            "Verify step",
+            "Time of a step that verified proposals.",
+            quantiles(f"{_T}_verify_seconds", _OF),
+            "s",
+        ),
+        Panel(
+            "Hold-off",
+            "Time that a step waited for a draft.",
+            quantiles(f"{_T}_hold_off_seconds", _OF),
+            "s",
+        ),
+        Panel(
+            "Time to first token",
+            "From a session's opening to its first token.",
+            quantiles(f"{_T}_time_to_first_token_seconds", _OF),
+            "s",
+        ),
+    ]
+
+
+def _drafting() -> list[Panel]:
+    return [
+        Panel(
+            "Time to a proposal",
+            "From the arrival of a commit to the first proposal after it; targets wait for it.",
+            quantiles(f"{_D}_draft_seconds", _OF),
+            "s",
+        ),
+        Panel(
+            "Draft tokens",
+            "Per second: computed, and sent.",
+            {
+                "computed": rate(f"{_D}_drafted_tokens_total{_OF}"),
+                "sent": rate(f"{_D}_tokens_total{_OF}"),
+            },
+        ),
+        Panel(
+            "Proposal size",
+            "Mean number of nodes of a proposal, by draft.",
+            {"{{instance}}": mean(f"{_D}_proposal_tokens", _OF, "instance")},
+        ),
+    ]
+
+
+def _engine_rows(prefix: str) -> list[Row]:
+    return [
+        Row("Steps", _steps(prefix)),
+        Row("Sessions and KV cache", _sessions(prefix)),
+        Row("Streams", _streams(prefix)),
+    ]
+
+
+def _steps(prefix: str) -> list[Panel]:
+    return [
+        Panel("Steps", "Per second, by kind of their rows.", {"{{kind}}": rate(f"{prefix}_steps_total{_OF}", "kind")}),
+        Panel(
+            "Step time",
+            "Mean time of a step, sampling included, by kind.",
+            {"{{kind}}": mean(f"{prefix}_step_seconds", _OF, "kind")},
+            "s",
+        ),
+        Panel(
+            "Batch",
+            "Mean rows and sequences of a step.",
+            {
+                "rows": mean(f"{prefix}_step_tokens", _OF),
+                "sequences": mean(f"{prefix}_step_sequences", _OF),
+            },
+        ),
+    ]
+
+
+def _sessions(prefix: str) -> list[Panel]:
+    return [
+        Panel(
+            "Sessions",
+            "Held, taking part in steps, and waiting for a first step.",
+            {
+                "held {{instance}}": f"{prefix}_sessions{_OF}",
+                "running {{instance}}": f"{prefix}_sessions_running{_OF}",
+                "waiting {{instance}}": f"{prefix}_queue_length{_OF}",
+            },
+        ),
+        Panel(
+            "KV blocks in use",
+            "Share in use, and share that is free but caches a prefix.",
+            {
+                "used {{instance}}": f"{prefix}_kv_blocks_used{_OF} / {prefix}_kv_blocks{_OF}",
+                "cached {{instance}}": f"{prefix}_kv_blocks_cached{_OF} / {prefix}_kv_blocks{_OF}",
+            },
+            "percentunit",
+        ),
+        Panel(
+            "Preemptions and rollbacks",
+            "Sequences whose blocks were taken away, and times a sequence forgot tokens, per second.",
+            {
+                "preemptions": rate(f"{prefix}_preemptions_total{_OF}"),
+                "rollbacks": rate(f"{prefix}_rollbacks_total{_OF}"),
+            },
+            "ops",
+        ),
+        Panel(
+            "Prefix cache",
+            "Share of looked-up tokens that the prefix cache had.",
+            {"hits": ratio(f"{prefix}_prefix_cache_hits_total{_OF}", f"{prefix}_prefix_cache_queries_total{_OF}")},
+            "percentunit",
+            width=12,
+        ),
+        Panel(
+            "Sessions opened",
+            "Per second, reopened ones too.",
+            {"{{instance}}": rate(f"{prefix}_sessions_opened_total{_OF}", "instance")},
+            "ops",
+            width=12,
+        ),
+    ]
+
+
+def _streams(prefix: str) -> list[Panel]:
+    return [
+        Panel("Open streams", "Streams of coordinators.", {"{{instance}}": f"{prefix}_open_streams{_OF}"}),
+        Panel(
+            "Messages",
+            "Relayed per second, by direction.",
+            {"{{direction}}": rate(f"{prefix}_messages_total{_OF}", "direction")},
+            "ops",
+        ),
+        Panel(
+            "Bytes",
+            "Relayed per second, by direction.",
+            {"{{direction}}": rate(f"{prefix}_message_bytes_total{_OF}", "direction")},
+            "Bps",
+        ),
+    ]

@@ -1,0 +1,132 @@
+{{/* Name of everything the release makes; at most 40 characters, so that suffixes fit in a DNS label. */}}
+{{- define "specdec.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
+{{- else if contains "specdec" .Release.Name -}}
+{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-specdec" .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Labels of selectors; they never change, selectors are immutable. Argument: {root, name}. */}}
+{{- define "specdec.selectorLabels" -}}
+app.kubernetes.io/name: specdec
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .name }}
+{{- end -}}
+
+{{- define "specdec.labels" -}}
+{{ include "specdec.selectorLabels" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{/* The roles that are deployed, as a YAML list; fixed facts of the code are here and nowhere else. */}}
+{{- define "specdec.roles" -}}
+- {name: coordinator, port: 50051, metricsPort: 9090, grpcService: specdec.v1.CoordinatorService}
+- {name: target, port: 50052, metricsPort: 9092, grpcService: specdec.v1.TargetService}
+{{- if .Values.draft.enabled }}
+- {name: draft, port: 50053, metricsPort: 9093, grpcService: specdec.v1.DraftService}
+{{- end }}
+{{- end -}}
+
+{{/* Coordinators are called through a load-balanced Service, replicas one by one through a headless one. */}}
+{{- define "specdec.serviceName" -}}
+{{ include "specdec.fullname" .root }}-{{ .name }}{{ if ne .name "coordinator" }}-headless{{ end }}
+{{- end -}}
+
+{{- define "specdec.serviceAccountName" -}}
+{{- $account := (index .root.Values .name).serviceAccount -}}
+{{- if $account.create -}}
+{{ $account.name | default (printf "%s-%s" (include "specdec.fullname" .root) .name) }}
+{{- else -}}
+{{ $account.name | default "default" }}
+{{- end -}}
+{{- end -}}
+
+{{- define "specdec.image" -}}
+{{- if .image.digest -}}
+{{ .image.repository }}@{{ .image.digest }}
+{{- else -}}
+{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+
+{{- define "specdec.tlsSecretName" -}}
+{{- if .root.Values.tls.certManager.enabled -}}
+{{ include "specdec.fullname" .root }}-{{ .name }}-tls
+{{- else -}}
+{{ required (printf "tls.existingSecrets.%s is needed: tls.enabled is true and tls.certManager.enabled is not" .name) (index .root.Values.tls.existingSecrets .name) }}
+{{- end -}}
+{{- end -}}
+
+{{/* A name that all replicas' certificates have: coordinators call replicas by address. */}}
+{{- define "specdec.replicaServerName" -}}
+{{ .Values.tls.replicaServerName | default (printf "%s-replica" (include "specdec.fullname" .)) }}
+{{- end -}}
+
+{{- define "specdec.resumeSecretName" -}}
+{{ .Values.resumeSecret.existingSecret | default (printf "%s-resume" (include "specdec.fullname" .)) }}
+{{- end -}}
+
+{{- define "specdec.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{- define "specdec.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{/* What `model` of a target or draft is for the process: a hub id, or a directory. */}}
+{{- define "specdec.modelArgs" -}}
+{{- $source := .model.source -}}
+{{- if hasPrefix "hf://" $source -}}
+{{- $id := trimPrefix "hf://" $source | splitList "@" -}}
+- {{ printf "--model=%s" (first $id) | quote }}
+{{- if gt (len $id) 1 }}
+- {{ printf "--revision=%s" (last $id) | quote }}
+{{- end }}
+{{- else if hasPrefix "pvc://" $source -}}
+{{- $parts := regexSplit "/" (trimPrefix "pvc://" $source) 2 -}}
+- {{ printf "--model=/models/%s" (last $parts) | quote }}
+{{- else -}}
+- {{ printf "--model=%s" (trimPrefix "image://" $source) | quote }}
+{{- end }}
+{{- end -}}
+
+{{/* Settings as flags: true and false become --name and --no-name. */}}
+{{- define "specdec.settingArgs" -}}
+{{- range $name, $value := . }}
+{{- $flag := $name | replace "_" "-" }}
+{{- if kindIs "bool" $value }}
+- {{ printf "--%s%s" (ternary "" "no-" $value) $flag | quote }}
+{{- else if kindIs "float64" $value }}
+- {{ printf "--%s=%s" $flag (toJson $value) | quote }}
+{{- else }}
+- {{ printf "--%s=%v" $flag $value | quote }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Longest a pod may take to end: it leaves the endpoints, drains, closes calls, and has a margin. */}}
+{{- define "specdec.gracePeriod" -}}
+{{ add .preStopSeconds .drainSeconds .stopGraceSeconds 10 }}
+{{- end -}}
+
+{{/* The claim that holds a component's model; empty for other sources. */}}
+{{- define "specdec.modelClaim" -}}
+{{- if hasPrefix "pvc://" .model.source -}}
+{{ regexSplit "/" (trimPrefix "pvc://" .model.source) 2 | first }}
+{{- end -}}
+{{- end -}}

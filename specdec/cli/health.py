@@ -1,0 +1,41 @@
+"""`specdec health`: ask a service whether it can serve, for health checks of containers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import grpc
+import typer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.cli.connection import DEFAULT_ADDRESS
+from specdec.cli.errors import EXIT_CODES, EXIT_FAILURE
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+
+
+def health(
+    address: Annotated[
+        str, typer.Option(help="host:port that answers in plaintext, such as a service's health_port.")
+    ] = DEFAULT_ADDRESS,
+    service: Annotated[str, typer.Option(help="Full name of a gRPC service; empty: all of them.")] = "",
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest wait, in seconds.", min=0.001)] = 2.0,
+) -> None:
+    """Exit with 0 when a service is SERVING, with 1 when it is not, else as the other commands do.
+
+    It speaks plaintext only: where the main port has TLS, ask the health port.
+    """
+    request = health_pb2.HealthCheckRequest(service=service)
+    # A proxy from the environment is for the way out, not for a probe.
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+        try:
+            status: int = check(request, timeout=timeout_s).status
+        except grpc.RpcError as error:
+            if not isinstance(error, grpc.Call):
+                raise
+            typer.echo(f"{address}: {error.code().name}: {error.details()}", err=True)
+            raise typer.Exit(EXIT_CODES.get(error.code(), EXIT_FAILURE)) from None
+    typer.echo(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
+    if status != _SERVING:
+        raise typer.Exit(EXIT_FAILURE)

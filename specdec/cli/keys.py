@@ -1,0 +1,58 @@
+"""`specdec keys`: make API keys, and the entries of a coordinator's api_keys_file that accept them."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import sys
+from typing import Annotated
+
+import typer
+import yaml
+
+KEY_PREFIX = "specdec_"
+"""Lets scanners find a key where it should not be."""
+_KEY_BYTES = 32
+_LEAST_KEY_CHARS = 32
+_ID = re.compile(r"^[A-Za-z0-9._-]{1,64}$")
+_TENANT = re.compile(r"^[A-Za-z0-9._@:/-]{1,128}$")
+
+keys = typer.Typer(no_args_is_help=True, help="Make API keys for a coordinator with api_keys_file.")
+
+
+@keys.command()
+def new(
+    id: Annotated[str, typer.Option("--id", help="Name of the key, for people and logs.")],
+    tenant: Annotated[str, typer.Option(help="Whose key it is.")],
+) -> None:
+    """Print a fresh random key, which is stored nowhere, and the entry with its hash."""
+    _check("--id", id, _ID)
+    _check("--tenant", tenant, _TENANT)
+    key = KEY_PREFIX + secrets.token_urlsafe(_KEY_BYTES)
+    typer.echo("Give this to the client; it is not shown again:", err=True)
+    typer.echo(key)
+    typer.echo("Add this under `keys:` of the coordinator's api_keys_file:", err=True)
+    entry = {"id": id, "tenant": tenant, "sha256": _sha256(key)}
+    typer.echo(yaml.safe_dump([entry], sort_keys=False), nl=False)
+
+
+@keys.command("hash")
+def hash_() -> None:
+    """Read a key from standard input and print its hash."""
+    key = sys.stdin.read().strip()
+    if len(key) < _LEAST_KEY_CHARS or any(character.isspace() for character in key):
+        raise typer.BadParameter(
+            f"a key is one word of at least {_LEAST_KEY_CHARS} random characters, as `specdec keys new` makes them",
+            param_hint="standard input",
+        )
+    typer.echo(_sha256(key))
+
+
+def _sha256(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _check(flag: str, value: str, pattern: re.Pattern[str]) -> None:
+    if not pattern.match(value):
+        raise typer.BadParameter(f"{value!r} does not match {pattern.pattern}", param_hint=flag)

@@ -1,0 +1,1 @@
+"""What coordinators and replicas share: registry, prefix map, journal and quotas, in Redis or in memory."""

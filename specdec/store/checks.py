@@ -1,0 +1,66 @@
+"""Bounds on arguments, the same for every store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec.store.errors import LimitExceeded
+from specdec.store.interface import JournalWrite, NewRequest, StoreLimits
+
+MAX_DIGEST_BYTES = 64
+MAX_NAME_CHARACTERS = 512
+MAX_TOKEN_ID = (1 << 32) - 1
+MAX_ORIGIN = 255
+MAX_SEED = (1 << 64) - 1
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise LimitExceeded for a name (an address, an owner) that is empty or too long."""
+    _require(0 < len(name) <= MAX_NAME_CHARACTERS, f"{what} must have 1 to {MAX_NAME_CHARACTERS} characters")
+
+
+def check_duration(what: str, duration_s: float) -> None:
+    """Raise LimitExceeded for a duration below a millisecond, which is the stores' resolution."""
+    _require(duration_s >= 0.001, f"{what} must be at least 0.001 s")
+
+
+def check_digests(digests: Sequence[bytes], limits: StoreLimits) -> None:
+    """Raise LimitExceeded for too many digests, or one that is none."""
+    _require(len(digests) <= limits.max_digests, f"more than {limits.max_digests} digests in one call")
+    _require(
+        all(0 < len(digest) <= MAX_DIGEST_BYTES for digest in digests),
+        f"a digest must have 1 to {MAX_DIGEST_BYTES} bytes",
+    )
+
+
+def check_request(request: NewRequest, limits: StoreLimits) -> None:
+    """Raise LimitExceeded for a request that is too large to journal."""
+    check_name("owner_id", request.owner_id)
+    check_duration("lease_s", request.lease_s)
+    _require(0 <= request.seed <= MAX_SEED, "seed must have 64 bits")
+    _require(1 <= request.num_choices <= limits.max_choices, f"num_choices must be 1 to {limits.max_choices}")
+    _require(len(request.params) <= limits.max_params_bytes, f"params exceed {limits.max_params_bytes} bytes")
+
+
+def check_writes(writes: Sequence[JournalWrite], limits: StoreLimits) -> None:
+    """Raise LimitExceeded for tokens that cannot be journalled."""
+    for write in writes:
+        _require(0 <= write.choice < limits.max_choices, f"choice must be below {limits.max_choices}")
+        _require(write.start >= 0, "start must not be negative")
+        _require(
+            write.start + len(write.token_ids) <= limits.max_tokens, f"more than {limits.max_tokens} tokens in a choice"
+        )
+        _require(len(write.origins) == len(write.token_ids), "as many origins as tokens are needed")
+        _require(all(0 <= token <= MAX_TOKEN_ID for token in write.token_ids), "a token id must have 32 bits")
+        _require(all(0 <= origin <= MAX_ORIGIN for origin in write.origins), "an origin must have 8 bits")
+
+
+def check_bucket(amount: float, rate_per_s: float, burst: float) -> None:
+    """Raise LimitExceeded for a bucket that never fills, or a negative amount."""
+    _require(amount >= 0, "amount must not be negative")
+    _require(rate_per_s > 0 and burst > 0, "rate_per_s and burst must be above 0")
+
+
+def _require(is_met: bool, message: str) -> None:
+    if not is_met:
+        raise LimitExceeded(message)

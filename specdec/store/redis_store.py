@@ -1,0 +1,289 @@
+"""The store on Redis: a single server, a master found through sentinels, or a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from redis.asyncio import Redis
+from redis.asyncio.cluster import RedisCluster
+from redis.commands.core import AsyncScript
+from redis.exceptions import NoScriptError, RedisError
+
+from specdec.store import checks, scripts
+from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
+from specdec.store.interface import (
+    Appended,
+    Begun,
+    JournalRecord,
+    JournalWrite,
+    Lease,
+    NewRequest,
+    ReplicaRecord,
+    RequestKey,
+    StoreLimits,
+)
+from specdec.store.keys import StoreKeys, escape
+from specdec.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
+from specdec.v1.common_pb2 import GetReplicaInfoResponse
+
+# Keys and arguments of one run of a script.
+_Argument = str | bytes | int | float
+_Call = tuple[Sequence[str], Sequence[_Argument]]
+
+
+class RedisStore:
+    """A Store whose operations are Lua scripts, each of them atomic."""
+
+    def __init__(
+        self,
+        client: Redis | RedisCluster,
+        keys: StoreKeys,
+        timeout_s: float,
+        limits: StoreLimits | None = None,
+        close_others: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """Use a client, which need not be connected yet and is closed with the store.
+
+        Args:
+            client: it returns bytes.
+            keys: names the keys.
+            timeout_s: an operation that takes longer raises StoreUnavailable.
+            limits: bounds; the same in all processes that share a Redis.
+            close_others: releases what belongs to the client, but is not closed by it.
+        """
+        self._client = client
+        self._keys = keys
+        self._timeout_s = timeout_s
+        self._limits = limits or StoreLimits()
+        self._close_others = close_others
+        self._announce = client.register_script(scripts.ANNOUNCE)
+        self._withdraw = client.register_script(scripts.WITHDRAW)
+        self._replicas = client.register_script(scripts.REPLICAS)
+        self._add_prefix = client.register_script(scripts.ADD_PREFIX)
+        self._prefix_holders = client.register_script(scripts.PREFIX_HOLDERS)
+        self._begin = client.register_script(scripts.BEGIN)
+        self._append = client.register_script(scripts.APPEND)
+        self._renew = client.register_script(scripts.RENEW)
+        self._end = client.register_script(scripts.END)
+        self._load = client.register_script(scripts.LOAD)
+        self._take = client.register_script(scripts.TAKE)
+
+    async def announce(self, replica: ReplicaRecord, ttl_s: float) -> None:
+        """See Store."""
+        checks.check_name("role", replica.role)
+        checks.check_name("address", replica.address)
+        checks.check_duration("ttl_s", ttl_s)
+        member = _member(replica.role, replica.address)
+        await self._run(
+            self._announce,
+            self._keys.replicas(),
+            [member, _encode_replica(replica), _ms(ttl_s), self._limits.max_replicas],
+        )
+
+    async def withdraw(self, role: str, address: str) -> None:
+        """See Store."""
+        await self._run(self._withdraw, self._keys.replicas(), [_member(role, address)])
+
+    async def replicas(self) -> list[ReplicaRecord]:
+        """See Store. A record that cannot be read, because another version wrote it, is left out."""
+        encoded = await self._run(self._replicas, self._keys.replicas(), [])
+        records = [record for record in map(_decode_replica, encoded) if record is not None]
+        return sorted(records, key=lambda record: (record.role, record.address))
+
+    async def add_prefixes(self, replica: str, digests: Sequence[bytes], ttl_s: float) -> None:
+        """See Store."""
+        checks.check_name("replica", replica)
+        checks.check_duration("ttl_s", ttl_s)
+        checks.check_digests(digests, self._limits)
+        arguments: list[_Argument] = [replica, _ms(ttl_s), self._limits.max_holders]
+        await self._run_all(self._add_prefix, [(self._keys.prefix_holders(digest), arguments) for digest in digests])
+
+    async def prefix_holders(self, digests: Sequence[bytes]) -> list[frozenset[str]]:
+        """See Store."""
+        checks.check_digests(digests, self._limits)
+        calls: list[_Call] = [(self._keys.prefix_holders(digest), []) for digest in digests]
+        answers = await self._run_all(self._prefix_holders, calls)
+        return [frozenset(holder.decode() for holder in answer) for answer in answers]
+
+    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+        """See Store."""
+        checks.check_request(request, self._limits)
+        max_concurrent = -1 if request.max_concurrent is None else request.max_concurrent
+        outcome, *details = await self._run(
+            self._begin,
+            self._keys.request(key),
+            [
+                *(_request_member(key), request.owner_id, request.seed, request.params, request.num_choices),
+                *(_ms(request.lease_s), self._keep_ms, max_concurrent, int(request.take_over)),
+            ],
+        )
+        if outcome == b"held":
+            raise RequestHeld(details[0].decode())
+        if outcome == b"many":
+            raise TooManyConcurrent(int(details[0]))
+        return Begun(generation=int(details[0]), record=None if details[1] is None else _decode_record(details[1]))
+
+    async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
+        """See Store."""
+        checks.check_writes(writes, self._limits)
+        calls: list[_Call] = [
+            (
+                self._keys.request(write.key),
+                [
+                    *(_request_member(write.key), write.owner_id, write.generation, self._keep_ms, write.choice),
+                    *(write.start * TOKEN_BYTES, pack_tokens(write.token_ids, write.origins)),
+                ],
+            )
+            for write in writes
+        ]
+        return [Appended(answer) for answer in await self._run_all(self._append, calls)]
+
+    async def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        """See Store."""
+        calls: list[_Call] = [
+            (
+                self._keys.request(lease.key),
+                [_request_member(lease.key), lease.owner_id, lease.generation, self._keep_ms],
+            )
+            for lease in leases
+        ]
+        return [bool(answer) for answer in await self._run_all(self._renew, calls)]
+
+    async def end(self, key: RequestKey, owner_id: str, generation: int, keep_s: float) -> bool:
+        """See Store."""
+        arguments: list[_Argument] = [_request_member(key), owner_id, generation, _ms(max(keep_s, 0.0))]
+        return bool(await self._run(self._end, self._keys.request(key), arguments))
+
+    async def load(self, key: RequestKey) -> JournalRecord | None:
+        """See Store."""
+        answer = await self._run(self._load, self._keys.request(key)[:1], [])
+        return None if answer is None else _decode_record(answer)
+
+    async def take_tokens(
+        self, bucket: str, amount: float, rate_per_s: float, burst: float, force: bool = False
+    ) -> float:
+        """See Store."""
+        checks.check_bucket(amount, rate_per_s, burst)
+        return float(await self._run(self._take, self._keys.quota(bucket), [amount, rate_per_s, burst, int(force)]))
+
+    async def ping(self) -> None:
+        """See Store."""
+        async with self._deadline():
+            # Not PING: of a cluster's client that asks all nodes, and a node that is down is the cluster's own
+            # business.
+            await self._client.exists(self._keys.replicas()[0])
+
+    async def close(self) -> None:
+        """See Store."""
+        try:
+            async with self._deadline():
+                await self._client.aclose()
+                if self._close_others is not None:
+                    await self._close_others()
+        except StoreUnavailable:
+            # It is gone already.
+            return
+
+    @property
+    def _keep_ms(self) -> int:
+        return _ms(self._limits.abandoned_keep_s)
+
+    async def _run(
+        self, script: AsyncScript, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
+    ) -> Any:
+        async with self._deadline():
+            return await script(keys=list(keys), args=list(arguments))
+
+    async def _run_all(self, script: AsyncScript, calls: Sequence[_Call]) -> list[Any]:
+        """Run a script many times in one round trip (on a cluster: one per node, all at once)."""
+        if not calls:
+            return []
+        async with self._deadline():
+            answers = await self._pipeline(script, calls)
+            # A server that was restarted, or has just become master, does not know the script.
+            unknown = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
+            if unknown:
+                await self._client.script_load(script.script)
+                for index, answer in zip(
+                    unknown, await self._pipeline(script, [calls[index] for index in unknown]), strict=True
+                ):
+                    answers[index] = answer
+            for answer in answers:
+                if isinstance(answer, Exception):
+                    raise answer
+            return answers
+
+    async def _pipeline(self, script: AsyncScript, calls: Sequence[_Call]) -> list[Any]:
+        async with self._client.pipeline(transaction=False) as pipeline:
+            for keys, arguments in calls:
+                pipeline.evalsha(script.sha, len(keys), *keys, *arguments)
+            return await pipeline.execute(raise_on_error=False)
+
+    @asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError as error:
+            raise StoreUnavailable(f"Redis did not answer within {self._timeout_s:g} s") from error
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis failed: {type(error).__name__}: {error}") from error
+
+
+def _ms(duration_s: float) -> int:
+    return round(duration_s * 1000)
+
+
+def _member(role: str, address: str) -> str:
+    return f"{role}\0{address}"
+
+
+def _request_member(key: RequestKey) -> str:
+    # Bounded, unlike the id.
+    return escape(key.request_id)
+
+
+def _encode_replica(replica: ReplicaRecord) -> bytes:
+    fields = {
+        "role": replica.role,
+        "address": replica.address,
+        "instance_id": replica.instance_id,
+        "state": replica.state,
+        "info": base64.b64encode(replica.info.SerializeToString()).decode(),
+    }
+    return json.dumps(fields).encode()
+
+
+def _decode_replica(encoded: bytes) -> ReplicaRecord | None:
+    try:
+        fields = json.loads(encoded)
+        return ReplicaRecord(
+            role=str(fields["role"]),
+            address=str(fields["address"]),
+            instance_id=str(fields["instance_id"]),
+            state=str(fields["state"]),
+            info=GetReplicaInfoResponse.FromString(base64.b64decode(fields["info"])),
+        )
+    except (ValueError, KeyError, TypeError, DecodeError, binascii.Error):
+        return None
+
+
+def _decode_record(answer: Sequence[Any]) -> JournalRecord:
+    owner_id, generation, seed, params, ended, tokens = answer
+    choices = [unpack_tokens(packed) for packed in tokens]
+    return JournalRecord(
+        owner_id=owner_id.decode(),
+        generation=int(generation),
+        seed=int(seed),
+        params=params,
+        token_ids=tuple(token_ids for token_ids, _ in choices),
+        origins=tuple(origins for _, origins in choices),
+        is_ended=ended == b"1",
+    )

@@ -1,0 +1,194 @@
+"""The Lua scripts of the Redis store: each is atomic, takes the time from Redis, and leaves no key without expiry.
+
+The keys of one script carry one hash tag. Those of a request's tokens are derived from its head's (`:tokens:CHOICE`),
+so that they need not be known to the caller; they are in the same slot. Times are in milliseconds.
+"""
+
+from __future__ import annotations
+
+_NOW = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local function whole(number) return string.format('%.0f', number) end
+"""
+
+# KEYS: expiries, records. ARGV: member, record, ttl, max replicas.
+ANNOUNCE = (
+    _NOW
+    + """
+local function drop(members)
+  for _, member in ipairs(members) do
+    redis.call('ZREM', KEYS[1], member)
+    redis.call('HDEL', KEYS[2], member)
+  end
+end
+drop(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', whole(now)))
+redis.call('ZADD', KEYS[1], whole(now + ARGV[3]), ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+local surplus = redis.call('ZCARD', KEYS[1]) - ARGV[4]
+if surplus > 0 then drop(redis.call('ZRANGE', KEYS[1], 0, surplus - 1)) end
+local ttl = whole(math.max(ARGV[3], redis.call('PTTL', KEYS[1])))
+redis.call('PEXPIRE', KEYS[1], ttl)
+redis.call('PEXPIRE', KEYS[2], ttl)
+"""
+)
+
+# KEYS: expiries, records. ARGV: member.
+WITHDRAW = """
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('HDEL', KEYS[2], ARGV[1])
+"""
+
+# KEYS: expiries, records. Returns the records.
+REPLICAS = (
+    _NOW
+    + """
+local records = {}
+for _, member in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')) do
+  local record = redis.call('HGET', KEYS[2], member)
+  if record then records[#records + 1] = record end
+end
+return records
+"""
+)
+
+# KEYS: holders. ARGV: replica, ttl, max holders.
+ADD_PREFIX = (
+    _NOW
+    + """
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
+redis.call('ZADD', KEYS[1], whole(now + ARGV[2]), ARGV[1])
+redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -ARGV[3] - 1)
+redis.call('PEXPIRE', KEYS[1], whole(math.max(ARGV[2], redis.call('PTTL', KEYS[1]))))
+"""
+)
+
+# KEYS: holders. Returns the replicas.
+PREFIX_HOLDERS = _NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')"
+
+_RECORD = """
+local function read_record()
+  local head = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'seed', 'params', 'num_choices', 'ended')
+  if not head[1] then return false end
+  local tokens = {}
+  for choice = 0, head[5] - 1 do
+    tokens[#tokens + 1] = redis.call('GET', KEYS[1] .. ':tokens:' .. choice) or ''
+  end
+  return {head[1], head[2], head[3], head[4], head[6], tokens}
+end
+"""
+
+_EXPIRE = """
+local function expire(ttl)
+  for choice = 0, redis.call('HGET', KEYS[1], 'num_choices') - 1 do
+    redis.call('PEXPIRE', KEYS[1] .. ':tokens:' .. choice, ttl)
+  end
+  redis.call('PEXPIRE', KEYS[1], ttl)
+end
+local function hold(lease, keep, member)
+  redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease))
+  expire(whole(lease + keep))
+  redis.call('ZADD', KEYS[2], whole(now + lease), member)
+  redis.call('PEXPIRE', KEYS[2], whole(math.max(lease, redis.call('PTTL', KEYS[2]))))
+end
+"""
+
+# KEYS: head, live.
+# ARGV: member, owner, seed, params, choices, lease, keep, max concurrent (-1: any), take over (1 or 0).
+# Returns {'held', owner}, {'many', count} or {'begun', generation, record or false}.
+BEGIN = (
+    _NOW
+    + _RECORD
+    + _EXPIRE
+    + """
+local old = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'lease_until', 'ended')
+if old[1] and old[4] == '1' then return {'begun', old[2], read_record()} end
+if old[1] and old[1] ~= ARGV[2] and tonumber(old[3]) > now and ARGV[9] == '0' then return {'held', old[1]} end
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
+local others = redis.call('ZCARD', KEYS[2])
+if redis.call('ZSCORE', KEYS[2], ARGV[1]) then others = others - 1 end
+if tonumber(ARGV[8]) >= 0 and others >= tonumber(ARGV[8]) then return {'many', others} end
+local record = read_record()
+local generation = whole(math.max((old[2] or 0) + 1, now))
+redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'generation', generation)
+if not record then
+  redis.call('HSET', KEYS[1], 'seed', ARGV[3], 'params', ARGV[4], 'num_choices', ARGV[5], 'ended', '0')
+  for choice = 0, ARGV[5] - 1 do redis.call('DEL', KEYS[1] .. ':tokens:' .. choice) end
+end
+redis.call('HSET', KEYS[1], 'lease', ARGV[6])
+hold(tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[1])
+return {'begun', generation, record}
+"""
+)
+
+_OWNED = """
+local head = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'ended', 'num_choices', 'lease')
+if head[1] ~= ARGV[2] or head[2] ~= ARGV[3] or head[3] == '1' then return 0 end
+"""
+
+# KEYS: head, live. ARGV: member, owner, generation, keep, choice, first byte, bytes. Returns an Appended.
+APPEND = (
+    _NOW
+    + _EXPIRE
+    + _OWNED
+    + """
+if tonumber(ARGV[5]) >= tonumber(head[4]) then return 0 end
+local key = KEYS[1] .. ':tokens:' .. ARGV[5]
+local result = 2
+if redis.call('STRLEN', key) >= tonumber(ARGV[6]) then
+  if #ARGV[7] > 0 then redis.call('SETRANGE', key, ARGV[6], ARGV[7]) end
+  result = 1
+end
+hold(tonumber(head[5]), tonumber(ARGV[4]), ARGV[1])
+return result
+"""
+)
+
+# KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether it is the owner's.
+RENEW = (
+    _NOW
+    + _EXPIRE
+    + _OWNED
+    + """
+hold(tonumber(head[5]), tonumber(ARGV[4]), ARGV[1])
+return 1
+"""
+)
+
+# KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether it was the owner's.
+END = (
+    _NOW
+    + _EXPIRE
+    + _OWNED
+    + """
+redis.call('ZREM', KEYS[2], ARGV[1])
+redis.call('HSET', KEYS[1], 'ended', '1', 'lease_until', '0')
+expire(ARGV[4])
+return 1
+"""
+)
+
+# KEYS: head. Returns the record or nil.
+LOAD = _RECORD + "return read_record()"
+
+# KEYS: bucket. ARGV: amount, rate per second, burst, force (1 or 0). Returns seconds to wait, as a string.
+TAKE = (
+    _NOW
+    + """
+local amount, rate, burst = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+local old = redis.call('HMGET', KEYS[1], 'level', 'at')
+local level = burst
+if old[1] then level = math.min(burst, old[1] + math.max(0, now - old[2]) * rate / 1000) end
+local wait = 0
+local needed = math.min(amount, burst)
+if ARGV[4] == '1' or level >= needed then
+  level = level - amount
+else
+  wait = (needed - level) / rate
+end
+redis.call('HSET', KEYS[1], 'level', string.format('%.17g', level), 'at', whole(now))
+-- A full bucket need not be remembered.
+redis.call('PEXPIRE', KEYS[1], whole(math.min(math.ceil((burst - level) / rate * 1000) + 1000, 1e12)))
+return string.format('%.17g', wait)
+"""
+)

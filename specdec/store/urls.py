@@ -1,0 +1,189 @@
+"""From a URL to a store."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit
+
+from pydantic import SecretStr
+from redis.asyncio import Redis
+from redis.asyncio.cluster import ClusterNode, RedisCluster
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import NoBackoff
+
+from specdec.store.errors import StoreUrlError
+from specdec.store.interface import StoreLimits
+from specdec.store.keys import DEFAULT_PREFIX, StoreKeys
+from specdec.store.redis_store import RedisStore
+
+SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
+REDIS_PORT = 6379
+SENTINEL_PORT = 26379
+
+
+@dataclass(frozen=True, slots=True)
+class RedisOptions:
+    """How to reach Redis, apart from where it is. Credentials here win over those in the URL."""
+
+    username: str | None = None
+    password: SecretStr | None = None
+    # Credentials of the sentinels, which are not those of the servers.
+    sentinel_username: str | None = None
+    sentinel_password: SecretStr | None = None
+    # PEM files, for rediss only. Without a CA file the system's authorities are trusted.
+    tls_ca_file: Path | None = None
+    tls_certificate_file: Path | None = None
+    tls_key_file: Path | None = None
+    # An operation that takes longer counts as failed.
+    timeout_s: float = 0.25
+    key_prefix: str = DEFAULT_PREFIX
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    scheme: str
+    hosts: list[tuple[str, int]]
+    service: str | None
+    database: int
+
+    @property
+    def has_tls(self) -> bool:
+        return self.scheme.startswith("rediss")
+
+
+def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits | None = None) -> RedisStore:
+    """Return a store on the Redis at `url`. Connections are made when they are needed, so Redis may be down.
+
+    Args:
+        url: `redis://HOST[:PORT][/DATABASE]`, `redis+sentinel://HOST[:PORT],.../SERVICE[/DATABASE]` or
+            `redis+cluster://HOST[:PORT],...`; with `rediss` in place of `redis` under TLS, sentinels included. It may
+            hold credentials (`USER:PASSWORD@`, percent-encoded).
+        options: everything else.
+        limits: bounds on what is stored.
+
+    Raises:
+        StoreUrlError: the URL or an option is wrong. The message names the setting and holds no password.
+    """
+    options = options or RedisOptions()
+    parts = _split(url)
+    target = _target(parts)
+    if not options.timeout_s > 0:
+        raise StoreUrlError("redis_timeout_s: must be above 0")
+    arguments: dict[str, Any] = {
+        "username": options.username or _decoded(parts.username),
+        "password": options.password.get_secret_value() if options.password else _decoded(parts.password),
+        "socket_timeout": options.timeout_s,
+        "socket_connect_timeout": options.timeout_s,
+        # A pooled connection may be dead after a restart: the next one is tried once, without a pause.
+        "retry": Retry(NoBackoff(), 1),
+        **_tls(target, options),
+    }
+    client: Redis | RedisCluster
+    close_others = None
+    if target.scheme.endswith("+cluster"):
+        nodes = [ClusterNode(host, port) for host, port in target.hosts]
+        client = RedisCluster(startup_nodes=nodes, **arguments)
+    elif target.scheme.endswith("+sentinel"):
+        secret = options.sentinel_password
+        sentinel = Sentinel(
+            target.hosts,
+            sentinel_kwargs={
+                **arguments,
+                "username": options.sentinel_username,
+                "password": secret.get_secret_value() if secret else None,
+            },
+            db=target.database,
+            **arguments,
+        )
+        client = sentinel.master_for(target.service or "")
+
+        async def close_sentinels() -> None:
+            await asyncio.gather(*(one.aclose() for one in sentinel.sentinels))
+
+        close_others = close_sentinels
+    else:
+        [(host, port)] = target.hosts
+        client = Redis(host=host, port=port, db=target.database, **arguments)
+    return RedisStore(client, StoreKeys(options.key_prefix), options.timeout_s, limits, close_others)
+
+
+def _split(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # Its message may quote the URL.
+        raise StoreUrlError("redis_url: not a URL") from None
+    if parts.scheme not in SCHEMES:
+        # Not quoted: of a URL without a scheme the password may be what is parsed as one.
+        raise StoreUrlError(f"redis_url: must begin with {', '.join(f'{scheme}://' for scheme in SCHEMES)}")
+    if parts.query or parts.fragment:
+        raise StoreUrlError("redis_url: takes no ?query and no #fragment (percent-encode them in a password)")
+    return parts
+
+
+def _target(parts: SplitResult) -> _Target:
+    default_port = SENTINEL_PORT if parts.scheme.endswith("+sentinel") else REDIS_PORT
+    hosts = [_host(text, default_port) for text in parts.netloc.rpartition("@")[2].split(",")]
+    path = [unquote(part) for part in parts.path.strip("/").split("/") if part]
+    service = None
+    if parts.scheme.endswith("+sentinel"):
+        if not path:
+            raise StoreUrlError("redis_url: a sentinel URL ends with the name of the service, for example /mymaster")
+        service = path.pop(0)
+    elif parts.scheme.endswith("+cluster"):
+        if path:
+            raise StoreUrlError("redis_url: a cluster has no databases, so its URL has no path")
+    elif len(hosts) != 1:
+        raise StoreUrlError("redis_url: several hosts need redis+sentinel:// or redis+cluster://")
+    if len(path) > 1 or not all(part.isascii() and part.isdigit() for part in path):
+        raise StoreUrlError("redis_url: the database must be a number")
+    return _Target(parts.scheme, hosts, service, int(path[0]) if path else 0)
+
+
+def _host(text: str, default_port: int) -> tuple[str, int]:
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host, port = None, None
+    if not host or port == 0:
+        raise StoreUrlError("redis_url: each host must be HOST or HOST:PORT, with a port from 1 to 65535")
+    return host, port or default_port
+
+
+def _tls(target: _Target, options: RedisOptions) -> dict[str, Any]:
+    files = {
+        "redis_tls_ca_file": options.tls_ca_file,
+        "redis_tls_certificate_file": options.tls_certificate_file,
+        "redis_tls_key_file": options.tls_key_file,
+    }
+    if not target.has_tls:
+        for name, path in files.items():
+            if path is not None:
+                raise StoreUrlError(f"{name}: needs a redis_url that begins with rediss")
+        return {}
+    for name, path in files.items():
+        if path is not None and not path.is_file():
+            raise StoreUrlError(f"{name}: {path} is not a file")
+    if (options.tls_certificate_file is None) != (options.tls_key_file is None):
+        raise StoreUrlError("redis_tls_certificate_file: certificate and key need each other")
+    return {
+        "ssl": True,
+        "ssl_cert_reqs": "required",
+        "ssl_check_hostname": True,
+        "ssl_ca_certs": _text(options.tls_ca_file),
+        "ssl_certfile": _text(options.tls_certificate_file),
+        "ssl_keyfile": _text(options.tls_key_file),
+    }
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _decoded(text: str | None) -> str | None:
+    return None if text is None else (unquote(text) or None)

@@ -1,0 +1,23 @@
+"""Structured logs, and the metrics of each service.
+
+Every metric is named specdec_<service>_..., is defined here and only here with the query that uses it, and is exported
+by the process that constructs its group. A target or draft is two processes, so their metrics go through
+prometheus_client's multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them (`scrape_registry`).
+`python -m specdec.telemetry.catalogue` writes docs/metrics.md.
+"""
+
+from specdec.telemetry.coordinator_metrics import CoordinatorMetrics
+from specdec.telemetry.engine_metrics import DraftMetrics, RelayMetrics, TargetMetrics
+from specdec.telemetry.logs import setup_logging
+from specdec.telemetry.registry import BuildInfo, enable_multiprocess_metrics, scrape_registry
+
+__all__ = [
+    "BuildInfo",
+    "CoordinatorMetrics",
+    "DraftMetrics",
+    "RelayMetrics",
+    "TargetMetrics",
+    "enable_multiprocess_metrics",
+    "scrape_registry",
+    "setup_logging",
+]

@@ -1,0 +1,181 @@
+"""What a coordinator exports."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from specdec.telemetry.registry import COARSE_S, FINE_S, MetricGroup
+
+_DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
+_ROLE = {"role": "target, draft"}
+
+
+class CoordinatorMetrics(MetricGroup):
+    """What clients see: requests, tokens, latency, admission, speculation as it reached them."""
+
+    _prefix = "coordinator"
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self._make_request_metrics()
+        self._make_latency_metrics()
+        self._make_speculation_metrics()
+        self._make_fleet_metrics()
+
+    def _make_request_metrics(self) -> None:
+        self.requests = self._counter(
+            "requests_total",
+            "Requests that ended, by gRPC code.",
+            {"outcome": "a gRPC status code: OK, CANCELLED, INVALID_ARGUMENT, UNAVAILABLE, ..."},
+            promql='sum(rate($requests_total{outcome!~"OK|CANCELLED|INVALID_ARGUMENT"}[5m]))'
+            " / sum(rate($requests_total[5m]))",
+        )
+        self.admission_rejects = self._counter(
+            "admission_rejects_total",
+            "Requests not admitted.",
+            {"cause": "the error's reason in lower case: overloaded, queue_timeout, quota, concurrency"},
+            promql="sum by (cause) (rate($admission_rejects_total[5m]))",
+        )
+        self.running = self._gauge("requests_running", "Requests that run.", promql="sum($requests_running)")
+        self.queue_length = self._gauge("queue_length", "Requests that wait for a place.", promql="sum($queue_length)")
+        self.prompt_tokens = self._counter(
+            "prompt_tokens_total",
+            "Prompt tokens of admitted requests.",
+            promql="sum(rate($prompt_tokens_total[5m]))",
+        )
+        self.cached_tokens = self._counter(
+            "cached_tokens_total",
+            "Prompt tokens found in a prefix cache.",
+            promql="sum(rate($cached_tokens_total[5m])) / sum(rate($prompt_tokens_total[5m]))",
+        )
+        self.tokens = self._counter(
+            "tokens_total",
+            "Output tokens sent to clients, by origin.",
+            {
+                "origin": "prefill, draft, recovered, bonus, decode; unspecified is always 0",
+            },
+            promql="sum by (origin) (rate($tokens_total[5m]))",
+        )
+
+    def _make_latency_metrics(self) -> None:
+        self.queue_seconds = self._histogram(
+            "queue_seconds",
+            "Wait for a place.",
+            COARSE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($queue_seconds_bucket[5m])))",
+        )
+        self.ttft_seconds = self._histogram(
+            "time_to_first_token_seconds",
+            "From the request's arrival to its first token.",
+            COARSE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($time_to_first_token_seconds_bucket[5m])))",
+        )
+        self.inter_token_seconds = self._histogram(
+            "inter_token_seconds",
+            "Time between tokens of a choice; a burst of n tokens is n intervals of 1/n of its gap.",
+            FINE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($inter_token_seconds_bucket[5m])))",
+        )
+        self.e2e_seconds = self._histogram(
+            "request_seconds",
+            "From arrival to the end of the stream.",
+            COARSE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($request_seconds_bucket[5m])))",
+        )
+        self.outside_seconds = self._histogram(
+            "outside_seconds",
+            "Time outside the models: decoding time of a choice in which no step ran and none waited for a draft.",
+            COARSE_S,
+            promql="sum(rate($outside_seconds_sum[5m])) / sum(rate($request_seconds_sum[5m]))",
+        )
+        self.draft_latency_seconds = self._histogram(
+            "draft_latency_seconds",
+            "Draft RPC latency: from a commit to the first proposal after it.",
+            FINE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($draft_latency_seconds_bucket[5m])))",
+        )
+        self.verify_latency_seconds = self._histogram(
+            "verify_latency_seconds",
+            "Verify RPC latency: from relaying a proposal to the verdict that used it.",
+            FINE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($verify_latency_seconds_bucket[5m])))",
+        )
+
+    def _make_speculation_metrics(self) -> None:
+        self.proposed_tokens = self._counter(
+            "proposed_tokens_total",
+            "Steps of a choice that verified a draft token at this depth.",
+            _DEPTH,
+            promql="sum(rate($accepted_tokens_total[5m])) / sum(rate($proposed_tokens_total[5m]))",
+        )
+        self.accepted_tokens = self._counter(
+            "accepted_tokens_total",
+            "Draft tokens accepted at this depth.",
+            _DEPTH,
+            promql="sum by (depth) (rate($accepted_tokens_total[5m]))"
+            " / sum by (depth) (rate($proposed_tokens_total[5m]))",
+        )
+        self.steps = self._counter(
+            "steps_total",
+            "Verdicts received, by kind.",
+            {"kind": "verify (with a tree), plain, prefill"},
+            promql='1 + sum(rate($accepted_tokens_total[5m])) / sum(rate($steps_total{kind="verify"}[5m]))',
+        )
+        self.hits = self._counter(
+            "hits_total",
+            "Steps of a choice that had a usable proposal at hand when they were formed.",
+            promql='sum(rate($hits_total[5m])) / sum(rate($steps_total{kind!="prefill"}[5m]))',
+        )
+        self.wasted_tokens = self._counter(
+            "wasted_tokens_total",
+            "Draft tokens that verdicts made worthless.",
+            promql="sum(rate($wasted_tokens_total[5m]))",
+        )
+        self.draft_fallbacks = self._counter(
+            "draft_fallbacks_total",
+            "Times a choice lost its draft and went on without one.",
+            {"cause": "stream_broken, or what the draft or the target refused"},
+            promql="sum by (cause) (rate($draft_fallbacks_total[5m]))",
+        )
+        self.mismatches = self._counter(
+            "token_mismatches_total",
+            "Verdicts whose overlap differed from what was delivered.",
+            promql="sum(increase($token_mismatches_total[1h]))",
+        )
+
+    def _make_fleet_metrics(self) -> None:
+        self.sessions = self._gauge(
+            "sessions", "Open sessions, by role of the replica.", _ROLE, promql="sum by (role) ($sessions)"
+        )
+        self.session_reopens = self._counter(
+            "session_reopens_total",
+            "Sessions opened again under a higher epoch.",
+            _ROLE,
+            promql="sum by (role) (rate($session_reopens_total[5m]))",
+        )
+        self.stream_reconnects = self._counter(
+            "stream_reconnects_total",
+            "Streams to replicas opened again.",
+            _ROLE,
+            promql="sum by (role) (increase($stream_reconnects_total[5m]))",
+        )
+        self.replicas = self._gauge(
+            "replicas",
+            "Replicas, by role and state.",
+            {
+                **_ROLE,
+                "state": "connecting, ready, draining, ejected, probation, incompatible, down",
+            },
+            promql='min by (role) (sum by (role, instance) ($replicas{state="ready"}))',
+        )
+        self.journal_seconds = self._histogram(
+            "journal_seconds",
+            "Time of one write to a journal outside the process; without one, nothing is observed.",
+            FINE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($journal_seconds_bucket[5m])))",
+        )
+        self.journal_errors = self._counter(
+            "journal_errors_total",
+            "Writes to the journal that failed.",
+            promql="sum(rate($journal_errors_total[5m]))",
+        )

@@ -1,0 +1,134 @@
+"""How metrics are declared and scraped: one prefix per group, the meaning and the query beside every name."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import prometheus_client.values
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.multiprocess import MultiProcessCollector
+
+from specdec import __version__
+
+_MULTIPROCESS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+# Seconds. Steps of small models, and hops between processes, take well under 10 ms.
+FINE_S = (
+    0.0001, 0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05,
+    0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5,
+)  # fmt: skip
+COARSE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
+BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+MetricType = Literal["counter", "gauge", "histogram"]
+
+
+@dataclass(frozen=True, slots=True)
+class MetricDoc:
+    """What operators are told of a metric.
+
+    Attributes:
+        name: as exported; a histogram's series add _bucket, _sum and _count to it.
+        type: counter, gauge or histogram.
+        text: what it means.
+        labels: each label and its values.
+        promql: a query that uses it.
+    """
+
+    name: str
+    type: MetricType
+    text: str
+    labels: Mapping[str, str]
+    promql: str
+
+    @property
+    def series(self) -> dict[str, frozenset[str]]:
+        """Names of the series that queries may select, each with its labels."""
+        labels = frozenset(self.labels)
+        if self.type != "histogram":
+            return {self.name: labels}
+        return {f"{self.name}_bucket": labels | {"le"}, f"{self.name}_sum": labels, f"{self.name}_count": labels}
+
+
+def enable_multiprocess_metrics(directory: str) -> None:
+    """Metrics made from now on, here and in processes started from here, go to files in `directory`."""
+    os.environ[_MULTIPROCESS_VARIABLE] = directory
+    prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
+
+
+def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
+    """What /metrics shows: in multiprocess mode the files of all processes, else the process's registry."""
+    if _MULTIPROCESS_VARIABLE not in os.environ:
+        return own
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    return registry
+
+
+class MetricGroup:
+    """Makes metrics named specdec_<prefix>_... in one registry, and keeps what they mean.
+
+    In a query, ``$`` stands for the prefix of this group: ``rate($tokens_total[5m])``.
+    """
+
+    _prefix: str
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.docs: list[MetricDoc] = []
+
+    def _counter(self, name: str, text: str, labels: Mapping[str, str] | None = None, *, promql: str) -> Counter:
+        doc = self._document("counter", name, text, labels, promql)
+        return Counter(doc.name, text, tuple(doc.labels), registry=self._registry)
+
+    def _gauge(self, name: str, text: str, labels: Mapping[str, str] | None = None, *, promql: str) -> Gauge:
+        doc = self._document("gauge", name, text, labels, promql)
+        # Only one process sets a gauge; in the files of the others it is zero, so that the sum is its value.
+        return Gauge(doc.name, text, tuple(doc.labels), registry=self._registry, multiprocess_mode="livesum")
+
+    def _histogram(
+        self,
+        name: str,
+        text: str,
+        buckets: tuple[float, ...],
+        labels: Mapping[str, str] | None = None,
+        *,
+        promql: str,
+    ) -> Histogram:
+        doc = self._document("histogram", name, text, labels, promql)
+        return Histogram(doc.name, text, tuple(doc.labels), registry=self._registry, buckets=buckets)
+
+    def _document(
+        self, type_: MetricType, name: str, text: str, labels: Mapping[str, str] | None, promql: str
+    ) -> MetricDoc:
+        prefix = f"specdec_{self._prefix}_"
+        doc = MetricDoc(f"{prefix}{name}", type_, text, labels or {}, promql.replace("$", prefix))
+        self.docs.append(doc)
+        return doc
+
+
+class BuildInfo:
+    """specdec_build_info of one service: constantly 1, with what runs as labels.
+
+    Of several processes that share their metrics each may make one: the series stays 1.
+    """
+
+    def __init__(self, registry: CollectorRegistry, service: str) -> None:
+        doc = MetricDoc(
+            "specdec_build_info",
+            "gauge",
+            "1, with the versions that run as labels.",
+            {
+                "service": "coordinator, target, draft",
+                "version": "of specdec",
+                "python": "version of the interpreter",
+            },
+            "count by (service, version) (specdec_build_info)",
+        )
+        self.docs = [doc]
+        gauge = Gauge(doc.name, doc.text, tuple(doc.labels), registry=registry, multiprocess_mode="livemax")
+        gauge.labels(service, __version__, platform.python_version()).set(1)

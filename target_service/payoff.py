@@ -1,0 +1,59 @@
+"""Whether speculation pays: what a step's tokens took, against what plain decoding would have taken for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from target_service.step_time import StepTimeModel
+
+_WEIGHT = 0.1
+_MOST_SURPRISE = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Payoff:
+    """Two times for the same tokens, in seconds, summed over the sessions that committed them.
+
+    Attributes:
+        decode_s: what they took, hold-off included.
+        plain_s: what plain decoding of the same batch would have taken; over decode_s it is the speed-up.
+    """
+
+    decode_s: float
+    plain_s: float
+
+
+class PlainSteps:
+    """How long a plain step of so many sessions takes: as measured when one ran, else as the step-time model has it.
+
+    The model alone would not do: while every step verifies trees of some size, it has to guess what a step without
+    one would take. Plain steps still run now and then, whenever a draft is late. Memory: one number per batch size.
+    """
+
+    def __init__(self) -> None:
+        self._measured_s: dict[int, float] = {}
+
+    def observe(self, num_sessions: int, turn_s: float) -> None:
+        """A plain step of this many sessions took this long; one that stalled counts for little more than others."""
+        known_s = self._measured_s.setdefault(num_sessions, turn_s)
+        self._measured_s[num_sessions] += _WEIGHT * (min(turn_s, _MOST_SURPRISE * known_s) - known_s)
+
+    def expected_s(self, num_sessions: int, step_time: StepTimeModel) -> float:
+        """Of the next one, in seconds."""
+        return self._measured_s.get(num_sessions) or step_time.predict(num_sessions)
+
+
+def step_payoff(plain_step_s: float, num_committed: Sequence[int], turn_s: float, held_s: float) -> Payoff:
+    """Of one step of decoding.
+
+    Plain decoding would have run one step of one row per session for each token. Every session of the batch waits for
+    the longest hold-off in it, so each is charged with that.
+
+    Args:
+        plain_step_s: what a plain step of these sessions takes.
+        num_committed: tokens that each session of the step committed.
+        turn_s: the step with what it takes to merge proposals before it and to send verdicts after it.
+        held_s: the longest hold-off of its sessions.
+    """
+    return Payoff(decode_s=len(num_committed) * (turn_s + held_s), plain_s=sum(num_committed) * plain_step_s)

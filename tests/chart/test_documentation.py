@@ -1,0 +1,86 @@
+"""The chart's copies and its documentation say what their sources say; UPDATE_GOLDEN=1 renews them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.chart.conftest import CHART, ROOT, Render
+
+_PARAM = re.compile(r"(?m)^\s*## @param (\S+) (.+)$")
+_TABLE = re.compile(r"(?s)(<!-- values -->\n).*(<!-- /values -->)")
+
+
+def _copies() -> Iterator[tuple[Path, Path]]:
+    for name in ("alerts.yml", "recording.yml"):
+        yield ROOT / "deploy/prometheus" / name, CHART / "files" / name
+    for source in sorted((ROOT / "deploy/grafana/dashboards").glob("*.json")):
+        yield source, CHART / "files/dashboards" / source.name
+
+
+def _values() -> dict[str, Any]:
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def _value(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def _leaves(values: dict[str, Any], documented: set[str], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key not in documented:
+            yield from _leaves(value, documented, f"{key}.")
+        else:
+            yield key
+
+
+def test_rules_and_dashboards_of_the_chart_are_those_of_deploy() -> None:
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        for source, copy in _copies():
+            shutil.copyfile(source, copy)
+    copies = {copy: source.read_text() for source, copy in _copies()}
+    assert {path for path in (CHART / "files").rglob("*") if path.is_file()} == set(copies)
+    for copy, text in copies.items():
+        assert copy.read_text() == text, f"{copy} differs; rerun with UPDATE_GOLDEN=1"
+
+
+def test_rules_and_dashboards_reach_the_cluster_unchanged(render: Render) -> None:
+    documents = render("monitoring")
+    rules = {d["metadata"]["name"].rpartition("-")[2]: d["spec"] for d in documents if d["kind"] == "PrometheusRule"}
+    assert rules == {
+        name: yaml.safe_load((CHART / f"files/{name}.yml").read_text()) for name in ("alerts", "recording")
+    }
+    maps = [d for d in documents if d["kind"] == "ConfigMap"]
+    assert all(d["metadata"]["labels"]["grafana_dashboard"] == "1" for d in maps)
+    shown = {name: json.loads(text) for d in maps for name, text in d["data"].items()}
+    assert shown == {path.name: json.loads(path.read_text()) for path in (CHART / "files/dashboards").iterdir()}
+
+
+def test_every_value_is_documented() -> None:
+    documented = [key for key, _ in _PARAM.findall((CHART / "values.yaml").read_text())]
+    assert len(documented) == len(set(documented))
+    assert set(_leaves(_values(), set(documented))) == set(documented)
+
+
+def test_the_readme_lists_every_value_with_its_default() -> None:
+    values = _values()
+    rows = [
+        f"| `{key}` | {text} | `{json.dumps(_value(values, key))}` |"
+        for key, text in _PARAM.findall((CHART / "values.yaml").read_text())
+    ]
+    table = "\n".join(["| Value | Meaning | Default |", "| --- | --- | --- |", *rows, ""])
+    readme = CHART / "README.md"
+    wanted = _TABLE.sub(lambda match: match[1] + table + match[2], readme.read_text())
+    if os.environ.get("UPDATE_GOLDEN") == "1":
+        readme.write_text(wanted)
+    assert readme.read_text() == wanted, "rerun with UPDATE_GOLDEN=1"

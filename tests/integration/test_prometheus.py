@@ -1,0 +1,211 @@
+"""A real Prometheus scrapes a real cluster under load: dashboards and rules ask for what the services export."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import promql_parser
+import pytest
+import yaml
+
+from specdec.cli.cluster import Cluster, free_port
+from specdec.client import Client
+from specdec.rpc.errors import SpecdecError
+from specdec.v1 import coordinator_pb2
+from tests.integration.conftest import start_cluster
+from tests.integration.prometheus_server import RULES, PrometheusServer, prometheus_server
+from tests.integration.tiny_pair import ModelPair
+
+DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
+MAX_RUNNING = 4
+BURST = 16
+LOAD_S = 90.0
+VARIABLES = {"$__rate_interval": "2m", "$instance": ".*"}
+Query = tuple[str, str, str]
+
+
+def dashboard_queries() -> list[Query]:
+    """Where, PromQL and legend of every query of every dashboard."""
+    found = []
+    for path in sorted(DASHBOARDS.glob("*.json")):
+        for panel in json.loads(path.read_text())["panels"]:
+            for query in panel.get("targets", []):
+                where = f"{path.stem}: {panel['title']}: {query['refId']}"
+                found.append((where, substituted(query["expr"]), query["legendFormat"]))
+    return found
+
+
+def rule_expressions() -> list[Query]:
+    found = []
+    for name in ("recording.yml", "alerts.yml"):
+        for group in yaml.safe_load((RULES / name).read_text())["groups"]:
+            found += [(rule.get("alert") or rule["record"], rule["expr"], "") for rule in group["rules"]]
+    return found
+
+
+def substituted(expr: str) -> str:
+    for variable, value in VARIABLES.items():
+        expr = expr.replace(variable, value)
+    return expr
+
+
+def request(max_tokens: int) -> coordinator_pb2.GenerateRequest:
+    message = coordinator_pb2.GenerateRequest(prompt="Once upon a time, far away, there was a king")
+    message.sampling.temperature = 1.0
+    message.sampling.max_tokens = max_tokens
+    message.sampling.ignore_eos = True
+    message.speculation.enabled = True
+    return message
+
+
+async def work(client: Client) -> None:
+    """Send one request after another, whatever becomes of them."""
+    while True:
+        try:
+            await client.complete(request(256))
+        except SpecdecError:
+            await asyncio.sleep(0)
+
+
+async def load(cluster: Cluster, server: PrometheusServer) -> None:
+    """Use all that the services count: requests, replicas that are lost and come back, more than may wait."""
+    async with Client(cluster.address) as client:
+        workers = [asyncio.create_task(work(client)) for _ in range(MAX_RUNNING)]
+        try:
+            await asyncio.to_thread(server.wait_for, "rate(specdec_target_verified_nodes_total[1m]) > 0")
+            await asyncio.to_thread(cluster.kill, "target")
+            await asyncio.to_thread(cluster.restart, "target")
+            await asyncio.to_thread(server.wait_for, "rate(specdec_coordinator_session_reopens_total[1m])")
+            await asyncio.to_thread(cluster.kill, "draft")
+            await asyncio.to_thread(server.wait_for, 'specdec_coordinator_replicas{role="draft",state="ready"} == 0')
+            await asyncio.to_thread(cluster.restart, "draft")
+            await asyncio.gather(*(client.complete(request(64)) for _ in range(BURST)), return_exceptions=True)
+            for counter in ("draft_fallbacks", "stream_reconnects", "admission_rejects", "requests"):
+                # Two samples at least, so that there is a rate.
+                await asyncio.to_thread(server.wait_for, f"rate(specdec_coordinator_{counter}_total[1m])")
+            await asyncio.to_thread(server.wait_for, "rate(specdec_draft_committed_tokens_total[1m]) > 0")
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def scraped(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+    """A Prometheus that has scraped a cluster under load."""
+    folder = tmp_path_factory.mktemp("prometheus")
+    ports = {role: free_port() for role in ("coordinator", "target", "draft")}
+    with (
+        start_cluster(
+            tiny_pair,
+            folder / "cluster",
+            target_settings={"metrics_port": ports["target"]},
+            draft_settings={"metrics_port": ports["draft"]},
+            coordinator_settings={
+                "metrics_port": ports["coordinator"],
+                "max_running": MAX_RUNNING,
+                "max_waiting": MAX_RUNNING,
+            },
+        ) as cluster,
+        prometheus_server(folder / "server", ports) as server,
+    ):
+        asyncio.run(asyncio.wait_for(load(cluster, server), LOAD_S))
+        # A scrape may time out where processors are short: look at a moment at which none had.
+        server.moment_s = server.wait_for("count(up == 1) == 3")
+        yield server
+
+
+@pytest.fixture(scope="module")
+def exported(scraped: PrometheusServer) -> dict[str, dict[str, set[str]]]:
+    """Values by label by metric, of what was scraped or recorded."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for series in scraped.series('{__name__=~"specdec.+"}'):
+        labels = found.setdefault(series.pop("__name__"), {})
+        for label, value in series.items():
+            labels.setdefault(label, set()).add(value)
+    return found
+
+
+def children(node: object) -> list[object]:
+    """The expressions that an expression is made of."""
+    if isinstance(node, promql_parser.Call):
+        return list(node.args)
+    names = ("lhs", "rhs", "expr", "param", "vector_selector")
+    return [child for name in names if (child := getattr(node, name, None)) is not None]
+
+
+def nodes(node: object) -> Iterator[object]:
+    yield node
+    for child in children(node):
+        yield from nodes(child)
+
+
+def wrong_names(expr: str, exported: dict[str, dict[str, set[str]]]) -> list[str]:
+    """What an expression names that no service exports: metrics, labels, values of labels."""
+    tree = promql_parser.parse(expr)
+    wrong = []
+    for selector in nodes(tree):
+        if not isinstance(selector, promql_parser.VectorSelector):
+            continue
+        name = str(selector.name)
+        labels = exported.get(name)
+        if labels is None:
+            wrong.append(name)
+            continue
+        for matcher in selector.matchers.matchers:
+            if matcher.name not in labels:
+                wrong.append(f"{name}: {matcher.name}")
+            elif matcher.op == promql_parser.MatchOp.Equal and matcher.value not in labels[matcher.name]:
+                wrong.append(f"{name}: {matcher.name}={matcher.value}")
+    for aggregate in nodes(tree):
+        if not isinstance(aggregate, promql_parser.AggregateExpr) or aggregate.modifier is None:
+            continue
+        for inner in nodes(aggregate.expr):
+            if isinstance(inner, promql_parser.VectorSelector):
+                known = exported.get(str(inner.name), {})
+                wrong += [f"{inner.name}: by {label}" for label in aggregate.modifier.labels if label not in known]
+    return wrong
+
+
+def test_every_query_and_rule_names_what_is_exported(exported: dict[str, dict[str, set[str]]]) -> None:
+    wrong = {where: names for where, expr, _ in expressions() if (names := wrong_names(expr, exported))}
+    assert wrong == {}
+
+
+def expressions() -> list[Query]:
+    return dashboard_queries() + rule_expressions()
+
+
+def test_a_wrong_metric_label_or_value_would_be_noticed(exported: dict[str, dict[str, set[str]]]) -> None:
+    assert wrong_names("sum(rate(specdec_target_misspelt_total[5m]))", exported)
+    assert wrong_names("sum by (nothing) (rate(specdec_target_hits_total[5m]))", exported)
+    assert wrong_names('specdec_coordinator_replicas{roll="draft"}', exported)
+    assert wrong_names('specdec_coordinator_replicas{role="drafts"}', exported)
+    assert not wrong_names('specdec_coordinator_replicas{role="draft"}', exported)
+
+
+def test_every_dashboard_query_returns_data_with_the_labels_of_its_legend(scraped: PrometheusServer) -> None:
+    wrong = {}
+    for where, expr, legend in dashboard_queries():
+        series = scraped.query(expr)
+        finite = [one for one in series if one["value"][1] != "NaN"]
+        labels = set(re.findall(r"{{(\w+)}}", legend))
+        if not any(labels <= one["metric"].keys() for one in finite):
+            wrong[where] = (expr, series)
+    assert wrong == {}
+
+
+def test_prometheus_evaluates_every_rule(scraped: PrometheusServer) -> None:
+    rules = scraped.rules()
+    assert len(rules) == len(rule_expressions())
+    assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
+
+
+def test_the_job_is_the_service(scraped: PrometheusServer) -> None:
+    assert {one["metric"]["job"] for one in scraped.query("up == 1")} == {"coordinator", "target", "draft"}
+    jobs = {path["job_name"] for path in yaml.safe_load((RULES / "prometheus.yml").read_text())["scrape_configs"]}
+    assert jobs == {"coordinator", "target", "draft"}

@@ -1,0 +1,222 @@
+"""Several targets and drafts: sessions spread, follow their target, and survive replicas that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from google.rpc import code_pb2, status_pb2
+
+from coordinator.links.target_link import TargetLink
+from specdec.cli.cluster import Cluster, free_port
+from specdec.client import Client, Completion
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import draft_pb2, target_pb2
+from tests.chaos.faults import eventually, scrape
+from tests.integration.conftest import MakeCluster
+from tests.integration.coordinator_harness import collect, expected_ids, request, running
+from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+NUM_STREAMS = 12
+NUM_TOKENS = 300
+NUM_BEFORE_DRAIN = 40
+
+
+def body(seed: int, prompt: list[int] | None = None, max_tokens: int = NUM_TOKENS) -> api.GenerateRequest:
+    message = api.GenerateRequest()
+    message.prompt_token_ids.token_ids.extend(prompt or [10 + (seed * 7 + i * 3) % 200 for i in range(48)])
+    message.sampling.temperature = 1.0
+    message.sampling.seed = seed
+    message.sampling.max_tokens = max_tokens
+    message.sampling.ignore_eos = True
+    return message
+
+
+def names_of(cluster: Cluster, role: str) -> list[str]:
+    return [name for name, service in cluster.services.items() if service.spec.module == f"{role}_service"]
+
+
+async def wait_for_state(client: Client, address: str, states: set[str]) -> None:
+    async def is_so() -> bool:
+        return {r.state for r in (await client.status()).replicas if r.address == address} <= states
+
+    await eventually(is_so, f"{address} is {' or '.join(sorted(states))}")
+
+
+async def test_streams_spread_and_none_notices_that_a_target_and_a_draft_leave(make_cluster: MakeCluster) -> None:
+    metrics_port = free_port()
+    cluster = make_cluster(
+        num_targets=2,
+        num_drafts=2,
+        target_settings={"drain_s": 1.0},
+        draft_settings={"drain_s": 1.0},
+        coordinator_settings={"metrics_port": metrics_port},
+    )
+    async with Client(cluster.address) as client:
+        undisturbed = await asyncio.gather(*(client.complete(body(seed)) for seed in range(NUM_STREAMS)))
+        leaving = [names_of(cluster, role)[0] for role in ("target", "draft")]
+        addresses = [cluster.services[name].spec.address for name in leaving]
+        num_started = 0
+        all_started = asyncio.Event()
+
+        async def read(seed: int) -> Completion:
+            nonlocal num_started
+            completion = Completion()
+            is_counted = False
+            async for chunk in client.generate(body(seed)):
+                completion.add(chunk)
+                if not is_counted and completion.num_tokens >= NUM_BEFORE_DRAIN:
+                    is_counted = True
+                    num_started += 1
+                    if num_started == NUM_STREAMS:
+                        all_started.set()
+            return completion
+
+        streams = [asyncio.create_task(read(seed)) for seed in range(NUM_STREAMS)]
+        await asyncio.wait_for(all_started.wait(), 120.0)
+        for name in leaving:
+            cluster.services[name].terminate()
+        for address in addresses:
+            await wait_for_state(client, address, {"draining", "down"})
+        disturbed = await asyncio.gather(*streams)
+        for address in addresses:
+            await wait_for_state(client, address, {"down"})
+        after = await client.complete(body(1))
+        samples = scrape(metrics_port)
+        moved = {
+            r: samples.get(f"specdec_coordinator_session_reopens_total{{role={r}}}", 0) for r in ("target", "draft")
+        }
+        assert min(moved.values()) > 0, moved
+    assert [c.identity for c in disturbed] == [c.identity for c in undisturbed]
+    assert after.identity == undisturbed[1].identity
+
+
+async def test_the_second_turn_of_a_conversation_finds_the_first_ones_tokens_cached(
+    make_cluster: MakeCluster,
+) -> None:
+    cluster = make_cluster(num_targets=2, num_drafts=0)
+    async with Client(cluster.address) as client:
+        for seed in range(6):
+            first_body = body(seed, max_tokens=100)
+            first = await client.complete(first_body)
+            output = [token.id for token in first.choices[0].tokens]
+            prompt = [*first_body.prompt_token_ids.token_ids, *output, 40, 41, 42]
+            second = await client.complete(body(seed, prompt, max_tokens=4))
+            assert second.require_finished().usage.cached_tokens > len(first_body.prompt_token_ids.token_ids)
+
+
+async def test_requests_spread_over_targets_and_drafts() -> None:
+    targets, drafts = [ScriptedTarget(), ScriptedTarget()], [ScriptedDraft(), ScriptedDraft()]
+    for target in targets:
+        target.limit = 5
+    async with running(targets, drafts) as harness:
+        for link in harness.service.fleet.links:
+            while not link.is_ready:
+                await harness.service.fleet.wait_changed(10.0)
+        calls = [harness.stub.Generate(request((seed, 6, 7), max_tokens=20)) for seed in range(8)]
+        for replica in (*targets, *drafts):
+            await replica.until(lambda replica=replica: len(replica.opened) == 4)  # type: ignore[misc]
+        for call in calls:
+            call.cancel()
+
+
+async def test_a_draft_hears_of_each_target_by_name_and_a_session_names_its_own() -> None:
+    targets, draft = [ScriptedTarget(), ScriptedTarget()], ScriptedDraft()
+    for target in targets:
+        target.limit = 5
+    async with running(targets, [draft]) as harness:
+        for link in harness.service.fleet.links:
+            while not link.is_ready:
+                await harness.service.fleet.wait_changed(10.0)
+        for credit, (target, link) in enumerate(zip(targets, harness.service.fleet.targets, strict=True), start=1):
+            target.streams[-1].send(load_response(credit))
+
+            async def is_known(link: TargetLink = link, credit: int = credit) -> bool:
+                return link.load is not None and link.load.draft_credit == credit
+
+            await eventually(is_known, "the load has come")
+        calls = [harness.stub.Generate(request((seed, 6, 7), max_tokens=20)) for seed in range(2)]
+        await draft.until(lambda: len(draft.opened) == 2)
+        told = {t.target: t.load.draft_credit for frame in draft.frames for t in target_loads(frame)}
+        named = {session.session_id: session.body.target for session in draft.sessions.values()}
+        held = {session_id: target.address for target in targets for session_id in target.sessions}
+        for call in calls:
+            call.cancel()
+    assert told == {targets[0].address: 1, targets[1].address: 2}
+    assert named == held
+    assert len(set(named.values())) == 2
+
+
+async def test_a_target_whose_stream_ends_is_left_at_once() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for target in targets:
+        target.limit = 10
+    async with running(targets, target_timeout_s=600.0) as harness:
+        for link in harness.service.fleet.links:
+            while not link.is_ready:
+                await harness.service.fleet.wait_changed(10.0)
+        call = asyncio.create_task(collect(harness.stub.Generate(request(max_tokens=40))))
+
+        async def is_open() -> bool:
+            return any(target.opened for target in targets)
+
+        await eventually(is_open, "a target holds the session")
+        holder = next(t for t in targets if t.opened)
+        other = next(t for t in targets if t is not holder)
+        other.limit = None
+        await holder.stop()
+        result = await asyncio.wait_for(call, 30.0)
+    assert result.ids() == expected_ids(holder, 40)
+
+
+async def test_a_draining_target_gets_no_new_sessions_and_keeps_those_it_has() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    async with running(targets) as harness:
+        for link in harness.service.fleet.links:
+            while not link.is_ready:
+                await harness.service.fleet.wait_changed(10.0)
+        targets[0].streams[-1].send(load_response(1, draining=True))
+        link = harness.service.fleet.targets[0]
+        while str(link.state) != "draining":
+            await harness.service.fleet.wait_changed(10.0)
+        for seed in range(4):
+            await collect(harness.stub.Generate(request((seed, 6, 7))))
+        assert harness.metric("replicas", role="target", state="draining") == 1
+        assert harness.metric("replicas", role="target", state="ready") == 1
+    assert targets[0].opened == []
+    assert len(targets[1].opened) == 4
+
+
+async def test_a_target_that_keeps_failing_is_ejected_and_trusted_again_after_a_probation() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    bad = targets[0]
+    bad.refuse = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="out of order")
+    async with running(targets, ejection_failures=2, ejection_s=0.2, ejection_max_s=0.2) as harness:
+        fleet = harness.service.fleet
+        for link in fleet.links:
+            while not link.is_ready:
+                await fleet.wait_changed(10.0)
+        link = next(link for link in fleet.targets if link.address == bad.address)
+        states = {str(link.state)}
+        for seed in range(200):
+            result = await collect(harness.stub.Generate(request((seed, 6, 7))))
+            assert result.ids() == expected_ids(targets[1], 20, (seed, 6, 7))
+            states.add(str(link.state))
+            if str(link.state) == "ejected":
+                bad.refuse = None
+                await fleet.wait_changed(10.0)
+                states.add(str(link.state))
+            if states >= {"ejected", "probation"} and link.is_ready:
+                break
+    assert states == {"ready", "ejected", "probation"}
+
+
+def load_response(credit: int, draining: bool = False) -> target_pb2.VerifyResponse:
+    return target_pb2.VerifyResponse(load=pb.LoadReport(draft_credit=credit, draining=draining))
+
+
+def target_loads(frame: draft_pb2.DraftRequest) -> list[draft_pb2.TargetLoad]:
+    return list(frame.target_loads)

@@ -1,0 +1,135 @@
+"""Names become addresses, again and again; links come and go with them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc
+import pytest
+
+from coordinator.discovery import Discovery, Endpoint
+from coordinator.links.replica_link import ReplicaLink
+from coordinator.links.roster import Roster
+from tests.integration.coordinator_harness import collect, expected_ids, request, running
+from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
+
+
+class Names:
+    """What the resolver of the running loop answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hosts: list[str] | None = []
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._answer)
+
+    async def _answer(self, host: str, port: int, **options: Any) -> list[Any]:
+        if self.hosts is None:
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+        return [
+            (socket.AF_INET6, 1, 6, "", (h, port, 0, 0)) if ":" in h else (socket.AF_INET, 1, 6, "", (h, port))
+            for h in self.hosts
+        ]
+
+
+@pytest.fixture
+async def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    return Names(monkeypatch)
+
+
+async def test_plain_addresses_need_no_lookup() -> None:
+    discovery = Discovery(["a:1", "b:2", "a:1"])
+    assert discovery.is_static
+    assert discovery.endpoints == [Endpoint("a:1"), Endpoint("b:2")]
+
+
+async def test_a_name_stands_for_all_its_addresses_and_is_the_name_in_their_certificates(names: Names) -> None:
+    names.hosts = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
+    discovery = Discovery(["dns:///targets.svc:50052", "other:1"])
+    assert not discovery.is_static
+    assert await discovery.refresh() == [
+        Endpoint("10.0.0.1:50052", "targets.svc"),
+        Endpoint("10.0.0.2:50052", "targets.svc"),
+        Endpoint("[fd00::1]:50052", "targets.svc"),
+        Endpoint("other:1"),
+    ]
+
+
+async def test_a_name_server_that_fails_takes_no_replica_away(names: Names) -> None:
+    names.hosts = ["10.0.0.1"]
+    discovery = Discovery(["dns:///targets.svc:1"])
+    before = await discovery.refresh()
+    names.hosts = None
+    assert await discovery.refresh() == before
+
+
+async def test_a_name_of_this_machine_is_really_looked_up() -> None:
+    assert Endpoint("127.0.0.1:5", "localhost") in await Discovery(["dns:///localhost:5"]).refresh()
+
+
+class IdleLink(ReplicaLink):
+    """A link whose stream the test opens and ends."""
+
+    role = "target"
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        channel = grpc.aio.insecure_channel(endpoint.address)
+        super().__init__(endpoint.address, channel, None, None)  # type: ignore[arg-type]
+        self.has_stream = False
+
+    @property
+    def is_up(self) -> bool:
+        return self.has_stream
+
+    def _show_state(self) -> None:
+        pass
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_vanished_replica_keeps_its_link_until_its_stream_and_its_sessions_are_gone() -> None:
+    links: list[IdleLink] = []
+    removed: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), removed.append)
+    roster.update([Endpoint("127.0.0.1:1"), Endpoint("127.0.0.1:2")])
+    first = links[0]
+    first.has_stream = True
+    first.sessions["s"] = None  # type: ignore[assignment]
+    roster.update([Endpoint("127.0.0.1:2")])
+    assert first in links
+    assert first.is_draining
+    first.has_stream = False
+    roster.update([Endpoint("127.0.0.1:2")])
+    assert first in links
+    first.sessions.clear()
+    roster.update([Endpoint("127.0.0.1:2")])
+    assert [link.address for link in links] == ["127.0.0.1:2"]
+    assert removed == [first]
+    await roster.close()
+
+
+async def test_a_replica_that_is_listed_again_is_used_again() -> None:
+    links: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)
+    roster.update([Endpoint("127.0.0.1:1")])
+    links[0].has_stream = True
+    roster.update([])
+    assert links[0].is_draining
+    roster.update([Endpoint("127.0.0.1:1")])
+    assert not links[0].is_draining
+    assert len(links) == 1
+    await roster.close()
+
+
+async def test_a_coordinator_finds_its_replicas_by_name() -> None:
+    target, draft = ScriptedTarget(), ScriptedDraft()
+    await target.start()
+    await draft.start()
+    names = {role: (f"dns:///localhost:{r.port}",) for role, r in (("targets", target), ("drafts", draft))}
+    async with running([target], [draft], wait_for_draft=False, discovery_s=0.05, **names) as harness:
+        while not any(link.is_ready for link in harness.service.fleet.drafts):
+            await harness.service.fleet.wait_changed(10.0)
+        result = await collect(harness.stub.Generate(request()))
+        assert [link.address for link in harness.service.fleet.targets if link.is_ready] == [target.address]
+    assert result.ids() == expected_ids(target, 20)

@@ -1,0 +1,145 @@
+"""Token buckets and places of tenants, on a clock that the test turns."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+import pytest
+
+from coordinator.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
+from specdec.rpc.errors import Overloaded
+
+RATE = QuotaRate(tokens_per_s=10.0, burst_tokens=100.0)
+
+
+class Clock:
+    """Stands still unless it is turned."""
+
+    def __init__(self) -> None:
+        self.now_s = 50.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def test_a_bucket_starts_full_and_admits_into_debt() -> None:
+    quotas = TokenQuotas(Clock())
+    await quotas.admit("a", RATE, 99)
+    await quotas.admit("a", RATE, 500)
+    with pytest.raises(Overloaded) as caught:
+        await quotas.admit("a", RATE, 1)
+    assert caught.value.reason == "QUOTA_EXCEEDED"
+    assert caught.value.retry_after_s == pytest.approx((499 + 1) / 10)
+
+
+async def test_the_delay_told_is_enough_and_a_shorter_one_is_not() -> None:
+    clock = Clock()
+    quotas = TokenQuotas(clock)
+    await quotas.admit("a", RATE, 100)
+    quotas.charge("a", RATE, 7)
+    with pytest.raises(Overloaded) as caught:
+        await quotas.admit("a", RATE, 1)
+    clock.now_s += caught.value.retry_after_s / 2
+    with pytest.raises(Overloaded):
+        await quotas.admit("a", RATE, 1)
+    clock.now_s += caught.value.retry_after_s / 2
+    await quotas.admit("a", RATE, 1)
+
+
+async def test_a_bucket_never_holds_more_than_its_burst() -> None:
+    clock = Clock()
+    quotas = TokenQuotas(clock)
+    await quotas.admit("a", RATE, 1)
+    clock.now_s += 1e6
+    quotas.charge("a", RATE, -50)
+    await quotas.admit("a", RATE, 100)
+    with pytest.raises(Overloaded):
+        await quotas.admit("a", RATE, 1)
+
+
+async def test_tenants_do_not_share_a_bucket() -> None:
+    quotas = TokenQuotas(Clock())
+    await quotas.admit("a", RATE, 1000)
+    await quotas.admit("b", RATE, 1000)
+
+
+async def test_a_smaller_burst_holds_at_once() -> None:
+    quotas = TokenQuotas(Clock())
+    await quotas.admit("a", RATE, 1)
+    smaller = QuotaRate(10.0, 5.0)
+    await quotas.admit("a", smaller, 5)
+    with pytest.raises(Overloaded):
+        await quotas.admit("a", smaller, 1)
+
+
+async def test_made_up_tenants_do_not_fill_the_memory() -> None:
+    clock = Clock()
+    quotas = TokenQuotas(clock)
+    await quotas.admit("in debt", RATE, 10**9)
+    for number in range(10_000):
+        await quotas.admit(f"tenant {number}", RATE, 1)
+        clock.now_s += 1.0
+    assert len(quotas) < 2000
+    with pytest.raises(Overloaded):
+        await quotas.admit("in debt", RATE, 1)
+
+
+def test_a_rate_without_a_burst_saves_up_ten_seconds() -> None:
+    assert QuotaRate.of(20.0, None) == QuotaRate(20.0, 200.0)
+    assert QuotaRate.of(0.01, None) == QuotaRate(0.01, 1.0)
+    assert QuotaRate.of(None, None) is None
+
+
+async def test_a_tenant_has_as_many_places_as_it_may_use_at_once() -> None:
+    refused: list[str] = []
+    limits = TenantLimits(TokenQuotas(Clock()), refused.append)
+    allowance = Allowance(max_concurrent_requests=2)
+    async with AsyncExitStack() as stack:
+        for request_id in ("1", "2"):
+            await stack.enter_async_context(limits.lease("a", request_id, allowance, 5))
+        with pytest.raises(Overloaded) as caught:
+            await stack.enter_async_context(limits.lease("a", "3", allowance, 5))
+        assert (caught.value.reason, refused) == ("TOO_MANY_REQUESTS_OF_TENANT", ["concurrency"])
+        assert caught.value.retry_after_s > 0
+        await stack.enter_async_context(limits.lease("b", "1", allowance, 5))
+    assert limits.num_running("a") == 0
+    async with limits.lease("a", "3", allowance, 5):
+        assert limits.num_running("a") == 1
+
+
+async def test_a_request_that_takes_over_its_own_takes_its_place_too() -> None:
+    limits = TenantLimits(TokenQuotas(Clock()))
+    allowance = Allowance(max_concurrent_requests=1)
+    async with AsyncExitStack() as second:
+        async with limits.lease("a", "same", allowance, 5):
+            await second.enter_async_context(limits.lease("a", "same", allowance, 5))
+        assert limits.num_running("a") == 1
+        with pytest.raises(Overloaded):
+            await second.enter_async_context(limits.lease("a", "other", allowance, 5))
+    assert limits.num_running("a") == 0
+
+
+async def test_a_request_that_never_began_gets_its_prompt_back() -> None:
+    limits = TenantLimits(TokenQuotas(Clock()))
+    allowance = Allowance(quota=RATE)
+    for _ in range(3):
+        async with limits.lease("a", "1", allowance, 100):
+            pass  # refused by a full queue, for example
+    async with limits.lease("a", "1", allowance, 60) as lease:
+        lease.begin()
+        lease.charge(40)
+    with pytest.raises(Overloaded):
+        async with limits.lease("a", "1", allowance, 1):
+            pass
+
+
+async def test_a_refusal_by_quota_is_counted_and_holds_no_place() -> None:
+    refused: list[str] = []
+    limits = TenantLimits(TokenQuotas(Clock()), refused.append)
+    allowance = Allowance(max_concurrent_requests=1, quota=RATE)
+    async with limits.lease("a", "1", allowance, 100) as lease:
+        lease.begin()
+    with pytest.raises(Overloaded):
+        async with limits.lease("a", "2", allowance, 1):
+            pass
+    assert (refused, limits.num_running("a")) == (["quota"], 0)
