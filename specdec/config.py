@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
+from specdec.addresses import Address
 from specdec.engine.settings import EngineSettings
 from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings
 from specdec.settings_sources import load_settings, settings_or_exit
@@ -28,14 +29,6 @@ def _split_commas(value: Any) -> Any:
     return value
 
 
-def _check_address(address: str) -> str:
-    host, separator, port = address.rpartition(":")
-    if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{address!r} is not host:port")
-    return address
-
-
-Address = Annotated[str, BeforeValidator(_check_address)]
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 VerifyModeName = Literal["coupled", "rejection"]
 
@@ -130,7 +123,9 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     env_prefix: ClassVar[str] = "SPECDEC_COORDINATOR_"
 
     targets: Addresses = Field(
-        description="Target replicas, host:port or dns:///name:port, separated by commas.", min_length=1
+        default=(),
+        description="Target replicas, host:port or dns:///name:port, separated by commas; "
+        "with redis_url those in its registry too, so there may be none.",
     )
     drafts: Addresses = Field(default=(), description="Draft replicas, written alike; none: plain decoding.")
     discovery_s: float = Field(default=5.0, gt=0, description="How often names in dns:/// entries are looked up.")
@@ -207,6 +202,12 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
             raise ValueError("reconnect_backoff_min_s must not be above reconnect_backoff_max_s")
         if self.ejection_s > self.ejection_max_s:
             raise ValueError("ejection_s must not be above ejection_max_s")
+        return self
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> Self:
+        if not self.targets and self.redis_url is None:
+            raise ValueError("targets must name at least one target, unless redis_url is set")
         return self
 
     @model_validator(mode="after")

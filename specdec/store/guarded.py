@@ -26,6 +26,8 @@ from specdec.store.interface import (
 _Result = TypeVar("_Result")
 # Called after each operation that reached the store: its name, how long it took in seconds, whether the store answered.
 OperationObserver = Callable[[str, float, bool], None]
+# Called when the store goes down or comes back: whether it is up.
+StateObserver = Callable[[bool], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class GuardedStore:
         self,
         store: Store,
         observe: OperationObserver | None = None,
-        on_change: Callable[[bool], None] | None = None,
+        on_change: StateObserver | None = None,
         back_off: BackOff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -223,7 +223,8 @@ class RedisStore:
     async def _pipeline(self, script: AsyncScript, calls: Sequence[_Call]) -> list[Any]:
         async with self._client.pipeline(transaction=False) as pipeline:
             for keys, arguments in calls:
-                pipeline.evalsha(script.sha, len(keys), *keys, *arguments)
+                # Not evalsha(), which redis-py refuses in a cluster's pipeline; the command is routed by its keys.
+                pipeline.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
             return await pipeline.execute(raise_on_error=False)
 
     @asynccontextmanager

@@ -36,7 +36,7 @@ class RedisOptions:
     sentinel_password: SecretStr | None = None
     # PEM files, for rediss only. Without a CA file the system's authorities are trusted.
     tls_ca_file: Path | None = None
-    tls_certificate_file: Path | None = None
+    tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
     # An operation that takes longer counts as failed.
     timeout_s: float = 0.25
@@ -158,7 +158,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
 def _tls(target: _Target, options: RedisOptions) -> dict[str, Any]:
     files = {
         "redis_tls_ca_file": options.tls_ca_file,
-        "redis_tls_certificate_file": options.tls_certificate_file,
+        "redis_tls_cert_file": options.tls_cert_file,
         "redis_tls_key_file": options.tls_key_file,
     }
     if not target.has_tls:
@@ -169,14 +169,14 @@ def _tls(target: _Target, options: RedisOptions) -> dict[str, Any]:
     for name, path in files.items():
         if path is not None and not path.is_file():
             raise StoreUrlError(f"{name}: {path} is not a file")
-    if (options.tls_certificate_file is None) != (options.tls_key_file is None):
-        raise StoreUrlError("redis_tls_certificate_file: certificate and key need each other")
+    if (options.tls_cert_file is None) != (options.tls_key_file is None):
+        raise StoreUrlError("redis_tls_cert_file: certificate and key need each other")
     return {
         "ssl": True,
         "ssl_cert_reqs": "required",
         "ssl_check_hostname": True,
         "ssl_ca_certs": _text(options.tls_ca_file),
-        "ssl_certfile": _text(options.tls_certificate_file),
+        "ssl_certfile": _text(options.tls_cert_file),
         "ssl_keyfile": _text(options.tls_key_file),
     }
 

@@ -140,6 +140,8 @@ async def test_a_draft_hears_of_each_target_by_name_and_a_session_names_its_own(
             await eventually(is_known, "the load has come")
         calls = [harness.stub.Generate(request((seed, 6, 7), max_tokens=20)) for seed in range(2)]
         await draft.until(lambda: len(draft.opened) == 2)
+        for target in targets:
+            await target.until(lambda target=target: len(target.opened) == 1)  # type: ignore[misc]
         told = {t.target: t.load.draft_credit for frame in draft.frames for t in target_loads(frame)}
         named = {session.session_id: session.body.target for session in draft.sessions.values()}
         held = {session_id: target.address for target in targets for session_id in target.sessions}

@@ -1,0 +1,108 @@
+"""Settings of the store that services share, and the store they describe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from specdec.addresses import Address
+from specdec.store.errors import StoreUrlError
+from specdec.store.guarded import GuardedStore, OperationObserver, StateObserver
+from specdec.store.keys import DEFAULT_PREFIX
+from specdec.store.memory import MemoryStore
+from specdec.store.urls import RedisOptions, connect
+
+
+class StoreSettings(BaseModel):
+    """Where the shared store is. Without `redis_url` everything is kept in the process."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    redis_url: SecretStr | None = Field(
+        default=None,
+        description="Redis of all services: redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB, "
+        "redis+cluster://HOST:PORT,HOST:PORT, or rediss (TLS) in place of redis; null: none.",
+    )
+    redis_username: str | None = Field(default=None, min_length=1, description="Redis user; wins over the URL's.")
+    redis_password: SecretStr | None = Field(
+        default=None, min_length=1, description="Redis password; wins over the URL's."
+    )
+    redis_sentinel_username: str | None = Field(default=None, min_length=1, description="User at the sentinels.")
+    redis_sentinel_password: SecretStr | None = Field(
+        default=None, min_length=1, description="Password at the sentinels."
+    )
+    redis_tls_ca_file: Path | None = Field(
+        default=None, description="PEM authorities that Redis' certificate must come from; null: the system's."
+    )
+    redis_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain for Redis.")
+    redis_tls_key_file: Path | None = Field(default=None, description="PEM private key of that certificate.")
+    redis_timeout_s: float = Field(
+        default=0.25, gt=0, description="A Redis operation that takes longer counts as failed."
+    )
+    redis_key_prefix: str = Field(
+        default=DEFAULT_PREFIX, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="First part of all keys."
+    )
+    advertise_address: Address | None = Field(
+        default=None,
+        description="host:port under which others reach this process, for the registry; null: the host name (or "
+        "host, unless that is a wildcard) and port.",
+    )
+    registry_ttl_s: float = Field(
+        default=15.0,
+        ge=1,
+        description="A process that did not renew its registration for this long is gone; it renews every third.",
+    )
+
+    @model_validator(mode="after")
+    def _check_store(self) -> Self:
+        if self.redis_url is None:
+            for name in type(self).model_fields:
+                if name in _NEED_URL and getattr(self, name) is not None:
+                    raise ValueError(f"{name} needs redis_url")
+            return self
+        try:
+            connect(self.redis_url.get_secret_value(), self.redis_options())
+        except StoreUrlError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def redis_options(self) -> RedisOptions:
+        """How to reach Redis, apart from where it is."""
+        return RedisOptions(
+            username=self.redis_username,
+            password=self.redis_password,
+            sentinel_username=self.redis_sentinel_username,
+            sentinel_password=self.redis_sentinel_password,
+            tls_ca_file=self.redis_tls_ca_file,
+            tls_cert_file=self.redis_tls_cert_file,
+            tls_key_file=self.redis_tls_key_file,
+            timeout_s=self.redis_timeout_s,
+            key_prefix=self.redis_key_prefix,
+        )
+
+
+_NEED_URL = frozenset(
+    {
+        "redis_username",
+        "redis_password",
+        "redis_sentinel_username",
+        "redis_sentinel_password",
+        "redis_tls_ca_file",
+        "redis_tls_cert_file",
+        "redis_tls_key_file",
+    }
+)
+
+
+def open_store(
+    settings: StoreSettings, observe: OperationObserver | None = None, on_change: StateObserver | None = None
+) -> GuardedStore:
+    """Return the store of a service: on Redis, or in this process when no `redis_url` is set.
+
+    Redis need not answer. The arguments are those of GuardedStore.
+    """
+    if settings.redis_url is None:
+        return GuardedStore(MemoryStore(), observe, on_change)
+    return GuardedStore(connect(settings.redis_url.get_secret_value(), settings.redis_options()), observe, on_change)
