@@ -134,6 +134,12 @@ seccompProfile:
 {{- if and $tls.enabled (ternary $tls.verifyClients $tls.mutual (eq .name "coordinator")) }}true{{ end -}}
 {{- end -}}
 
+{{/* The name that a certificate must have to call targets and drafts; empty: any of the authority's. */}}
+{{- define "specdec.coordinatorName" -}}
+{{- $fromManager := include "specdec.serviceName" (dict "root" . "name" "coordinator") -}}
+{{ .Values.tls.coordinatorName | default (ternary $fromManager "" .Values.tls.certManager.enabled) }}
+{{- end -}}
+
 {{/* Not empty when Prometheus must show a certificate to some role. */}}
 {{- define "specdec.scraperCertificate" -}}
 {{- if and .Values.serviceMonitor.enabled .Values.tls.metrics (or .Values.tls.mutual .Values.tls.verifyClients) }}true{{ end -}}
