@@ -57,6 +57,7 @@ class ModelRunner:
         self.num_parameters = loaded.num_parameters
         self.block_size = cache.block_size
         self.num_blocks = cache.num_blocks
+        self.num_kv_bytes = cache.num_bytes  # of this rank
         self.row_invariant = False
         self._step_model = step_model
         self._cache = cache
