@@ -21,7 +21,7 @@ from specdec.engine.model_files import (
 )
 from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, check_config, longrope_limit
 from specdec.engine.parallel.rank_group import RankGroup
-from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan, shard_model
+from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.settings import EngineSettings
 
 _DUMMY_SEED = 0
@@ -72,7 +72,8 @@ def check_tensor_parallel(settings: EngineSettings) -> str:
 
 
 def load_model(settings: EngineSettings, group: RankGroup | None = None) -> LoadedModel:
-    """Load the model that the settings name, or this rank's shard of it.
+    """Load the model that the settings name, or this rank's shard of it: that still runs through transformers' own
+    wrappers, until ``shard_model`` takes them off.
 
     Raises ``ModelNotSupported`` for what the config rules out and ``ModelLoadError`` for everything that
     fails on the way.
@@ -92,8 +93,6 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
     head = model.get_output_embeddings()
     num_logits = int(config.vocab_size if head is None else head.weight.shape[0])
     num_parameters = int(model.num_parameters())  # of the whole model: shards know their full shape
-    if group is not None:
-        shard_model(model, group)
     model.to(device)  # type: ignore[arg-type]
     model.eval().requires_grad_(False)
     tokenizer = read_tokenizer(directory)

@@ -17,6 +17,7 @@ from specdec.engine.model_loader import LoadedModel, load_model
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
 from specdec.engine.parallel.rank_group import RankGroup
+from specdec.engine.parallel.sharding import shard_model
 from specdec.engine.ragged_model import RaggedModel, StepModel
 from specdec.engine.self_test import Probe, ProbeLog, tolerance
 from specdec.engine.settings import EngineSettings
@@ -133,6 +134,8 @@ class _RunnerBuilder:
         if self._group is not None:
             self._group.wait_for_all()  # from here on no rank waits long for another
         expected = self._dense_logits() if settings.self_test else {}
+        if self._group is not None:
+            shard_model(loaded.model, self._group)  # expected is what transformers' own wrappers made of the shards
         ragged = RaggedModel(loaded.model, TiledAttention() if loaded.device.type == "cpu" else GatherAttention())
         recorded = ragged.record_attention(self._probe)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)

@@ -49,7 +49,7 @@ def main() -> int:
     if launch["cores"]:
         os.sched_setaffinity(0, launch["cores"])
     os.set_inheritable(launch["socket_fd"], False)
-    log = structlog.get_logger(__name__)
+    log = structlog.get_logger("specdec.worker.rank_child")
 
     # After the lines above: these take seconds, in which the parent may die.
     from specdec.engine.errors import EngineError

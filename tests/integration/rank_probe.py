@@ -34,7 +34,7 @@ class ProbeReport:
     numerics_id: str
     row_invariant: bool
     num_parameters: int
-    num_shard_bytes: int
+    num_kv_bytes: int
     """KV cache of one rank."""
     num_rows: int
     """Rows compared with the prefill's."""
@@ -44,28 +44,43 @@ class ProbeReport:
 
 def tokens_of(vocab_size: int) -> list[int]:
     """The tokens that are prefilled."""
-    return play.random_tokens(70, 5, vocab_size)
+    return play.random_tokens(41, 5, vocab_size)
 
 
-def all_ways(runner: ModelRunner) -> dict[str, play.Log]:
-    """The same tokens, reached in every way an engine has."""
+def batched_ways(runner: ModelRunner) -> dict[str, play.Log]:
+    """The same tokens, prefilled in other company: a few steps."""
     tokens = tokens_of(runner.vocab_size)
-    wrong = play.random_tokens(6, 6, runner.vocab_size)
-    others = [play.random_tokens(3 + 2 * i, 10 + i, runner.vocab_size) for i in range(15)]
     return {
         "chunks of 13": play.play_alone(runner, tokens, max_batch_tokens=13),
-        "batch of 16": play.play_in_batch(runner, tokens, others),
+        "batch of 16": play.play_in_batch(runner, tokens, _others(runner)),
+        "cache hit": play.play_cache_hit(runner, tokens),
+    }
+
+
+def sequential_ways(runner: ModelRunner) -> dict[str, play.Log]:
+    """The same tokens, reached in every other way an engine has: many steps."""
+    tokens = tokens_of(runner.vocab_size)
+    wrong = play.random_tokens(6, 6, runner.vocab_size)
+    return {
         "plain decode": play.play_decodes(runner, tokens, PROMPT),
         "tree nodes": play.play_trees(runner, tokens, PROMPT, wrong),
         "after a rollback": play.play_rollback(runner, tokens, PROMPT, wrong),
         "fork": play.play_fork(runner, tokens, PROMPT, wrong),
-        "cache hit": play.play_cache_hit(runner, tokens),
-        "preemption": play.play_preemption(runner, tokens, PROMPT, others[-1]),
+        "preemption": play.play_preemption(runner, tokens, PROMPT, _others(runner)[-1]),
     }
 
 
-def run_ranks(size: int, models: Mapping[str, Path], folder: Path, **settings: Any) -> dict[str, ProbeReport]:
-    """Run the probe on ``size`` processes; logits come to ``folder``/NAME.npy. Raises if a process fails."""
+def _others(runner: ModelRunner) -> list[list[int]]:
+    return [play.random_tokens(3 + 2 * i, 10 + i, runner.vocab_size) for i in range(15)]
+
+
+def run_ranks(
+    size: int, models: Mapping[str, Path], folder: Path, in_every_way: Sequence[str] = ()
+) -> dict[str, ProbeReport]:
+    """Run the probe on ``size`` processes; logits come to ``folder``/NAME-RANK.npy. Raises if a process fails.
+
+    Models that are not named ``in_every_way`` are only prefilled.
+    """
     processes = []
     for rank in range(size):
         plan = {
@@ -73,7 +88,7 @@ def run_ranks(size: int, models: Mapping[str, Path], folder: Path, **settings: A
             "size": size,
             "folder": str(folder),
             "models": {name: str(path) for name, path in models.items()},
-            "settings": settings,
+            "in_every_way": list(in_every_way),
         }
         processes.append(
             subprocess.Popen(
@@ -99,12 +114,13 @@ def engine_settings(model: Path | str, **settings: Any) -> EngineSettings:
     return EngineSettings.model_validate({**base, **settings})
 
 
-def probe(runner: ModelRunner, logits_path: Path) -> ProbeReport:
+def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool) -> ProbeReport:
     """Play everything on one model."""
     tokens = tokens_of(runner.vocab_size)
     prefill = play.play_alone(runner, tokens)
     num_rows = num_unequal = 0
-    for log in all_ways(runner).values():
+    ways = batched_ways(runner) | (sequential_ways(runner) if in_every_way else {})
+    for log in ways.values():
         for path in prefill.keys() & log.keys():
             for row in log[path]:
                 num_rows += 1
@@ -115,7 +131,7 @@ def probe(runner: ModelRunner, logits_path: Path) -> ProbeReport:
         numerics_id=runner.numerics_id,
         row_invariant=runner.row_invariant,
         num_parameters=runner.num_parameters,
-        num_shard_bytes=runner.num_kv_bytes,
+        num_kv_bytes=runner.num_kv_bytes,
         num_rows=num_rows,
         num_unequal=num_unequal,
     )
@@ -128,9 +144,8 @@ def main() -> None:
     group = RankGroup.join(plan["rank"], size, "cpu", folder / "store", TIMEOUT_S)
     reports = {}
     for name, path in plan["models"].items():
-        settings = engine_settings(path, tensor_parallel_size=size, **plan["settings"])
-        runner = ModelRunner.load(settings, group)
-        reports[name] = asdict(probe(runner, folder / f"{name}-{group.rank}.npy"))
+        runner = ModelRunner.load(engine_settings(path, tensor_parallel_size=size), group)
+        reports[name] = asdict(probe(runner, folder / f"{name}-{group.rank}.npy", name in plan["in_every_way"]))
     if group.rank == 0:
         (folder / "reports.json").write_text(json.dumps(reports))
     group.wait_for_all()

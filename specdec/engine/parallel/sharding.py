@@ -55,8 +55,10 @@ def check_plan(config: PreTrainedConfig, size: int, trust_remote_code: bool) -> 
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     architecture = type(model).__name__
     plan: Mapping[str, str] = model.tp_plan or {}
-    if not plan:
-        raise TensorParallelRefused(size, f"ranks are not possible: transformers has no plan for {architecture}")
+    if not any("*" in name for name in plan):
+        raise TensorParallelRefused(
+            size, f"ranks are not possible: transformers has no plan for the layers of {architecture}"
+        )
     if any(style in _COLUMN_STYLES and "att" in name for name, style in plan.items()):
         text = config.get_text_config()
         heads = text.num_attention_heads
@@ -74,8 +76,8 @@ def check_plan(config: PreTrainedConfig, size: int, trust_remote_code: bool) -> 
         if style == "rowwise":
             _check_divides(size, parameter.shape[-1], f"columns of {name}")
         else:
-            parts = 2 if style == "packed_colwise" else 1
-            _check_divides(size * parts, parameter.shape[-2], f"rows of {name}")
+            num_parts = 2 if style == "packed_colwise" else 1
+            _check_divides(size, parameter.shape[-2] // num_parts, f"rows of {name}")
 
 
 def shard_model(model: PreTrainedModel, group: RankGroup) -> None:
