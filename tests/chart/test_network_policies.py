@@ -28,7 +28,8 @@ def test_every_pod_has_a_policy_or_none_has(case: str, render: Render) -> None:
     if case == "nothing-optional" or "network-policy=off" in case:
         assert not policies
         return
-    assert policies.keys() == {component(d) for d in documents if d["kind"] == "Deployment"}
+    assert policies.keys() == {component(d) for d in documents if d["kind"] == "Deployment"} | {"test"}
+    assert "ingress" not in policies["test"]
     for name, policy in policies.items():
         assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == name
 
@@ -36,7 +37,7 @@ def test_every_pod_has_a_policy_or_none_has(case: str, render: Render) -> None:
 @every_case
 def test_only_coordinators_reach_replicas_and_only_prometheus_reaches_metrics(case: str, render: Render) -> None:
     policies = _policies(render(case))
-    for role in policies.keys() - {"redis"}:
+    for role in policies.keys() - {"redis", "test"}:
         health, metrics, grpc = policies[role]["ingress"]
         assert "from" not in health and _ports(health) == [8081]
         assert metrics["from"]
