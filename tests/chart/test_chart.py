@@ -26,11 +26,9 @@ from tests.chart.conftest import (
     CHART,
     CUSTOM_KINDS,
     SETTINGS,
-    Document,
     Helm,
     Render,
     case_files,
-    component,
     containers,
 )
 

@@ -92,14 +92,19 @@ def _type_problems(objects: list[Document], folder: Path) -> str:
         imports.add(f'import type {{ I{kind} }} from "{path}";')
         constants.append(f"export const object{index}: I{kind} = {json.dumps(document)};")
     (folder / "objects.ts").write_text("\n".join([*sorted(imports), *constants]))
-    done = subprocess.run(
-        ["node", str(NODE_MODULES / "typescript/bin/tsc"), "--noEmit", "--strict", "--skipLibCheck"]
-        + ["--module", "esnext", "--moduleResolution", "bundler", "--target", "es2022", "objects.ts"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    flags = [
+        "--noEmit",
+        "--strict",
+        "--skipLibCheck",
+        "--module",
+        "esnext",
+        "--moduleResolution",
+        "bundler",
+        "--target",
+        "es2022",
+    ]
+    command = ["node", str(NODE_MODULES / "typescript/bin/tsc"), *flags, "objects.ts"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout
 
 
@@ -145,9 +150,9 @@ def test_checkov_finds_only_what_is_meant(render: Render, tmp_path: Path) -> Non
         if any(document["kind"] == "NetworkPolicy" for document in documents):
             kept = [document for document in documents if component(document) != "monitoring"]
             (tmp_path / f"{case}.yaml").write_text(yaml.safe_dump_all(kept))
+    flags = ["--framework", "kubernetes", "--skip-download", "--quiet", "--output", "json"]
     done = subprocess.run(
-        [str(CHECKOV), "--directory", str(tmp_path), "--framework", "kubernetes"]
-        + ["--skip-download", "--quiet", "--output", "json"],
+        [str(CHECKOV), "--directory", str(tmp_path), *flags],
         env={"PATH": os.environ["PATH"], "HOME": str(tmp_path)},
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
@@ -22,7 +23,7 @@ from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, Req
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from tests.chaos.faults import eventually
-from tests.chart.conftest import Document, Render, component, containers
+from tests.chart.conftest import ROOT, Document, Render, component, containers
 from tests.chart.toggles import toggle_cases
 from tests.integration.certificates import Authority, SecretVolume
 
@@ -198,3 +199,12 @@ def test_data_fits_into_the_memory_that_redis_may_have(render: Render) -> None:
     assert flags["--save"] == ""
 
 
+def test_compose_starts_redis_as_the_chart_does(render: Render) -> None:
+    service = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"]["redis"]
+    documents = render(_case("redis=bundled", "tls=off"))
+    deployment = next(d for d in documents if d["kind"] == "Deployment" and component(d) == "redis")
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert [word.replace("$$", "$") for word in service["command"]] == container["args"]
+    assert service["entrypoint"] == container["command"]
+    assert container["image"] in service["image"]
+    assert service["healthcheck"]["test"] == ["CMD", *container["readinessProbe"]["exec"]["command"]]
