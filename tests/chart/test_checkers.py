@@ -92,18 +92,10 @@ def _type_problems(objects: list[Document], folder: Path) -> str:
         imports.add(f'import type {{ I{kind} }} from "{path}";')
         constants.append(f"export const object{index}: I{kind} = {json.dumps(document)};")
     (folder / "objects.ts").write_text("\n".join([*sorted(imports), *constants]))
-    flags = [
-        "--noEmit",
-        "--strict",
-        "--skipLibCheck",
-        "--module",
-        "esnext",
-        "--moduleResolution",
-        "bundler",
-        "--target",
-        "es2022",
-    ]
-    command = ["node", str(NODE_MODULES / "typescript/bin/tsc"), *flags, "objects.ts"]
+    options = {"module": "esnext", "moduleResolution": "bundler", "target": "es2022", "strict": True}
+    settings = {"compilerOptions": {**options, "noEmit": True, "skipLibCheck": True}, "files": ["objects.ts"]}
+    (folder / "tsconfig.json").write_text(json.dumps(settings))
+    command = ["node", str(NODE_MODULES / "typescript/bin/tsc"), "--project", str(folder)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return done.stdout
 
