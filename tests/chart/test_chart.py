@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable
@@ -55,11 +56,18 @@ def test_lint_is_strict_and_clean(case: str, helm: Helm) -> None:
 
 
 @pytest.mark.parametrize("version", KUBE_VERSIONS)
-@every_case
-def test_objects_are_valid_on_every_supported_kubernetes(case: str, version: str, render: Render) -> None:
-    for document in render(case, f"{version}.0"):
-        if document["kind"] not in CUSTOM_KINDS:
-            kubernetes_validate.validate(document, version, strict=True)
+def test_objects_are_valid_on_every_supported_kubernetes(version: str, render: Render) -> None:
+    valid = set()
+    for case in CASES:
+        for document in render(case, f"{version}.0"):
+            text = json.dumps(document)
+            if document["kind"] not in CUSTOM_KINDS and text not in valid:
+                try:
+                    kubernetes_validate.validate(document, version, strict=True)
+                except kubernetes_validate.ValidationError as error:
+                    pytest.fail(f"{case}: {document['kind']} {document['metadata']['name']}: {error.message}")
+                valid.add(text)
+    assert len(valid) > len(CASES)
 
 
 @pytest.mark.parametrize("case", GOLDEN_CASES)
