@@ -30,6 +30,7 @@ from tests.chart.conftest import (
     Helm,
     Render,
     case_files,
+    component,
     containers,
 )
 
@@ -207,6 +208,44 @@ def test_autoscalers_query_metrics_that_the_role_exports(render: Render) -> None
         for trigger in scaler["spec"]["triggers"]:
             named = set(re.findall(r"specdec_\w+", trigger["metadata"]["query"]))
             assert named and named <= exported
+
+
+def test_the_production_example_has_tls_on_every_hop(render: Render) -> None:
+    documents = render("production")
+    for role, _, container in containers(documents):
+        flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in container["args"])
+        assert {"tls-cert-file", "tls-key-file", "tls-client-ca-file", "metrics-tls"} <= flags.keys()
+        assert {"redis-tls-ca-file", "redis-tls-cert-file", "redis-tls-key-file"} <= flags.keys()
+        assert flags["otlp-endpoint"].startswith("https://") and "otlp-ca-file" in flags
+        if role == "coordinator":
+            assert {"replica-tls", "replica-tls-ca-file", "replica-tls-cert-file"} <= flags.keys()
+        else:
+            (certificate,) = [
+                d for d in documents if d["kind"] == "Certificate" and d["metadata"]["name"].endswith("-coordinator")
+            ]
+            assert flags["tls-allowed-client-names"] in certificate["spec"]["dnsNames"]
+    monitors = [d for d in documents if d["kind"] == "ServiceMonitor"]
+    assert len(monitors) == len(SETTINGS)
+    for monitor in monitors:
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert endpoint["scheme"] == "https" and {"ca", "cert", "keySecret"} <= endpoint["tlsConfig"].keys()
+
+
+@every_case
+def test_certificates_name_what_is_called(case: str, render: Render) -> None:
+    documents = render(case)
+    names = {component(d): set(d["spec"]["dnsNames"]) for d in documents if d["kind"] == "Certificate"}
+    for role, _, container in containers(documents):
+        flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in container["args"])
+        if names and role == "coordinator":
+            assert flags["replica-tls-server-name"] in names["target"] & names.get("draft", names["target"])
+        if "redis" in names:
+            host = flags["redis-url"].partition("//")[2].partition(":")[0]
+            assert host in names["redis"]
+    for monitor in (d for d in documents if d["kind"] == "ServiceMonitor" and names):
+        for endpoint in monitor["spec"]["endpoints"]:
+            if "tlsConfig" in endpoint:
+                assert endpoint["tlsConfig"]["serverName"] in names[component(monitor)]
 
 
 @every_case
