@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import re
-import subprocess
-from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -17,62 +11,17 @@ from pydantic import SecretStr
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from specdec.cli.cluster import free_port
 from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, RequestKey, Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
-from tests.chaos.faults import eventually
-from tests.chart.conftest import ROOT, Document, Render, component, containers
+from tests.chart.conftest import ROOT, Render, component, containers
+from tests.chart.redis_process import Started, started, until_up
 from tests.chart.toggles import toggle_cases
 from tests.integration.certificates import Authority, SecretVolume
 
 # With all that a shell or a configuration file could stumble over.
 PASSWORD = """p"w d'$HOME\\#% `x`"""
-
-
-@dataclass(frozen=True)
-class Started:
-    port: int
-    container: Document
-    folder: Path
-    environment: dict[str, str]
-
-    def here(self, command: list[str]) -> list[str]:
-        """The container's command with its files in `folder` and its port."""
-        places = {"/etc/redis-tls": str(self.folder / "tls"), "/tmp": str(self.folder), "6379": str(self.port)}
-        return [re.sub("|".join(places), lambda match: places[match[0]], word) for word in command]
-
-    def probe(self, name: str) -> int:
-        command = self.here(self.container[name]["exec"]["command"])
-        # The container's port is redis-cli's default.
-        command = [word.replace("redis-cli", f"redis-cli -p {self.port}") for word in command]
-        if command[0].startswith("redis-cli"):
-            command = [*command[0].split(), *command[1:]]
-        return subprocess.run(command, env=self.environment, capture_output=True, check=False).returncode
-
-
-@contextmanager
-def started(documents: list[Document], folder: Path, password: str = PASSWORD) -> Iterator[Started]:
-    """Runs the container of the Redis Deployment on a port of its own."""
-    deployment = next(d for d in documents if d["kind"] == "Deployment" and component(d) == "redis")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    environment = {"PATH": os.environ["PATH"], "REDISCLI_AUTH": password}
-    redis = Started(free_port(), container, folder, environment)
-    command = redis.here([*container["command"], *container["args"], "--bind", "127.0.0.1"])
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
-    try:
-        yield redis
-    finally:
-        process.kill()
-        process.wait()
-
-
-async def _until_up(redis: Started) -> None:
-    async def is_up() -> bool:
-        return await asyncio.to_thread(redis.probe, "readinessProbe") == 0
-
-    await eventually(is_up, "the readiness probe passes")
 
 
 def _case(*positions: str) -> str:
@@ -97,8 +46,8 @@ async def _use(store: Store) -> None:
 
 @pytest.fixture
 async def plain(render: Render, tmp_path: Path) -> AsyncIterator[Started]:
-    with started(render(_case("redis=bundled", "tls=off")), tmp_path) as redis:
-        await _until_up(redis)
+    with started(render(_case("redis=bundled", "tls=off")), tmp_path, PASSWORD) as redis:
+        await until_up(redis)
         yield redis
 
 
@@ -139,8 +88,8 @@ async def test_with_tls_redis_is_reached_with_its_authority_and_restarts_when_it
     volume = SecretVolume(tmp_path / "tls", authority.issue("redis"), authority.certificate)
     stranger = tmp_path / "stranger.crt"
     stranger.write_bytes(Authority("another").certificate)
-    with started(render(_case("redis=bundled", "tls=mutual")), tmp_path) as redis:
-        await _until_up(redis)
+    with started(render(_case("redis=bundled", "tls=mutual")), tmp_path, PASSWORD) as redis:
+        await until_up(redis)
         assert redis.probe("livenessProbe") == 0
         url = f"rediss://127.0.0.1:{redis.port}/0"
         for trusted in (volume.authority, stranger):
