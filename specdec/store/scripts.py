@@ -6,6 +6,17 @@ so that they need not be known to the caller; they are in the same slot. Times a
 
 from __future__ import annotations
 
+import hashlib
+
+
+class Script:
+    """A Lua script, and the digest by which a Redis that has run it knows it."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
+
 _NOW = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -13,7 +24,7 @@ local function whole(number) return string.format('%.0f', number) end
 """
 
 # KEYS: expiries, records. ARGV: member, record, ttl, max replicas.
-ANNOUNCE = (
+ANNOUNCE = Script(
     _NOW
     + """
 local function drop(members)
@@ -27,6 +38,12 @@ redis.call('ZADD', KEYS[1], whole(now + ARGV[3]), ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 local surplus = redis.call('ZCARD', KEYS[1]) - ARGV[4]
 if surplus > 0 then drop(redis.call('ZRANGE', KEYS[1], 0, surplus - 1)) end
+-- Redis may have evicted the expiries and kept the records: those of no known expiry would stay for ever.
+if redis.call('HLEN', KEYS[2]) > redis.call('ZCARD', KEYS[1]) then
+  for _, member in ipairs(redis.call('HKEYS', KEYS[2])) do
+    if not redis.call('ZSCORE', KEYS[1], member) then redis.call('HDEL', KEYS[2], member) end
+  end
+end
 local ttl = whole(math.max(ARGV[3], redis.call('PTTL', KEYS[1])))
 redis.call('PEXPIRE', KEYS[1], ttl)
 redis.call('PEXPIRE', KEYS[2], ttl)
@@ -34,13 +51,15 @@ redis.call('PEXPIRE', KEYS[2], ttl)
 )
 
 # KEYS: expiries, records. ARGV: member.
-WITHDRAW = """
+WITHDRAW = Script(
+    """
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 """
+)
 
 # KEYS: expiries, records. Returns the records.
-REPLICAS = (
+REPLICAS = Script(
     _NOW
     + """
 local records = {}
@@ -53,7 +72,7 @@ return records
 )
 
 # KEYS: holders. ARGV: replica, ttl, max holders.
-ADD_PREFIX = (
+ADD_PREFIX = Script(
     _NOW
     + """
 redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
@@ -64,7 +83,7 @@ redis.call('PEXPIRE', KEYS[1], whole(math.max(ARGV[2], redis.call('PTTL', KEYS[1
 )
 
 # KEYS: holders. Returns the replicas.
-PREFIX_HOLDERS = _NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')"
+PREFIX_HOLDERS = Script(_NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')")
 
 _RECORD = """
 local function read_record()
@@ -96,7 +115,7 @@ end
 # KEYS: head, live.
 # ARGV: member, owner, seed, params, choices, lease, keep, max concurrent (-1: any), take over (1 or 0).
 # Returns {'held', owner}, {'many', count} or {'begun', generation, record or false}.
-BEGIN = (
+BEGIN = Script(
     _NOW
     + _RECORD
     + _EXPIRE
@@ -127,7 +146,7 @@ if head[1] ~= ARGV[2] or head[2] ~= ARGV[3] or head[3] == '1' then return 0 end
 """
 
 # KEYS: head, live. ARGV: member, owner, generation, keep, choice, first byte, bytes. Returns an Appended.
-APPEND = (
+APPEND = Script(
     _NOW
     + _EXPIRE
     + _OWNED
@@ -145,7 +164,7 @@ return result
 )
 
 # KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether it is the owner's.
-RENEW = (
+RENEW = Script(
     _NOW
     + _EXPIRE
     + _OWNED
@@ -156,7 +175,7 @@ return 1
 )
 
 # KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether it was the owner's.
-END = (
+END = Script(
     _NOW
     + _EXPIRE
     + _OWNED
@@ -169,10 +188,10 @@ return 1
 )
 
 # KEYS: head. Returns the record or nil.
-LOAD = _RECORD + "return read_record()"
+LOAD = Script(_RECORD + "return read_record()")
 
 # KEYS: bucket. ARGV: amount, rate per second, burst, force (1 or 0). Returns seconds to wait, as a string.
-TAKE = (
+TAKE = Script(
     _NOW
     + """
 local amount, rate, burst = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
