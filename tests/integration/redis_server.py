@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from specdec.cli.cluster import free_port
 from tests.integration.certificates import SecretVolume
@@ -101,7 +103,7 @@ class RedisServer:
         if self._tls is not None:
             arguments |= {"ssl": True, "ssl_ca_certs": str(self._tls.authority)}
             arguments |= {"ssl_certfile": str(self._tls.certificate), "ssl_keyfile": str(self._tls.key)}
-        return redis.Redis(host="127.0.0.1", port=self.port, **arguments)
+        return redis.Redis(host="127.0.0.1", port=self.port, retry=Retry(NoBackoff(), 0), **arguments)
 
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
