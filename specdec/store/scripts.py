@@ -2,6 +2,9 @@
 
 The keys of one script carry one hash tag. Those of a request's tokens are derived from its head's (`:tokens:CHOICE`),
 so that they need not be known to the caller; they are in the same slot. Times are in milliseconds.
+
+A Redis that is out of memory refuses a script's first write if that may need memory, and none after it. So whatever
+stores something writes that first, and cleans up afterwards; END, which frees memory, does not.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ local function drop(members)
     redis.call('HDEL', KEYS[2], member)
   end
 end
-drop(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', whole(now)))
 redis.call('ZADD', KEYS[1], whole(now + ARGV[3]), ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+drop(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', whole(now)))
 local surplus = redis.call('ZCARD', KEYS[1]) - ARGV[4]
 if surplus > 0 then drop(redis.call('ZRANGE', KEYS[1], 0, surplus - 1)) end
 -- Redis may have evicted the expiries and kept the records: those of no known expiry would stay for ever.
@@ -75,8 +78,8 @@ return records
 ADD_PREFIX = Script(
     _NOW
     + """
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
 redis.call('ZADD', KEYS[1], whole(now + ARGV[2]), ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
 redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -ARGV[3] - 1)
 redis.call('PEXPIRE', KEYS[1], whole(math.max(ARGV[2], redis.call('PTTL', KEYS[1]))))
 """
@@ -106,9 +109,10 @@ local function expire(ttl)
 end
 local function hold(lease, keep, member)
   redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease))
-  expire(whole(lease + keep))
+  -- A tenth more than needed, so that most appends need not renew the expiry of every choice.
+  if redis.call('PTTL', KEYS[1]) < lease + keep then expire(whole(lease + keep * 1.1)) end
   redis.call('ZADD', KEYS[2], whole(now + lease), member)
-  redis.call('PEXPIRE', KEYS[2], whole(math.max(lease, redis.call('PTTL', KEYS[2]))))
+  if redis.call('PTTL', KEYS[2]) < lease then redis.call('PEXPIRE', KEYS[2], whole(lease * 2)) end
 end
 """
 
@@ -123,9 +127,8 @@ BEGIN = Script(
 local old = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'lease_until', 'ended')
 if old[1] and old[4] == '1' then return {'begun', old[2], read_record()} end
 if old[1] and old[1] ~= ARGV[2] and tonumber(old[3]) > now and ARGV[9] == '0' then return {'held', old[1]} end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
-local others = redis.call('ZCARD', KEYS[2])
-if redis.call('ZSCORE', KEYS[2], ARGV[1]) then others = others - 1 end
+local others = redis.call('ZCOUNT', KEYS[2], '(' .. whole(now), '+inf')
+if tonumber(redis.call('ZSCORE', KEYS[2], ARGV[1]) or 0) > now then others = others - 1 end
 if tonumber(ARGV[8]) >= 0 and others >= tonumber(ARGV[8]) then return {'many', others} end
 local record = read_record()
 local generation = whole(math.max((old[2] or 0) + 1, now))
@@ -136,6 +139,7 @@ if not record then
 end
 redis.call('HSET', KEYS[1], 'lease', ARGV[6])
 hold(tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
 return {'begun', generation, record}
 """
 )
@@ -153,13 +157,13 @@ APPEND = Script(
     + """
 if tonumber(ARGV[5]) >= tonumber(head[4]) then return 0 end
 local key = KEYS[1] .. ':tokens:' .. ARGV[5]
-local result = 2
-if redis.call('STRLEN', key) >= tonumber(ARGV[6]) then
-  if #ARGV[7] > 0 then redis.call('SETRANGE', key, ARGV[6], ARGV[7]) end
-  result = 1
-end
+local length = redis.call('STRLEN', key)
+local fits = length >= tonumber(ARGV[6])
+if fits and #ARGV[7] > 0 then redis.call('SETRANGE', key, ARGV[6], ARGV[7]) end
 hold(tonumber(head[5]), tonumber(ARGV[4]), ARGV[1])
-return result
+-- A new one.
+if length == 0 then redis.call('PEXPIRE', key, redis.call('PTTL', KEYS[1])) end
+return fits and 1 or 2
 """
 )
 

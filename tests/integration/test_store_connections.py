@@ -23,7 +23,7 @@ PATIENT = RedisOptions(timeout_s=20)
 LONG_S = 600.0
 # What docs/redis.md says a user of the store needs.
 RULES = (
-    "~specdec:v1:* +evalsha +eval +exists +time +zadd +zrem +zcard +zscore +zrange "
+    "~specdec:v1:* +evalsha +eval +exists +time +zadd +zrem +zcard +zcount +zscore +zrange "
     "+zrangebyscore +zremrangebyscore +zremrangebyrank +hset +hget +hmget +hdel +hlen +hkeys +get +del +strlen "
     "+setrange +pexpire +pttl"
 )
