@@ -134,6 +134,15 @@ async def test_text_is_exported_only_when_that_is_opted_in(collector: Collector)
     assert attributes["gen_ai.operation.name"] == "chat"
 
 
+async def test_long_texts_are_cut_where_opentelemetrys_variable_says(
+    collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SPAN_ATTRIBUTE_VALUE_LENGTH_LIMIT", "50")
+    async with running([ScriptedTarget()], otlp_endpoint=collector.endpoint, trace_content=True) as harness:
+        await collect(harness.stub.Generate(request(prompt="fox " * 1000)))
+    assert len(root_of(collector).attributes["gen_ai.input.messages"]) == 50
+
+
 async def test_each_choice_has_a_session_span(collector: Collector) -> None:
     target, draft = ScriptedTarget(), ScriptedDraft()
     async with running([target], [draft], otlp_endpoint=collector.endpoint) as harness:
@@ -258,13 +267,33 @@ async def test_a_collector_behind_tls_is_checked_against_its_authority(tmp_path:
     root_of(collector)
 
 
-async def test_a_collector_that_is_gone_changes_nothing() -> None:
+async def test_what_settings_leave_open_is_read_from_opentelemetrys_variables(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    authority = Authority("authority")
+    own, client = authority.issue("collector"), authority.issue("coordinator")
+    variables = {"CERTIFICATE": authority.certificate, "CLIENT_KEY": client.key, "CLIENT_CERTIFICATE": client.chain}
+    for name, content in variables.items():
+        (tmp_path / name).write_bytes(content)
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", str(tmp_path / name))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-key=7")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "our-own-name")
+    credentials = grpc.ssl_server_credentials([(own.key, own.chain)], authority.certificate, True)
+    with collecting(credentials) as collector:
+        await traced(collector)
+    assert {span.service for span in collector.spans} == {"our-own-name"}
+    assert collector.metadata[0]["x-key"] == "7"
+
+
+async def test_a_collector_that_is_gone_changes_nothing_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     target = ScriptedTarget()
     async with running([target], otlp_endpoint=f"http://127.0.0.1:{free_port()}") as harness:
         for _ in range(3):
             assert (await collect(harness.stub.Generate(request()))).ids() == expected_ids(target, 20)
         began_s = time.monotonic()
     assert time.monotonic() - began_s < STOPPED_WITHIN_S
+    exporter = [record.getMessage() for record in caplog.records if record.name.startswith("opentelemetry.exporter")]
+    assert any("UNAVAILABLE" in message for message in exporter)
 
 
 async def test_a_collector_that_hangs_changes_nothing_and_does_not_hold_up_the_stop(

@@ -200,6 +200,7 @@ async def test_a_request_that_its_caller_does_not_trace_leaves_no_span(
     await complete(traced_cluster.address, traced)
     collector.whole_trace(traced_id, NUM_SPANS)  # queues keep the order, so the other's would be there by now
     assert collector.trace(untraced_id) == []
+    assert untraced_id in traced_cluster.services["coordinator"].log_path.read_text(encoding="utf-8")
 
 
 async def test_spans_of_the_last_request_arrive_although_the_services_stop_at_once(

@@ -14,6 +14,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
 from specdec.config import CoordinatorSettings, TargetSettings, load_settings
+from specdec.rpc.frames import FrameKind
 from specdec.settings_sources import SettingsInvalid
 from specdec.telemetry.tracing import Tracing
 from specdec.telemetry.tracing_settings import TracingSettings
@@ -90,7 +91,8 @@ def test_headers_are_read_as_the_otel_variable_writes_them(monkeypatch: pytest.M
     assert "YTpi" not in repr(settings)
 
 
-def test_tracing_is_off_and_has_no_thread_without_an_endpoint() -> None:
+def test_tracing_is_off_and_has_no_thread_without_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", ENDPOINT)
     before = set(threading.enumerate())
     tracing = Tracing(TracingSettings(), "target")
     assert not tracing.is_on
@@ -229,6 +231,14 @@ def test_an_opening_that_replaces_another_ends_its_span(client: WorkerClient) ->
     client.turn()
     assert [attributes_of(told)["specdec.end_reason"] for told in client.spans] == ["reopened"]
     assert client.session().trace is not None
+
+
+def test_sessions_that_an_engine_leaves_behind_are_told_when_it_stops(client: WorkerClient) -> None:
+    opened(client)
+    client.frame(FrameKind.SHUTDOWN, 0)
+    client.worker.run()
+    client.turn(0)
+    assert [attributes_of(told)["specdec.end_reason"] for told in client.spans] == ["shutdown"]
 
 
 def test_names_of_attributes_are_those_of_the_conventions() -> None:
