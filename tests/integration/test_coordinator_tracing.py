@@ -20,7 +20,7 @@ from specdec.cli.cluster import free_port
 from specdec.v1 import coordinator_pb2 as api
 from tests.integration.certificates import Authority
 from tests.integration.collector import Collector, ReceivedSpan, collecting, only
-from tests.integration.coordinator_harness import collect, expected_ids, request, running
+from tests.integration.coordinator_harness import Result, collect, expected_ids, request, running
 from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 pytestmark = pytest.mark.integration
@@ -61,6 +61,13 @@ def traceparents(target: ScriptedTarget) -> set[str]:
         for entry in frame.entries
         if entry.WhichOneof("entry") == "open"
     }
+
+
+async def read_tokens(call: Any, num_tokens: int) -> None:
+    """Read a stream until it has brought this many tokens: then the coordinator has them, too."""
+    result = Result()
+    while len(result.ids()) < num_tokens:
+        result.add(await call.read())
 
 
 async def test_a_request_begins_a_trace_of_its_own_when_its_caller_has_none(collector: Collector) -> None:
@@ -163,10 +170,8 @@ async def test_a_fail_over_is_an_event_and_a_second_session_span(collector: Coll
             while not link.is_ready:
                 await harness.service.fleet.wait_changed(10.0)
         call = harness.stub.Generate(request())
-        while (await call.read()).WhichOneof("chunk") != "delta":
-            pass
+        await read_tokens(call, 5)
         first, second = sorted(targets, key=lambda target: not target.opened)
-        await first.until(lambda: first.num_output() == 5)
         second.set_limit(None)
         addresses = first.address, second.address
         await first.stop()
@@ -217,7 +222,7 @@ async def test_a_request_whose_target_is_lost_is_an_error(collector: Collector) 
     target.set_limit(5)
     async with running([target], otlp_endpoint=collector.endpoint, target_timeout_s=0.1) as harness:
         call = harness.stub.Generate(request())
-        await target.until(lambda: target.num_output() == 5)
+        await read_tokens(call, 5)
         await target.stop()
         with pytest.raises(grpc.aio.AioRpcError):
             await collect(call)
