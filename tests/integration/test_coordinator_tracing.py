@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from coordinator.servicer import TENANT_KEY
@@ -87,8 +88,9 @@ async def test_nothing_is_exported_and_no_replica_is_told_of_a_request_that_is_n
 
 
 async def test_a_callers_decision_wins_over_the_ratio(collector: Collector) -> None:
-    await traced(collector, SAMPLED, trace_sample_ratio=0.0)
+    await traced(collector, SAMPLED, ("tracestate", "vendor=7"), trace_sample_ratio=0.0)
     root = root_of(collector)
+    assert root.span.trace_state == "vendor=7"
     assert (root.trace_id, root.span.parent_span_id.hex()) == (TRACE_ID, SPAN_ID)
 
 
@@ -161,11 +163,9 @@ async def test_each_choice_has_a_session_span(collector: Collector) -> None:
     assert root_of(collector).attributes["gen_ai.request.choice.count"] == 3
 
 
-async def test_a_fail_over_is_an_event_and_a_second_session_span(collector: Collector) -> None:
-    targets = [ScriptedTarget(), ScriptedTarget()]
-    for target in targets:
-        target.set_limit(5)
-    async with running(targets, otlp_endpoint=collector.endpoint) as harness:
+async def moved(targets: list[ScriptedTarget], endpoint: str) -> tuple[str, str]:
+    """One request that goes on at another target after five tokens; returns the addresses of both."""
+    async with running(targets, otlp_endpoint=endpoint) as harness:
         for link in harness.service.fleet.links:
             while not link.is_ready:
                 await harness.service.fleet.wait_changed(10.0)
@@ -176,6 +176,16 @@ async def test_a_fail_over_is_an_event_and_a_second_session_span(collector: Coll
         addresses = first.address, second.address
         await first.stop()
         await collect(call)
+    return addresses
+
+
+async def test_a_fail_over_is_an_event_and_a_second_session_span(collector: Collector) -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for target in targets:
+        target.set_limit(5)
+    structlog.reset_defaults()  # other tests may have silenced it
+    with structlog.testing.capture_logs() as lines:
+        addresses = await moved(targets, collector.endpoint)
     spans = [span.attributes for span in collector.spans if span.name == "verify session"]
     spans.sort(key=lambda attributes: attributes["specdec.epoch"])
     ports = [int(address.rpartition(":")[2]) for address in addresses]
@@ -190,6 +200,8 @@ async def test_a_fail_over_is_an_event_and_a_second_session_span(collector: Coll
         "specdec.target": addresses[1],
         "specdec.position": 8,
     }
+    ids = [(line["trace_id"], line["span_id"]) for line in lines if line["event"] == "session_moved"]
+    assert ids == [(root.trace_id, root.span.span_id.hex())]
 
 
 async def test_a_lost_draft_is_an_event_with_its_cause(collector: Collector) -> None:

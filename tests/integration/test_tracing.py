@@ -19,8 +19,11 @@ from tests.integration.tiny_pair import ModelPair
 
 PROMPT = "Zanzibar dreams of parallelogram lighthouses"
 STOP = "quicksilver marmalade"
-NUM_SPANS = 13
-"""The request, tokenize, admission, two session openings, and at each replica its session with three phases."""
+NUM_SPANS_PER_REQUEST = 3
+"""The request, tokenize, admission."""
+NUM_SPANS_PER_CHOICE = 10
+"""Two openings, and at each replica its session with three phases."""
+NUM_SPANS = NUM_SPANS_PER_REQUEST + NUM_SPANS_PER_CHOICE
 CLOCK_SLACK_NS = 50_000_000
 """Spans of three processes are laid over each other by the wall clock."""
 
@@ -157,6 +160,15 @@ async def test_the_requests_span_says_what_was_asked_for_and_what_came_of_it(
     draft = only(spans, "draft", "draft session").attributes
     assert draft["specdec.num_proposals"] > 0
     assert 0 < draft["specdec.num_accepted"] <= draft["specdec.num_tokens"]
+
+
+async def test_each_choice_has_its_spans_at_both_replicas(traced_cluster: Cluster, collector: Collector) -> None:
+    traceparent, trace_id, _ = new_trace()
+    completion = await complete(traced_cluster.address, traceparent, n=3)
+    spans = collector.whole_trace(trace_id, 3 * NUM_SPANS_PER_CHOICE + NUM_SPANS_PER_REQUEST)
+    told = [span.attributes for span in spans if (span.service, span.name) == ("specdec-target", "verify session")]
+    assert len({attributes["specdec.session_id"] for attributes in told}) == 3
+    assert sum(attributes["specdec.num_tokens"] for attributes in told) == completion.num_tokens == 120
 
 
 async def test_no_word_of_prompt_stop_string_or_output_is_exported(
