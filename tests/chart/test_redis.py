@@ -65,9 +65,9 @@ async def test_services_store_what_they_need_and_nobody_else_does(plain: Started
 
 
 @pytest.mark.integration
-async def test_the_password_gives_no_power_over_the_server(plain: Started) -> None:
+async def test_the_password_gives_no_power_over_the_server_or_keys_of_others(plain: Started) -> None:
     client = Redis(port=plain.port, password=PASSWORD)
-    for command in ("FLUSHALL", "CONFIG GET *", "KEYS *", "SHUTDOWN"):
+    for command in ("FLUSHALL", "CONFIG GET *", "KEYS *", "SHUTDOWN", "SET others 1"):
         with pytest.raises(NoPermissionError):
             await client.execute_command(*command.split())
     await client.aclose()
