@@ -192,7 +192,7 @@ def events_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
     lines = cluster.services["target"].log_path.read_text().splitlines()
     entries = [json.loads(line) for line in lines if line.startswith("{")]
     starts = [number for number, entry in enumerate(entries) if entry["event"] == "engine_started"]
-    return {entry["event"]: entry for entry in entries[starts[-1] :]}
+    return {entry["event"]: entry for entry in entries[starts[-1] :]} if starts else {}
 
 
 async def all_gone(*processes: psutil.Process) -> None:
@@ -263,3 +263,19 @@ async def test_a_replica_of_two_ranks_drains_and_exits_with_0(split_target: Clus
     events = events_of(split_target)
     assert "drained" in events
     assert "rank_lost" not in events
+
+
+async def test_a_rank_that_is_lost_while_it_loads_ends_the_replica(split_cluster: Cluster) -> None:
+    service = split_cluster.services["target"]
+    service.terminate()
+    await exit_code(split_cluster)
+    service.log_path.write_bytes(b"")
+    service.start()
+
+    async def has_rank() -> bool:
+        return "rank_started" in events_of(split_cluster)
+
+    await eventually(has_rank, "a rank is started")
+    os.kill(events_of(split_cluster)["rank_started"]["pid"], signal.SIGKILL)
+    assert await exit_code(split_cluster) == 1
+    assert events_of(split_cluster)["rank_lost"]["reason"] == "rank 1 was killed by SIGKILL"
