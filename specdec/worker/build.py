@@ -29,7 +29,7 @@ class BuiltEngine:
     info: pb.GetReplicaInfoResponse
 
 
-def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ranks: Ranks | None) -> BuiltEngine:
+def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ranks: Ranks | None = None) -> BuiltEngine:
     """Load, prove and warm the model, together with the other ranks if there are any; send its tokenizer to the
     servicer.
 

@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -129,7 +130,8 @@ class Ranks:
         log.error("rank_lost", rank=rank, pid=process.pid, exit_code=code, reason=self._lost_reason)
         signal.pthread_kill(main_thread, signal.SIGUSR1)
         threading.Event().wait(_REPORT_S)
-        log.error("engine_stuck", reason=f"the step did not end after {self._lost_reason}")
+        log.error("engine_stuck", reason=f"still waiting for others, after {self._lost_reason}")
+        shutil.rmtree(self._store.parent, ignore_errors=True)
         os._exit(1)  # the kernel kills the other ranks
 
     def _raise_lost(self, _number: int, _frame: FrameType | None) -> None:

@@ -75,7 +75,12 @@ def _others(runner: ModelRunner) -> list[list[int]]:
 
 
 def run_ranks(
-    size: int, models: Mapping[str, Path], folder: Path, in_every_way: Sequence[str] = ()
+    size: int,
+    models: Mapping[str, Path],
+    folder: Path,
+    in_every_way: Sequence[str] = (),
+    device: str = "cpu",
+    dtype: str = "auto",
 ) -> dict[str, ProbeReport]:
     """Run the probe on ``size`` processes; logits come to ``folder``/NAME-RANK.npy. Raises if a process fails.
 
@@ -89,6 +94,8 @@ def run_ranks(
             "folder": str(folder),
             "models": {name: str(path) for name, path in models.items()},
             "in_every_way": list(in_every_way),
+            "device": device,
+            "dtype": dtype,
         }
         processes.append(
             subprocess.Popen(
@@ -126,7 +133,7 @@ def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool) -> ProbeRe
                 num_rows += 1
                 num_unequal += not torch.equal(row, prefill[path][0])
     ordered: Sequence[torch.Tensor] = [prefill[tuple(tokens[: i + 1])][0] for i in range(len(tokens))]
-    np.save(logits_path, torch.stack(list(ordered)).numpy())
+    np.save(logits_path, torch.stack(list(ordered)).cpu().numpy())
     return ProbeReport(
         numerics_id=runner.numerics_id,
         row_invariant=runner.row_invariant,
@@ -141,10 +148,11 @@ def main() -> None:
     """Be one rank."""
     plan = json.loads(sys.argv[1])
     folder, size = Path(plan["folder"]), plan["size"]
-    group = RankGroup.join(plan["rank"], size, "cpu", folder / "store", TIMEOUT_S)
+    group = RankGroup.join(plan["rank"], size, plan["device"], folder / "store", TIMEOUT_S)
     reports = {}
+    own = {"tensor_parallel_size": size, "device": plan["device"], "dtype": plan["dtype"]}
     for name, path in plan["models"].items():
-        runner = ModelRunner.load(engine_settings(path, tensor_parallel_size=size), group)
+        runner = ModelRunner.load(engine_settings(path, **own), group)
         reports[name] = asdict(probe(runner, folder / f"{name}-{group.rank}.npy", name in plan["in_every_way"]))
     if group.rank == 0:
         (folder / "reports.json").write_text(json.dumps(reports))

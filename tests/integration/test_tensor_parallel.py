@@ -38,10 +38,10 @@ SHIPPED = "shipped"
 EVERY_WAY = ("llama", FOUR_RANKS)
 """Models that decode, roll back, fork, are preempted and verify trees; the others are prefilled in all company."""
 
-NUM_TOKENS = 48
+NUM_TOKENS = 64
 NUM_STREAMS = 6
-NUM_BLOCKS = 26
-"""Less than the streams need at once: some are preempted."""
+NUM_BLOCKS = 20
+"""Half of what the streams need at once: some are preempted."""
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n" * 3
 COLLECTIVE_TIMEOUT_S = 6.0
 PATIENCE_S = 60.0
@@ -149,11 +149,18 @@ async def test_tokens_with_speculation_equal_tokens_without_through_trees_preemp
     async with Client(split_target.address) as client:
         fast = await complete_all(client, bodies())
         slow = await complete_all(client, [plain(body) for body in bodies()])
-    assert [c.identity for c in fast] == [c.identity for c in slow]
+        assert [c.identity for c in fast] == [c.identity for c in slow]
+
+        async def is_preempting() -> bool:  # on a busy machine the streams may not meet at once
+            if scrape(target_metrics_port).get("specdec_target_preemptions_total", 0.0) > 0:
+                return True
+            assert [c.identity for c in await complete_all(client, bodies())] == [c.identity for c in slow]
+            return False
+
+        await eventually(is_preempting, "a stream is preempted")
     assert sum(c.require_finished().stats.num_accepted for c in fast) > 0
     assert all(c.require_finished().stats.num_proposed == 0 for c in slow)
     samples = scrape(target_metrics_port)
-    assert samples["specdec_target_preemptions_total"] > 0
     assert samples["specdec_target_prefix_cache_hits_total"] > 0
     assert samples["specdec_target_rollbacks_total"] > 0
     assert samples["specdec_target_info"] == 1, "one rank exports metrics"
@@ -185,7 +192,7 @@ def events_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
     lines = cluster.services["target"].log_path.read_text().splitlines()
     entries = [json.loads(line) for line in lines if line.startswith("{")]
     starts = [number for number, entry in enumerate(entries) if entry["event"] == "engine_started"]
-    return {entry["event"]: entry for entry in entries[starts[-1] :]}
+    return {entry["event"]: entry for entry in entries[starts[-1] :]} if starts else {}
 
 
 async def all_gone(*processes: psutil.Process) -> None:
@@ -231,7 +238,7 @@ async def test_an_idle_replica_notices_a_rank_that_is_gone(split_target: Cluster
 
 async def test_a_rank_that_hangs_ends_the_replica_once_a_step_has_waited_long_enough(split_target: Cluster) -> None:
     processes = processes_of(split_target)
-    async with Client(split_target.address) as client, Reading(client, make_request(max_tokens=300)) as stream:
+    async with Client(split_target.address) as client, Reading(client, make_request(max_tokens=250)) as stream:
         await stream.until(5)
         os.kill(processes[2].pid, signal.SIGSTOP)
         assert await exit_code(split_target) == 1
@@ -256,3 +263,19 @@ async def test_a_replica_of_two_ranks_drains_and_exits_with_0(split_target: Clus
     events = events_of(split_target)
     assert "drained" in events
     assert "rank_lost" not in events
+
+
+async def test_a_rank_that_is_lost_while_it_loads_ends_the_replica(split_cluster: Cluster) -> None:
+    service = split_cluster.services["target"]
+    service.terminate()
+    await exit_code(split_cluster)
+    service.log_path.write_bytes(b"")
+    service.start()
+
+    async def has_rank() -> bool:
+        return "rank_started" in events_of(split_cluster)
+
+    await eventually(has_rank, "a rank is started")
+    os.kill(events_of(split_cluster)["rank_started"]["pid"], signal.SIGKILL)
+    assert await exit_code(split_cluster) == 1
+    assert events_of(split_cluster)["rank_lost"]["reason"] == "rank 1 was killed by SIGKILL"
