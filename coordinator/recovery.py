@@ -32,6 +32,7 @@ from specdec.rpc.errors import SpecdecError, Unavailable, from_status, internal_
 from specdec.v1 import common_pb2 as pb
 
 _MOST_DRAFT_FAILURES = 6
+_MOST_DOUBLINGS = 30
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
 _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED})
 """What a replica says that is full, or whose context ends: no reason to eject it."""
@@ -67,6 +68,26 @@ class Recovery:
         self._give_ups: dict[str, asyncio.TimerHandle] = {}
         decode_loop.on_desync = self.on_desync
         decode_loop.on_bad_draft = self.on_bad_draft
+
+    def set_targets(self, links: Sequence[TargetLink]) -> None:
+        """Other targets are known now."""
+        self._fleet.set_targets(links)
+        self._observer.replicas(self._fleet.links)
+
+    def set_drafts(self, links: Sequence[DraftLink]) -> None:
+        """Other drafts are known now."""
+        self._fleet.set_drafts(links)
+        self._observer.replicas(self._fleet.links)
+
+    def on_removed(self, link: ReplicaLink) -> None:
+        """A link, which has no sessions, is gone for good."""
+        self._fleet.on_removed(link)
+        if (timer := self._give_ups.pop(link.address, None)) is not None:
+            timer.cancel()
+
+    def check_instance(self, link: ReplicaLink, instance_id: str) -> None:
+        """See `LinkEvents.check_instance`."""
+        self._fleet.check_instance(link, instance_id)
 
     async def check_identity(self, link: ReplicaLink, identity: pb.ModelIdentity) -> None:
         """See `LinkEvents.check_identity`."""
@@ -224,7 +245,8 @@ class Recovery:
         now_s = time.monotonic()
         if session.target_failing_s is None:
             session.target_failing_s = now_s
-        wait_s = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2**session.num_target_failures)
+        doublings = min(session.num_target_failures, _MOST_DOUBLINGS)
+        wait_s = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2**doublings)
         session.num_target_failures += 1
         if session.target is not None:
             session.target.supersede(session)

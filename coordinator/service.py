@@ -7,7 +7,8 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import grpc
 import structlog
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from coordinator.admission import AdmissionQueue
 from coordinator.api_keys import ApiKeys, Authenticator, KeyFileInvalid
 from coordinator.decode_loop import DecodeLoop
-from coordinator.discovery import Discovery, Endpoint
+from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.fleet import Fleet
 from coordinator.generation import Generator
 from coordinator.journal import Journal, MemoryJournal
@@ -26,16 +27,21 @@ from coordinator.links.roster import Roster
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.outliers import EjectionSettings
+from coordinator.prefix_map import SharedPrefixes
 from coordinator.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from coordinator.recovery import Recovery, RecoverySettings
+from coordinator.registry_view import RegistryView
 from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions import SessionTable
 from coordinator.validation import Limits
+from specdec import __version__
 from specdec.config import CoordinatorSettings
-from specdec.rpc.channel import open_channel
+from specdec.rpc.channel import check_client_tls, open_channel
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import StartupFailed
+from specdec.store.announcer import Announcer
+from specdec.store.settings import open_store
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
 
@@ -55,14 +61,21 @@ class CoordinatorService:
     ) -> None:
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self._rosters: list[Roster[TargetLink] | Roster[DraftLink]] = []
+        self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
+        """The links, by role."""
         self._observer = Observer(CoordinatorMetrics(registry))
         self._sessions = SessionTable()
         self._journal = journal if journal is not None else MemoryJournal()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
         ejection = EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
-        self.fleet = Fleet(PrefixRouter(), settings.tokenizer, ejection)
+        self.store = open_store(settings)
+        is_shared = settings.redis_url is not None
+        self._registry = RegistryView(self.store) if is_shared else None
+        self._shared_prefixes = SharedPrefixes(self.store, settings.prefix_ttl_s) if is_shared else None
+        self.announcer = self._build_announcer() if is_shared else None
+        """Registers this process; None without redis_url."""
+        self.fleet = Fleet(PrefixRouter(shared=self._shared_prefixes), settings.tokenizer, ejection)
         self.decode_loop = DecodeLoop(self._sessions, self._journal, self._observer, settings.credit_window_tokens)
         self._api_keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file)
         self._generator = self._build_generator()
@@ -73,6 +86,7 @@ class CoordinatorService:
             self.limits,
             _MODES[settings.verify_mode],
             Authenticator(self._api_keys, self._default_allowance()),
+            self._registry,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -110,8 +124,9 @@ class CoordinatorService:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        for roster in self._rosters:
+        for roster in self.rosters.values():
             await roster.close()
+        await self.store.close()
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
         """What clients may ask for."""
@@ -162,7 +177,7 @@ class CoordinatorService:
             backoff_max_s=settings.reconnect_backoff_max_s,
         )
         recovery = Recovery(recovery_settings, self._sessions, self.fleet, self.decode_loop, self._observer)
-        fleet, loop = self.fleet, self.decode_loop
+        loop = self.decode_loop
 
         def target(at: Endpoint) -> TargetLink:
             return TargetLink(at.address, self._channel(at), link_settings, recovery, loop)
@@ -170,15 +185,48 @@ class CoordinatorService:
         def draft(at: Endpoint) -> DraftLink:
             return DraftLink(at.address, self._channel(at), link_settings, recovery, loop)
 
-        targets = Roster(target, fleet.set_targets, fleet.on_removed)
-        drafts = Roster(draft, fleet.set_drafts, fleet.on_removed)
-        self._rosters = [targets, drafts]
-        for roster, entries in ((targets, settings.targets), (drafts, settings.drafts)):
-            discovery = Discovery(entries)
-            roster.update(discovery.endpoints)
-            if not discovery.is_static:
-                task = asyncio.create_task(discovery.run(settings.discovery_s, roster.update), name="discovery")
-                self._tasks.append(task)
+        check_client_tls(settings)
+        targets = Roster(target, recovery.set_targets, recovery.on_removed)
+        drafts = Roster(draft, recovery.set_drafts, recovery.on_removed)
+        self.rosters = {"target": targets, "draft": drafts}
+        self._discover({"target": settings.targets, "draft": settings.drafts})
+        if self._shared_prefixes is not None:
+            self._tasks.append(asyncio.create_task(self._shared_prefixes.run(), name="prefixes"))
+
+    def _discover(self, entries: Mapping[str, Sequence[str]]) -> None:
+        """Start links to what is configured, and keep looking for what is behind names and in the registry."""
+        registry = self._registry
+        discoveries = {
+            role: Discovery(entries[role], *([] if registry is None else [partial(registry.endpoints, role)]))
+            for role in self.rosters
+        }
+
+        def update() -> None:
+            for role, roster in self.rosters.items():
+                roster.update(discoveries[role].endpoints)
+
+        update()
+        refreshers: list[Callable[[], Awaitable[object]]] = [d.refresh for d in discoveries.values() if d.has_names]
+        if registry is not None:
+            refreshers.append(registry.refresh)
+        if refreshers:
+            looking = keep_finding(self._settings.discovery_s, refreshers, update)
+            self._tasks.append(asyncio.create_task(looking, name="discovery"))
+
+    def _build_announcer(self) -> Announcer:
+        failures = self._observer.metrics.announce_failures
+        return Announcer(
+            self.store, self._settings.registry_ttl_s, self.name, self._owner_id, self._describe, failures.inc
+        )
+
+    def _describe(self) -> pb.GetReplicaInfoResponse:
+        served = self.fleet.served
+        return pb.GetReplicaInfoResponse(
+            identity=None if served is None else served.identity,
+            load=pb.LoadReport(num_running=self._admission.num_running, num_waiting=self._admission.num_waiting),
+            version=__version__,
+            instance_id=self._owner_id,
+        )
 
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
         settings = self._settings

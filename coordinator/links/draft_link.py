@@ -72,6 +72,9 @@ class DraftLink(ReplicaLink):
     def _entry(self, session: Session, **body: Any) -> draft_pb2.DraftEntry:
         return draft_pb2.DraftEntry(session_id=session.session_id, epoch=session.draft_epoch, **body)
 
+    def _close_entry(self, session_id: str, epoch: int) -> draft_pb2.DraftEntry:
+        return draft_pb2.DraftEntry(session_id=session_id, epoch=epoch, close=pb.CloseSession(reason="replaced"))
+
     def _open_call(self) -> Any:
         return self._stub.Draft()
 

@@ -54,6 +54,9 @@ class LinkSettings:
 class LinkEvents(Protocol):
     """What a link tells those who care for replicas. Called in the reader; raises only where stated."""
 
+    def check_instance(self, link: Any, instance_id: str) -> None:
+        """A replica says which process it is; raises IncompatibleReplica if another link leads to it."""
+
     async def check_identity(self, link: Any, identity: pb.ModelIdentity) -> None:
         """A replica says what it serves; raises IncompatibleReplica if it cannot be used."""
 
@@ -87,6 +90,7 @@ class ReplicaLink:
     """
 
     role: ClassVar[str]
+    _stub: Any
 
     def __init__(self, address: str, channel: grpc.aio.Channel, settings: LinkSettings, events: LinkEvents) -> None:
         self.address = address
@@ -94,6 +98,8 @@ class ReplicaLink:
         self.detail = ""
         self.is_retired = False
         self.identity: pb.ModelIdentity | None = None
+        self.instance_id = ""
+        """Of the replica's process, as it said last; empty when it says none."""
         self.load: pb.LoadReport | None = None
         self.sessions: dict[str, Session] = {}
         self.num_streams = 0
@@ -105,7 +111,9 @@ class ReplicaLink:
         self._outbox: list[Any] = []
         self._wake: asyncio.Future[None] | None = None
         self._call: Any = None
-        self._listed: list[Session] = []
+        self._reset_reason = ""
+        self._listed: list[tuple[Session, int]] = []
+        """Sessions in the attach, each with the epoch it had then."""
 
     @property
     def state(self) -> LinkState:
@@ -148,6 +156,11 @@ class ReplicaLink:
                 await self._run_stream()
             except (SpecdecError, grpc.RpcError, TimeoutError) as error:
                 self._go_down(error)
+            except asyncio.CancelledError:
+                if _is_task_cancelled():
+                    raise
+                # Reading a call that was cancelled by `reset` raises this, too.
+                self._go_down(Unavailable(self._reset_reason or "the stream was reset"))
             except Exception as error:
                 _log.error("link_fault", role=self.role, address=self.address, exc_info=error)
                 self._go_down(error)
@@ -163,6 +176,7 @@ class ReplicaLink:
         """Break the stream; it will be opened again."""
         if self._call is not None:
             _log.warning("stream_reset", role=self.role, address=self.address, reason=reason)
+            self._reset_reason = reason
             self._call.cancel()
 
     def _queue(self, entry: Any) -> None:
@@ -177,12 +191,16 @@ class ReplicaLink:
             self.reset("the replica does not read")
 
     async def _run_stream(self) -> None:
+        async with asyncio.timeout(self._settings.connect_timeout_s):
+            await self._check_instance()
         call = self._call = self._open_call()
         writer: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
-                self._listed = self._sessions_to_attach()
-                await call.write(self._attach_frame(self._listed))
+                sessions = self._sessions_to_attach()
+                self._listed = [(session, self._epoch(session)) for session in sessions]
+                self._reset_reason = ""
+                await call.write(self._attach_frame(sessions))
                 first = await call.read()
             if first is grpc.aio.EOF:
                 raise await _end_of(call)
@@ -203,18 +221,31 @@ class ReplicaLink:
             if writer is not None:
                 writer.cancel()
 
+    async def _check_instance(self) -> None:
+        """A second stream of the same owner would end the first one, so it must be known before."""
+        try:
+            info = await self._stub.GetReplicaInfo(pb.GetReplicaInfoRequest())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return
+            raise
+        self._events.check_instance(self, info.instance_id)
+
     async def _become_ready(self, attached: pb.Attached) -> None:
         identity = pb.ModelIdentity()
         identity.CopyFrom(attached.identity)
         self.identity = identity
+        self._events.check_instance(self, attached.instance_id)  # of two that asked at once, one attached too late
+        self.instance_id = attached.instance_id
         await self._events.check_identity(self, identity)
         self._outbox.clear()
         self.num_streams += 1
         self._set_state(LinkState.READY, "")
-        held = {s.session_id for s in self._listed} - set(attached.unknown_session_ids)
-        for session in self._listed:
+        unknown = set(attached.unknown_session_ids)
+        held = {s.session_id for s, epoch in self._listed if epoch == self._epoch(s)} - unknown
+        for session, epoch in self._listed:  # since the attach they may have ended, or gone elsewhere
             if session.session_id not in self.sessions:
-                self.close(session, "finished")
+                self._queue(self._close_entry(session.session_id, epoch))
         lost = [session for session_id, session in self.sessions.items() if session_id not in held]
         self._listed = []
         self._events.on_up(self, lost)
@@ -290,6 +321,9 @@ class ReplicaLink:
     def _open_call(self) -> Any:
         raise NotImplementedError
 
+    def _close_entry(self, session_id: str, epoch: int) -> Any:
+        raise NotImplementedError
+
     def _sessions_to_attach(self) -> list[Session]:
         raise NotImplementedError
 
@@ -314,6 +348,11 @@ class ReplicaLink:
                 for s in sessions
             ],
         )
+
+
+def _is_task_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _end_of(call: Any) -> SpecdecError:

@@ -40,6 +40,11 @@ class TargetLink(ReplicaLink):
         self._stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         self._verdicts = verdicts
 
+    @property
+    def holder(self) -> str:
+        """Names the replica's prefix cache, which a restart empties."""
+        return self.instance_id or self.address
+
     def open(self, session: Session) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens."""
         session.target = self
@@ -85,6 +90,9 @@ class TargetLink(ReplicaLink):
 
     def _entry(self, session: Session, **body: Any) -> target_pb2.TargetEntry:
         return target_pb2.TargetEntry(session_id=session.session_id, epoch=session.target_epoch, **body)
+
+    def _close_entry(self, session_id: str, epoch: int) -> target_pb2.TargetEntry:
+        return target_pb2.TargetEntry(session_id=session_id, epoch=epoch, close=pb.CloseSession(reason="replaced"))
 
     def _open_call(self) -> Any:
         return self._stub.Verify()

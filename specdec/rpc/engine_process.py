@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from specdec.rpc.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, 
 from specdec.rpc.frame_writer import FrameWriter
 from specdec.rpc.frames import EnginePort
 from specdec.rpc.settings import ReplicaServiceSettings
+from specdec.store.settings import StoreSettings
 from specdec.v1 import common_pb2
 
 __all__ = ["EnginePort", "EngineProcess", "StreamSink"]
@@ -59,6 +61,8 @@ class EngineProcess:
         service: str,
         cores: frozenset[int] | None = None,
     ) -> None:
+        self.instance_id = secrets.token_hex(8)
+        """Changes with each start."""
         self._entry = entry
         self._settings = settings
         self._service = service
@@ -179,13 +183,15 @@ class EngineProcess:
         launch: Launch = {
             "entry": self._entry,
             "settings_class": f"{cls.__module__}:{cls.__qualname__}",
-            "settings": self._settings.model_dump_json(),
+            # Secrets are masked in the dump, and the engine needs no store.
+            "settings": self._settings.model_dump_json(exclude=set(StoreSettings.model_fields)),
             "socket_fd": socket_fd,
             "parent_pid": os.getpid(),
             "cores": None if self._cores is None else sorted(self._cores),
             "service": self._service,
             "log_level": self._settings.log_level,
             "log_format": self._settings.log_format,
+            "instance_id": self.instance_id,
         }
         # A program of its own and not a fork or multiprocessing's spawn: it imports nothing of the servicer.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
