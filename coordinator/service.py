@@ -71,7 +71,7 @@ class CoordinatorService:
         ejection = EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
         self.store = open_store(settings)
         is_shared = settings.redis_url is not None
-        self._registry = RegistryView(self.store) if is_shared else None
+        self.registry_view = RegistryView(self.store) if is_shared else None
         self._shared_prefixes = SharedPrefixes(self.store, settings.prefix_ttl_s) if is_shared else None
         self.announcer = self._build_announcer() if is_shared else None
         """Registers this process; None without redis_url."""
@@ -86,7 +86,7 @@ class CoordinatorService:
             self.limits,
             _MODES[settings.verify_mode],
             Authenticator(self._api_keys, self._default_allowance()),
-            self._registry,
+            self.registry_view,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -195,7 +195,7 @@ class CoordinatorService:
 
     def _discover(self, entries: Mapping[str, Sequence[str]]) -> None:
         """Start links to what is configured, and keep looking for what is behind names and in the registry."""
-        registry = self._registry
+        registry = self.registry_view
         discoveries = {
             role: Discovery(entries[role], *([] if registry is None else [partial(registry.endpoints, role)]))
             for role in self.rosters
