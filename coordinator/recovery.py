@@ -36,6 +36,8 @@ _MOST_DOUBLINGS = 30
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
 _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED})
 """What a replica says that is full, or whose context ends: no reason to eject it."""
+_NO_FAULT_REASONS = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
+"""What a replica says whose session another coordinator holds now."""
 _log = structlog.get_logger(__name__)
 
 
@@ -156,7 +158,7 @@ class Recovery:
             error=error.status.message,
         )
         if isinstance(link, DraftLink):
-            if error.status.code not in _NO_FAULT:
+            if _is_fault(error.status.code, reason):
                 self._fleet.failed(link)
             self._on_draft_error(session, reason.lower())
         elif error.status.code == code_pb2.INVALID_ARGUMENT and session.was_relayed and not field.startswith("open"):
@@ -167,7 +169,7 @@ class Recovery:
         elif error.status.code in _FATAL:
             self._decode_loop.fail(session.request, from_status(error.status))
         else:
-            if error.status.code not in _NO_FAULT:
+            if _is_fault(error.status.code, reason):
                 self._fleet.failed(link)
             self._retry_target(session, from_status(error.status))
 
@@ -323,6 +325,10 @@ class Recovery:
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
+
+
+def _is_fault(code: int, reason: str) -> bool:
+    return code not in _NO_FAULT and reason not in _NO_FAULT_REASONS
 
 
 def _reason_and_field(error: pb.SessionError) -> tuple[str, str]:

@@ -214,10 +214,7 @@ class CoordinatorService:
             self._tasks.append(asyncio.create_task(looking, name="discovery"))
 
     def _build_announcer(self) -> Announcer:
-        failures = self._observer.metrics.announce_failures
-        return Announcer(
-            self.store, self._settings.registry_ttl_s, self.name, self._owner_id, self._describe, failures.inc
-        )
+        return Announcer(self.store, self._settings.registry_ttl_s, self.name, self._owner_id, self._describe)
 
     def _describe(self) -> pb.GetReplicaInfoResponse:
         served = self.fleet.served

@@ -168,11 +168,6 @@ class CoordinatorMetrics(MetricGroup):
             },
             promql='min by (role) (sum by (role, instance) ($replicas{state="ready"}))',
         )
-        self.announce_failures = self._counter(
-            "announce_failures_total",
-            "Renewals of the coordinator's registration in Redis that failed.",
-            promql="sum by (instance) (increase($announce_failures_total[5m]))",
-        )
         self.journal_seconds = self._histogram(
             "journal_seconds",
             "Time of one write to a journal outside the process; without one, nothing is observed.",

@@ -320,8 +320,8 @@ class RelayMetrics(MetricGroup):
         )
         self.store_up = self._gauge(
             "store_up",
-            "Whether Redis answered when it was last asked: 1 or 0; 1 without redis_url.",
-            promql="sum by (instance) ($store_up) == 0",
+            "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
+            promql="min($store_up)",
         )
         self.store_up.set(1)
         self.announce_failures = self._counter(

@@ -456,3 +456,14 @@ async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_go
         assert harness.metric("replicas", role="target", state="down") == 1
         roster.update([Endpoint(target.address)])
         assert harness.metric("replicas", role="target", state="down") == 0
+
+
+async def test_a_target_that_refuses_a_session_a_thousand_times_may_still_take_it() -> None:
+    target = ScriptedTarget()
+    target.refuse = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full")
+    waits = {"reconnect_backoff_min_s": 1e-6, "reconnect_backoff_max_s": 1e-5}
+    async with running([target], **waits, target_timeout_s=600.0) as harness:
+        call = harness.stub.Generate(request())
+        await target.until(lambda: len(target.opened) > 1100, timeout_s=60.0)
+        target.refuse = None
+        assert (await collect(call)).ids() == expected_ids(target, 20)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
 from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.roster import Roster
+from coordinator.service import CoordinatorService
+from specdec.config import CoordinatorSettings
 from specdec.rpc.tls import TlsFilesBroken
 from tests.integration.coordinator_harness import collect, expected_ids, request, running
 from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
@@ -209,3 +213,15 @@ async def test_a_coordinator_finds_its_replicas_by_name() -> None:
         result = await collect(harness.stub.Generate(request()))
         assert [link.address for link in harness.service.fleet.targets if link.is_ready] == [target.address]
     assert result.ids() == expected_ids(target, 20)
+
+
+async def test_tls_files_that_are_wrong_are_found_at_start_though_no_replica_is(tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.write_text("no certificate")
+    settings = CoordinatorSettings(
+        targets=("dns:///localhost:1",), replica_tls=True, replica_tls_ca_file=authority, metrics_port=None
+    )
+    service = CoordinatorService(settings, CollectorRegistry())
+    with pytest.raises(TlsFilesBroken, match="replica_tls_ca_file"):
+        await service.start()
+    await service.stop()
