@@ -12,7 +12,8 @@ from typing import TypeVar
 import structlog
 
 from coordinator.links.draft_link import DraftLink
-from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.links.link_events import LinkState
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.outliers import EjectionSettings, OutlierDetector, Standing
 from coordinator.router import PrefixRouter, block_digests

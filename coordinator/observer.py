@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter
 
-from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.links.link_events import LinkState
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions import Request, Session
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb

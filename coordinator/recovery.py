@@ -24,7 +24,8 @@ from google.rpc import code_pb2, error_details_pb2
 from coordinator.decode_loop import DecodeLoop
 from coordinator.fleet import Fleet, same_model
 from coordinator.links.draft_link import DraftLink
-from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.links.link_events import LinkState
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.sessions import Session, SessionTable

@@ -22,7 +22,7 @@ from coordinator.fleet import Fleet
 from coordinator.generation import Generator
 from coordinator.journal import Journal, MemoryJournal
 from coordinator.links.draft_link import DraftLink
-from coordinator.links.replica_link import LinkSettings
+from coordinator.links.link_events import LinkSettings
 from coordinator.links.roster import Roster
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer

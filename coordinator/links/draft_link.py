@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from coordinator.links.replica_link import LinkEvents, LinkSettings, ReplicaLink
+from coordinator.links.link_events import LinkEvents, LinkSettings
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc
