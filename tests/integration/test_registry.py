@@ -207,15 +207,21 @@ async def test_the_turns_of_a_conversation_meet_at_one_target_whichever_coordina
     ):
         for harness in (one, two):
             await until_ready(harness, *targets)
-        for seed in range(6):
-            prompt = [10 + (seed * 7 + i * 3) % 200 for i in range(3 * BLOCK_TOKENS)]
-            for target in targets:
-                target.opened.clear()
-            first = await collect(one.stub.Generate(request(prompt, max_tokens=2 * BLOCK_TOKENS)))
-            holder = next(target for target in targets if target.opened)
+        for target in targets:
+            target.limit = 10  # all first turns at once, so that both targets get some
+        prompts = [[10 + (seed * 7 + i * 3) % 200 for i in range(3 * BLOCK_TOKENS)] for seed in range(6)]
+        calls = [one.stub.Generate(request(prompt, max_tokens=2 * BLOCK_TOKENS)) for prompt in prompts]
+        for target in targets:
+            await target.until(lambda target=target: len(target.opened) == 3)  # type: ignore[misc]
+        holders = {tuple(s.body.token_ids): target for target in targets for s in target.sessions.values()}
+        for target in targets:
+            target.set_limit(None)
+        for prompt, call in zip(prompts, calls, strict=True):
+            holder, first = holders[tuple(prompt)], await collect(call)
             await until_known(store, [*prompt, *first.ids()], {holder.instance_id})
+            num_opened = len(holder.opened)
             await collect(two.stub.Generate(request([*prompt, *first.ids(), 9, 9], max_tokens=4)))
-            assert len(holder.opened) == 2
+            assert len(holder.opened) == num_opened + 1
 
 
 async def until_known(store: Store, token_ids: list[int], holders: set[str]) -> None:
@@ -339,9 +345,10 @@ async def test_the_second_turn_at_another_coordinator_finds_the_first_ones_token
 
             await eventually(both_ready, "the second coordinator has found both targets")
             instances = {record.instance_id for record in await store.replicas() if record.role == "target"}
-            for seed in range(6):
-                first_body = body(seed, max_tokens=100)
-                first = await one.complete(first_body)
+            bodies = [body(seed, max_tokens=100) for seed in range(6)]
+            # All first turns at once, so that both targets get some.
+            firsts = await asyncio.gather(*(one.complete(first_body) for first_body in bodies))
+            for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
                 prompt = [*first_body.prompt_token_ids.token_ids, *first.choices[0].token_ids]
                 await until_known(store, prompt, instances)
                 turn = await two.complete(body(seed, [*prompt, 40, 41, 42], max_tokens=4))

@@ -100,9 +100,10 @@ async def test_the_second_turn_of_a_conversation_finds_the_first_ones_tokens_cac
 ) -> None:
     cluster = make_cluster(num_targets=2, num_drafts=0)
     async with Client(cluster.address) as client:
-        for seed in range(6):
-            first_body = body(seed, max_tokens=100)
-            first = await client.complete(first_body)
+        bodies = [body(seed, max_tokens=100) for seed in range(6)]
+        # All first turns at once, so that both targets get some.
+        firsts = await asyncio.gather(*(client.complete(first_body) for first_body in bodies))
+        for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
             output = [token.id for token in first.choices[0].tokens]
             prompt = [*first_body.prompt_token_ids.token_ids, *output, 40, 41, 42]
             second = await client.complete(body(seed, prompt, max_tokens=4))
