@@ -35,10 +35,10 @@ class Discovery:
     A name that cannot be looked up keeps the addresses it had: a name server that fails takes no replica away.
     """
 
-    def __init__(self, entries: Sequence[str], registered: Callable[[], Sequence[Endpoint]] = lambda: ()) -> None:
-        """Look for these entries, and for what `registered` returns, the registry's as far as it is known."""
+    def __init__(self, entries: Sequence[str], registered: Callable[[], Sequence[Endpoint]] | None = None) -> None:
+        """Look for these entries, and for what `registered` returns: the registry's, as far as it is known."""
         self._entries = entries
-        self._registered = registered
+        self._registered = registered or tuple
         self._found: dict[str, list[Endpoint]] = {
             entry: [] if entry.startswith(_DNS_PREFIX) else [Endpoint(entry)] for entry in entries
         }

@@ -197,7 +197,7 @@ class CoordinatorService:
         """Start links to what is configured, and keep looking for what is behind names and in the registry."""
         registry = self.registry_view
         discoveries = {
-            role: Discovery(entries[role], *([] if registry is None else [partial(registry.endpoints, role)]))
+            role: Discovery(entries[role], None if registry is None else partial(registry.endpoints, role))
             for role in self.rosters
         }
 
