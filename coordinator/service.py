@@ -34,6 +34,7 @@ from coordinator.registry_view import RegistryView
 from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions import SessionTable
+from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
 from specdec import __version__
 from specdec.config import CoordinatorSettings
@@ -43,6 +44,7 @@ from specdec.rpc.server import StartupFailed
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import CoordinatorMetrics
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -64,6 +66,7 @@ class CoordinatorService:
         self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
         """The links, by role."""
         self._observer = Observer(CoordinatorMetrics(registry))
+        self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
         self._sessions = SessionTable()
         self._journal = journal if journal is not None else MemoryJournal()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
@@ -118,7 +121,7 @@ class CoordinatorService:
         await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """Close all links; replicas see the streams end."""
+        """Close all links, replicas see the streams end; and export the traces that are left."""
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -127,6 +130,7 @@ class CoordinatorService:
         for roster in self.rosters.values():
             await roster.close()
         await self.store.close()
+        await self._tracing.close()
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
         """What clients may ask for."""
@@ -249,4 +253,5 @@ class CoordinatorService:
             speculate=settings.speculate,
             target_timeout_s=settings.target_timeout_s,
             resume_secret=secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32),
+            tracer=RequestTracer(self._tracing, settings.trace_content),
         )

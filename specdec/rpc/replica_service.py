@@ -23,6 +23,7 @@ from specdec.store.announcer import Announcer
 from specdec.store.guarded import GuardedStore
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, RelayMetrics, enable_multiprocess_metrics, setup_logging
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2
 
 TOKENIZER_PIECE_BYTES = 1024 * 1024
@@ -59,6 +60,8 @@ class ReplicaService:
         except ValueError as error:
             raise StartupFailed(str(error)) from error
         self._engine = EngineProcess(role.engine_entry, settings, service=f"{role.name}-engine", cores=engine_cores)
+        self._tracing = Tracing(settings, role.name)
+        self._engine.on_session_span = self._tracing.record
         metrics = RelayMetrics(registry, role.name)
         self._relay = StreamRelay(self._engine, metrics, settings.stream_buffer_bytes)
         self._store: GuardedStore | None = None
@@ -120,8 +123,9 @@ class ReplicaService:
         self._relay.end_streams(NotReady("the replica is shutting down", reason="DRAINING"))
 
     async def stop(self) -> None:
-        """Stops the engine process."""
+        """Stops the engine process, and exports what it last told of its sessions."""
         await self._engine.stop(_ENGINE_STOP_S)
+        await self._tracing.close()
         if self._store is not None:
             await self._store.close()
 

@@ -32,7 +32,7 @@ def run_role(
         port.flush(_FLUSH_TIMEOUT_S)
         return
     built.info.instance_id = port.instance_id
-    worker = EngineWorker(port, wire, built.info, settings.session_ttl_s)
+    worker = EngineWorker(port, wire, built.info, settings.session_ttl_s, traces=settings.otlp_endpoint is not None)
     worker.role = make_role(worker, built)
     identity = built.info.identity
     log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
