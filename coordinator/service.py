@@ -36,6 +36,7 @@ from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import open_channel
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import StartupFailed
+from specdec.store.settings import open_store
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
 
@@ -57,6 +58,7 @@ class CoordinatorService:
         self._tasks: list[asyncio.Task[None]] = []
         self._rosters: list[Roster[TargetLink] | Roster[DraftLink]] = []
         self._observer = Observer(CoordinatorMetrics(registry))
+        self.store = open_store(settings, *self._observer.of_store(settings.redis_url is not None))
         self._sessions = SessionTable()
         self._journal = journal if journal is not None else MemoryJournal()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
@@ -112,6 +114,7 @@ class CoordinatorService:
                 await task
         for roster in self._rosters:
             await roster.close()
+        await self.store.close()
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
         """What clients may ask for."""
