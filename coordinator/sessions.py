@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from coordinator.client_stream import ClientStream
 from coordinator.detokenizer import DetokenizerFactory
-from coordinator.journal import RequestKey
 from coordinator.output import ChoiceOutput, Finish
 from coordinator.stats import SpeculationTally
+from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:

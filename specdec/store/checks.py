@@ -55,9 +55,9 @@ def check_writes(writes: Sequence[JournalWrite], limits: StoreLimits) -> None:
         _require(all(0 <= origin <= MAX_ORIGIN for origin in write.origins), "an origin must have 8 bits")
 
 
-def check_bucket(amount: float, rate_per_s: float, burst: float) -> None:
-    """Raise LimitExceeded for a bucket that never fills, or a negative amount."""
-    _require(amount >= 0, "amount must not be negative")
+def check_bucket(amount: float, rate_per_s: float, burst: float, force: bool) -> None:
+    """Raise LimitExceeded for a bucket that never fills, or a negative amount that is not forced."""
+    _require(amount >= 0 or force, "amount must not be negative without force")
     _require(rate_per_s > 0 and burst > 0, "rate_per_s and burst must be above 0")
 
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 
-import numpy as np
-
-_TOKEN = np.dtype([("token_id", "<u4"), ("origin", "u1")])
+_TOKEN = struct.Struct("<IB")
 # Bytes per token.
-TOKEN_BYTES = _TOKEN.itemsize
+TOKEN_BYTES = _TOKEN.size
 
 
 def pack_tokens(token_ids: Sequence[int], origins: Sequence[int]) -> bytes:
     """Return the tokens as bytes, TOKEN_BYTES each."""
-    packed = np.empty(len(token_ids), dtype=_TOKEN)
-    packed["token_id"] = token_ids
-    packed["origin"] = origins
-    return packed.tobytes()
+    return b"".join(map(_TOKEN.pack, token_ids, origins))
 
 
 def unpack_tokens(packed: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the token ids and the origins. Bytes after the last whole token are ignored."""
-    tokens = np.frombuffer(packed, dtype=_TOKEN, count=len(packed) // TOKEN_BYTES)
-    return tuple(tokens["token_id"].tolist()), tuple(tokens["origin"].tolist())
+    whole = packed[: len(packed) // TOKEN_BYTES * TOKEN_BYTES]
+    token_ids, origins = tuple(zip(*_TOKEN.iter_unpack(whole), strict=True)) or ((), ())
+    return token_ids, origins
