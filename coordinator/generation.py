@@ -261,7 +261,6 @@ class Generator:
         metrics = self._observer.metrics
         started_s = time.monotonic()
         request.admission = asyncio.create_task(self._admission.acquire(request.priority))
-        metrics.queue_length.set(self._admission.num_waiting)
         release: Callable[[], None] | None = None
         try:
             release = await request.admission
@@ -277,15 +276,12 @@ class Generator:
                 raise
         finally:
             request.admission = None
-            metrics.queue_length.set(self._admission.num_waiting)
-            metrics.running.set(self._admission.num_running)
         metrics.queue_seconds.observe(time.monotonic() - started_s)
         try:
             yield
         finally:
             if release is not None:
                 release()
-            metrics.running.set(self._admission.num_running)
 
     async def _start(self, request: Request, plan: _Plan) -> None:
         """First chunk, what is replayed, and the sessions that are still to decode."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter
 
+from coordinator.admission import AdmissionQueue
 from coordinator.links.replica_link import LinkState, ReplicaLink
 from coordinator.sessions import Request, Session
 from specdec.store.guarded import OperationObserver, StateObserver
@@ -92,6 +93,11 @@ class Observer:
                 self.metrics.replicas.labels(role, str(state)).set(sum(link.state is state for link in of_role))
         self._links = links
         self._count_sessions()
+
+    def admission(self, queue: AdmissionQueue) -> None:
+        """Another number of requests runs or waits."""
+        self.metrics.running.set(queue.num_running)
+        self.metrics.queue_length.set(queue.num_waiting)
 
     def of_store(self, is_shared: bool) -> tuple[OperationObserver | None, StateObserver | None]:
         """Who is told what the store does. One in this process never fails, and its times tell nothing."""

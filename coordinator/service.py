@@ -60,6 +60,7 @@ class CoordinatorService:
         self.store = open_store(settings, *self._observer.of_store(settings.redis_url is not None))
         self._sessions = SessionTable()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
+        self._admission.on_change = lambda: self._observer.admission(self._admission)
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
         self._journal = Journal(
             self.store,
