@@ -114,14 +114,15 @@ class Journal:
             TooManyConcurrent: the tenant has `max_concurrent` other requests, at all coordinators.
         """
         owner_id = f"{self._owner_id}/{request.uid}"
-        new = NewRequest(owner_id, seed, params, num_choices, self._settings.lease_s, restart=True)
+        lease_s = self._settings.lease_s
+        new = NewRequest(owner_id, seed, params, num_choices, lease_s, take_over=take_over, restart=True)
         entry = JournalEntry(request, new)
         if self._store.is_up:
             with contextlib.suppress(StoreUnavailable):
                 await self._ended(request.key.tenant)
-                first = replace(new, max_concurrent=max_concurrent, take_over=take_over)
                 try:
-                    entry.held((await self._store.begin(request.key, first)).generation)
+                    begun = await self._store.begin(request.key, replace(new, max_concurrent=max_concurrent))
+                    entry.held(begun.generation)
                 except LimitExceeded as error:
                     self._give_up(entry, str(error))
         self._entries[request.uid] = entry

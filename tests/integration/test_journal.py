@@ -244,6 +244,20 @@ async def test_redis_killed_and_restarted_empty_costs_no_stream_a_token(redis_se
     assert one.metric("journal_seconds_count") > 0
 
 
+async def test_tokens_that_redis_evicted_are_written_again(redis_server: RedisServer) -> None:
+    target = ScriptedTarget()
+    target.limit = 10
+    async with coordinators(target, redis_server) as (one, _):
+        call = one.stub.Generate(request(request_id="mine"))
+        result = await read_tokens(call, 10)
+        await journal_has(redis_server, "mine", result.ids())
+        with redis_server.client() as client:
+            assert client.delete("specdec:v1:{t.}:request:mine:tokens:0") == 1
+        target.set_limit(15)
+        await journal_has(redis_server, "mine", expected_ids(target, 15))
+        call.cancel()
+
+
 async def test_no_token_waits_for_a_redis_that_hangs(redis_server: RedisServer) -> None:
     target = ScriptedTarget()
     target.limit = 10
