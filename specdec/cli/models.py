@@ -43,7 +43,7 @@ def models(
         style="dim",
     )
     for notice in status.degraded:
-        output.print(f"degraded: {notice}", style="yellow")
+        output.print(f"degraded: {notice}", style="yellow", markup=False)
 
 
 async def _ask(
