@@ -368,6 +368,7 @@ async def test_a_client_whose_coordinator_was_killed_gets_everything_from_anothe
         "redis_url": redis_server.url,
         "redis_timeout_s": 2.0,
         "resume_secret": SECRET,
+        "journal_lease_s": 60.0,
     }
     body = request(max_tokens=100, request_id="mine")
     opened = [
@@ -381,7 +382,7 @@ async def test_a_client_whose_coordinator_was_killed_gets_everything_from_anothe
             first = await read_tokens(first_stub.Generate(body), 40)
             await journal_has(redis_server, "mine", first.ids())
             await asyncio.to_thread(one.kill, "coordinator")
-            # Without the token it is an id that runs: the lease of its owner has most of its ten seconds to go.
+            # Without the token it is an id that runs: the lease of its owner has most of its minute to go.
             assert isinstance(await error_of(second_stub.Generate(body)), RequestExists)
             target.set_limit(None)
             nothing = Result(started=first.started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 import pytest
@@ -69,20 +70,20 @@ def guarded(store: Store) -> GuardedStore:
     return GuardedStore(store, back_off=BackOff(first_s=0.001, longest_s=0.01))
 
 
-def journal_on(store: Store, owner_id: str) -> Journal:
-    journal = Journal(guarded(store), owner_id, JournalSettings(interval_s=0.001, retry_s=0.001))
-    journal.start()
-    return journal
-
-
 @pytest.fixture
 def store() -> Store:
     return Store()
 
 
 @pytest.fixture
-async def journal(store: Store) -> AsyncIterator[Journal]:
-    journal = journal_on(store, "one")
+def shared(store: Store) -> GuardedStore:
+    return guarded(store)
+
+
+@pytest.fixture
+async def journal(shared: GuardedStore) -> AsyncIterator[Journal]:
+    journal = Journal(shared, "one", JournalSettings(interval_s=0.001, retry_s=0.001))
+    journal.start()
     yield journal
     await journal.close()
 
@@ -124,8 +125,15 @@ async def journal_has(store: Store, token_ids: Sequence[int]) -> None:
     await eventually(has, "the store has the tokens")
 
 
+async def until_up(shared: GuardedStore, is_up: bool) -> None:
+    async def is_so() -> bool:
+        return shared.is_up is is_up
+
+    await eventually(is_so, f"the store is {'up' if is_up else 'down'}")
+
+
 async def test_what_came_while_the_store_was_away_is_written_in_batches_when_it_is_back(
-    store: Store, journal: Journal
+    store: Store, shared: GuardedStore, journal: Journal
 ) -> None:
     await begin(journal, ours := request())
     decode(journal, ours.sessions[0], [4, 5])
@@ -133,16 +141,12 @@ async def test_what_came_while_the_store_was_away_is_written_in_batches_when_it_
     store.is_away = True
     tokens = [4, 5, *range(40_000)]
     decode(journal, ours.sessions[0], tokens[2:])
-    await eventually(lambda: is_up(journal, False), "the journal has noticed")
+    await until_up(shared, False)
     store.batches.clear()
     store.is_away = False
     await journal_has(store, tokens)
     assert len(store.batches) == 3
     assert sum(store.batches) == 40_000
-
-
-async def is_up(journal: Journal, expected: bool) -> bool:
-    return journal._store.is_up is expected
 
 
 async def test_a_request_that_began_while_the_store_was_away_joins_when_it_is_back(
@@ -174,7 +178,9 @@ async def test_an_end_that_the_store_missed_is_told_when_it_is_back(store: Store
     await eventually(has_ended, "the request has ended in the store")
 
 
-async def test_two_that_began_the_same_while_the_store_was_away_both_go_on(store: Store, journal: Journal) -> None:
+async def test_two_that_began_the_same_while_the_store_was_away_both_go_on(
+    store: Store, shared: GuardedStore, journal: Journal
+) -> None:
     taken_over: list[Request] = []
     journal.on_taken_over = taken_over.append
     store.is_away = True
@@ -183,7 +189,7 @@ async def test_two_that_began_the_same_while_the_store_was_away_both_go_on(store
     other = NewRequest("two/uid", 7, b"", 1, lease_s=30.0)
     await store.begin(KEY, other)
     decode(journal, ours.sessions[0], [4])
-    await eventually(lambda: is_up(journal, True), "the journal has noticed")
+    await until_up(shared, True)
     assert journal.num_unjournalled == 1
     assert taken_over == []
     record = await store.load(KEY)
@@ -257,9 +263,9 @@ async def test_tokens_are_counted_over_coordinators_and_given_back(store: Store)
 
 
 async def test_while_the_store_is_away_each_counts_for_itself_and_that_is_forgotten_when_it_is_back(
-    store: Store,
+    store: Store, shared: GuardedStore
 ) -> None:
-    quotas = SharedQuotas(shared := guarded(store))
+    quotas = SharedQuotas(shared)
     await quotas.admit("a", RATE, 60)
     store.is_away = True
     await quotas.admit("a", RATE, 30)
@@ -268,14 +274,12 @@ async def test_while_the_store_is_away_each_counts_for_itself_and_that_is_forgot
         await quotas.admit("a", RATE, 1)
     store.is_away = False
 
-    async def heals() -> bool:
-        try:
+    async def is_back() -> bool:
+        with contextlib.suppress(StoreUnavailable):
             await shared.ping()
-        except StoreUnavailable:
-            return False
-        return True
+        return shared.is_up
 
-    await eventually(heals, "the store is back")
+    await eventually(is_back, "the store is back")
     await quotas.admit("a", RATE, 40)
     with pytest.raises(Overloaded):
         await quotas.admit("a", RATE, 1)
