@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from coordinator.journal_entry import JournalEntry
+from coordinator.tasks import end_tasks
 from specdec.store.errors import LimitExceeded, RequestHeld, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, JournalRecord, JournalWrite, Lease, NewRequest, RequestKey
@@ -44,7 +45,7 @@ class JournalSettings:
     """For how long a request stays its coordinator's when that is not heard of."""
     keep_s: float = 300.0
     """How long the record of an ended request is kept, as its client may have missed the end."""
-    interval_s: float = 0.02
+    interval_s: float = 0.05
     """Between two writes."""
     retry_s: float = 0.1
     """Between two tries while the store is away; it costs next to nothing, see GuardedStore."""
@@ -91,9 +92,7 @@ class Journal:
         """Stop, after what ends now has been told to the store."""
         if self._ending:
             await asyncio.wait(self._ending)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await end_tasks(self._tasks)
 
     async def begin(
         self,

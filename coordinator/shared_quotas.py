@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 
 from coordinator.quotas import QuotaRate, TokenQuotas, quota_exceeded
+from coordinator.tasks import end_tasks
 from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
 
@@ -25,17 +26,15 @@ class SharedQuotas:
         self._local = local or TokenQuotas()
         self._used: dict[str, tuple[QuotaRate, int]] = {}
         self._has_used = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begin to tell the store what is used."""
-        self._task = asyncio.create_task(self._run(), name="shared-quotas")
+        self._tasks = [asyncio.create_task(self._run(), name="shared-quotas")]
 
     async def close(self) -> None:
         """Stop, after the store was told the last."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._tasks)
         await self._tell()
 
     async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:

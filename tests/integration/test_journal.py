@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -42,10 +40,8 @@ LEASE_S = 1.0
 
 @pytest.fixture
 def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
+    with RedisServer(tmp_path) as server:
+        yield server
 
 
 @asynccontextmanager
@@ -265,14 +261,12 @@ async def test_no_token_waits_for_a_redis_that_hangs(redis_server: RedisServer) 
     async with coordinators(target, redis_server, redis_timeout_s=600.0) as (one, _):
         call = one.stub.Generate(request(max_tokens=60))
         result = await read_tokens(call, 10)
-        with redis_server.client() as client:
-            pid = client.info()["process_id"]
-        os.kill(pid, signal.SIGSTOP)
+        redis_server.pause()
         target.set_limit(None)
         async with asyncio.timeout(30):
             while result.finished is None:
                 result.add(await call.read())
-        os.kill(pid, signal.SIGCONT)
+        redis_server.resume()
         await finish(call, result)
     assert result.ids() == expected_ids(target, 60)
 
@@ -283,13 +277,11 @@ async def test_a_redis_that_hangs_holds_up_a_new_request_for_no_longer_than_its_
     target = ScriptedTarget()
     async with coordinators(target, redis_server, redis_timeout_s=0.2) as (one, _):
         await collect(one.stub.Generate(request()))
-        with redis_server.client() as client:
-            pid = client.info()["process_id"]
-        os.kill(pid, signal.SIGSTOP)
+        redis_server.pause()
         for _ in range(5):
             assert (await collect(one.stub.Generate(request()))).ids() == expected_ids(target, 20)
         assert one.metric("store_up") == 0
-        os.kill(pid, signal.SIGCONT)
+        redis_server.resume()
         await metric_is(one, "store_up", 1)
 
 

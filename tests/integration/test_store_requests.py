@@ -23,12 +23,10 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
     if request.param == "memory":
         yield MemoryStore()
         return
-    server = RedisServer(tmp_path)
-    server.start()
-    store = connect(server.url, RedisOptions(timeout_s=5.0))
-    yield store
-    await store.close()
-    server.stop()
+    with RedisServer(tmp_path) as server:
+        store = connect(server.url, RedisOptions(timeout_s=5.0))
+        yield store
+        await store.close()
 
 
 def new_request(owner_id: str, **changes: object) -> NewRequest:
