@@ -32,6 +32,7 @@ from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions import SessionTable
 from coordinator.shared_quotas import SharedQuotas
+from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import open_channel
@@ -39,6 +40,7 @@ from specdec.rpc.errors import NotReady
 from specdec.rpc.server import StartupFailed
 from specdec.store.settings import open_store
 from specdec.telemetry import CoordinatorMetrics
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -58,6 +60,7 @@ class CoordinatorService:
         self._rosters: list[Roster[TargetLink] | Roster[DraftLink]] = []
         self._observer = Observer(CoordinatorMetrics(registry))
         self.store = open_store(settings, *self._observer.of_store(settings.redis_url is not None))
+        self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
         self._sessions = SessionTable()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
         self._admission.on_change = lambda: self._observer.admission(self._admission)
@@ -116,7 +119,7 @@ class CoordinatorService:
         await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """Close all links; replicas see the streams end."""
+        """Close all links, replicas see the streams end; and export the traces that are left."""
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -128,6 +131,7 @@ class CoordinatorService:
         if self._shared_quotas is not None:
             await self._shared_quotas.close()
         await self.store.close()
+        await self._tracing.close()
 
     def degraded(self) -> list[str]:
         """What works less well than it should, for people."""
@@ -229,4 +233,5 @@ class CoordinatorService:
             speculate=settings.speculate,
             target_timeout_s=settings.target_timeout_s,
             resume_secret=secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32),
+            tracer=RequestTracer(self._tracing, settings.trace_content),
         )

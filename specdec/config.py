@@ -205,6 +205,15 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     journal_keep_s: float = Field(
         default=300.0, ge=0, description="How long the journal of a request is kept after its end."
     )
+    trace_sample_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced, of those whose caller did not decide (needs otlp_endpoint).",
+    )
+    trace_content: bool = Field(
+        default=False, description="Put prompts, stop strings and outputs into traces; they may be personal data."
+    )
 
     @model_validator(mode="after")
     def _check_backoff(self) -> Self:
