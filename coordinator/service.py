@@ -20,7 +20,7 @@ from coordinator.decode_loop import DecodeLoop
 from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.fleet import Fleet
 from coordinator.generation import Generator
-from coordinator.journal import Journal, MemoryJournal
+from coordinator.journal import Journal, JournalSettings
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkSettings
 from coordinator.links.roster import Roster
@@ -34,6 +34,7 @@ from coordinator.registry_view import RegistryView
 from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions import SessionTable
+from coordinator.shared_quotas import SharedQuotas
 from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
 from specdec import __version__
@@ -58,22 +59,27 @@ class CoordinatorService:
     name = "coordinator"
     grpc_names: Sequence[str] = (SERVICE_NAME,)
 
-    def __init__(
-        self, settings: CoordinatorSettings, registry: CollectorRegistry, journal: Journal | None = None
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings, registry: CollectorRegistry) -> None:
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
         self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
         """The links, by role."""
         self._observer = Observer(CoordinatorMetrics(registry))
+        is_shared = settings.redis_url is not None
+        self.store = open_store(settings, *self._observer.of_store(is_shared))
         self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
         self._sessions = SessionTable()
-        self._journal = journal if journal is not None else MemoryJournal()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
+        self._admission.on_change = lambda: self._observer.admission(self._admission)
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self._journal = Journal(
+            self.store,
+            self._owner_id,
+            JournalSettings(settings.journal_lease_s, settings.journal_keep_s),
+            self._observer.metrics.unjournalled.set,
+        )
+        self._shared_quotas = SharedQuotas(self.store) if is_shared else None
         ejection = EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
-        self.store = open_store(settings)
-        is_shared = settings.redis_url is not None
         self.registry_view = RegistryView(self.store) if is_shared else None
         self._shared_prefixes = SharedPrefixes(self.store, settings.prefix_ttl_s) if is_shared else None
         self.announcer = self._build_announcer() if is_shared else None
@@ -89,6 +95,7 @@ class CoordinatorService:
             self.limits,
             _MODES[settings.verify_mode],
             Authenticator(self._api_keys, self._default_allowance()),
+            self.degraded,
             self.registry_view,
         )
 
@@ -99,6 +106,9 @@ class CoordinatorService:
     async def start(self) -> None:
         """Connect to all replicas; returns when a target has answered. Drafts may come later or never."""
         self._load_api_keys()
+        self._journal.start()
+        if self._shared_quotas is not None:
+            self._shared_quotas.start()
         self._connect()
         await self.fleet.wait_served()
 
@@ -129,8 +139,20 @@ class CoordinatorService:
                 await task
         for roster in self.rosters.values():
             await roster.close()
+        await self._journal.close()
+        if self._shared_quotas is not None:
+            await self._shared_quotas.close()
         await self.store.close()
         await self._tracing.close()
+
+    def degraded(self) -> list[str]:
+        """What works less well than it should, for people."""
+        if self.store.is_up:
+            return []
+        return [
+            f"Redis does not answer: {self._journal.num_unjournalled} running requests are not in the journal, and "
+            "request ids, quotas and concurrent requests are checked by each coordinator for itself"
+        ]
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
         """What clients may ask for."""
@@ -244,7 +266,7 @@ class CoordinatorService:
             fleet=self.fleet,
             sessions=self._sessions,
             admission=self._admission,
-            tenant_limits=TenantLimits(TokenQuotas(), lambda cause: rejects.labels(cause).inc()),
+            tenant_limits=TenantLimits(self._shared_quotas or TokenQuotas(), lambda cause: rejects.labels(cause).inc()),
             decode_loop=self.decode_loop,
             journal=self._journal,
             observer=self._observer,

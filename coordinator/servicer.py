@@ -50,6 +50,7 @@ class CoordinatorServicer:
         limits_of: Callable[[pb.ModelIdentity], Limits],
         default_mode: pb.VerifyMode.ValueType,
         authenticator: Authenticator,
+        degraded: Callable[[], list[str]],
         registry: RegistryView | None = None,
     ) -> None:
         self._generator = generator
@@ -59,6 +60,7 @@ class CoordinatorServicer:
         self._default_mode = default_mode
         self._authenticator = authenticator
         self._registry = registry
+        self._degraded = degraded
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the handlers to a server."""
@@ -158,6 +160,7 @@ class CoordinatorServicer:
             num_waiting=self._admission.num_waiting,
             max_running=self._admission.max_running,
             max_waiting=self._admission.max_waiting,
+            degraded=self._degraded(),
         )
 
     def _registered(self, role: str) -> list[api.ReplicaStatus]:
