@@ -18,8 +18,10 @@ import grpc
 import pytest
 import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from pydantic import SecretStr
 
 from specdec.cli.cluster import free_port
+from specdec.store.urls import RedisOptions, connect
 from tests.chaos.faults import eventually
 from tests.chart.conftest import ROOT, SETTINGS, Document, Render, component, containers
 from tests.chart.redis_process import started, until_up
@@ -151,7 +153,7 @@ async def installation(render: Render, tmp_path: Path) -> AsyncIterator[tuple[In
         yield installed, redis.port
 
 
-async def test_helm_test_generates_text_with_the_commands_that_the_chart_renders(
+async def test_what_the_chart_renders_starts_registers_generates_and_is_scraped(
     installation: tuple[Installation, int],
 ) -> None:
     installed, redis_port = installation
@@ -168,6 +170,17 @@ async def test_helm_test_generates_text_with_the_commands_that_the_chart_renders
     refused = await asyncio.to_thread(subprocess.run, command, env=environment, capture_output=True, text=True)
     assert refused.returncode != 0
     assert "UNAUTHENTICATED" in refused.stdout + refused.stderr
+
+    authority = installed.secret("demo-specdec-redis-tls") / "ca.crt"
+    options = RedisOptions(password=SecretStr(SECRET), tls_ca_file=authority, timeout_s=5.0)
+    store = connect(f"rediss://127.0.0.1:{redis_port}/0", options)
+    addresses = {(role, f"127.0.0.1:{installed.ports[role, 'grpc']}") for role in SETTINGS}
+
+    async def are_registered() -> bool:
+        return {(record.role, record.address) for record in await store.replicas()} == addresses
+
+    await eventually(are_registered, "all services are in the registry")
+    await store.close()
 
     for monitor in (document for document in installed.documents if document["kind"] == "ServiceMonitor"):
         page = await asyncio.to_thread(installed.scrape, monitor, with_certificate=True)
