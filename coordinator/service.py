@@ -7,7 +7,7 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 import structlog
@@ -35,8 +35,8 @@ from coordinator.validation import Limits
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import open_channel
 from specdec.rpc.errors import NotReady
-from specdec.rpc.server import StartupFailed
-from specdec.telemetry import CoordinatorMetrics
+from specdec.rpc.server import StartupFailed, run_service
+from specdec.telemetry import BuildInfo, CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -73,6 +73,7 @@ class CoordinatorService:
             self.limits,
             _MODES[settings.verify_mode],
             Authenticator(self._api_keys, self._default_allowance()),
+            self._owner_id,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -84,6 +85,7 @@ class CoordinatorService:
         self._load_api_keys()
         self._connect()
         await self.fleet.wait_served()
+        self._observer.metrics.processes.set(1)
 
     async def wait_failed(self) -> str:
         """Links never give up, so the coordinator fails only when one of their tasks does."""
@@ -93,6 +95,7 @@ class CoordinatorService:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and let running ones end; those left over can be resumed elsewhere."""
         self._generator.is_draining = True
+        self._observer.metrics.processes.set(0)
         ends_s = time.monotonic() + timeout_s
         while self._sessions.requests and time.monotonic() < ends_s:
             await self._sessions.wait_ended(ends_s - time.monotonic())
@@ -205,3 +208,16 @@ class CoordinatorService:
             target_timeout_s=settings.target_timeout_s,
             resume_secret=secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32),
         )
+
+
+async def run_coordinator(
+    settings: CoordinatorSettings, *, shares_port: bool = False, on_serving: Callable[[], None] | None = None
+) -> int:
+    """Run a coordinator in this process until a signal or a failure ends it; returns the exit code.
+
+    See `specdec.rpc.server.run_service` for the arguments.
+    """
+    registry = CollectorRegistry()
+    BuildInfo(registry, "coordinator")
+    service = CoordinatorService(settings, registry)
+    return await run_service(service, settings, registry=registry, shares_port=shares_port, on_serving=on_serving)

@@ -48,6 +48,7 @@ class CoordinatorServicer:
         limits_of: Callable[[pb.ModelIdentity], Limits],
         default_mode: pb.VerifyMode.ValueType,
         authenticator: Authenticator,
+        owner_id: str,
     ) -> None:
         self._generator = generator
         self._fleet = fleet
@@ -55,6 +56,7 @@ class CoordinatorServicer:
         self._limits_of = limits_of
         self._default_mode = default_mode
         self._authenticator = authenticator
+        self._owner_id = owner_id
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the handlers to a server."""
@@ -150,6 +152,7 @@ class CoordinatorServicer:
             num_waiting=self._admission.num_waiting,
             max_running=self._admission.max_running,
             max_waiting=self._admission.max_waiting,
+            owner_id=self._owner_id,
         )
 
     def _handler(self, make: Callable[..., Any], behavior: Callable[..., Any], request_type: type[Message]) -> Any:

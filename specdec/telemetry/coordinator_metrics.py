@@ -161,12 +161,16 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.replicas = self._gauge(
             "replicas",
-            "Replicas, by role and state.",
+            "Replicas, by role and state; of several processes the one that sees the most in this state.",
             {
                 **_ROLE,
                 "state": "connecting, ready, draining, ejected, probation, incompatible, down",
             },
             promql='min by (role) (sum by (role, instance) ($replicas{state="ready"}))',
+            merge="livemax",
+        )
+        self.processes = self._gauge(
+            "processes", "Processes behind the port that serve.", promql="min by (instance) ($processes)"
         )
         self.journal_seconds = self._histogram(
             "journal_seconds",
@@ -178,4 +182,18 @@ class CoordinatorMetrics(MetricGroup):
             "journal_errors_total",
             "Writes to the journal that failed.",
             promql="sum(rate($journal_errors_total[5m]))",
+        )
+
+
+class SupervisorMetrics(MetricGroup):
+    """What only the process that keeps several coordinator processes running knows."""
+
+    _prefix = "coordinator"
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.process_restarts = self._counter(
+            "process_restarts_total",
+            "Coordinator processes that ended without being told to; with num_processes above 1 only.",
+            promql="sum by (instance) (increase($process_restarts_total[1h]))",
         )
