@@ -79,7 +79,7 @@ class CoordinatorProcess:
         stdin = process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            stdin.write(json.dumps(self._launch, default=_plain).encode())
+            stdin.write(as_json(self._launch))
             await stdin.drain()
         stdin.close()
 
@@ -131,6 +131,11 @@ def _check_unused(family: int, address: tuple[object, ...]) -> None:
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(address)
+
+
+def as_json(launch: object) -> bytes:
+    """What a process is told, secrets included."""
+    return json.dumps(launch, default=_plain).encode()
 
 
 def _plain(value: object) -> str:

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,11 @@ NUM_TOKENS = 300
 NUM_BEFORE = 20
 WINDOW = 16
 EXIT_S = 60.0
+PREFIX = "specdec_coordinator_"
+COORDINATOR = [sys.executable, "-m", "coordinator", "--host=127.0.0.1", "--port=0", "--metrics-port=null"]
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+Start = Callable[[], AbstractContextManager["Running"]]
 
 
 @pytest.fixture(scope="module")
@@ -42,26 +48,68 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture
-def start(tiny_cluster: Cluster, redis: RedisServer, tmp_path: Path) -> Callable[..., Any]:
-    """Starts a coordinator of two processes in front of the shared replicas."""
+@pytest.fixture(scope="module")
+def start(tiny_cluster: Cluster, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Starts a coordinator of two processes in front of the shared replicas; it is `Running` when both serve."""
 
-    def make(**settings: object) -> Any:
-        return another(
-            "coordinator",
-            tmp_path / "coordinator",
-            **{
-                **addresses_of(tiny_cluster),
-                "num_processes": 2,
-                "redis_url": redis.url,
-                "owner_id": NAME,
-                "credit_window_tokens": WINDOW,
-                "log_format": "json",
-                **settings,
-            },
-        )
+    @contextmanager
+    def make() -> Iterator[Running]:
+        metrics_port, health_port = free_port(), free_port()
+        settings: dict[str, object] = {
+            **addresses_of(tiny_cluster),
+            "num_processes": 2,
+            "redis_url": redis.url,
+            "owner_id": NAME,
+            "credit_window_tokens": WINDOW,
+            "log_format": "json",
+            "metrics_port": metrics_port,
+            "health_port": health_port,
+        }
+        with another("coordinator", tmp_path_factory.mktemp("coordinator"), **settings) as cluster:
+            running = Running(cluster, metrics_port, health_port)
+            asyncio.run(running.until_both_serve())
+            yield running
 
     return make
+
+
+@pytest.fixture(scope="module")
+def shared(start: Start) -> Iterator[Running]:
+    """One that no test ends."""
+    with start() as running:
+        yield running
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A coordinator of two processes."""
+
+    cluster: Cluster
+    metrics_port: int
+    health_port: int
+
+    async def until_both_serve(self) -> None:
+        async def serve() -> bool:
+            return self.metrics().get("processes") == 2
+
+        await eventually(serve, "both processes serve")
+
+    def metrics(self) -> dict[str, float]:
+        """The page's samples, without the prefix of the coordinator's."""
+        return {name.removeprefix(PREFIX): value for name, value in scrape(self.metrics_port).items()}
+
+    def health(self) -> int:
+        with grpc.insecure_channel(f"127.0.0.1:{self.health_port}") as channel:
+            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+            return int(check(health_pb2.HealthCheckRequest(), timeout=EXIT_S).status)
+
+    def pid(self, index: int) -> int:
+        """The process number of one of the processes."""
+        supervisor = self.cluster.services["coordinator"].pid
+        for pid in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
+            if Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")[-1] == str(index):
+                return int(pid)
+        raise AssertionError(f"no process {index}")
 
 
 @asynccontextmanager
@@ -80,22 +128,6 @@ async def clients_of_both(cluster: Cluster) -> AsyncIterator[dict[str, list[Clie
         yield clients
 
 
-async def until_both_serve(metrics_port: int) -> None:
-    async def serve() -> bool:
-        return scrape(metrics_port).get("specdec_coordinator_processes") == 2
-
-    await eventually(serve, "both processes serve")
-
-
-def pid_of(cluster: Cluster, index: int) -> int:
-    """The process number of one of the processes."""
-    supervisor = cluster.services["coordinator"].pid
-    for pid in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split():
-        if Path(f"/proc/{pid}/cmdline").read_text().rstrip("\0").split("\0")[-1] == str(index):
-            return int(pid)
-    raise AssertionError(f"no process {index}")
-
-
 def counted(samples: dict[str, float]) -> dict[str, float]:
     """What must never go down."""
     return {name: value for name, value in samples.items() if name.partition("{")[0].endswith(("_total", "_count"))}
@@ -106,129 +138,111 @@ def events(log: Path, event: str) -> list[dict[str, Any]]:
     return [line for line in lines if line["event"] == event]
 
 
-def health_of(port: int) -> int:
-    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
-        return int(check(health_pb2.HealthCheckRequest(), timeout=EXIT_S).status)
-
-
-async def test_calls_spread_over_the_processes_and_add_up_on_one_page(start: Callable[..., Any]) -> None:
-    metrics_port = free_port()
-    with start(metrics_port=metrics_port) as cluster:
-        await until_both_serve(metrics_port)
-        async with clients_of_both(cluster) as clients:
-            calls = [client.complete(make_request()) for of_one in clients.values() for client in of_one]
-            completions = await asyncio.gather(*calls)
-        samples = scrape(metrics_port)
+async def test_calls_spread_over_the_processes_and_add_up_on_one_page(shared: Running) -> None:
+    before = shared.metrics()
+    async with clients_of_both(shared.cluster) as clients:
+        calls = [client.complete(make_request()) for of_one in clients.values() for client in of_one]
+        completions = await asyncio.gather(*calls)
+    after = shared.metrics()
+    more = {name: value - before.get(name, 0.0) for name, value in counted(after).items()}
     assert len({str(completion.identity) for completion in completions}) == 1
-    assert samples["specdec_coordinator_requests_total{outcome=OK}"] == len(completions)
-    assert samples["specdec_coordinator_tokens_total"] == sum(c.num_tokens for c in completions)
-    assert samples["specdec_coordinator_request_seconds_count"] == len(completions)
+    assert more["requests_total{outcome=OK}"] == more["request_seconds_count"] == len(completions)
+    assert more["tokens_total"] == sum(c.num_tokens for c in completions)
     # Each process sees the same replicas, which are not more for that.
-    assert samples["specdec_coordinator_replicas{role=target,state=ready}"] == 1
-    assert samples["specdec_coordinator_replicas{role=draft,state=ready}"] == 1
-    assert samples["specdec_build_info"] == 1
-    assert samples["specdec_coordinator_requests_running"] == 0
+    assert after["replicas{role=target,state=ready}"] == after["replicas{role=draft,state=ready}"] == 1
+    assert after["specdec_build_info"] == 1
+    assert after["requests_running"] == 0
 
 
-async def test_a_process_that_is_killed_takes_only_its_streams_with_it_and_comes_back(
-    start: Callable[..., Any],
-) -> None:
-    metrics_port, health_port = free_port(), free_port()
+async def test_a_process_that_is_killed_takes_only_its_streams_with_it_and_comes_back(shared: Running) -> None:
     body = make_request(max_tokens=NUM_TOKENS, temperature=1.0)
     resumed = Completion()
-    with start(metrics_port=metrics_port, health_port=health_port) as cluster:
-        await until_both_serve(metrics_port)
-        async with clients_of_both(cluster) as clients, AsyncExitStack() as stack:
-            whole = await clients[f"{NAME}-1"][0].complete(body)
-            plain, resuming = clients[f"{NAME}-0"][:2]
-            lost = await stack.enter_async_context(Reading(plain, body))
-            kept = await stack.enter_async_context(Reading(clients[f"{NAME}-1"][0], body))
-            await asyncio.gather(lost.until(NUM_BEFORE), kept.until(NUM_BEFORE))
-            before: dict[str, float] | None = None
-            async for chunk in generate_resuming(resuming, body):
-                resumed.add(chunk)
-                if resumed.num_tokens >= NUM_BEFORE and before is None:
-                    before = scrape(metrics_port)
-                    assert before["specdec_coordinator_requests_running"] == 3
-                    os.kill(pid_of(cluster, 0), signal.SIGKILL)
-            with pytest.raises(Unavailable):
-                await lost.rest()
-            assert (await kept.rest()).identity == whole.identity
-        assert health_of(health_port) == health_pb2.HealthCheckResponse.SERVING
-        await until_both_serve(metrics_port)
-        after = scrape(metrics_port)
-        assert before is not None
-        fallen = {name for name, value in counted(before).items() if after.get(name, -1.0) < value}
-        async with clients_of_both(cluster) as clients:
-            assert (await clients[f"{NAME}-0"][0].complete(body)).identity == whole.identity
-        ended = events(cluster.services["coordinator"].log_path, "process_ended")
-        running = scrape(metrics_port)["specdec_coordinator_requests_running"]
-    assert resumed.identity == whole.identity
-    assert fallen == set()
-    assert after["specdec_coordinator_process_restarts_total"] == 1
-    assert running == 0
+    before: dict[str, float] = {}
+    async with clients_of_both(shared.cluster) as clients, AsyncExitStack() as stack:
+        (plain, resuming, *_), (other, *_) = (clients[f"{NAME}-{index}"] for index in range(2))
+        whole = await other.complete(body)
+        lost, kept = [await stack.enter_async_context(Reading(client, body)) for client in (plain, other)]
+        await asyncio.gather(lost.until(NUM_BEFORE), kept.until(NUM_BEFORE))
+        async for chunk in generate_resuming(resuming, body):
+            resumed.add(chunk)
+            if resumed.num_tokens >= NUM_BEFORE and not before:
+                before = shared.metrics()
+                os.kill(shared.pid(0), signal.SIGKILL)
+        with pytest.raises(Unavailable):
+            await lost.rest()
+        assert (await kept.rest()).identity == resumed.identity == whole.identity
+    assert shared.health() == SERVING
+    await shared.until_both_serve()
+    after = shared.metrics()
+    async with clients_of_both(shared.cluster) as clients:
+        assert (await clients[f"{NAME}-0"][0].complete(body)).identity == whole.identity
+    ended = events(shared.cluster.services["coordinator"].log_path, "process_ended")
+    assert before["requests_running"] == 3
+    assert {name for name, value in counted(before).items() if after.get(name, -1.0) < value} == set()
+    assert after["process_restarts_total"] - before["process_restarts_total"] == 1
+    assert after["requests_running"] == 0
     assert [(line["process"], line["exit_code"]) for line in ended] == [(0, -signal.SIGKILL)]
 
 
-async def test_all_processes_drain_on_sigterm(start: Callable[..., Any]) -> None:
-    metrics_port, health_port = free_port(), free_port()
-    body = make_request(max_tokens=NUM_TOKENS, temperature=1.0)
-    with start(metrics_port=metrics_port, health_port=health_port) as cluster:
-        service = cluster.services["coordinator"]
-        await until_both_serve(metrics_port)
-        async with clients_of_both(cluster) as clients, AsyncExitStack() as stack:
-            streams = [await stack.enter_async_context(Reading(of_one[0], body)) for of_one in clients.values()]
-            await asyncio.gather(*(stream.until(NUM_BEFORE) for stream in streams))
-            service.terminate()
-
-            async def drains() -> bool:
-                return scrape(metrics_port)["specdec_coordinator_processes"] == 0
-
-            await eventually(drains, "both processes drain")
-            assert health_of(health_port) == health_pb2.HealthCheckResponse.NOT_SERVING
-            for of_one in clients.values():
-                with pytest.raises(Unavailable):
-                    await of_one[1].complete(body)
-            first, second = await asyncio.gather(*(stream.rest() for stream in streams))
-        assert await asyncio.to_thread(service.wait, EXIT_S)
-        assert service.exit_code == 0
-    assert first.finished is not None
-    assert first.identity == second.identity
+def test_a_port_that_other_processes_share_is_in_use(shared: Running) -> None:
+    port = shared.cluster.address.rpartition(":")[2]
+    result = told_by(f"--port={port}", "--num-processes=2", "--redis-url=redis://127.0.0.1:1", "--targets=a:1")
+    (line,) = result.stderr.splitlines()
+    assert result.returncode == 1
+    assert json.loads(line)["event"] == "startup_failed"
+    assert f"host, port: cannot listen on 127.0.0.1:{port}" in json.loads(line)["reason"]
 
 
-async def test_processes_die_with_their_supervisor(start: Callable[..., Any]) -> None:
-    with start() as cluster:
+def test_all_processes_drain_on_sigterm_and_die_with_their_supervisor(start: Start) -> None:
+    with start() as running:
+        asyncio.run(drain(running))
+        cluster = running.cluster
+        assert cluster.services["coordinator"].exit_code == 0
+        cluster.restart("coordinator")
         port = int(cluster.address.rpartition(":")[2])
         cluster.kill("coordinator")
 
         async def is_free() -> bool:
             return port_is_free(port)
 
-        await eventually(is_free, "nobody listens any more")
-        cluster.restart("coordinator")
+        asyncio.run(eventually(is_free, "nobody listens any more"))
 
 
-async def test_the_processes_agree_on_a_free_port(start: Callable[..., Any], tmp_path: Path) -> None:
-    with coordinator("--num-processes=2", "--redis-url=redis://127.0.0.1:1", "--targets=127.0.0.1:1") as process:
-        listening = next_event(process, "listening")
-        assert listening["num_processes"] == 2
-        starting = next_event(process, "starting")
-        assert starting["service"] == "coordinator-0"
-        assert starting["port"] == listening["port"] > 0
-        process.terminate()
-        process.communicate(timeout=EXIT_S)
-        assert process.returncode == 0
+async def drain(running: Running) -> None:
+    body = make_request(max_tokens=NUM_TOKENS, temperature=1.0)
+    service = running.cluster.services["coordinator"]
+    async with clients_of_both(running.cluster) as clients, AsyncExitStack() as stack:
+        streams = [await stack.enter_async_context(Reading(of_one[0], body)) for of_one in clients.values()]
+        await asyncio.gather(*(stream.until(NUM_BEFORE) for stream in streams))
+        service.terminate()
+
+        async def drains() -> bool:
+            return running.metrics()["processes"] == 0
+
+        await eventually(drains, "both processes drain")
+        assert running.health() == NOT_SERVING
+        for of_one in clients.values():
+            with pytest.raises(Unavailable):
+                await of_one[1].complete(body)
+        first, second = await asyncio.gather(*(stream.rest() for stream in streams))
+    assert await asyncio.to_thread(service.wait, EXIT_S)
+    assert first.finished is not None
+    assert first.identity == second.identity
 
 
-async def test_a_port_that_other_processes_share_is_in_use(start: Callable[..., Any]) -> None:
-    with start() as cluster:
-        port = cluster.address.rpartition(":")[2]
-        result = told_by(f"--port={port}", "--num-processes=2", "--redis-url=redis://127.0.0.1:1", "--targets=a:1")
-    (line,) = result.stderr.splitlines()
-    assert result.returncode == 1
-    assert json.loads(line)["event"] == "startup_failed"
-    assert f"host, port: cannot listen on 127.0.0.1:{port}" in json.loads(line)["reason"]
+def test_the_processes_agree_on_a_free_port() -> None:
+    arguments = ("--num-processes=2", "--redis-url=redis://127.0.0.1:1", "--targets=127.0.0.1:1")
+    with subprocess.Popen([*COORDINATOR, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            listening, starting = next_event(process, "listening"), next_event(process, "starting")
+            process.terminate()
+            process.communicate(timeout=EXIT_S)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert listening["num_processes"] == 2
+    assert starting["service"] == "coordinator-0"
+    assert starting["port"] == listening["port"] > 0
 
 
 def test_what_is_wrong_with_settings_is_told_once() -> None:
@@ -250,20 +264,9 @@ def test_what_keeps_the_first_process_from_starting_is_told_once(tmp_path: Path)
     assert [(line["service"], "api_keys_file" in line["reason"]) for line in told] == [("coordinator-0", True)]
 
 
-@contextmanager
-def coordinator(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "coordinator", "--host=127.0.0.1", "--port=0", "--metrics-port=null", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 def told_by(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a coordinator that must end by itself."""
-    command = [sys.executable, "-m", "coordinator", "--host=127.0.0.1", "--port=0", "--metrics-port=null", *arguments]
-    return subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=EXIT_S, check=False)
+    return subprocess.run([*COORDINATOR, *arguments], stderr=subprocess.PIPE, text=True, timeout=EXIT_S, check=False)
 
 
 def next_event(process: subprocess.Popen[str], event: str) -> dict[str, Any]:
