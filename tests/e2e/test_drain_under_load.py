@@ -28,8 +28,10 @@ from tests.integration.tiny_pair import make_tiny_pair
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SECRET = "a secret that two coordinators share"
-NUM_LOADERS = 4
+NUM_LOADERS = 6
 NUM_BODIES = 10
+NUM_PROMPT_TOKENS = 16
+"""Too few to be sent where they are cached: the load alone decides, also when a replica comes back with nothing."""
 NUM_TOKENS = 80
 NUM_LONG = 4
 NUM_LONG_TOKENS = 800
@@ -48,7 +50,7 @@ Identity = list[tuple[int, list[int], str]]
 
 def make_body(seed: int, max_tokens: int = NUM_TOKENS) -> api.GenerateRequest:
     body = api.GenerateRequest()
-    body.prompt_token_ids.token_ids.extend(10 + (seed * 7 + i * 3) % 200 for i in range(48))
+    body.prompt_token_ids.token_ids.extend(10 + (seed * 7 + i * 3) % 200 for i in range(NUM_PROMPT_TOKENS))
     body.sampling.temperature, body.sampling.seed, body.sampling.ignore_eos = 1.0, seed, True
     body.sampling.max_tokens = max_tokens
     return body
