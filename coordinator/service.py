@@ -19,7 +19,7 @@ from coordinator.decode_loop import DecodeLoop
 from coordinator.discovery import Discovery, Endpoint
 from coordinator.fleet import Fleet
 from coordinator.generation import Generator
-from coordinator.journal import Journal, MemoryJournal
+from coordinator.journal import Journal, JournalSettings
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.replica_link import LinkSettings
 from coordinator.links.roster import Roster
@@ -31,12 +31,16 @@ from coordinator.recovery import Recovery, RecoverySettings
 from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions import SessionTable
+from coordinator.shared_quotas import SharedQuotas
+from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import open_channel
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import StartupFailed, run_service
+from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -50,17 +54,24 @@ class CoordinatorService:
     name = "coordinator"
     grpc_names: Sequence[str] = (SERVICE_NAME,)
 
-    def __init__(
-        self, settings: CoordinatorSettings, registry: CollectorRegistry, journal: Journal | None = None
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings, registry: CollectorRegistry) -> None:
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
         self._rosters: list[Roster[TargetLink] | Roster[DraftLink]] = []
         self._observer = Observer(CoordinatorMetrics(registry))
+        self.store = open_store(settings, *self._observer.of_store(settings.redis_url is not None))
+        self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
         self._sessions = SessionTable()
-        self._journal = journal if journal is not None else MemoryJournal()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
+        self._admission.on_change = lambda: self._observer.admission(self._admission)
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self._journal = Journal(
+            self.store,
+            self._owner_id,
+            JournalSettings(settings.journal_lease_s, settings.journal_keep_s),
+            self._observer.metrics.unjournalled.set,
+        )
+        self._shared_quotas = None if settings.redis_url is None else SharedQuotas(self.store)
         ejection = EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
         self.fleet = Fleet(PrefixRouter(), settings.tokenizer, ejection)
         self.decode_loop = DecodeLoop(self._sessions, self._journal, self._observer, settings.credit_window_tokens)
@@ -74,6 +85,7 @@ class CoordinatorService:
             _MODES[settings.verify_mode],
             Authenticator(self._api_keys, self._default_allowance()),
             self._owner_id,
+            self.degraded,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -83,6 +95,9 @@ class CoordinatorService:
     async def start(self) -> None:
         """Connect to all replicas; returns when a target has answered. Drafts may come later or never."""
         self._load_api_keys()
+        self._journal.start()
+        if self._shared_quotas is not None:
+            self._shared_quotas.start()
         self._connect()
         await self.fleet.wait_served()
         self._observer.metrics.processes.set(1)
@@ -107,7 +122,7 @@ class CoordinatorService:
         await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """Close all links; replicas see the streams end."""
+        """Close all links, replicas see the streams end; and export the traces that are left."""
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -115,6 +130,20 @@ class CoordinatorService:
                 await task
         for roster in self._rosters:
             await roster.close()
+        await self._journal.close()
+        if self._shared_quotas is not None:
+            await self._shared_quotas.close()
+        await self.store.close()
+        await self._tracing.close()
+
+    def degraded(self) -> list[str]:
+        """What works less well than it should, for people."""
+        if self.store.is_up:
+            return []
+        return [
+            f"Redis does not answer: {self._journal.num_unjournalled} running requests are not in the journal, and "
+            "request ids, quotas and concurrent requests are checked by each coordinator for itself"
+        ]
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
         """What clients may ask for."""
@@ -198,7 +227,7 @@ class CoordinatorService:
             fleet=self.fleet,
             sessions=self._sessions,
             admission=self._admission,
-            tenant_limits=TenantLimits(TokenQuotas(), lambda cause: rejects.labels(cause).inc()),
+            tenant_limits=TenantLimits(self._shared_quotas or TokenQuotas(), lambda cause: rejects.labels(cause).inc()),
             decode_loop=self.decode_loop,
             journal=self._journal,
             observer=self._observer,
@@ -207,6 +236,7 @@ class CoordinatorService:
             speculate=settings.speculate,
             target_timeout_s=settings.target_timeout_s,
             resume_secret=secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32),
+            tracer=RequestTracer(self._tracing, settings.trace_content),
         )
 
 

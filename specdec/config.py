@@ -204,6 +204,25 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         description="Key of resume tokens, one for all coordinators; null: random, of this process only.",
     )
 
+    journal_lease_s: float = Field(
+        default=10.0,
+        ge=1,
+        description="A running request stays this coordinator's for so long when nothing is heard of it; its id is "
+        "taken for others till then. Only a resume takes it over sooner.",
+    )
+    journal_keep_s: float = Field(
+        default=300.0, ge=0, description="How long the journal of a request is kept after its end."
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced, of those whose caller did not decide (needs otlp_endpoint).",
+    )
+    trace_content: bool = Field(
+        default=False, description="Put prompts, stop strings and outputs into traces; they may be personal data."
+    )
+
     @model_validator(mode="after")
     def _check_backoff(self) -> Self:
         if self.reconnect_backoff_min_s > self.reconnect_backoff_max_s:

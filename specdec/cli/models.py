@@ -42,6 +42,8 @@ def models(
         f"{status.num_waiting} of {status.max_waiting} wait; version {status.version}",
         style="dim",
     )
+    for notice in status.degraded:
+        output.print(f"degraded: {notice}", style="yellow", markup=False)
 
 
 async def _ask(

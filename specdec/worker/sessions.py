@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from specdec.worker.trace import SessionTrace
+
 
 class StaleLease(Exception):
     """An owner attached, or opened a session, with a lower lease generation than was already seen."""
@@ -28,6 +30,14 @@ class Session:
     orphaned_at_s: float | None = None
     lease_generation: int = 0
     """Of the request's lease; decides between owners who both claim the session."""
+    trace: SessionTrace | None = None
+    """Set while the session is traced."""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What log lines about it carry."""
+        trace = {} if self.trace is None else self.trace.log_fields
+        return {"session": self.session_id, **trace}
 
 
 @dataclass(slots=True, eq=False)

@@ -96,7 +96,9 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
             role="target", address="127.0.0.1:50052", state="ready", identity=TARGET
         )
         down = coordinator_pb2.ReplicaStatus(role="draft", address="127.0.0.1:50053", state="down", detail="[refused]")
-        return coordinator_pb2.GetStatusResponse(version="0.1.0", replicas=[replica, down], max_running=64)
+        return coordinator_pb2.GetStatusResponse(
+            version="0.1.0", replicas=[replica, down], max_running=64, degraded=["Redis does not answer [or hangs]"]
+        )
 
 
 def _abort(context: grpc.ServicerContext, error: SpecdecError) -> None:
