@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import prometheus_client.values
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from specdec import __version__
@@ -77,8 +78,23 @@ def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
     if _MULTIPROCESS_VARIABLE not in os.environ:
         return own
     registry = CollectorRegistry()
-    MultiProcessCollector(registry)
+    _FilesCollector(registry)
     return registry
+
+
+class _FilesCollector(MultiProcessCollector):
+    """Merges what is in the files; one that a process has made this moment is still empty, and no reason to fail."""
+
+    def collect(self) -> Iterable[Metric]:
+        files = [str(path) for path in Path(self._path).glob("*.db") if _has_content(path)]
+        return self.merge(files, accumulate=True)
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:  # its process has ended since the folder was read
+        return False
 
 
 class MetricGroup:

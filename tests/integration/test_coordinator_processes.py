@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.cli.cluster import Cluster, free_port, port_is_free
 from specdec.client import Client, ClientSettings, Completion
 from specdec.resuming import generate_resuming
-from specdec.rpc.errors import Unavailable
+from specdec.rpc.errors import RequestExists, Unavailable
 from tests.chaos.faults import Reading, addresses_of, another, eventually, make_request, scrape
 from tests.integration.redis_server import RedisServer
 
@@ -182,6 +182,18 @@ async def test_a_process_that_is_killed_takes_only_its_streams_with_it_and_comes
     assert after["process_restarts_total"] - before["process_restarts_total"] == 1
     assert after["requests_running"] == 0
     assert [(line["process"], line["exit_code"]) for line in ended] == [(0, -signal.SIGKILL)]
+
+
+async def test_an_id_that_runs_in_one_process_is_taken_in_the_other(shared: Running) -> None:
+    body = make_request(max_tokens=NUM_TOKENS, temperature=1.0)
+    body.request_id = "runs once"
+    async with clients_of_both(shared.cluster) as clients:
+        (one, *_), (other, *_) = clients.values()
+        async with Reading(one, body) as stream:
+            await stream.until(NUM_BEFORE)
+            with pytest.raises(RequestExists):
+                await other.complete(body)
+            assert (await stream.rest()).finished is not None
 
 
 def test_a_port_that_other_processes_share_is_in_use(shared: Running) -> None:
