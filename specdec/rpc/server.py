@@ -7,13 +7,17 @@ stopped      open calls are cut off after a grace period; a second signal comes 
 
 A process that shares its port with others listens only once it is ready: the kernel gives connections to any process
 that listens.
+
+With a shared store the process is registered there meanwhile, as loading, ready and draining.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Protocol
 from wsgiref.simple_server import WSGIServer
@@ -29,6 +33,7 @@ from specdec.rpc.channel import wire_options
 from specdec.rpc.error_interceptor import ErrorInterceptor
 from specdec.rpc.settings import ServiceSettings
 from specdec.rpc.tls import ClientNameInterceptor, TlsFiles, TlsFilesBroken, follow_files, server_credentials
+from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.telemetry import scrape_registry
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
@@ -99,14 +104,15 @@ async def run_service(
     settings: ServiceSettings,
     *,
     registry: CollectorRegistry | None = None,
+    announcer: Announcer | None = None,
     shares_port: bool = False,
     on_serving: Callable[[], None] | None = None,
 ) -> int:
     """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
 
-    `registry` is what /metrics shows when metrics are not in multiprocess mode. With `shares_port` other processes of
-    ours may have the same port. `on_serving` is called once. Logs `listening` with the ports and `ready` once health is
-    SERVING.
+    `registry` is what /metrics shows when metrics are not in multiprocess mode. `announcer` registers the process
+    from listening to stopped. With `shares_port` other processes of ours may have the same port. `on_serving` is called
+    once. Logs `listening` with the ports and `ready` once health is SERVING.
     """
     stopping = asyncio.Event()
     aborting = asyncio.Event()
@@ -116,7 +122,7 @@ async def run_service(
             stack.push_async_callback(service.stop)
             server = _make_server(settings, shares_port)
             port = settings.port if shares_port else _bind(server, settings)
-            readiness = Readiness(service.grpc_names)
+            readiness = Readiness(service.grpc_names, announcer)
             await readiness.register(server)
             service.register(server)
             if settings.reflection:
@@ -132,6 +138,9 @@ async def run_service(
                 "starting" if shares_port else "listening", host=settings.host, port=port, metrics_port=metrics_port,
                 health_port=health_port, tls=settings.tls_cert_file is not None, version=__version__,
             )  # fmt: skip
+            if announcer is not None:
+                announcer.start(advertised_address(settings, port))
+                stack.push_async_callback(announcer.stop)
 
             async def on_started() -> None:
                 if shares_port:
@@ -155,11 +164,23 @@ async def run_service(
         failure.cancel()
 
 
-class Readiness:
-    """Health of all gRPC services of a process, and of the empty name, together."""
+def advertised_address(settings: ServiceSettings, port: int) -> str:
+    """host:port under which others reach a process that listens on `port`."""
+    if settings.advertise_address is not None:
+        return settings.advertise_address
+    try:
+        is_wildcard = ipaddress.ip_address(settings.host.strip("[]")).is_unspecified
+    except ValueError:
+        is_wildcard = False
+    return f"{socket.gethostname() if is_wildcard else settings.host}:{port}"
 
-    def __init__(self, names: Sequence[str]) -> None:
+
+class Readiness:
+    """What others are told: health of all gRPC services of a process and of the empty name, and its registration."""
+
+    def __init__(self, names: Sequence[str], announcer: Announcer | None = None) -> None:
         self._names = ("", *names)
+        self._announcer = announcer
         self._servicers: list[health.aio.HealthServicer] = []
         self._status: int = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -173,6 +194,8 @@ class Readiness:
 
     async def set_serving(self, is_serving: bool) -> None:
         """Say SERVING or NOT_SERVING."""
+        if is_serving:
+            self._announce(AnnouncedState.READY)
         response = health_pb2.HealthCheckResponse
         self._status = response.SERVING if is_serving else response.NOT_SERVING
         for servicer in self._servicers:
@@ -181,8 +204,13 @@ class Readiness:
 
     async def shut_down(self) -> None:
         """Say NOT_SERVING from now on, whatever is set."""
+        self._announce(AnnouncedState.DRAINING)
         for servicer in self._servicers:
             await servicer.enter_graceful_shutdown()
+
+    def _announce(self, state: AnnouncedState) -> None:
+        if self._announcer is not None:
+            self._announcer.set_state(state)
 
 
 async def _serve(
