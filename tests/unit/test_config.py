@@ -180,3 +180,15 @@ def test_core_that_the_process_may_not_use_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"engine_cores: \[9\]"):
         split_cores("1,9", range(4))
     assert parse_cores("0-2,5") == {0, 1, 2, 5}
+
+
+def test_several_processes_need_a_store_to_find_duplicate_requests_in() -> None:
+    (problem,) = problems_of("--targets", "a:1", "--num-processes", "2", cls=CoordinatorSettings)
+    assert problem.startswith("num_processes above 1 needs redis_url")
+
+
+def test_a_name_for_several_processes_leaves_room_for_their_numbers() -> None:
+    arguments = ["--targets=a:1", "--redis-url=redis://127.0.0.1:1", f"--owner-id={'x' * 62}"]
+    (problem,) = problems_of(*arguments, "--num-processes=64", cls=CoordinatorSettings)
+    assert "owner_id must be at most 61 characters" in problem
+    assert len(load_settings(CoordinatorSettings, arguments, env_prefix="T_", prog="test").owner_id or "") == 62
