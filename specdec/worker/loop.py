@@ -128,6 +128,9 @@ class EngineWorker:
         for session in self.sessions.expired(now_s):
             self._log.info("session_expired", session=session.session_id)
             self.end(session)
+        for session in self.sessions.overdue(now_s):
+            message = "the request's deadline has passed, and the session was not closed"
+            self.fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
         # Asked after all that arrived is known: what is at hand now decides whether to wait at all.
         until_step_s = self.role.wait_s(now_s)
         if until_step_s == 0:
@@ -256,6 +259,8 @@ class EngineWorker:
             self._outbox[stream_id].append(result)
             return
         session.lease_generation = entry.open.lease_generation
+        if entry.open.HasField("deadline_ms"):
+            session.deadline_s = self._clock() + entry.open.deadline_ms / 1000
         self.sessions.add(session)
         self.emit(session, opened=pb.SessionOpened(position=self.role.position(session)))
 
