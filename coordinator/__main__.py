@@ -14,11 +14,11 @@ from specdec.rpc.server import run_service
 from specdec.telemetry import BuildInfo, setup_logging
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m coordinator") -> int:
     """Read the settings and serve until a signal; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     prefix = CoordinatorSettings.env_prefix
-    settings = settings_or_exit(CoordinatorSettings, arguments, env_prefix=prefix, prog="coordinator")
+    settings = settings_or_exit(CoordinatorSettings, arguments, env_prefix=prefix, prog=prog)
     setup_logging("coordinator", settings.log_level, settings.log_format)
     return asyncio.run(_serve(settings))
 
