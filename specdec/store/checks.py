@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from specdec.store.errors import LimitExceeded
@@ -12,16 +13,24 @@ MAX_NAME_CHARACTERS = 512
 MAX_TOKEN_ID = (1 << 32) - 1
 MAX_ORIGIN = 255
 MAX_SEED = (1 << 64) - 1
+MAX_DURATION_S = 366 * 24 * 3600.0
 
 
 def check_name(what: str, name: str) -> None:
-    """Raise LimitExceeded for a name (an address, an owner) that is empty or too long."""
+    """Raise LimitExceeded for a name (an address, an owner) that is empty, too long or not printable."""
     _require(0 < len(name) <= MAX_NAME_CHARACTERS, f"{what} must have 1 to {MAX_NAME_CHARACTERS} characters")
+    # Neither what no encoding can hold, nor the separator of keys.
+    _require(name.isprintable(), f"{what} must be printable")
 
 
 def check_duration(what: str, duration_s: float) -> None:
-    """Raise LimitExceeded for a duration below a millisecond, which is the stores' resolution."""
-    _require(duration_s >= 0.001, f"{what} must be at least 0.001 s")
+    """Raise LimitExceeded for a duration below a millisecond, which is the stores' resolution, or above a year."""
+    _require(0.001 <= duration_s <= MAX_DURATION_S, f"{what} must be 0.001 to {MAX_DURATION_S:.0f} s")
+
+
+def check_keep(keep_s: float) -> None:
+    """Raise LimitExceeded for a time to keep a record that is negative, or above a year."""
+    _require(0 <= keep_s <= MAX_DURATION_S, f"keep_s must be 0 to {MAX_DURATION_S:.0f} s")
 
 
 def check_digests(digests: Sequence[bytes], limits: StoreLimits) -> None:
@@ -56,9 +65,10 @@ def check_writes(writes: Sequence[JournalWrite], limits: StoreLimits) -> None:
 
 
 def check_bucket(amount: float, rate_per_s: float, burst: float) -> None:
-    """Raise LimitExceeded for a bucket that never fills, or a negative amount."""
-    _require(amount >= 0, "amount must not be negative")
-    _require(rate_per_s > 0 and burst > 0, "rate_per_s and burst must be above 0")
+    """Raise LimitExceeded for a bucket that never fills, a negative amount, or what is not finite."""
+    _require(amount >= 0 and math.isfinite(amount), "amount must be finite and not negative")
+    for name, value in (("rate_per_s", rate_per_s), ("burst", burst)):
+        _require(value > 0 and math.isfinite(value), f"{name} must be finite and above 0")
 
 
 def _require(is_met: bool, message: str) -> None:

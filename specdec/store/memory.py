@@ -174,6 +174,7 @@ class MemoryStore:
 
     async def end(self, key: RequestKey, owner_id: str, generation: int, keep_s: float) -> bool:
         """See Store."""
+        checks.check_keep(keep_s)
         now = self._now()
         request = self._owned(key, owner_id, generation, now)
         if request is None:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from struct import Struct
 
-import numpy as np
-
-_TOKEN = np.dtype([("token_id", "<u4"), ("origin", "u1")])
+_TOKEN = Struct("<IB")
 # Bytes per token.
-TOKEN_BYTES = _TOKEN.itemsize
+TOKEN_BYTES = _TOKEN.size
 
 
 def pack_tokens(token_ids: Sequence[int], origins: Sequence[int]) -> bytes:
-    """Return the tokens as bytes, TOKEN_BYTES each."""
-    packed = np.empty(len(token_ids), dtype=_TOKEN)
-    packed["token_id"] = token_ids
-    packed["origin"] = origins
-    return packed.tobytes()
+    """Return the tokens as bytes, TOKEN_BYTES each. There must be as many origins as token ids."""
+    return b"".join(map(_TOKEN.pack, token_ids, origins))
 
 
 def unpack_tokens(packed: bytes) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the token ids and the origins. Bytes after the last whole token are ignored."""
-    tokens = np.frombuffer(packed, dtype=_TOKEN, count=len(packed) // TOKEN_BYTES)
-    return tuple(tokens["token_id"].tolist()), tuple(tokens["origin"].tolist())
+    whole = packed[: len(packed) // TOKEN_BYTES * TOKEN_BYTES]
+    tokens = list(_TOKEN.iter_unpack(whole))
+    return tuple(token_id for token_id, _ in tokens), tuple(origin for _, origin in tokens)

@@ -7,14 +7,13 @@ import base64
 import binascii
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
-from redis.commands.core import AsyncScript
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import NoScriptError
 
 from specdec.store import checks, scripts
 from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
@@ -31,8 +30,11 @@ from specdec.store.interface import (
 )
 from specdec.store.keys import StoreKeys, escape
 from specdec.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
+from specdec.store.scripts import Script
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
 
+# Operations that ask Redis at the same time, hence also connections (to each node of a cluster); others wait.
+MAX_CONCURRENT_OPERATIONS = 32
 # Keys and arguments of one run of a script.
 _Argument = str | bytes | int | float
 _Call = tuple[Sequence[str], Sequence[_Argument]]
@@ -63,17 +65,9 @@ class RedisStore:
         self._timeout_s = timeout_s
         self._limits = limits or StoreLimits()
         self._close_others = close_others
-        self._announce = client.register_script(scripts.ANNOUNCE)
-        self._withdraw = client.register_script(scripts.WITHDRAW)
-        self._replicas = client.register_script(scripts.REPLICAS)
-        self._add_prefix = client.register_script(scripts.ADD_PREFIX)
-        self._prefix_holders = client.register_script(scripts.PREFIX_HOLDERS)
-        self._begin = client.register_script(scripts.BEGIN)
-        self._append = client.register_script(scripts.APPEND)
-        self._renew = client.register_script(scripts.RENEW)
-        self._end = client.register_script(scripts.END)
-        self._load = client.register_script(scripts.LOAD)
-        self._take = client.register_script(scripts.TAKE)
+        self._concurrency = asyncio.Semaphore(MAX_CONCURRENT_OPERATIONS)
+        self._num_running = 0
+        self._is_topology_stale = False
 
     async def announce(self, replica: ReplicaRecord, ttl_s: float) -> None:
         """See Store."""
@@ -82,18 +76,18 @@ class RedisStore:
         checks.check_duration("ttl_s", ttl_s)
         member = _member(replica.role, replica.address)
         await self._run(
-            self._announce,
+            scripts.ANNOUNCE,
             self._keys.replicas(),
             [member, _encode_replica(replica), _ms(ttl_s), self._limits.max_replicas],
         )
 
     async def withdraw(self, role: str, address: str) -> None:
         """See Store."""
-        await self._run(self._withdraw, self._keys.replicas(), [_member(role, address)])
+        await self._run(scripts.WITHDRAW, self._keys.replicas(), [_member(role, address)])
 
     async def replicas(self) -> list[ReplicaRecord]:
         """See Store. A record that cannot be read, because another version wrote it, is left out."""
-        encoded = await self._run(self._replicas, self._keys.replicas(), [])
+        encoded = await self._run(scripts.REPLICAS, self._keys.replicas(), [])
         records = [record for record in map(_decode_replica, encoded) if record is not None]
         return sorted(records, key=lambda record: (record.role, record.address))
 
@@ -103,13 +97,13 @@ class RedisStore:
         checks.check_duration("ttl_s", ttl_s)
         checks.check_digests(digests, self._limits)
         arguments: list[_Argument] = [replica, _ms(ttl_s), self._limits.max_holders]
-        await self._run_all(self._add_prefix, [(self._keys.prefix_holders(digest), arguments) for digest in digests])
+        await self._run_all(scripts.ADD_PREFIX, [(self._keys.prefix_holders(digest), arguments) for digest in digests])
 
     async def prefix_holders(self, digests: Sequence[bytes]) -> list[frozenset[str]]:
         """See Store."""
         checks.check_digests(digests, self._limits)
         calls: list[_Call] = [(self._keys.prefix_holders(digest), []) for digest in digests]
-        answers = await self._run_all(self._prefix_holders, calls)
+        answers = await self._run_all(scripts.PREFIX_HOLDERS, calls)
         return [frozenset(holder.decode() for holder in answer) for answer in answers]
 
     async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
@@ -117,7 +111,7 @@ class RedisStore:
         checks.check_request(request, self._limits)
         max_concurrent = -1 if request.max_concurrent is None else request.max_concurrent
         outcome, *details = await self._run(
-            self._begin,
+            scripts.BEGIN,
             self._keys.request(key),
             [
                 *(_request_member(key), request.owner_id, request.seed, request.params, request.num_choices),
@@ -143,7 +137,7 @@ class RedisStore:
             )
             for write in writes
         ]
-        return [Appended(answer) for answer in await self._run_all(self._append, calls)]
+        return [Appended(answer) for answer in await self._run_all(scripts.APPEND, calls)]
 
     async def renew(self, leases: Sequence[Lease]) -> list[bool]:
         """See Store."""
@@ -154,16 +148,17 @@ class RedisStore:
             )
             for lease in leases
         ]
-        return [bool(answer) for answer in await self._run_all(self._renew, calls)]
+        return [bool(answer) for answer in await self._run_all(scripts.RENEW, calls)]
 
     async def end(self, key: RequestKey, owner_id: str, generation: int, keep_s: float) -> bool:
         """See Store."""
-        arguments: list[_Argument] = [_request_member(key), owner_id, generation, _ms(max(keep_s, 0.0))]
-        return bool(await self._run(self._end, self._keys.request(key), arguments))
+        checks.check_keep(keep_s)
+        arguments: list[_Argument] = [_request_member(key), owner_id, generation, _ms(keep_s)]
+        return bool(await self._run(scripts.END, self._keys.request(key), arguments))
 
     async def load(self, key: RequestKey) -> JournalRecord | None:
         """See Store."""
-        answer = await self._run(self._load, self._keys.request(key)[:1], [])
+        answer = await self._run(scripts.LOAD, self._keys.request(key)[:1], [])
         return None if answer is None else _decode_record(answer)
 
     async def take_tokens(
@@ -171,71 +166,89 @@ class RedisStore:
     ) -> float:
         """See Store."""
         checks.check_bucket(amount, rate_per_s, burst)
-        return float(await self._run(self._take, self._keys.quota(bucket), [amount, rate_per_s, burst, int(force)]))
+        return float(await self._run(scripts.TAKE, self._keys.quota(bucket), [amount, rate_per_s, burst, int(force)]))
 
     async def ping(self) -> None:
         """See Store."""
-        async with self._deadline():
+        async with self._operation():
             # Not PING: of a cluster's client that asks all nodes, and a node that is down is the cluster's own
             # business.
             await self._client.exists(self._keys.replicas()[0])
 
     async def close(self) -> None:
         """See Store."""
-        try:
-            async with self._deadline():
+        # What fails here is gone already.
+        with suppress(Exception):
+            async with asyncio.timeout(self._timeout_s):
                 await self._client.aclose()
                 if self._close_others is not None:
                     await self._close_others()
-        except StoreUnavailable:
-            # It is gone already.
-            return
 
     @property
     def _keep_ms(self) -> int:
         return _ms(self._limits.abandoned_keep_s)
 
-    async def _run(
-        self, script: AsyncScript, keys: Sequence[str], arguments: Sequence[str | bytes | int | float]
-    ) -> Any:
-        async with self._deadline():
-            return await script(keys=list(keys), args=list(arguments))
+    async def _run(self, script: Script, keys: Sequence[str], arguments: Sequence[_Argument]) -> Any:
+        async with self._operation():
+            try:
+                return await self._client.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+            except NoScriptError:
+                return await self._client.execute_command("EVAL", script.source, len(keys), *keys, *arguments)
 
-    async def _run_all(self, script: AsyncScript, calls: Sequence[_Call]) -> list[Any]:
+    async def _run_all(self, script: Script, calls: Sequence[_Call]) -> list[Any]:
         """Run a script many times in one round trip (on a cluster: one per node, all at once)."""
         if not calls:
             return []
-        async with self._deadline():
-            answers = await self._pipeline(script, calls)
-            # A server that was restarted, or has just become master, does not know the script.
+        async with self._operation():
+            answers = await self._pipeline("EVALSHA", script.sha, calls)
+            # A server that was restarted, or has just become master, does not know the script. EVAL teaches it to
+            # just that server: loading it on all of a cluster's would fail while one of them is down.
             unknown = [index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
             if unknown:
-                await self._client.script_load(script.script)
-                for index, answer in zip(
-                    unknown, await self._pipeline(script, [calls[index] for index in unknown]), strict=True
-                ):
+                repeated = await self._pipeline("EVAL", script.source, [calls[index] for index in unknown])
+                for index, answer in zip(unknown, repeated, strict=True):
                     answers[index] = answer
             for answer in answers:
                 if isinstance(answer, Exception):
                     raise answer
             return answers
 
-    async def _pipeline(self, script: AsyncScript, calls: Sequence[_Call]) -> list[Any]:
+    async def _pipeline(self, command: str, script: str, calls: Sequence[_Call]) -> list[Any]:
         async with self._client.pipeline(transaction=False) as pipeline:
             for keys, arguments in calls:
                 # Not evalsha(), which redis-py refuses in a cluster's pipeline; the command is routed by its keys.
-                pipeline.execute_command("EVALSHA", script.sha, len(keys), *keys, *arguments)
+                pipeline.execute_command(command, script, len(keys), *keys, *arguments)
             return await pipeline.execute(raise_on_error=False)
 
     @asynccontextmanager
-    async def _deadline(self) -> AsyncIterator[None]:
+    async def _operation(self) -> AsyncIterator[None]:
+        """Bound what is done inside in time and number. Whatever fails there is StoreUnavailable."""
         try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
+            async with asyncio.timeout(self._timeout_s), self._concurrency:
+                self._num_running += 1
+                try:
+                    if isinstance(self._client, RedisCluster):
+                        await self._prepare(self._client)
+                    yield
+                finally:
+                    self._num_running -= 1
         except TimeoutError as error:
+            self._is_topology_stale = True
             raise StoreUnavailable(f"Redis did not answer within {self._timeout_s:g} s") from error
-        except (RedisError, OSError) as error:
+        except Exception as error:
+            # Not only RedisError: redis-py lets others out, for one AttributeError where it closes a cluster's
+            # connections while they are in use.
+            self._is_topology_stale = True
             raise StoreUnavailable(f"Redis failed: {type(error).__name__}: {error}") from error
+
+    async def _prepare(self, client: RedisCluster) -> None:
+        # redis-py asks anew who the masters are after most errors, but not after those of a pipeline or a timeout of
+        # ours. Not while others use its connections.
+        if self._is_topology_stale and self._num_running == 1:
+            await client.aclose()
+            self._is_topology_stale = False
+        # Left to the first command, several at once would each be sent to any node.
+        await client.initialize()
 
 
 def _ms(duration_s: float) -> int:

@@ -2,9 +2,23 @@
 
 The keys of one script carry one hash tag. Those of a request's tokens are derived from its head's (`:tokens:CHOICE`),
 so that they need not be known to the caller; they are in the same slot. Times are in milliseconds.
+
+A Redis that is out of memory refuses a script's first write if that may need memory, and none after it. So whatever
+stores something writes that first, and cleans up afterwards; END, which frees memory, does not.
 """
 
 from __future__ import annotations
+
+import hashlib
+
+
+class Script:
+    """A Lua script, and the digest by which a Redis that has run it knows it."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+        self.sha = hashlib.sha1(source.encode(), usedforsecurity=False).hexdigest()
+
 
 _NOW = """
 local time = redis.call('TIME')
@@ -13,7 +27,7 @@ local function whole(number) return string.format('%.0f', number) end
 """
 
 # KEYS: expiries, records. ARGV: member, record, ttl, max replicas.
-ANNOUNCE = (
+ANNOUNCE = Script(
     _NOW
     + """
 local function drop(members)
@@ -22,11 +36,17 @@ local function drop(members)
     redis.call('HDEL', KEYS[2], member)
   end
 end
-drop(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', whole(now)))
 redis.call('ZADD', KEYS[1], whole(now + ARGV[3]), ARGV[1])
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+drop(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', whole(now)))
 local surplus = redis.call('ZCARD', KEYS[1]) - ARGV[4]
 if surplus > 0 then drop(redis.call('ZRANGE', KEYS[1], 0, surplus - 1)) end
+-- Redis may have evicted the expiries and kept the records: those of no known expiry would stay for ever.
+if redis.call('HLEN', KEYS[2]) > redis.call('ZCARD', KEYS[1]) then
+  for _, member in ipairs(redis.call('HKEYS', KEYS[2])) do
+    if not redis.call('ZSCORE', KEYS[1], member) then redis.call('HDEL', KEYS[2], member) end
+  end
+end
 local ttl = whole(math.max(ARGV[3], redis.call('PTTL', KEYS[1])))
 redis.call('PEXPIRE', KEYS[1], ttl)
 redis.call('PEXPIRE', KEYS[2], ttl)
@@ -34,13 +54,15 @@ redis.call('PEXPIRE', KEYS[2], ttl)
 )
 
 # KEYS: expiries, records. ARGV: member.
-WITHDRAW = """
+WITHDRAW = Script(
+    """
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 """
+)
 
 # KEYS: expiries, records. Returns the records.
-REPLICAS = (
+REPLICAS = Script(
     _NOW
     + """
 local records = {}
@@ -53,18 +75,18 @@ return records
 )
 
 # KEYS: holders. ARGV: replica, ttl, max holders.
-ADD_PREFIX = (
+ADD_PREFIX = Script(
     _NOW
     + """
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
 redis.call('ZADD', KEYS[1], whole(now + ARGV[2]), ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', whole(now))
 redis.call('ZREMRANGEBYRANK', KEYS[1], 0, -ARGV[3] - 1)
 redis.call('PEXPIRE', KEYS[1], whole(math.max(ARGV[2], redis.call('PTTL', KEYS[1]))))
 """
 )
 
 # KEYS: holders. Returns the replicas.
-PREFIX_HOLDERS = _NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')"
+PREFIX_HOLDERS = Script(_NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')")
 
 _RECORD = """
 local function read_record()
@@ -87,16 +109,17 @@ local function expire(ttl)
 end
 local function hold(lease, keep, member)
   redis.call('HSET', KEYS[1], 'lease_until', whole(now + lease))
-  expire(whole(lease + keep))
+  -- A tenth more than needed, so that most appends need not renew the expiry of every choice.
+  if redis.call('PTTL', KEYS[1]) < lease + keep then expire(whole(lease + keep * 1.1)) end
   redis.call('ZADD', KEYS[2], whole(now + lease), member)
-  redis.call('PEXPIRE', KEYS[2], whole(math.max(lease, redis.call('PTTL', KEYS[2]))))
+  if redis.call('PTTL', KEYS[2]) < lease then redis.call('PEXPIRE', KEYS[2], whole(lease * 2)) end
 end
 """
 
 # KEYS: head, live.
 # ARGV: member, owner, seed, params, choices, lease, keep, max concurrent (-1: any), take over (1 or 0).
 # Returns {'held', owner}, {'many', count} or {'begun', generation, record or false}.
-BEGIN = (
+BEGIN = Script(
     _NOW
     + _RECORD
     + _EXPIRE
@@ -104,9 +127,8 @@ BEGIN = (
 local old = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'lease_until', 'ended')
 if old[1] and old[4] == '1' then return {'begun', old[2], read_record()} end
 if old[1] and old[1] ~= ARGV[2] and tonumber(old[3]) > now and ARGV[9] == '0' then return {'held', old[1]} end
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
-local others = redis.call('ZCARD', KEYS[2])
-if redis.call('ZSCORE', KEYS[2], ARGV[1]) then others = others - 1 end
+local others = redis.call('ZCOUNT', KEYS[2], '(' .. whole(now), '+inf')
+if tonumber(redis.call('ZSCORE', KEYS[2], ARGV[1]) or 0) > now then others = others - 1 end
 if tonumber(ARGV[8]) >= 0 and others >= tonumber(ARGV[8]) then return {'many', others} end
 local record = read_record()
 local generation = whole(math.max((old[2] or 0) + 1, now))
@@ -117,6 +139,7 @@ if not record then
 end
 redis.call('HSET', KEYS[1], 'lease', ARGV[6])
 hold(tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', whole(now))
 return {'begun', generation, record}
 """
 )
@@ -127,25 +150,25 @@ if head[1] ~= ARGV[2] or head[2] ~= ARGV[3] or head[3] == '1' then return 0 end
 """
 
 # KEYS: head, live. ARGV: member, owner, generation, keep, choice, first byte, bytes. Returns an Appended.
-APPEND = (
+APPEND = Script(
     _NOW
     + _EXPIRE
     + _OWNED
     + """
 if tonumber(ARGV[5]) >= tonumber(head[4]) then return 0 end
 local key = KEYS[1] .. ':tokens:' .. ARGV[5]
-local result = 2
-if redis.call('STRLEN', key) >= tonumber(ARGV[6]) then
-  if #ARGV[7] > 0 then redis.call('SETRANGE', key, ARGV[6], ARGV[7]) end
-  result = 1
-end
+local length = redis.call('STRLEN', key)
+local fits = length >= tonumber(ARGV[6])
+if fits and #ARGV[7] > 0 then redis.call('SETRANGE', key, ARGV[6], ARGV[7]) end
 hold(tonumber(head[5]), tonumber(ARGV[4]), ARGV[1])
-return result
+-- A new one.
+if length == 0 then redis.call('PEXPIRE', key, redis.call('PTTL', KEYS[1])) end
+return fits and 1 or 2
 """
 )
 
 # KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether it is the owner's.
-RENEW = (
+RENEW = Script(
     _NOW
     + _EXPIRE
     + _OWNED
@@ -156,7 +179,7 @@ return 1
 )
 
 # KEYS: head, live. ARGV: member, owner, generation, keep. Returns whether it was the owner's.
-END = (
+END = Script(
     _NOW
     + _EXPIRE
     + _OWNED
@@ -169,10 +192,10 @@ return 1
 )
 
 # KEYS: head. Returns the record or nil.
-LOAD = _RECORD + "return read_record()"
+LOAD = Script(_RECORD + "return read_record()")
 
 # KEYS: bucket. ARGV: amount, rate per second, burst, force (1 or 0). Returns seconds to wait, as a string.
-TAKE = (
+TAKE = Script(
     _NOW
     + """
 local amount, rate, burst = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])

@@ -86,15 +86,27 @@ def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits |
     close_others = None
     if target.scheme.endswith("+cluster"):
         nodes = [ClusterNode(host, port) for host, port in target.hosts]
-        client = RedisCluster(startup_nodes=nodes, **arguments)
+        client = RedisCluster(
+            startup_nodes=nodes,
+            # Of nodes found once none may be left, while a name in the URL leads to those of today.
+            dynamic_startup_nodes=False,
+            # A slot that moved is noted; closing all connections for it would break what others are doing.
+            reinitialize_steps=0,
+            **arguments,
+        )
     elif target.scheme.endswith("+sentinel"):
         secret = options.sentinel_password
+        # Sentinels are asked one after the other; those that hang must leave time for the last one, and the master.
+        share_s = options.timeout_s / (len(target.hosts) + 1)
         sentinel = Sentinel(
             target.hosts,
             sentinel_kwargs={
                 **arguments,
                 "username": options.sentinel_username,
                 "password": secret.get_secret_value() if secret else None,
+                "socket_timeout": share_s,
+                "socket_connect_timeout": share_s,
+                "retry": Retry(NoBackoff(), 0),
             },
             db=target.database,
             **arguments,

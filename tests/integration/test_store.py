@@ -1,231 +1,255 @@
-"""The shared store, in memory and on a real Redis: one contract, and what Redis adds to it."""
+"""The store's contract, held by all that can be behind it: memory, a single Redis, a cluster of three masters."""
 
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
-from redis.asyncio import Redis
 
-from specdec.cli.cluster import free_port
-from specdec.store.errors import RequestHeld, StoreUnavailable, StoreUrlError, TooManyConcurrent
-from specdec.store.guarded import BackOff, GuardedStore
-from specdec.store.interface import Appended, JournalWrite, Lease, NewRequest, ReplicaRecord, RequestKey, Store
+from specdec.store.errors import LimitExceeded, RequestHeld, TooManyConcurrent
+from specdec.store.interface import (
+    Appended,
+    JournalWrite,
+    Lease,
+    NewRequest,
+    ReplicaRecord,
+    RequestKey,
+    Store,
+    StoreLimits,
+)
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
-from specdec.v1 import common_pb2 as pb
+from specdec.v1.common_pb2 import GetReplicaInfoResponse
 from tests.chaos.faults import eventually
+from tests.integration.redis_server import RedisCluster, RedisServer, redis_cluster
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
-
-KEY = RequestKey("tenant {a}", "request:1")
-PASSWORD = "only for this test"
-
-
-@contextmanager
-def redis_server(folder: Path, port: int) -> Iterator[str]:
-    """A Redis that keeps nothing on disk; yields its address."""
-    binary = shutil.which("redis-server")
-    assert binary is not None, "redis-server is missing: run `make servers`"
-    command = [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    process = subprocess.Popen([*command, "--requirepass", PASSWORD], stdout=subprocess.DEVNULL)
-    try:
-        yield f"redis://127.0.0.1:{port}/0"
-    finally:
-        process.kill()
-        process.wait()
+KEY = RequestKey("ten{ant}:a", "request/1")
+LIMITS = StoreLimits(max_replicas=3, max_holders=2, max_digests=64, max_tokens=100, max_choices=4, max_params_bytes=64)
+# Longer than any test takes.
+LONG_S = 600.0
 
 
-def connected(url: str) -> Store:
-    return connect(url, RedisOptions(password=SecretStr(PASSWORD), timeout_s=1.0))
+def request(owner: str = "a", **changes: object) -> NewRequest:
+    fields = {"seed": 2**64 - 1, "params": b"\0params", "num_choices": 2, "lease_s": LONG_S, **changes}
+    return NewRequest(owner_id=owner, **fields)  # type: ignore[arg-type]
 
 
-async def until_up(store: Store) -> None:
-    async def is_up() -> bool:
-        try:
-            await store.ping()
-        except StoreUnavailable:
-            return False
-        return True
-
-    await eventually(is_up, "Redis answers")
-
-
-@pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Store]:
-    if request.param == "memory":
-        yield MemoryStore()
-        return
-    with redis_server(tmp_path, free_port()) as url:
-        store = connected(url)
-        await until_up(store)
-        yield store
-        await store.close()
-
-
-def new_request(owner: str = "one", *, lease_s: float = 30.0, **changes: object) -> NewRequest:
-    fields = {"owner_id": owner, "seed": 2**64 - 1, "params": b"\x00p", "num_choices": 2, "lease_s": lease_s, **changes}
-    return NewRequest(**fields)  # type: ignore[arg-type]
-
-
-def write(generation: int, start: int, ids: list[int], owner: str = "one") -> JournalWrite:
-    return JournalWrite(KEY, owner, generation, 1, start, ids, [5] * len(ids))
+def write(generation: int, start: int, *tokens: int, owner: str = "a", choice: int = 0) -> JournalWrite:
+    return JournalWrite(KEY, owner, generation, choice, start, tokens, [2] * len(tokens))
 
 
 def replica(address: str, state: str = "ready") -> ReplicaRecord:
-    info = pb.GetReplicaInfoResponse(identity=pb.ModelIdentity(name="m"), version="1")
-    return ReplicaRecord("target", address, "instance", state, info)
+    return ReplicaRecord("target", address, "i1", state, GetReplicaInfoResponse(version="1.2"))
 
 
-async def test_replicas_are_known_until_they_stop_announcing_themselves(store: Store) -> None:
-    await store.announce(replica("b:1"), 30.0)
-    await store.announce(replica("a:1"), 30.0)
-    await store.announce(replica("c:1"), 0.2)
-    await store.announce(replica("a:1", "draining"), 30.0)
-
-    async def is_gone() -> bool:
-        return [r.address for r in await store.replicas()] == ["a:1", "b:1"]
-
-    await eventually(is_gone, "the third expires")
-    assert [r.state for r in await store.replicas()] == ["draining", "ready"]
-    assert (await store.replicas())[0].info.identity.name == "m"
-    await store.withdraw("target", "a:1")
-    assert [r.address for r in await store.replicas()] == ["b:1"]
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
 
 
-async def test_prefixes_have_holders_until_they_expire(store: Store) -> None:
-    await store.add_prefixes("a:1", [b"x" * 16, b"y" * 16], 30.0)
-    await store.add_prefixes("b:1", [b"y" * 16], 0.2)
-
-    async def has_expired() -> bool:
-        return await store.prefix_holders([b"y" * 16]) == [frozenset({"a:1"})]
-
-    await eventually(has_expired, "the second holder expires")
-    assert await store.prefix_holders([b"z" * 16, b"x" * 16]) == [frozenset(), frozenset({"a:1"})]
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisCluster]:
+    with redis_cluster(tmp_path_factory.mktemp("cluster")) as nodes:
+        yield nodes
 
 
-async def test_a_journalled_request_is_read_back_whole(store: Store) -> None:
-    begun = await store.begin(KEY, new_request())
+@pytest.fixture(params=["memory", "redis", "cluster"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Store]:
+    """An empty store. When the test ends, everything in it must expire and bear the prefix."""
+    if request.param == "memory":
+        yield MemoryStore(LIMITS)
+        return
+    place: RedisServer | RedisCluster
+    if request.param == "redis":
+        place = request.getfixturevalue("single")
+        servers = [place]
+    else:
+        place = request.getfixturevalue("cluster")
+        servers = place.masters
+    for server in servers:
+        with server.client() as client:
+            client.flushall()
+    made = connect(place.url, RedisOptions(timeout_s=20), LIMITS)
+    yield made
+    for server in servers:
+        with server.client() as client:
+            keys = list(client.scan_iter())
+            assert [key for key in keys if client.pttl(key) == -1] == [], "every key expires"
+            assert all(key.startswith(b"specdec:v1:") for key in keys)
+    await made.close()
+
+
+async def test_replicas_are_listed_until_withdrawn_or_expired(store: Store) -> None:
+    await store.announce(replica("b:1"), LONG_S)
+    await store.announce(replica("a:1"), LONG_S)
+    await store.announce(replica("a:1", "draining"), LONG_S)
+    assert await store.replicas() == [replica("a:1", "draining"), replica("b:1")]
+    await store.withdraw("target", "b:1")
+    await store.announce(replica("a:1"), 0.05)
+
+    async def is_empty() -> bool:
+        return await store.replicas() == []
+
+    await eventually(is_empty, "the last replica expires")
+
+
+async def test_a_full_registry_forgets_who_would_expire_first(store: Store) -> None:
+    for number, address in enumerate(["a:1", "b:1", "c:1", "d:1"]):
+        await store.announce(replica(address), LONG_S - number)
+    assert [one.address for one in await store.replicas()] == ["a:1", "b:1", "c:1"]
+
+
+async def test_holders_of_a_prefix_are_bounded_and_expire(store: Store) -> None:
+    for number, name in enumerate("xyz"):
+        await store.add_prefixes(name, [b"d1"], LONG_S + number)
+    await store.add_prefixes("x", [b"d2"], 0.05)
+    assert await store.prefix_holders([b"d1", b"none"]) == [frozenset("yz"), frozenset()]
+
+    async def is_forgotten() -> bool:
+        return await store.prefix_holders([b"d2"]) == [frozenset()]
+
+    await eventually(is_forgotten, "the holder expires")
+
+
+async def test_prefixes_anywhere_in_a_cluster_are_answered_in_the_order_asked(store: Store) -> None:
+    digests = [bytes([number]) * 8 for number in range(64)]
+    await store.add_prefixes("even", digests[::2], LONG_S)
+    await store.add_prefixes("odd", digests[1::2], LONG_S)
+    assert await store.prefix_holders(digests) == [frozenset({"even"}), frozenset({"odd"})] * 32
+    assert await store.prefix_holders([]) == []
+
+
+async def test_a_request_is_journalled_and_read_back(store: Store) -> None:
+    assert await store.load(KEY) is None
+    begun = await store.begin(KEY, request())
     assert begun.record is None
-    ids = [0, 151_935, 7]
-    results = await store.append([write(begun.generation, 0, ids[:2]), write(begun.generation, 1, ids[1:])])
-    assert results == [Appended.STORED, Appended.STORED]
+    generation = begun.generation
+    assert await store.append([write(generation, 0, 1, 2**32 - 1), write(generation, 0, 7, choice=1)]) == [1, 1]
+    assert await store.append([write(generation, 0, 1, 2**32 - 1), write(generation, 2, 3)]) == [1, 1]
+    assert await store.append([write(generation, 9, 1)]) == [Appended.GAP]
+    assert await store.append([write(generation, 3)]) == [Appended.STORED]
     record = await store.load(KEY)
     assert record is not None
-    assert record.token_ids == ((), tuple(ids))
-    assert record.origins == ((), (5, 5, 5))
-    assert (record.owner_id, record.seed, record.params, record.is_ended) == ("one", 2**64 - 1, b"\x00p", False)
-    assert await store.append([write(begun.generation, 9, [1])]) == [Appended.GAP]
-    assert await store.end(KEY, "one", begun.generation, 30.0)
-    ended = await store.load(KEY)
-    assert ended is not None
-    assert ended.is_ended
-    assert ended.token_ids == record.token_ids
+    assert (record.seed, record.params, record.generation) == (2**64 - 1, b"\0params", generation)
+    assert (record.owner_id, record.is_ended) == ("a", False)
+    assert record.token_ids == ((1, 2**32 - 1, 3), (7,))
+    assert record.origins == ((2, 2, 2), (2,))
 
 
-async def test_a_request_has_one_owner_and_the_former_one_learns_it(store: Store) -> None:
-    outcomes = await asyncio.gather(
-        *(store.begin(KEY, new_request(f"owner-{i}")) for i in range(8)), return_exceptions=True
-    )
-    winners = [i for i, outcome in enumerate(outcomes) if not isinstance(outcome, BaseException)]
-    assert len(winners) == 1
-    assert sum(isinstance(outcome, RequestHeld) for outcome in outcomes) == 7
-    first = await store.load(KEY)
-    assert first is not None
-    taken = await store.begin(KEY, new_request("other", take_over=True))
-    assert taken.generation > first.generation
-    owner = f"owner-{winners[0]}"
-    assert await store.append([write(first.generation, 0, [1], owner)]) == [Appended.NOT_OWNER]
-    assert await store.renew([Lease(KEY, owner, first.generation), Lease(KEY, "other", taken.generation)]) == [
-        False,
-        True,
+async def test_writes_of_one_batch_do_not_depend_on_each_other(store: Store) -> None:
+    keys = [RequestKey(f"tenant {number}", "r") for number in range(64)]
+    begun = [await store.begin(key, request()) for key in keys]
+    writes = [
+        JournalWrite(key, "a", one.generation + number % 2, 0, 0, [number], [1])
+        for number, (key, one) in enumerate(zip(keys, begun, strict=True))
     ]
-    assert not await store.end(KEY, owner, first.generation, 30.0)
+    assert await store.append(writes) == [Appended.STORED, Appended.NOT_OWNER] * 32
+    records = [await store.load(key) for key in keys]
+    assert [record and record.token_ids[0] for record in records] == [(n,) if n % 2 == 0 else () for n in range(64)]
+    assert await store.append([]) == []
 
 
-async def test_a_lease_that_ran_out_frees_the_request(store: Store) -> None:
-    begun = await store.begin(KEY, new_request(lease_s=0.2))
-    await store.append([write(begun.generation, 0, [1, 2])])
+async def test_an_owner_that_was_replaced_can_write_nothing(store: Store) -> None:
+    first = await store.begin(KEY, request())
+    await store.append([write(first.generation, 0, 5)])
+    with pytest.raises(RequestHeld) as held:
+        await store.begin(KEY, request("b"))
+    assert held.value.owner_id == "a"
+    second = await store.begin(KEY, request("b", take_over=True))
+    assert second.generation > first.generation
+    assert second.record is not None
+    assert second.record.token_ids == ((5,), ())
+    assert await store.append([write(first.generation, 1, 6)]) == [Appended.NOT_OWNER]
+    assert await store.renew([Lease(KEY, "a", first.generation), Lease(KEY, "b", second.generation)]) == [False, True]
+    assert not await store.end(KEY, "a", first.generation, 60)
+    assert await store.end(KEY, "b", second.generation, 60)
+    ended = await store.begin(KEY, request("c"))
+    assert ended.record is not None
+    assert ended.record.is_ended
+    assert await store.append([write(second.generation, 1, 6, owner="b")]) == [Appended.NOT_OWNER]
 
-    async def is_free() -> bool:
+
+async def test_a_lease_that_ran_out_can_be_had_by_another(store: Store) -> None:
+    first = await store.begin(KEY, request(lease_s=0.05))
+    await store.append([write(first.generation, 0, 1, 2)])
+
+    async def is_had() -> bool:
         try:
-            again = await store.begin(KEY, new_request("two"))
+            begun = await store.begin(KEY, request("b"))
         except RequestHeld:
             return False
-        assert again.record is not None
-        assert again.record.token_ids[1] == (1, 2)
+        assert begun.record is not None
+        assert begun.record.token_ids == ((1, 2), ())
+        assert await store.end(KEY, "b", begun.generation, 0)
         return True
 
-    await eventually(is_free, "the lease runs out")
+    await eventually(is_had, "the lease runs out")
+    assert await store.load(KEY) is None
 
 
-async def test_a_tenant_has_so_many_requests_at_once(store: Store) -> None:
-    begun = await store.begin(KEY, new_request(max_concurrent=1))
-    other = RequestKey(KEY.tenant, "request:2")
-    with pytest.raises(TooManyConcurrent):
-        await store.begin(other, new_request(max_concurrent=1))
-    await store.begin(RequestKey("another tenant", "request:2"), new_request(max_concurrent=1))
-    await store.end(KEY, "one", begun.generation, 0.0)
-    await store.begin(other, new_request(max_concurrent=1))
+async def test_a_request_that_ended_is_kept_as_long_as_asked(store: Store) -> None:
+    begun = await store.begin(KEY, request())
+    assert await store.end(KEY, "a", begun.generation, 0.05)
+
+    async def is_forgotten() -> bool:
+        return await store.load(KEY) is None
+
+    await eventually(is_forgotten, "the ended request expires")
+    again = await store.begin(KEY, request("b"))
+    assert again.record is None
+    assert again.generation > begun.generation
 
 
-async def test_a_bucket_refills_at_its_rate(store: Store) -> None:
-    assert await store.take_tokens("t", 100.0, 1000.0, 100.0) == 0.0
-    wait_s = await store.take_tokens("t", 100.0, 1000.0, 100.0)
-    assert 0.0 < wait_s <= 0.1
-    await store.take_tokens("t", 1000.0, 1000.0, 100.0, force=True)
-    assert await store.take_tokens("t", 1.0, 1000.0, 100.0) > 0.1
+async def test_of_owners_that_race_exactly_one_wins(store: Store) -> None:
+    results = await asyncio.gather(*(store.begin(KEY, request(f"o{i}")) for i in range(20)), return_exceptions=True)
+    assert sum(isinstance(result, RequestHeld) for result in results) == 19
 
 
-async def test_everything_in_redis_expires_and_bears_the_prefix(tmp_path: Path) -> None:
-    port = free_port()
-    with redis_server(tmp_path, port) as url:
-        store = connected(url)
-        await until_up(store)
-        await store.announce(replica("a:1"), 30.0)
-        await store.add_prefixes("a:1", [b"x" * 16], 30.0)
-        begun = await store.begin(KEY, new_request())
-        await store.append([write(begun.generation, 0, [1])])
-        await store.take_tokens("t", 1.0, 1.0, 10.0)
-        client = Redis(port=port, password=PASSWORD)
-        keys = [key async for key in client.scan_iter()]
-        assert len(keys) >= 4
-        assert all(key.startswith(b"specdec:v1:") for key in keys)
-        assert [key for key in keys if await client.pttl(key) < 0] == []
-        await client.aclose()
-        await store.close()
-
-
-async def test_a_guarded_store_gives_up_fast_and_heals_when_redis_is_back(tmp_path: Path) -> None:
-    port = free_port()
-    changes: list[bool] = []
-    guarded = GuardedStore(
-        connected(f"redis://127.0.0.1:{port}/0"),
-        on_change=changes.append,
-        back_off=BackOff(first_s=0.05, longest_s=0.2),
+async def test_a_tenant_has_no_more_live_requests_than_allowed(store: Store) -> None:
+    keys = [RequestKey("t", f"r{i}") for i in range(10)]
+    results = await asyncio.gather(
+        *(store.begin(key, request(max_concurrent=3)) for key in keys), return_exceptions=True
     )
-    with redis_server(tmp_path, port):
-        await until_up(guarded)
-    with pytest.raises(StoreUnavailable):
-        await guarded.ping()
-    assert not guarded.is_up
-    with redis_server(tmp_path, port):
-        await until_up(guarded)
-        assert guarded.is_up
-    assert changes[-2:] == [False, True]
-    await guarded.close()
+    assert sum(isinstance(result, TooManyConcurrent) for result in results) == 7
+    won = [(key, result) for key, result in zip(keys, results, strict=True) if not isinstance(result, BaseException)]
+    await store.begin(won[0][0], request(max_concurrent=3))
+    assert await store.end(won[1][0], "a", won[1][1].generation, LONG_S)
+    await store.begin(RequestKey("t", "more"), request(max_concurrent=3))
 
 
-@pytest.mark.parametrize("url", ["http://a:1", "redis://", "redis+sentinel://a:1", "redis://a:b"])
-def test_a_wrong_url_is_named_without_its_password(url: str) -> None:
-    with_password = url.replace("://", "://user:hunter2@") if "a:" in url else url
-    with pytest.raises(StoreUrlError) as caught:
-        connect(with_password)
-    assert "redis_url" in str(caught.value)
-    assert "hunter2" not in str(caught.value)
+async def test_a_bucket_grants_its_burst_and_then_asks_to_wait(store: Store) -> None:
+    assert await store.take_tokens("t", 10, 0.01, 10) == 0
+    assert await store.take_tokens("t", 1, 0.01, 10) == pytest.approx(100, abs=10)
+    assert await store.take_tokens("t", 5, 0.01, 10, force=True) == 0
+    assert await store.take_tokens("t", 1, 0.01, 10) == pytest.approx(600, abs=10)
+    assert await store.take_tokens("other", 50, 1, 10) == 0
+
+
+async def test_what_is_out_of_bounds_is_refused_and_named(store: Store) -> None:
+    begun = await store.begin(KEY, request())
+    for named, call in {
+        "role": store.announce(ReplicaRecord("", "a:1", "i", "ready", GetReplicaInfoResponse()), 1),
+        "address": store.announce(replica("a\0:1"), 1),
+        "ttl_s": store.announce(replica("a:1"), 0),
+        "replica": store.add_prefixes("\ud800", [b"d"], 1),
+        "digests": store.prefix_holders([b"d"] * 65),
+        "digest": store.add_prefixes("x", [b""], 1),
+        "owner_id": store.begin(KEY, request("")),
+        "lease_s": store.begin(KEY, request(lease_s=float("inf"))),
+        "seed": store.begin(KEY, request(seed=2**64)),
+        "num_choices": store.begin(KEY, request(num_choices=5)),
+        "params": store.begin(KEY, request(params=b"x" * 65)),
+        "choice": store.append([write(begun.generation, 0, 1, choice=4)]),
+        "start": store.append([write(begun.generation, -1, 1)]),
+        "tokens": store.append([write(begun.generation, 100, 1)]),
+        "token id": store.append([write(begun.generation, 0, 2**32)]),
+        "keep_s": store.end(KEY, "a", begun.generation, -1),
+        "amount": store.take_tokens("t", float("inf"), 1, 1),
+        "rate_per_s": store.take_tokens("t", 1, float("nan"), 1),
+        "burst": store.take_tokens("t", 1, 1, 0),
+    }.items():
+        with pytest.raises(LimitExceeded, match=named):
+            await call
+    assert await store.append([write(begun.generation, 0, 1)]) == [Appended.STORED]

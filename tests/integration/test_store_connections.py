@@ -1,0 +1,224 @@
+"""How the store's Redis is reached: passwords, users, TLS, and clusters and sentinels that fail over."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+from structlog.testing import capture_logs
+
+from specdec.store.errors import StoreUnavailable, StoreUrlError
+from specdec.store.guarded import BackOff, GuardedStore
+from specdec.store.interface import Appended, JournalWrite, NewRequest, RequestKey, Store
+from specdec.store.urls import RedisOptions, connect
+from tests.chaos.faults import eventually
+from tests.integration.certificates import Authority, SecretVolume
+from tests.integration.redis_server import RedisServer, redis_cluster, redis_sentinel, wait_until
+
+KEY = RequestKey("tenant", "request")
+PATIENT = RedisOptions(timeout_s=20)
+LONG_S = 600.0
+# What docs/redis.md says a user of the store needs.
+RULES = (
+    "~specdec:v1:* +evalsha +eval +exists +time +zadd +zrem +zcard +zcount +zscore +zrange "
+    "+zrangebyscore +zremrangebyscore +zremrangebyrank +hset +hget +hmget +hdel +hlen +hkeys +get +del +strlen "
+    "+setrange +pexpire +pttl"
+)
+
+
+@asynccontextmanager
+async def connected(url: str, options: RedisOptions = PATIENT) -> AsyncIterator[Store]:
+    store = connect(url, options)
+    yield store
+    await store.close()
+
+
+async def use(store: Store) -> None:
+    """Every kind of operation."""
+    begun = await store.begin(KEY, NewRequest("owner", 1, b"params", 1, LONG_S, take_over=True, max_concurrent=9))
+    write = JournalWrite(KEY, "owner", begun.generation, 0, 0, [1, 2], [1, 1])
+    assert await store.append([write]) == [Appended.STORED]
+    record = await store.load(KEY)
+    assert record is not None
+    assert record.token_ids == ((1, 2),)
+    await store.add_prefixes("a:1", [b"digest"], LONG_S)
+    assert await store.prefix_holders([b"digest"]) == [frozenset({"a:1"})]
+    assert await store.replicas() == []
+    assert await store.take_tokens("tenant", 1, 1, 10) == 0
+    assert await store.end(KEY, "owner", begun.generation, 0)
+    await store.ping()
+
+
+async def until_up(store: Store) -> None:
+    async def is_up() -> bool:
+        try:
+            await store.ping()
+        except StoreUnavailable:
+            return False
+        return True
+
+    await eventually(is_up, "Redis answers")
+
+
+async def test_a_user_needs_no_more_rights_than_documented(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "specdec", "on", ">secret@1", *RULES.split())
+            client.execute_command("ACL", "SETUSER", "default", "off")
+        async with connected(server.url.replace("//", "//specdec:secret%401@")) as in_url:
+            await use(in_url)
+        options = RedisOptions(username="specdec", password=SecretStr("secret@1"), timeout_s=20)
+        async with connected(server.url.replace("//", "//other:wrong@"), options) as in_options:
+            await use(in_options)
+
+
+@pytest.mark.parametrize("credentials", ["specdec:hunter2", ":hunter2", "hunter2:secret", ""])
+async def test_wrong_credentials_are_unavailable_and_never_shown(tmp_path: Path, credentials: str) -> None:
+    with RedisServer(tmp_path, "--requirepass", "secret") as server:
+        url = server.url.replace("//", f"//{credentials}@" if credentials else "//")
+        with capture_logs() as log:
+            guarded = GuardedStore(connect(url, PATIENT))
+            with pytest.raises(StoreUnavailable) as failure:
+                await guarded.ping()
+            await guarded.close()
+        assert [entry["event"] for entry in log] == ["store_down"]
+        assert "Authentication" in str(failure.value)
+        for text in (str(failure.value), str(log)):
+            assert "hunter2" not in text
+            assert "secret" not in text
+
+
+async def test_tls_needs_the_right_authority_and_a_client_certificate(tmp_path: Path) -> None:
+    authority, stranger = Authority("right"), Authority("wrong")
+    ours = SecretVolume(tmp_path / "ours", authority.issue("redis"), authority.certificate)
+    theirs = SecretVolume(tmp_path / "theirs", stranger.issue("client"), stranger.certificate)
+    with RedisServer(tmp_path, tls=ours) as server:
+
+        def options(ca: Path | None, client: SecretVolume | None) -> RedisOptions:
+            certificate, key = (client.certificate, client.key) if client is not None else (None, None)
+            return RedisOptions(tls_ca_file=ca, tls_cert_file=certificate, tls_key_file=key, timeout_s=20)
+
+        async with connected(server.url, options(ours.authority, ours)) as store:
+            await use(store)
+        for wrong in (
+            options(theirs.authority, ours),
+            options(None, ours),
+            options(ours.authority, theirs),
+            options(ours.authority, None),
+        ):
+            async with connected(server.url, wrong) as store:
+                with pytest.raises(StoreUnavailable):
+                    await store.ping()
+        async with connected(server.url.replace("rediss:", "redis:"), PATIENT) as plain:
+            with pytest.raises(StoreUnavailable):
+                await plain.ping()
+
+
+async def test_a_certificate_for_another_host_is_refused(tmp_path: Path) -> None:
+    authority = Authority("right")
+    ours = SecretVolume(tmp_path / "ours", authority.issue("redis"), authority.certificate)
+    options = RedisOptions(
+        tls_ca_file=ours.authority, tls_cert_file=ours.certificate, tls_key_file=ours.key, timeout_s=20
+    )
+    with RedisServer(tmp_path, tls=ours) as server:
+        # The certificate is for the address, not for the name.
+        async with connected(server.url.replace("127.0.0.1", "localhost"), options) as store:
+            with pytest.raises(StoreUnavailable):
+                await store.ping()
+
+
+async def test_a_server_that_lost_its_scripts_is_taught_them_again(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as server:
+        async with connected(server.url) as store:
+            await use(store)
+            with server.client() as client:
+                client.script_flush()
+            await use(store)
+            digests = [bytes([number]) for number in range(100)]
+            with server.client() as client:
+                client.script_flush()
+            await store.add_prefixes("a:1", digests, LONG_S)
+            assert await store.prefix_holders(digests) == [frozenset({"a:1"})] * 100
+
+
+async def test_a_cluster_goes_on_when_a_replica_takes_a_masters_place(tmp_path: Path) -> None:
+    digests = [bytes([number]) for number in range(100)]
+    with redis_cluster(tmp_path) as cluster:
+        async with connected(cluster.url) as store:
+            await use(store)
+            await store.add_prefixes("a:1", digests, LONG_S)
+            with cluster.masters[0].client() as client:
+                assert client.wait(1, 20_000) == 1
+            cluster.masters[0].stop()
+            with pytest.raises(StoreUnavailable):
+                await store.prefix_holders(digests)
+            cluster.promote_replica()
+
+            async def has_healed() -> bool:
+                try:
+                    return await store.prefix_holders(digests) == [frozenset({"a:1"})] * 100
+                except StoreUnavailable:
+                    return False
+
+            await eventually(has_healed, "the replica is asked")
+            for number in range(20):
+                await store.take_tokens(f"tenant {number}", 1, 1, 10)
+
+
+async def test_a_cluster_that_moved_slots_is_followed_without_an_error(tmp_path: Path) -> None:
+    tenants = [f"tenant {number}" for number in range(30)]
+    with redis_cluster(tmp_path) as cluster:
+        async with connected(cluster.url) as store:
+            for tenant in tenants:
+                assert await store.take_tokens(tenant, 10, 1e-6, 10) == 0
+            with cluster.masters[0].client() as client:
+                assert client.wait(1, 20_000) == 1
+                cluster.promote_replica()
+                wait_until(lambda: client.role()[0] == b"slave", "the former master knows that it is none")
+            for tenant in tenants:
+                assert await store.take_tokens(tenant, 10, 1e-6, 10) > 0
+
+
+async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path) -> None:
+    with redis_sentinel(tmp_path) as setup, RedisServer(tmp_path) as hanging:
+        # A sentinel that hangs comes first, and does not use up the time of the others.
+        url = setup.url.replace("127.0.0.1:", f"127.0.0.1:{hanging.port},127.0.0.1:", 1)
+        hanging.pause()
+        guarded = GuardedStore(connect(url, RedisOptions(timeout_s=2)), back_off=BackOff(0.05, 2, 0.2))
+        await until_up(guarded)
+        await guarded.add_prefixes("a:1", [b"digest"], LONG_S)
+        master = setup.master()
+        with master.client() as client:
+            assert client.wait(1, 20_000) == 1
+        master.stop()
+        with pytest.raises(StoreUnavailable):
+            await guarded.ping()
+        await until_up(guarded)
+        assert setup.master() is not master
+        assert await guarded.prefix_holders([b"digest"]) == [frozenset({"a:1"})]
+        await use(guarded)
+        await guarded.close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://u:hunter2@h",
+        "redis://u:hunter2@h:x",
+        "redis://u:hunter2@",
+        "redis://u:hunter2@h/name",
+        "redis://u:hunter2@h,i",
+        "redis+sentinel://u:hunter2@h",
+        "redis+cluster://u:hunter2@h/1",
+        "redis://u:hunter2@[h",
+        "redis://u:hunter2@h?x=1",
+        "redis:u:hunter2@h",
+    ],
+)
+def test_a_wrong_url_names_the_setting_and_hides_the_password(url: str) -> None:
+    with pytest.raises(StoreUrlError, match="redis_url") as error:
+        connect(url)
+    assert "hunter2" not in str(error.value)
