@@ -6,11 +6,12 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import structlog
+from grpc import StatusCode
 
 from coordinator.admission import AdmissionQueue
 from coordinator.client_stream import ClientStream
@@ -23,6 +24,7 @@ from coordinator.quotas import Allowance, TenantLease, TenantLimits
 from coordinator.replay import HeldChoice, held_choices, replay
 from coordinator.resume import check_resume_token, make_resume_token
 from coordinator.sessions import Request, Session, SessionTable
+from coordinator.tracing import RequestTracer
 from coordinator.validation import (
     CheckedSampling,
     CheckedSpeculation,
@@ -57,6 +59,8 @@ class Caller:
     deadline_s: float | None
     """On the monotonic clock."""
     allowance: Allowance = field(default_factory=Allowance)
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+    """W3C Trace Context, if the caller sent one."""
 
     @property
     def cache_salt(self) -> bytes:
@@ -97,6 +101,7 @@ class Generator:
         speculate: bool,
         target_timeout_s: float,
         resume_secret: bytes,
+        tracer: RequestTracer,
     ) -> None:
         self._owner_id = owner_id
         self._fleet = fleet
@@ -111,6 +116,7 @@ class Generator:
         self._speculate = speculate
         self._target_timeout_s = target_timeout_s
         self._resume_secret = resume_secret
+        self._tracer = tracer
         self.is_draining = False
 
     async def run(self, body: api.GenerateRequest, caller: Caller, write: Write) -> None:
@@ -120,21 +126,26 @@ class Generator:
             SpecdecError: the request is bad, cannot be admitted, or failed on the way.
         """
         arrived_s = time.monotonic()
-        outcome = "UNKNOWN"
+        code, reason = StatusCode.UNKNOWN, ""
         request = Request((caller.tenant, body.request_id), uuid.uuid4().hex[:16], ClientStream(), arrived_s)
+        request.trace = self._tracer.begin(body, caller.tenant, caller.trace_headers)
+        # For all that is logged in the call's task, which ends with the call.
+        structlog.contextvars.bind_contextvars(**request.trace.log_fields)
         try:
             await self._run(body, caller, request, write)
-            outcome = "OK"
+            code = StatusCode.OK
         except SpecdecError as error:
-            outcome = error.code.name
+            code, reason = error.code, error.reason
             raise
         except asyncio.CancelledError:
-            outcome = "CANCELLED"
+            code = StatusCode.CANCELLED
             raise
         finally:
-            self._decode_loop.drop(request, "cancelled" if outcome == "CANCELLED" else "failed")
+            self._decode_loop.drop(request, "cancelled" if code is StatusCode.CANCELLED else "failed")
             self._journal_end(request)
-            self._observer.request_ended(request, outcome, time.monotonic())
+            self._observer.request_ended(request, code.name, time.monotonic())
+            request.trace.end(request, code, reason)
+            _log.debug("request_ended", request_id=request.key[1], code=code.name, reason=reason)
 
     def abort(self, tenant: str, request_id: str) -> bool:
         """End a running or waiting request; whether there was one."""
@@ -161,8 +172,10 @@ class Generator:
         limits = self._limits_of(served.identity).within(caller.allowance)
         sampling = check_sampling(body.sampling, limits)
         speculation = check_speculation(body.speculation, self._default_mode)
-        prompt = await PromptReader(served.tokenizer, limits).read(body, sampling)
+        with request.trace.phase("tokenize"):
+            prompt = await PromptReader(served.tokenizer, limits).read(body, sampling)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
+        request.trace.accepted(request, body, sampling, max_tokens)
         plan = await self._plan(body, request, served, prompt, sampling, speculation, max_tokens)
         self._register(request, is_resume=body.HasField("resume"))
         try:
@@ -227,7 +240,8 @@ class Generator:
         metrics.queue_length.set(self._admission.num_waiting)
         release: Callable[[], None] | None = None
         try:
-            release = await request.admission
+            with request.trace.phase("admission"):
+                release = await request.admission
         except Overloaded as error:
             metrics.admission_rejects.labels(error.reason.lower()).inc()
             raise
@@ -280,6 +294,7 @@ class Generator:
     async def _stream(self, request: Request, write: Write, lease: TenantLease | None = None) -> None:
         while (chunk := await request.stream.take()) is not None:
             await write(chunk)
+            request.trace.wrote(chunk)
             if chunk.HasField("delta") and chunk.delta.tokens:
                 if lease is not None:
                     lease.charge(len(chunk.delta.tokens))

@@ -37,6 +37,7 @@ class Observer:
         request = session.request
         if not request.has_output:
             request.has_output = True
+            request.trace.first_token()
             self.metrics.ttft_seconds.observe(now_s - request.arrived_s)
         if previous_s is not None:
             interval_s = (now_s - previous_s) / len(origins)

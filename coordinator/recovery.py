@@ -127,10 +127,11 @@ class Recovery:
     def on_session_error(self, link: ReplicaLink, session: Session, error: pb.SessionError) -> None:
         """See `LinkEvents.on_session_error`."""
         reason, field = _reason_and_field(error)
+        session.request.trace.session_failed(link.role, session, reason)
         _log.warning(
             "session_error",
             role=link.role,
-            session=session.session_id,
+            **session.log_fields,
             reason=reason,
             error=error.status.message,
         )
@@ -156,14 +157,15 @@ class Recovery:
 
     def on_desync(self, session: Session, cause: str) -> None:
         """A target is not where the client is: open the session again with what the client has."""
-        _log.warning("session_desync", session=session.session_id, cause=cause)
+        _log.warning("session_desync", **session.log_fields, cause=cause)
+        session.request.trace.session_failed("target", session, "TARGET_DESYNC")
         if session.target is not None:
             self._fleet.failed(session.target)
         self._retry_target(session, Unavailable(cause, reason="TARGET_DESYNC"))
 
     def on_bad_draft(self, session: Session, cause: str) -> None:
         """The target refused a proposal: the draft starts anew after a while."""
-        _log.warning("proposal_rejected", session=session.session_id, cause=cause)
+        _log.warning("proposal_rejected", **session.log_fields, cause=cause)
         if session.draft is not None:
             self._fleet.failed(session.draft)
             self._on_draft_error(session, "bad_proposal")
@@ -214,7 +216,7 @@ class Recovery:
         if session.finish is not None:
             return
         link.release(session)
-        _log.info("session_moved", session=session.session_id, target=other.address)
+        _note_move(session, link, other)
         session.target = other
         self._reopen_target(session)
         self._follow_target(session)
@@ -254,7 +256,7 @@ class Recovery:
         other = self._fleet.find_target(session.request.model, besides=link)
         if other is not None and other.is_ready:
             link.release(session)
-            _log.info("session_moved", session=session.session_id, target=other.address)
+            _note_move(session, link, other)
             session.target = other
             self._follow_target(session)
 
@@ -282,6 +284,7 @@ class Recovery:
 
     def _drop_draft(self, session: Session, cause: str) -> None:
         self._observer.metrics.draft_fallbacks.labels(cause).inc()
+        session.request.trace.draft_fallback(session, cause)
         session.committed_s = None
         if session.draft is not None:
             session.draft.close(session, cause)
@@ -296,6 +299,13 @@ class Recovery:
             if session.draft_epoch:
                 self._observer.metrics.session_reopens.labels("draft").inc()
             draft.open(session)
+
+
+def _note_move(session: Session, link: TargetLink, other: TargetLink) -> None:
+    _log.info("session_moved", **session.log_fields, target=other.address)
+    session.request.trace.event(
+        "session_moved", choice=session.choice, source=link.address, target=other.address, position=session.position
+    )
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

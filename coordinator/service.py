@@ -31,12 +31,14 @@ from coordinator.recovery import Recovery, RecoverySettings
 from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions import SessionTable
+from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import open_channel
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import StartupFailed
 from specdec.telemetry import CoordinatorMetrics
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -57,6 +59,7 @@ class CoordinatorService:
         self._tasks: list[asyncio.Task[None]] = []
         self._rosters: list[Roster[TargetLink] | Roster[DraftLink]] = []
         self._observer = Observer(CoordinatorMetrics(registry))
+        self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
         self._sessions = SessionTable()
         self._journal = journal if journal is not None else MemoryJournal()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
@@ -104,7 +107,7 @@ class CoordinatorService:
         await asyncio.sleep(0)
 
     async def stop(self) -> None:
-        """Close all links; replicas see the streams end."""
+        """Close all links, replicas see the streams end; and export the traces that are left."""
         for task in self._tasks:
             task.cancel()
         for task in self._tasks:
@@ -112,6 +115,7 @@ class CoordinatorService:
                 await task
         for roster in self._rosters:
             await roster.close()
+        await self._tracing.close()
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
         """What clients may ask for."""
@@ -204,4 +208,5 @@ class CoordinatorService:
             speculate=settings.speculate,
             target_timeout_s=settings.target_timeout_s,
             resume_secret=secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32),
+            tracer=RequestTracer(self._tracing, settings.trace_content),
         )

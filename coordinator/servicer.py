@@ -20,6 +20,7 @@ from coordinator.quotas import Allowance
 from coordinator.validation import Limits
 from specdec import __version__
 from specdec.rpc.errors import InvalidRequest, ModelNotFound
+from specdec.telemetry.tracing import TRACE_HEADERS
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
@@ -74,7 +75,8 @@ class CoordinatorServicer:
         remaining_s: Any = context.time_remaining()  # None without a deadline, whatever the stubs say
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
         tenant, allowance = self._identify(context)
-        await self._generator.run(request, Caller(tenant, deadline_s, allowance), context.write)
+        trace_headers = {name: values[0] for name in TRACE_HEADERS if (values := _metadata(context, name))}
+        await self._generator.run(request, Caller(tenant, deadline_s, allowance, trace_headers), context.write)
 
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
         """Ends a running request."""

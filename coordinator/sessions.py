@@ -14,6 +14,7 @@ from coordinator.detokenizer import DetokenizerFactory
 from coordinator.journal import RequestKey
 from coordinator.output import ChoiceOutput, Finish
 from coordinator.stats import SpeculationTally
+from coordinator.tracing import RequestTrace
 from specdec.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Request:
     admission: asyncio.Task[Callable[[], None]] | None = None
     """Set while it waits for a place, so that Abort can end the wait."""
     is_aborted: bool = False
+    trace: RequestTrace = field(default_factory=RequestTrace)
 
     def deadline_ms(self) -> int | None:
         """What is left of the deadline; None: there is none."""
@@ -100,11 +102,16 @@ class Session:
     draft_retry: asyncio.TimerHandle | None = None
 
     @property
+    def log_fields(self) -> dict[str, str]:
+        """What log lines about it carry."""
+        return {"session": self.session_id, **self.request.trace.log_fields}
+
+    @property
     def position(self) -> int:
         """Where the next token goes."""
         return len(self.token_ids)
 
-    def open_body(self) -> pb.OpenSession:
+    def open_body(self, traceparent: str) -> pb.OpenSession:
         """The OpenSession of either side, with all committed tokens."""
         body = pb.OpenSession(
             token_ids=self.token_ids,
@@ -117,6 +124,7 @@ class Session:
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
             credit_position=self.credit_position,
+            traceparent=traceparent,
         )
         if self.position == self.num_prompt_tokens:
             body.fork_from = self.fork_from

@@ -32,6 +32,7 @@ from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.loop import EngineWorker
 from specdec.worker.opening import VERIFY_MODES, check_open, sampling_params
 from specdec.worker.sessions import Owner, Session
+from specdec.worker.trace import SessionTrace
 
 
 class Drafter:
@@ -108,7 +109,15 @@ class Drafter:
 
     def close(self, session: Session) -> None:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
-        self._branches.free(cast(DraftSession, session))
+        session = cast(DraftSession, session)
+        if session.trace is not None:
+            session.trace.add(
+                num_prompt_tokens=session.body.num_prompt_tokens,
+                num_cached_tokens=session.heads[0].seq.num_cached_tokens,
+                num_kv_blocks=sum(len(head.seq.block_ids) for head in session.heads),
+                num_preemptions=0,
+            )
+        self._branches.free(session)
         self._recorder.closed()
 
     def owner_message(self, owner: Owner, message: Any) -> None:
@@ -166,6 +175,8 @@ class Drafter:
             code, reason = code_pb2.OUT_OF_RANGE, "DRAFT_CONTEXT_END"
             raise SessionFailure(code, reason, str(error), expected_position=committed) from error
         self._recorder.commit(num_found, len(new), num_nodes - num_found - len(session.tree))
+        if session.trace is not None:
+            session.trace.add(num_commits=1, num_tokens=len(new), num_accepted=num_found)
         session.history.append(new)
         session.committed_at_s = time.monotonic()
         self._engine.finalize(session.heads[0].seq, session.num_committed)
@@ -205,10 +216,15 @@ class Drafter:
         output = self._engine.step()
         if output is None:
             return
+        for seq in output.preempted:
+            if (trace := self._branches.owner(seq)[0].trace) is not None:
+                trace.add(num_preemptions=1)
         places: list[Place] = []
         rows: list[int] = []
         for item in output.items:
             session, head = self._branches.owner(item.seq)
+            if session.trace is not None:
+                _trace_step(session.trace, started_s, item.completes)
             if item.completes and not head.is_over and session.max_chain != 0:
                 places.append((session, head))
                 rows.append(item.rows.stop - 1)
@@ -278,5 +294,14 @@ class Drafter:
             return
         waited_s = time.monotonic() - session.committed_at_s if session.committed_at_s is not None else None
         self._recorder.proposal(len(session.tree), num_unsent, waited_s)
+        if session.trace is not None:
+            session.trace.add(num_proposals=1)
         session.committed_at_s = None
         self._worker.emit(session, proposal=make_proposal(session).SerializeToString())
+
+
+def _trace_step(trace: SessionTrace, started_s: float, completes: bool) -> None:
+    trace.stepped(started_s)
+    trace.add(num_steps=1)
+    if completes:
+        trace.prefilled()

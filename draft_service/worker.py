@@ -13,7 +13,7 @@ from specdec.v1 import draft_pb2
 from specdec.worker.entry import run_role
 from specdec.worker.loop import Wire
 
-_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult)
+_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult, "draft session", "draft")
 
 
 def run_engine(port: EnginePort, settings: DraftSettings) -> None:

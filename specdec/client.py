@@ -12,6 +12,7 @@ from typing import TypeVar
 import grpc
 from google.protobuf import descriptor
 from google.protobuf.message import Message
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specdec.rpc.errors import Internal, InvalidRequest, from_rpc_error
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
@@ -46,9 +47,12 @@ class ClientSettings:
     """Sent with every call, as `authorization: Bearer KEY`; without TLS anyone on the way can read it."""
 
     def call_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What is sent beside every request."""
+        """What is sent beside every request: the caller's span in OpenTelemetry's current context included."""
         own = () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),)
-        return (*self.metadata, *own)
+        trace: dict[str, str] = {}
+        if all(name != "traceparent" for name, _ in self.metadata):
+            TraceContextTextMapPropagator().inject(trace)
+        return (*self.metadata, *own, *trace.items())
 
     def channel_options(self) -> list[tuple[str, str | int]]:
         """Options of the gRPC channel: retries, keepalive, message limits."""

@@ -196,6 +196,16 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         description="Key of resume tokens, one for all coordinators; null: random, of this process only.",
     )
 
+    trace_sample_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced, of those whose caller did not decide (needs otlp_endpoint).",
+    )
+    trace_content: bool = Field(
+        default=False, description="Put prompts, stop strings and outputs into traces; they may be personal data."
+    )
+
     @model_validator(mode="after")
     def _check_backoff(self) -> Self:
         if self.reconnect_backoff_min_s > self.reconnect_backoff_max_s:

@@ -29,6 +29,7 @@ from target_service.pacing import Pacing, depths_of, end_position
 from target_service.payoff import Payoff, PlainSteps, step_payoff
 from target_service.session import TargetSession
 from target_service.speculation_tree import SpeculationTree
+from target_service.trace import trace_end, trace_verdict
 from target_service.walk import EndOfChoice
 
 _QUIET_S = 0.25
@@ -120,6 +121,8 @@ class Verifier:
     def close(self, session: Session) -> None:
         """Free the sequence; its full blocks stay in the prefix cache."""
         session = cast(TargetSession, session)
+        if session.trace is not None:
+            trace_end(session.trace, session)
         if session.seq is not None:
             del self._by_seq[session.seq.seq_id]
             self._engine.free(session.seq)
@@ -178,6 +181,9 @@ class Verifier:
         output = self._engine.step()
         if output is None:
             return
+        for seq in output.preempted:
+            if (trace := self._by_seq[seq.seq_id].trace) is not None:
+                trace.add(num_preemptions=1)
         candidates = self._candidates(output, chosen, started_s)
         decisions = decide(candidates, output.logits, self._sampler)
         elapsed_s = time.monotonic() - started_s
@@ -241,6 +247,8 @@ class Verifier:
         session.tree.num_stale = session.tree.draft_us = 0
         decided_at_s = time.monotonic()
         self._recorder.verdict(session, verdict, num_stale, decided_at_s)
+        if session.trace is not None:
+            trace_verdict(session.trace, verdict)
         session.last_verdict_at_s = decided_at_s
         session.has_decided = True
         session.sent.append(verdict)
@@ -251,7 +259,7 @@ class Verifier:
         self._engine.finalize(seq, len(seq.token_ids))
         session.history.append(walk.token_ids)
         if walk.finish_reason:
-            self._worker.end(session)
+            self._worker.end(session, pb.FinishReason.Name(walk.finish_reason).removeprefix("FINISH_REASON_").lower())
             return
         seq.prompt_logits = False
         self._update_pause(session)

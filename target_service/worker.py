@@ -13,7 +13,7 @@ from specdec.worker.loop import Wire
 from target_service.metrics import TargetRecorder
 from target_service.verifier import Verifier
 
-_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
+_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult, "verify session", "decode")
 
 
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:

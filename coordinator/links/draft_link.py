@@ -49,7 +49,8 @@ class DraftLink(ReplicaLink):
         session.draft = self
         session.draft_epoch += 1
         self.sessions[session.session_id] = session
-        body = session.open_body()
+        traceparent = session.request.trace.session_opened(self.role, session, self.address, session.draft_epoch)
+        body = session.open_body(traceparent)
         if session.target is not None:
             body.target = session.target.address
         self._queue(self._entry(session, open=body))
@@ -62,6 +63,7 @@ class DraftLink(ReplicaLink):
         """End a session."""
         self.sessions.pop(session.session_id, None)
         session.draft = None
+        session.request.trace.session_closed(self.role, session, self.address, reason)
         self._queue(self._entry(session, close=pb.CloseSession(reason=reason)))
         self._events.on_closed(self, session, reason)
 

@@ -46,7 +46,8 @@ class TargetLink(ReplicaLink):
         session.target_epoch += 1
         session.was_relayed = False
         self.sessions[session.session_id] = session
-        self._queue(self._entry(session, open=session.open_body()))
+        traceparent = session.request.trace.session_opened(self.role, session, self.address, session.target_epoch)
+        self._queue(self._entry(session, open=session.open_body(traceparent)))
 
     def relay(self, session: Session, proposal: bytes) -> None:
         """Pass on an encoded Proposal."""
@@ -61,11 +62,13 @@ class TargetLink(ReplicaLink):
     def close(self, session: Session, reason: str) -> None:
         """End a session."""
         self.sessions.pop(session.session_id, None)
+        session.request.trace.session_closed(self.role, session, self.address, reason)
         self._queue(self._entry(session, close=pb.CloseSession(reason=reason)))
         self._events.on_closed(self, session, reason)
 
     def release(self, session: Session) -> None:
         """Give a session up to another target; what this one still holds of it is freed."""
+        session.request.trace.session_closed(self.role, session, self.address, "replaced")
         if self.sessions.pop(session.session_id, None) is not None:
             self._queue(self._entry(session, close=pb.CloseSession(reason="replaced")))
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 import structlog
@@ -21,6 +22,7 @@ from specdec.rpc.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, 
 from specdec.rpc.frame_writer import FrameWriter
 from specdec.rpc.frames import EnginePort
 from specdec.rpc.settings import ReplicaServiceSettings
+from specdec.store.settings import StoreSettings
 from specdec.v1 import common_pb2
 
 __all__ = ["EnginePort", "EngineProcess", "StreamSink"]
@@ -29,6 +31,8 @@ _RECEIVE_BYTES = 256 * 1024
 # Requests kept for an engine that is in a long step; senders wait above it.
 _HIGH_WATER_BYTES = 8 * 1024 * 1024
 _EXIT_AFTER_CLOSE_S = 5.0
+# An engine uses neither the store nor the collector, and gets no secrets.
+_NOT_FOR_ENGINES = {*StoreSettings.model_fields, "otlp_headers"}
 _log = structlog.get_logger(__name__)
 
 
@@ -84,6 +88,8 @@ class EngineProcess:
         self.info: common_pb2.GetReplicaInfoResponse | None = None
         """What it serves, with the latest load; None before it is ready."""
         self.tokenizer_config = ""
+        self.on_session_span: Callable[[bytes], None] = lambda encoded: None
+        """Called with the encoded SessionSpan of a traced session that has ended; must not block."""
 
     @property
     def is_ready(self) -> bool:
@@ -179,7 +185,7 @@ class EngineProcess:
         launch: Launch = {
             "entry": self._entry,
             "settings_class": f"{cls.__module__}:{cls.__qualname__}",
-            "settings": self._settings.model_dump_json(),
+            "settings": self._settings.model_dump_json(exclude=_NOT_FOR_ENGINES),
             "socket_fd": socket_fd,
             "parent_pid": os.getpid(),
             "cores": None if self._cores is None else sorted(self._cores),
@@ -272,6 +278,8 @@ class EngineProcess:
                 self.fatal_reason = frame.payload.decode(errors="replace")
             case FrameKind.DRAINED:
                 self._drained.set()
+            case FrameKind.SESSION_SPAN:
+                self.on_session_span(frame.payload)
             case _:
                 _log.warning("unexpected_frame", kind=frame.kind.name)
 

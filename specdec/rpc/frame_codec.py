@@ -44,6 +44,8 @@ class FrameKind(enum.IntEnum):
     """Engine to servicer, before READY: encoded GetTokenizerResponse (all of it, or in pieces)."""
     DRAINED = 11
     """Engine to servicer: no session is left after a DRAIN."""
+    SESSION_SPAN = 12
+    """Engine to servicer, when a traced session has ended: encoded SessionSpan."""
 
 
 class Frame(NamedTuple):

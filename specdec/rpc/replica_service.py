@@ -20,6 +20,7 @@ from specdec.rpc.server import StartupFailed, run_service
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.rpc.stream_relay import StreamRelay
 from specdec.telemetry import BuildInfo, RelayMetrics, enable_multiprocess_metrics, setup_logging
+from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2
 
 TOKENIZER_PIECE_BYTES = 1024 * 1024
@@ -56,6 +57,8 @@ class ReplicaService:
         except ValueError as error:
             raise StartupFailed(str(error)) from error
         self._engine = EngineProcess(role.engine_entry, settings, service=f"{role.name}-engine", cores=engine_cores)
+        self._tracing = Tracing(settings, role.name)
+        self._engine.on_session_span = self._tracing.record
         metrics = RelayMetrics(registry, role.name)
         self._relay = StreamRelay(self._engine, metrics, settings.stream_buffer_bytes)
 
@@ -108,8 +111,9 @@ class ReplicaService:
         self._relay.end_streams(NotReady("the replica is shutting down", reason="DRAINING"))
 
     async def stop(self) -> None:
-        """Stops the engine process."""
+        """Stops the engine process, and exports what it last told of its sessions."""
         await self._engine.stop(_ENGINE_STOP_S)
+        await self._tracing.close()
 
     async def _get_replica_info(
         self, _request: common_pb2.GetReplicaInfoRequest, _context: grpc.aio.ServicerContext

@@ -10,6 +10,7 @@ from pydantic_settings import NoDecode
 
 from specdec.rpc.affinity import parse_cores
 from specdec.store.settings import StoreSettings
+from specdec.telemetry.tracing_settings import TracingSettings
 
 
 def _check_cores(value: str) -> str:
@@ -43,7 +44,7 @@ class WireSettings(BaseModel):
     keepalive_timeout_s: float = Field(default=5.0, ge=0.1, description="A peer that owes a ping this long is gone.")
 
 
-class ServiceSettings(WireSettings, StoreSettings):
+class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
     """What every service has. Invalid values raise pydantic.ValidationError, which names the setting."""
 
     host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")

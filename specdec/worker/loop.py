@@ -20,6 +20,7 @@ from specdec.rpc.frames import EnginePort, Frame, FrameKind, PeerGone
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, stream_status
 from specdec.worker.sessions import Owner, Session, SessionTable, StaleLease
+from specdec.worker.trace import SessionTrace
 
 _LOAD_INTERVAL_S = 0.25
 _MAX_PENDING_BYTES = 32 * 2**20
@@ -66,6 +67,9 @@ class Wire:
     request: type[Any]
     response: type[Any]
     result: type[Any]
+    span_name: str = "session"
+    """Of a session that is traced, and of its last phase, after queue and prefill."""
+    last_phase: str = "decode"
 
 
 Emit = Callable[..., None]
@@ -81,8 +85,12 @@ class EngineWorker:
         info: pb.GetReplicaInfoResponse,
         session_ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        traces: bool = False,
     ) -> None:
+        """`traces`: whether the servicer wants to know of sessions that are traced."""
         self.port = port
+        self._traces = traces
         self._clock = clock
         self.sessions = SessionTable(session_ttl_s)
         self._wire = wire
@@ -102,16 +110,20 @@ class EngineWorker:
             result = self._wire.result(session_id=session.session_id, epoch=session.epoch, **body)
             self._outbox[session.owner.stream_id].append(result)
 
-    def end(self, session: Session) -> None:
-        """Close a session from this side."""
+    def end(self, session: Session, reason: str = "closed") -> None:
+        """Close a session from this side; `reason` is for its trace."""
         self.sessions.remove(session)
         self.role.close(session)
+        if session.trace is not None:
+            self._tell_trace(session, session.trace, reason)
 
     def fail(self, session: Session, failure: SessionFailure) -> None:
         """End a session with an error that its owner is told."""
-        self._log.warning("session_failed", session=session.session_id, reason=failure.reason, error=str(failure))
+        self._log.warning("session_failed", **session.log_fields, reason=failure.reason, error=str(failure))
         self.emit(session, error=_session_error(failure))
-        self.end(session)
+        if session.trace is not None:
+            session.trace.attributes["error.type"] = failure.reason
+        self.end(session, "failed")
 
     def run(self) -> None:
         """Loop until told to stop. Ends quietly when the servicer is gone."""
@@ -120,14 +132,17 @@ class EngineWorker:
                 self._turn()
         except PeerGone:
             self._log.info("servicer_gone")
+        for session in list(self.sessions):
+            if session.trace is not None:
+                self._tell_trace(session, session.trace, "shutdown")
 
     def _turn(self) -> None:
         for frame in self.port.poll(0):
             self._handle(frame)
         now_s = self._clock()
         for session in self.sessions.expired(now_s):
-            self._log.info("session_expired", session=session.session_id)
-            self.end(session)
+            self._log.info("session_expired", **session.log_fields)
+            self.end(session, "expired")
         for session in self.sessions.overdue(now_s):
             message = "the request's deadline has passed, and the session was not closed"
             self.fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
@@ -223,7 +238,7 @@ class EngineWorker:
             self._abort(former, code_pb2.ABORTED, "OWNER_REPLACED", "the owner attached on another stream")
         listed = {s.session_id: s for s in attach.sessions}
         for session in [s for s in owner.sessions.values() if not _is_same(s, listed.get(s.session_id))]:
-            self.end(session)
+            self.end(session, "not attached again")
         unknown = [session_id for session_id in listed if session_id not in owner.sessions]
         self._attached[stream_id] = pb.Attached(identity=self._info.identity, unknown_session_ids=unknown)
         self._log.info("attached", owner=owner.owner_id, sessions=len(owner.sessions), unknown=len(unknown))
@@ -241,7 +256,7 @@ class EngineWorker:
         if kind is None or session is None or session.owner is not owner or session.epoch != entry.epoch:
             return
         if kind == "close":
-            self.end(session)
+            self.end(session, entry.close.reason)
             return
         try:
             self.role.entry(session, kind, getattr(entry, kind))
@@ -261,6 +276,8 @@ class EngineWorker:
         session.lease_generation = entry.open.lease_generation
         if entry.open.HasField("deadline_ms"):
             session.deadline_s = self._clock() + entry.open.deadline_ms / 1000
+        if self._traces and entry.open.traceparent:
+            session.trace = SessionTrace.begin(entry.open.traceparent)
         self.sessions.add(session)
         self.emit(session, opened=pb.SessionOpened(position=self.role.position(session)))
 
@@ -278,11 +295,25 @@ class EngineWorker:
         if is_same_owner and entry.epoch <= current.epoch:
             return False
         if is_same_owner:
-            self.end(current)
+            self.end(current, "reopened")
         else:
             message = f"taken over under lease generation {generation}"
             self.fail(current, SessionFailure(code_pb2.ABORTED, "SESSION_TAKEN_OVER", message))
         return True
+
+    def _tell_trace(self, session: Session, trace: SessionTrace, reason: str) -> None:
+        trace.attributes.update(
+            {
+                "gen_ai.request.model": self._info.identity.name,
+                "specdec.session_id": session.session_id,
+                "specdec.epoch": session.epoch,
+                "specdec.device": self._info.identity.device,
+                "specdec.numerics_id": self._info.identity.numerics_id,
+                "specdec.end_reason": reason,
+            }
+        )
+        told = trace.encode(self._wire.span_name, self._wire.last_phase)
+        self.port.send(FrameKind.SESSION_SPAN, payload=told)
 
     def _abort(self, stream_id: int, code: int, reason: str, message: str) -> None:
         self._outbox.pop(stream_id, None)

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from specdec.worker.trace import SessionTrace
+
 DEADLINE_GRACE_S = 1.0
 """How long past its deadline a session is left to its owner."""
 
@@ -35,6 +37,14 @@ class Session:
     """Of the request's lease; decides between owners who both claim the session."""
     deadline_s: float | None = None
     """When its request must have ended, on the worker's clock; None: there is no deadline."""
+    trace: SessionTrace | None = None
+    """Set while the session is traced."""
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What log lines about it carry."""
+        trace = {} if self.trace is None else self.trace.log_fields
+        return {"session": self.session_id, **trace}
 
 
 @dataclass(slots=True, eq=False)

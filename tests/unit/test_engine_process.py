@@ -46,6 +46,12 @@ async def engine(load: str = "ready", **settings: Any) -> AsyncIterator[EnginePr
         await process.stop(5.0)
 
 
+async def test_settings_with_secrets_reach_the_engine_without_them() -> None:
+    secrets = {"redis_url": "redis://:pw@127.0.0.1:1/0", "redis_username": "u", "otlp_headers": "x-key=k"}
+    async with engine(otlp_endpoint="http://127.0.0.1:1", **secrets) as process:
+        assert (await process.wait_ready()).identity.name == "echo"
+
+
 async def test_engine_tells_what_it_serves_and_echoes() -> None:
     async with engine() as process:
         info = await process.wait_ready()

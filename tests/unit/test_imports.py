@@ -45,7 +45,11 @@ def offences(package: str, *forbidden: str) -> list[str]:
 
 
 def tensor_libraries_loaded_by(module: str) -> str:
-    program = f"import sys, {module}; print(*sorted({set(TENSORS)!r} & set(sys.modules)))"
+    return libraries_loaded_by(module, TENSORS)
+
+
+def libraries_loaded_by(module: str, libraries: tuple[str, ...]) -> str:
+    program = f"import sys, {module}; print(*sorted({set(libraries)!r} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     return run.stdout.strip()
@@ -91,6 +95,16 @@ def test_the_coordinators_side_loads_no_tensors(module: str) -> None:
 def test_servicer_processes_load_no_tensors(service: str) -> None:
     """Only the engine process does: the servicer starts fast and stays small."""
     assert tensor_libraries_loaded_by(f"{service}.__main__") == ""
+
+
+@pytest.mark.parametrize("module", ["target_service.worker", "draft_service.worker"])
+def test_engine_processes_load_no_exporter(module: str) -> None:
+    """Its thread would slow every step; the servicer exports for them."""
+    assert libraries_loaded_by(module, ("opentelemetry.exporter", "grpc")) == ""
+
+
+def test_the_exporter_is_loaded_only_where_tracing_is_on() -> None:
+    assert libraries_loaded_by("coordinator.__main__", ("opentelemetry.exporter",)) == ""
 
 
 def test_the_engine_knows_neither_role() -> None:

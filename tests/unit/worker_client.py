@@ -8,7 +8,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from specdec.rpc.frames import Frame, FrameKind
 from specdec.v1 import common_pb2 as pb
-from specdec.v1 import draft_pb2, target_pb2
+from specdec.v1 import draft_pb2, target_pb2, trace_pb2
 from specdec.worker.loop import EngineWorker
 from tests.unit.local_pair import DRAFT_WIRE, TARGET_WIRE, ListPort, LocalPair
 
@@ -40,6 +40,7 @@ class WorkerClient:
         self.attached: list[pb.Attached] = []
         self.aborts: dict[int, status_pb2.Status] = {}
         self.kinds: list[FrameKind] = []
+        self.spans: list[trace_pb2.SessionSpan] = []
         self.port.inbox.clear()
         self.port.outbox.clear()
 
@@ -70,6 +71,8 @@ class WorkerClient:
             self.kinds.append(frame.kind)
             if frame.kind is FrameKind.STREAM_ABORT:
                 self.aborts[frame.stream_id] = status_pb2.Status.FromString(frame.payload)
+            elif frame.kind is FrameKind.SESSION_SPAN:
+                self.spans.append(trace_pb2.SessionSpan.FromString(frame.payload))
             elif frame.kind is FrameKind.MESSAGE:
                 response = self.wire.response.FromString(frame.payload)
                 if response.HasField("attached"):

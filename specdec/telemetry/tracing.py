@@ -1,0 +1,112 @@
+"""Traces: a service's tracer, and the way of its spans to a collector.
+
+Spans are queued by whoever ends them and exported by a thread of their own, so neither a slow nor an absent collector
+holds anything up; what the queue cannot take is dropped. Only servicers and coordinators have one: an engine process
+sends what it knows of a session to its servicer (`specdec.worker.trace`), which turns it into spans.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import structlog
+from google.protobuf.message import DecodeError
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from specdec.telemetry.tracing_settings import TracingSettings
+from specdec.v1 import trace_pb2
+
+if TYPE_CHECKING:
+    from specdec.telemetry.otlp import Pipeline
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""Metadata of a call that names the trace it belongs to (W3C Trace Context)."""
+_CANCEL_S = 1.0
+_log = structlog.get_logger(__name__)
+
+
+class Tracing:
+    """A service's tracing, from its start to its stop. Off (no thread, no exporter) without `otlp_endpoint`."""
+
+    def __init__(self, settings: TracingSettings, service: str, sample_ratio: float = 1.0) -> None:
+        """Start it.
+
+        Args:
+            service: coordinator, target or draft; exported as service.name specdec-<service>.
+            sample_ratio: share of traces recorded of those that begin here; others are decided by who began them.
+        """
+        self._pipeline: Pipeline | None = None
+        self.tracer: Tracer = NoOpTracer()
+        self._propagator = TraceContextTextMapPropagator()
+        if settings.otlp_endpoint is not None:
+            from specdec.telemetry.otlp import Pipeline  # the SDK is loaded only where it is used
+
+            self._pipeline = Pipeline(settings, service, sample_ratio)
+            self.tracer = self._pipeline.tracer
+            _log.info("tracing", endpoint=settings.otlp_endpoint, sample_ratio=sample_ratio)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether spans are exported."""
+        return self._pipeline is not None
+
+    def parent(self, headers: Mapping[str, str]) -> Context:
+        """The context that W3C headers name; an empty one when they name none, do not parse, or tracing is off."""
+        return self._propagator.extract(headers, Context()) if self.is_on else Context()
+
+    def record(self, encoded: bytes) -> None:
+        """Export an encoded SessionSpan; one that does not parse is logged and dropped."""
+        if not self.is_on:
+            return
+        try:
+            session = trace_pb2.SessionSpan.FromString(encoded)
+        except DecodeError as error:
+            _log.warning("bad_session_span", error=str(error))
+            return
+        self._record(session.span, self.parent({"traceparent": session.traceparent}), SpanKind.SERVER)
+
+    def _record(self, told: trace_pb2.Span, parent: Context, kind: SpanKind) -> None:
+        attributes = {fact.key: getattr(fact, fact.WhichOneof("value") or "text") for fact in told.attributes}
+        span = self.tracer.start_span(told.name, parent, kind, attributes, start_time=told.start_unix_ns)
+        context = set_span_in_context(span, parent)
+        for child in told.children:
+            self._record(child, context, SpanKind.INTERNAL)
+        span.end(told.end_unix_ns)
+
+    async def close(self, timeout_s: float = 2.0) -> None:
+        """Export what is queued, for at most `timeout_s`, and stop; what is left is dropped.
+
+        Returns within about a second more than that even if the collector hangs.
+        """
+        if self._pipeline is None:
+            return
+        pipeline, self._pipeline = self._pipeline, None
+        self.tracer = NoOpTracer()
+        flush = threading.Thread(target=pipeline.flush_and_stop, name="otlp-flush", daemon=True)
+        flush.start()
+        await asyncio.to_thread(flush.join, timeout_s)
+        if flush.is_alive():
+            _log.warning("traces_dropped", timeout_s=timeout_s, reason="the collector did not take them in time")
+            pipeline.cancel()
+            await asyncio.to_thread(flush.join, _CANCEL_S)
+
+
+def traceparent_of(span: Span) -> str:
+    """W3C traceparent of a recorded span; empty for one that is not recorded."""
+    context = span.get_span_context()
+    if not context.is_valid or not context.trace_flags.sampled:
+        return ""
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+
+
+def log_fields(span: Span) -> dict[str, str]:
+    """What log lines about a span carry; nothing when tracing is off."""
+    context = span.get_span_context()
+    if not context.is_valid:
+        return {}
+    return {"trace_id": f"{context.trace_id:032x}", "span_id": f"{context.span_id:016x}"}

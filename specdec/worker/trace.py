@@ -1,0 +1,97 @@
+"""What an engine process notes of a traced session, to be told to its servicer once, when the session ends.
+
+The engine has no tracer and no exporter: a thread beside the steps would slow them. A session that is not traced has
+no `SessionTrace`, and costs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+
+from specdec.v1 import trace_pb2
+
+Value = str | int | float | bool
+_TRACEPARENT = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
+_SAMPLED = 1
+
+
+@dataclass(slots=True)
+class SessionTrace:
+    """Times and sums of one opening of a session. Times are of time.monotonic.
+
+    Attributes:
+        traceparent: W3C context of the span that the session's hangs below.
+        first_step_at_s: when the first step that it was part of began; the session was queued until then.
+        prefilled_at_s: when its prompt was computed.
+        attributes: facts, by name.
+    """
+
+    traceparent: str
+    opened_at_s: float = field(default_factory=time.monotonic)
+    first_step_at_s: float | None = None
+    prefilled_at_s: float | None = None
+    attributes: dict[str, Value] = field(default_factory=dict)
+
+    @classmethod
+    def begin(cls, traceparent: str) -> SessionTrace | None:
+        """The trace of a session that opens now; None unless `traceparent` is valid and sampled."""
+        match = _TRACEPARENT.fullmatch(traceparent)
+        return cls(traceparent) if match is not None and int(match[3], 16) & _SAMPLED else None
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """What log lines about the session carry."""
+        _, trace_id, span_id, _ = self.traceparent.split("-")
+        return {"trace_id": trace_id, "span_id": span_id}
+
+    def add(self, **amounts: int | float) -> None:
+        """Add to sums named specdec.<keyword>."""
+        attributes = self.attributes
+        for name, amount in amounts.items():
+            key = f"specdec.{name}"
+            attributes[key] = attributes.get(key, 0) + amount  # type: ignore[operator]
+
+    def stepped(self, began_at_s: float) -> None:
+        """A step that the session was part of is over."""
+        if self.first_step_at_s is None:
+            self.first_step_at_s = began_at_s
+
+    def prefilled(self) -> None:
+        """The prompt is computed; only the first call counts."""
+        if self.prefilled_at_s is None:
+            self.prefilled_at_s = time.monotonic()
+
+    def encode(self, name: str, last_phase: str) -> bytes:
+        """The session as an encoded SessionSpan that ends now, with its phases: queue, prefill, `last_phase`."""
+        now_s = time.monotonic()
+        epoch_ns = time.time_ns() - int(now_s * 1e9)
+        told = trace_pb2.SessionSpan(traceparent=self.traceparent)
+        told.span.name = name
+        for key, value in self.attributes.items():
+            told.span.attributes.append(_attribute(key, value))
+        bounds = [self.opened_at_s, self.first_step_at_s, self.prefilled_at_s, now_s]
+        _set_times(told.span, self.opened_at_s, now_s, epoch_ns)
+        for phase, start_s, end_s in zip(("queue", "prefill", last_phase), bounds, bounds[1:], strict=False):
+            if start_s is None:
+                break
+            _set_times(told.span.children.add(name=phase), start_s, now_s if end_s is None else end_s, epoch_ns)
+        return told.SerializeToString()
+
+
+def _set_times(span: trace_pb2.Span, start_s: float, end_s: float, epoch_ns: int) -> None:
+    span.start_unix_ns = epoch_ns + int(start_s * 1e9)
+    span.end_unix_ns = epoch_ns + int(end_s * 1e9)
+
+
+def _attribute(key: str, value: Value) -> trace_pb2.SpanAttribute:
+    match value:
+        case bool():
+            return trace_pb2.SpanAttribute(key=key, flag=value)
+        case int():
+            return trace_pb2.SpanAttribute(key=key, integer=value)
+        case float():
+            return trace_pb2.SpanAttribute(key=key, number=value)
+        case _:
+            return trace_pb2.SpanAttribute(key=key, text=value)
