@@ -128,7 +128,14 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         "with redis_url those in its registry too, so there may be none.",
     )
     drafts: Addresses = Field(default=(), description="Draft replicas, written alike; none: plain decoding.")
-    discovery_s: float = Field(default=5.0, gt=0, description="How often names in dns:/// entries are looked up.")
+    discovery_s: float = Field(
+        default=5.0, gt=0, description="How often names in dns:/// entries, and the registry in Redis, are looked up."
+    )
+    prefix_ttl_s: float = Field(
+        default=600.0,
+        ge=1,
+        description="How long other coordinators know through Redis that a target caches a prefix.",
+    )
     tokenizer: Path | None = Field(
         default=None, description="Directory with tokenizer.json; null: fetched from a target."
     )
@@ -196,6 +203,15 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         description="Key of resume tokens, one for all coordinators; null: random, of this process only.",
     )
 
+    journal_lease_s: float = Field(
+        default=10.0,
+        ge=1,
+        description="A running request stays this coordinator's for so long when nothing is heard of it; its id is "
+        "taken for others till then. Only a resume takes it over sooner.",
+    )
+    journal_keep_s: float = Field(
+        default=300.0, ge=0, description="How long the journal of a request is kept after its end."
+    )
     trace_sample_ratio: float = Field(
         default=1.0,
         ge=0,

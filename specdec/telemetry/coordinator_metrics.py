@@ -7,6 +7,10 @@ from prometheus_client import CollectorRegistry
 from specdec.telemetry.registry import COARSE_S, FINE_S, MetricGroup
 
 _DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
+_OPERATION = {
+    "operation": "begin, append, renew, end, load (journal), take_tokens (quotas), announce, withdraw, replicas "
+    "(registry), add_prefixes, prefix_holders, ping"
+}
 _ROLE = {"role": "target, draft"}
 
 
@@ -21,6 +25,7 @@ class CoordinatorMetrics(MetricGroup):
         self._make_latency_metrics()
         self._make_speculation_metrics()
         self._make_fleet_metrics()
+        self._make_store_metrics()
 
     def _make_request_metrics(self) -> None:
         self.requests = self._counter(
@@ -168,14 +173,39 @@ class CoordinatorMetrics(MetricGroup):
             },
             promql='min by (role) (sum by (role, instance) ($replicas{state="ready"}))',
         )
+
+    def _make_store_metrics(self) -> None:
         self.journal_seconds = self._histogram(
             "journal_seconds",
-            "Time of one write to a journal outside the process; without one, nothing is observed.",
+            "Time of one journal operation in Redis; without Redis nothing is observed.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($journal_seconds_bucket[5m])))",
         )
         self.journal_errors = self._counter(
             "journal_errors_total",
-            "Writes to the journal that failed.",
+            "Journal operations that Redis failed or did not answer in time; few are tried while it is left alone.",
             promql="sum(rate($journal_errors_total[5m]))",
+        )
+        self.unjournalled = self._gauge(
+            "requests_unjournalled",
+            "Requests that wait or run, and are not in the journal because Redis fails.",
+            promql="sum($requests_unjournalled)",
+        )
+        self.store_up = self._gauge(
+            "store_up",
+            "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
+            promql="min($store_up)",
+        )
+        self.store_operation_seconds = self._histogram(
+            "store_operation_seconds",
+            "Time of one operation in Redis; without Redis nothing is observed.",
+            FINE_S,
+            _OPERATION,
+            promql="histogram_quantile(0.95, sum by (le, operation) (rate($store_operation_seconds_bucket[5m])))",
+        )
+        self.store_errors = self._counter(
+            "store_errors_total",
+            "Operations that Redis failed or did not answer in time; few are tried while it is left alone.",
+            _OPERATION,
+            promql="sum by (operation) (rate($store_errors_total[5m]))",
         )

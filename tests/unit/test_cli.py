@@ -251,7 +251,17 @@ def test_a_bad_file_is_refused(command: Command, tmp_path: Path, content: str) -
 def test_models_shows_what_is_loaded_where(command: Command) -> None:
     result = command("models")
     assert result.exit_code == 0, result.stderr
-    for text in ("big", "15.8M", "127.0.0.1:50052", "ready", "down", "[refused]", "coupled"):
+    for text in (
+        "big",
+        "15.8M",
+        "127.0.0.1:50052",
+        "ready",
+        "down",
+        "[refused]",
+        "coupled",
+        "10.0.0.9:50051",
+        "degraded: Redis does not answer [or hangs]",
+    ):
         assert text in result.stdout
 
 
