@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _serve(settings: CoordinatorSettings) -> int:
     registry = CollectorRegistry()
     BuildInfo(registry, "coordinator")
-    return await run_service(CoordinatorService(settings, registry), settings, registry=registry)
+    service = CoordinatorService(settings, registry)
+    return await run_service(service, settings, registry=registry, announcer=service.announcer)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from prometheus_client import Counter
 
 from coordinator.admission import AdmissionQueue
-from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.links.link_events import LinkState
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions import Request, Session
 from specdec.store.guarded import OperationObserver, StateObserver
 from specdec.telemetry import CoordinatorMetrics

@@ -128,7 +128,14 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         "with redis_url those in its registry too, so there may be none.",
     )
     drafts: Addresses = Field(default=(), description="Draft replicas, written alike; none: plain decoding.")
-    discovery_s: float = Field(default=5.0, gt=0, description="How often names in dns:/// entries are looked up.")
+    discovery_s: float = Field(
+        default=5.0, gt=0, description="How often names in dns:/// entries, and the registry in Redis, are looked up."
+    )
+    prefix_ttl_s: float = Field(
+        default=600.0,
+        ge=1,
+        description="How long other coordinators know through Redis that a target caches a prefix.",
+    )
     tokenizer: Path | None = Field(
         default=None, description="Directory with tokenizer.json; null: fetched from a target."
     )

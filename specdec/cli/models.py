@@ -35,6 +35,8 @@ def models(
         return
     output.print(tables.model_table(info))
     output.print(tables.replicas_table(status))
+    if status.coordinators:
+        output.print(tables.coordinators_table(status))
     if details := tables.replica_details(status):
         output.print(details)
     output.print(

@@ -4,13 +4,17 @@ listening    gRPC, health (NOT_SERVING), reflection and /metrics answer; calls g
 ready        Service.start returned (for a replica: the model is loaded and warmed); health is SERVING
 draining     SIGTERM or SIGINT: health is NOT_SERVING, Service.drain lets running work end
 stopped      open calls are cut off after a grace period; a second signal comes straight here
+
+With a shared store the process is registered there meanwhile, as loading, ready and draining.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
+import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Protocol
 from wsgiref.simple_server import WSGIServer
@@ -26,6 +30,7 @@ from specdec.rpc.channel import wire_options
 from specdec.rpc.error_interceptor import ErrorInterceptor
 from specdec.rpc.settings import ServiceSettings
 from specdec.rpc.tls import ClientNameInterceptor, TlsFiles, TlsFilesBroken, follow_files, server_credentials
+from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.telemetry import scrape_registry
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
@@ -87,11 +92,17 @@ def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
     return server, _bind(server, settings)
 
 
-async def run_service(service: Service, settings: ServiceSettings, *, registry: CollectorRegistry | None = None) -> int:
+async def run_service(
+    service: Service,
+    settings: ServiceSettings,
+    *,
+    registry: CollectorRegistry | None = None,
+    announcer: Announcer | None = None,
+) -> int:
     """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
 
-    `registry` is what /metrics shows when metrics are not in multiprocess mode. Logs `listening` with the
-    ports and `ready` once health is SERVING.
+    `registry` is what /metrics shows when metrics are not in multiprocess mode. `announcer` registers the process
+    from listening to stopped. Logs `listening` with the ports and `ready` once health is SERVING.
     """
     stopping = asyncio.Event()
     aborting = asyncio.Event()
@@ -100,7 +111,7 @@ async def run_service(service: Service, settings: ServiceSettings, *, registry: 
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(service.stop)
             server, port = build_server(settings)
-            readiness = _Readiness(service.grpc_names)
+            readiness = _Readiness(service.grpc_names, announcer)
             await readiness.register(server)
             service.register(server)
             if settings.reflection:
@@ -115,6 +126,9 @@ async def run_service(service: Service, settings: ServiceSettings, *, registry: 
                 "listening", host=settings.host, port=port, metrics_port=metrics_port,
                 health_port=health_port, tls=settings.tls_cert_file is not None, version=__version__,
             )  # fmt: skip
+            if announcer is not None:
+                announcer.start(advertised_address(settings, port))
+                stack.push_async_callback(announcer.stop)
             exit_code = await _serve(service, readiness, failure, stopping)
             await readiness.shut_down()
             if exit_code == 0:
@@ -129,11 +143,23 @@ async def run_service(service: Service, settings: ServiceSettings, *, registry: 
         failure.cancel()
 
 
-class _Readiness:
-    """Health of all gRPC services of a process, and of the empty name, together."""
+def advertised_address(settings: ServiceSettings, port: int) -> str:
+    """host:port under which others reach a process that listens on `port`."""
+    if settings.advertise_address is not None:
+        return settings.advertise_address
+    try:
+        is_wildcard = ipaddress.ip_address(settings.host.strip("[]")).is_unspecified
+    except ValueError:
+        is_wildcard = False
+    return f"{socket.gethostname() if is_wildcard else settings.host}:{port}"
 
-    def __init__(self, names: Sequence[str]) -> None:
+
+class _Readiness:
+    """What others are told: health of all gRPC services of a process and of the empty name, and its registration."""
+
+    def __init__(self, names: Sequence[str], announcer: Announcer | None = None) -> None:
         self._names = ("", *names)
+        self._announcer = announcer
         self._servicers: list[health.aio.HealthServicer] = []
         self._status: int = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -145,14 +171,20 @@ class _Readiness:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 
     async def set_serving(self) -> None:
+        self._announce(AnnouncedState.READY)
         self._status = health_pb2.HealthCheckResponse.SERVING
         for servicer in self._servicers:
             for name in self._names:
                 await servicer.set(name, self._status)
 
     async def shut_down(self) -> None:
+        self._announce(AnnouncedState.DRAINING)
         for servicer in self._servicers:
             await servicer.enter_graceful_shutdown()
+
+    def _announce(self, state: AnnouncedState) -> None:
+        if self._announcer is not None:
+            self._announcer.set_state(state)
 
 
 async def _serve(service: Service, readiness: _Readiness, failure: asyncio.Task[str], stopping: asyncio.Event) -> int:

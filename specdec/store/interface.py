@@ -152,7 +152,7 @@ class Store(Protocol):
         ...
 
     async def add_prefixes(self, replica: str, digests: Sequence[bytes], ttl_s: float) -> None:
-        """Remember for `ttl_s` that a replica (by address) caches the blocks with these digests."""
+        """Remember for `ttl_s` that a replica caches the blocks with these digests; `replica` is any name for it."""
         ...
 
     async def prefix_holders(self, digests: Sequence[bytes]) -> list[frozenset[str]]:

@@ -292,7 +292,7 @@ class DraftMetrics(_EngineMetrics):
 
 
 class RelayMetrics(MetricGroup):
-    """The servicer process of a target or draft: its streams."""
+    """The servicer process of a target or draft: its streams, and its registration."""
 
     def __init__(self, registry: CollectorRegistry, service: str) -> None:
         self._prefix = service
@@ -317,4 +317,15 @@ class RelayMetrics(MetricGroup):
             "Bytes relayed.",
             _DIRECTION,
             promql="sum by (direction) (rate($message_bytes_total[5m]))",
+        )
+        self.store_up = self._gauge(
+            "store_up",
+            "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
+            promql="min($store_up)",
+        )
+        self.store_up.set(1)
+        self.announce_failures = self._counter(
+            "announce_failures_total",
+            "Renewals of the registration in Redis that failed.",
+            promql="sum by (instance) (increase($announce_failures_total[5m]))",
         )

@@ -237,7 +237,9 @@ class EngineWorker:
         for session in [s for s in owner.sessions.values() if not _is_same(s, listed.get(s.session_id))]:
             self.end(session, "not attached again")
         unknown = [session_id for session_id in listed if session_id not in owner.sessions]
-        self._attached[stream_id] = pb.Attached(identity=self._info.identity, unknown_session_ids=unknown)
+        self._attached[stream_id] = pb.Attached(
+            identity=self._info.identity, unknown_session_ids=unknown, instance_id=self._info.instance_id
+        )
         self._log.info("attached", owner=owner.owner_id, sessions=len(owner.sessions), unknown=len(unknown))
         for session in list(owner.sessions.values()):
             self.role.set_orphaned(session, False)

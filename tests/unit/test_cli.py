@@ -248,6 +248,7 @@ def test_models_shows_what_is_loaded_where(command: Command) -> None:
         "down",
         "[refused]",
         "coupled",
+        "10.0.0.9:50051",
         "degraded: Redis does not answer [or hangs]",
     ):
         assert text in result.stdout
