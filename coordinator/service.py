@@ -42,10 +42,10 @@ from specdec import __version__
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import check_client_tls, open_channel
 from specdec.rpc.errors import NotReady
-from specdec.rpc.server import StartupFailed
+from specdec.rpc.server import StartupFailed, run_service
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
-from specdec.telemetry import CoordinatorMetrics
+from specdec.telemetry import BuildInfo, CoordinatorMetrics
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2 as pb
 
@@ -96,6 +96,7 @@ class CoordinatorService:
             self.limits,
             _MODES[settings.verify_mode],
             Authenticator(self._api_keys, self._default_allowance()),
+            self._owner_id,
             self.degraded,
             self.registry_view,
         )
@@ -112,6 +113,7 @@ class CoordinatorService:
             self._shared_quotas.start()
         self._connect()
         await self.fleet.wait_served()
+        self._observer.metrics.processes.set(1)
 
     async def wait_failed(self) -> str:
         """Links never give up, so the coordinator fails only when one of their tasks does."""
@@ -121,6 +123,7 @@ class CoordinatorService:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and let running ones end; those left over can be resumed elsewhere."""
         self._generator.is_draining = True
+        self._observer.metrics.processes.set(0)
         ends_s = time.monotonic() + timeout_s
         while self._sessions.requests and time.monotonic() < ends_s:
             await self._sessions.wait_ended(ends_s - time.monotonic())
@@ -280,3 +283,23 @@ class CoordinatorService:
             target_timeout_s=settings.target_timeout_s,
             tracer=RequestTracer(self._tracing, settings.trace_content),
         )
+
+
+async def run_coordinator(
+    settings: CoordinatorSettings, *, shares_port: bool = False, on_serving: Callable[[], None] | None = None
+) -> int:
+    """Run a coordinator in this process until a signal or a failure ends it; returns the exit code.
+
+    See `specdec.rpc.server.run_service` for the arguments.
+    """
+    registry = CollectorRegistry()
+    BuildInfo(registry, "coordinator")
+    service = CoordinatorService(settings, registry)
+    return await run_service(
+        service,
+        settings,
+        registry=registry,
+        announcer=service.announcer,
+        shares_port=shares_port,
+        on_serving=on_serving,
+    )

@@ -51,6 +51,7 @@ class CoordinatorServicer:
         limits_of: Callable[[pb.ModelIdentity], Limits],
         default_mode: pb.VerifyMode.ValueType,
         authenticator: Authenticator,
+        owner_id: str,
         degraded: Callable[[], list[str]],
         registry: RegistryView | None = None,
     ) -> None:
@@ -60,6 +61,7 @@ class CoordinatorServicer:
         self._limits_of = limits_of
         self._default_mode = default_mode
         self._authenticator = authenticator
+        self._owner_id = owner_id
         self._registry = registry
         self._degraded = degraded
 
@@ -161,6 +163,7 @@ class CoordinatorServicer:
             num_waiting=self._admission.num_waiting,
             max_running=self._admission.max_running,
             max_waiting=self._admission.max_waiting,
+            owner_id=self._owner_id,
             degraded=self._degraded(),
         )
 

@@ -166,12 +166,16 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.replicas = self._gauge(
             "replicas",
-            "Replicas, by role and state.",
+            "Replicas, by role and state; of several processes the one that sees the most in this state.",
             {
                 **_ROLE,
                 "state": "connecting, ready, draining, ejected, probation, incompatible, down",
             },
             promql='min by (role) (sum by (role, instance) ($replicas{state="ready"}))',
+            merge="livemax",
+        )
+        self.processes = self._gauge(
+            "processes", "Processes behind the port that serve.", promql="min by (instance) ($processes)"
         )
 
     def _make_store_metrics(self) -> None:
@@ -195,6 +199,7 @@ class CoordinatorMetrics(MetricGroup):
             "store_up",
             "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
             promql="min($store_up)",
+            merge="livemin",
         )
         self.store_operation_seconds = self._histogram(
             "store_operation_seconds",
@@ -208,4 +213,18 @@ class CoordinatorMetrics(MetricGroup):
             "Operations that Redis failed or did not answer in time; few are tried while it is left alone.",
             _OPERATION,
             promql="sum by (operation) (rate($store_errors_total[5m]))",
+        )
+
+
+class SupervisorMetrics(MetricGroup):
+    """What only the process that keeps several coordinator processes running knows."""
+
+    _prefix = "coordinator"
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.process_restarts = self._counter(
+            "process_restarts_total",
+            "Coordinator processes that ended without being told to; with num_processes above 1 only.",
+            promql="sum by (instance) (increase($process_restarts_total[1h]))",
         )

@@ -58,6 +58,20 @@ def test_each_engine_has_its_own_gpu_where_there_are_two(device: str, num_gpus: 
     assert devices.plan_devices(device, num_gpus) == devices.DevicePlan(target, draft)
 
 
+@pytest.mark.parametrize(("ranks", "threads"), [(1, "4"), ("2", "2"), (8, "1"), ("two", "4")])
+def test_the_ranks_of_a_replica_share_its_threads(ranks: object, threads: str) -> None:
+    plan = LocalPlan(
+        target_model="t",
+        draft_model="d",
+        device="cpu",
+        target_settings={"tensor_parallel_size": ranks},
+        free_ports=True,
+    )
+    target, draft, _ = plan_services(plan, environment={}, cores=range(8))
+    assert target.environment["SPECDEC_TARGET_NUM_THREADS"] == threads
+    assert draft.environment["SPECDEC_DRAFT_NUM_THREADS"] == "1"
+
+
 def test_asking_for_a_gpu_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="no GPU"):
         devices.plan_devices("cuda", 0)
