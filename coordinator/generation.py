@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import structlog
 from grpc import StatusCode
@@ -16,29 +14,16 @@ from grpc import StatusCode
 from coordinator.admission import AdmissionQueue
 from coordinator.client_stream import ClientStream
 from coordinator.decode_loop import DecodeLoop
-from coordinator.fleet import Fleet, ServedModel
+from coordinator.fleet import Fleet
 from coordinator.journal import Journal
-from coordinator.journal_entry import check_params, encode_params
 from coordinator.observer import Observer
-from coordinator.prompt import PromptReader
-from coordinator.quotas import Allowance, TenantLease, TenantLimits
-from coordinator.replay import HeldChoice, held_choices, replay
-from coordinator.resume import check_resume_token, make_resume_token
+from coordinator.planning import Caller, Plan, Planner
+from coordinator.quotas import TenantLease, TenantLimits
+from coordinator.replay import replay
 from coordinator.sessions import Request, Session, SessionTable
 from coordinator.tracing import RequestTracer
-from coordinator.validation import (
-    CheckedSampling,
-    CheckedSpeculation,
-    Limits,
-    check_request_id,
-    check_sampling,
-    check_speculation,
-    resolve_max_tokens,
-)
 from specdec.rpc.errors import (
     Cancelled,
-    InvalidRequest,
-    ModelNotFound,
     NotReady,
     Overloaded,
     RequestExists,
@@ -47,44 +32,10 @@ from specdec.rpc.errors import (
 )
 from specdec.store.errors import RequestHeld, TooManyConcurrent
 from specdec.store.interface import RequestKey
-from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 Write = Callable[[api.GenerateResponse], Awaitable[None]]
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls, and how much time there is."""
-
-    tenant: str
-    deadline_s: float | None
-    """On the monotonic clock."""
-    allowance: Allowance = field(default_factory=Allowance)
-    trace_headers: Mapping[str, str] = field(default_factory=dict)
-    """W3C Trace Context, if the caller sent one."""
-
-    @property
-    def cache_salt(self) -> bytes:
-        """Keeps tenants' prefixes apart."""
-        return self.tenant.encode()
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """A checked request."""
-
-    served: ServedModel
-    prompt: list[int]
-    sampling: CheckedSampling
-    speculation: CheckedSpeculation
-    max_tokens: int
-    seed: int
-    resume_token: bytes
-    is_resume: bool
-    journal_params: bytes
-    held: list[HeldChoice]
 
 
 class Generator:
@@ -101,11 +52,9 @@ class Generator:
         decode_loop: DecodeLoop,
         journal: Journal,
         observer: Observer,
-        limits_of: Callable[[pb.ModelIdentity], Limits],
-        default_mode: pb.VerifyMode.ValueType,
+        planner: Planner,
         speculate: bool,
         target_timeout_s: float,
-        resume_secret: bytes,
         tracer: RequestTracer,
     ) -> None:
         self._owner_id = owner_id
@@ -116,11 +65,9 @@ class Generator:
         self._decode_loop = decode_loop
         self._journal = journal
         self._observer = observer
-        self._limits_of = limits_of
-        self._default_mode = default_mode
+        self._planner = planner
         self._speculate = speculate
         self._target_timeout_s = target_timeout_s
-        self._resume_secret = resume_secret
         self._tracer = tracer
         self.is_draining = False
         journal.on_taken_over = self._take_over
@@ -167,25 +114,10 @@ class Generator:
     async def _run(self, body: api.GenerateRequest, caller: Caller, request: Request, write: Write) -> None:
         if self.is_draining:
             raise NotReady("the coordinator is shutting down", reason="DRAINING")
-        served = self._fleet.require_served()
-        if body.model and body.model != served.identity.name:
-            raise ModelNotFound(f"model {body.model!r} is not served here, {served.identity.name!r} is")
-        check_request_id(body.request_id)
-        request.key = RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
-        request.priority = body.priority
-        request.cache_salt, request.deadline_s = caller.cache_salt, caller.deadline_s
-        request.model = served.identity
-        limits = self._limits_of(served.identity).within(caller.allowance)
-        sampling = check_sampling(body.sampling, limits)
-        speculation = check_speculation(body.speculation, self._default_mode)
-        with request.trace.phase("tokenize"):
-            prompt = await PromptReader(served.tokenizer, limits).read(body, sampling)
-        max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
-        request.trace.accepted(request, body, sampling, max_tokens)
-        plan = await self._plan(body, request, served, prompt, sampling, speculation, max_tokens)
+        plan = await self._planner.plan(body, request, caller)
         self._register(request, plan.is_resume)
         try:
-            limits_of_tenant = self._tenant_limits.lease(*request.key, caller.allowance, len(prompt))
+            limits_of_tenant = self._tenant_limits.lease(*request.key, caller.allowance, len(plan.prompt))
             async with limits_of_tenant as lease, self._journalled(request, plan, caller), self._admitted(request):
                 if request.is_aborted:
                     await self._write_aborted(request, plan, write)
@@ -201,34 +133,6 @@ class Generator:
                     raise
         finally:
             self._sessions.remove_request(request)
-
-    async def _plan(
-        self,
-        body: api.GenerateRequest,
-        request: Request,
-        served: ServedModel,
-        prompt: list[int],
-        sampling: CheckedSampling,
-        speculation: CheckedSpeculation,
-        max_tokens: int,
-    ) -> _Plan:
-        is_resume = body.HasField("resume")
-        if is_resume and not body.request_id:
-            raise InvalidRequest("request_id", "a resumed request is sent with its id")
-        if is_resume and not body.sampling.HasField("seed"):
-            raise InvalidRequest("sampling.seed", "a resumed request is sent with the seed of its first chunk")
-        seed = body.sampling.seed if body.sampling.HasField("seed") else secrets.randbits(64)
-        token = make_resume_token(self._resume_secret, *request.key, seed, served.identity)
-        params = encode_params(body, prompt, seed)
-        held = [HeldChoice() for _ in range(sampling.n)]
-        if is_resume:
-            check_resume_token(body.resume.resume_token, token)
-            with_logprobs = sampling.token_sampling.HasField("num_logprobs")
-            record = await self._journal.load(request.key)
-            if record is not None:
-                check_params(record.params, params, str(body.WhichOneof("input")))
-            held = held_choices(body.resume, sampling.n, record, served.identity.vocab_size, with_logprobs)
-        return _Plan(served, prompt, sampling, speculation, max_tokens, seed, token, is_resume, params, held)
 
     def _register(self, request: Request, is_resume: bool) -> None:
         live = self._sessions.find_request(request.key)
@@ -246,7 +150,7 @@ class Generator:
         self._decode_loop.fail(request, error)
 
     @asynccontextmanager
-    async def _journalled(self, request: Request, plan: _Plan, caller: Caller) -> AsyncIterator[None]:
+    async def _journalled(self, request: Request, plan: Plan, caller: Caller) -> AsyncIterator[None]:
         """Make the request this coordinator's, among all of them; `run` ends it."""
         most = caller.allowance.max_concurrent_requests
         try:
@@ -297,7 +201,7 @@ class Generator:
             if release is not None:
                 release()
 
-    async def _start(self, request: Request, plan: _Plan) -> None:
+    async def _start(self, request: Request, plan: Plan) -> None:
         """First chunk, what is replayed, and the sessions that are still to decode."""
         admitted_s = time.monotonic()
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
@@ -307,7 +211,7 @@ class Generator:
         unfinished = []
         for session, held in zip(request.sessions, plan.held, strict=True):
             session.tally.admission_s = admitted_s - request.arrived_s
-            if not replay(self._decode_loop, session, held, self._limits_of(plan.served.identity).max_model_len):
+            if not replay(self._decode_loop, session, held, plan.max_model_len):
                 unfinished.append(session)
             self._journal.append(session, held.origins[: session.position - session.num_prompt_tokens])
         if unfinished:
@@ -332,7 +236,7 @@ class Generator:
                     lease.charge(len(chunk.delta.tokens))
                 self._decode_loop.on_written(request.sessions[chunk.delta.index], len(chunk.delta.tokens))
 
-    def _session(self, request: Request, plan: _Plan, choice: int) -> Session:
+    def _session(self, request: Request, plan: Plan, choice: int) -> Session:
         sampling, served = plan.sampling, plan.served
         token_sampling = sampling.for_choice(choice, plan.seed, plan.max_tokens)
         return Session(
@@ -351,7 +255,7 @@ class Generator:
             num_prompt_logprobs=sampling.prompt_logprobs if choice == 0 and not plan.held[0].token_ids else None,
         )
 
-    def _started(self, request: Request, plan: _Plan) -> api.GenerateResponse:
+    def _started(self, request: Request, plan: Plan) -> api.GenerateResponse:
         started = api.GenerateStarted(
             request_id=request.key[1],
             seed=plan.seed,
@@ -362,7 +266,7 @@ class Generator:
         )
         return api.GenerateResponse(started=started)
 
-    async def _write_aborted(self, request: Request, plan: _Plan, write: Write) -> None:
+    async def _write_aborted(self, request: Request, plan: Plan, write: Write) -> None:
         """An abort while waiting: the stream has its first and its last chunks, and nothing between."""
         request.stream.push(self._started(request, plan))
         request.sessions = [self._session(request, plan, choice) for choice in range(plan.sampling.n)]

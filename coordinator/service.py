@@ -27,6 +27,7 @@ from coordinator.links.roster import Roster
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.outliers import EjectionSettings
+from coordinator.planning import Planner
 from coordinator.prefix_map import SharedPrefixes
 from coordinator.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from coordinator.recovery import Recovery, RecoverySettings
@@ -260,9 +261,13 @@ class CoordinatorService:
             settings = settings.model_copy(update={"replica_tls_server_name": endpoint.server_name})
         return open_channel(endpoint.address, settings)
 
+    def _build_planner(self) -> Planner:
+        secret = self._settings.resume_secret
+        key = secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32)
+        return Planner(self.fleet, self._journal, self.limits, _MODES[self._settings.verify_mode], key)
+
     def _build_generator(self) -> Generator:
         settings = self._settings
-        secret = settings.resume_secret
         rejects = self._observer.metrics.admission_rejects
         return Generator(
             owner_id=self._owner_id,
@@ -273,11 +278,9 @@ class CoordinatorService:
             decode_loop=self.decode_loop,
             journal=self._journal,
             observer=self._observer,
-            limits_of=self.limits,
-            default_mode=_MODES[settings.verify_mode],
+            planner=self._build_planner(),
             speculate=settings.speculate,
             target_timeout_s=settings.target_timeout_s,
-            resume_secret=secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32),
             tracer=RequestTracer(self._tracing, settings.trace_content),
         )
 

@@ -13,8 +13,9 @@ from google.protobuf.message import DecodeError, Message
 from coordinator.admission import AdmissionQueue
 from coordinator.api_keys import AUTHORIZATION_KEY, Authenticator
 from coordinator.fleet import Fleet, ServedModel
-from coordinator.generation import Caller, Generator
+from coordinator.generation import Generator
 from coordinator.malformed import find_invalid_utf8
+from coordinator.planning import Caller
 from coordinator.prompt import PromptReader
 from coordinator.quotas import Allowance
 from coordinator.registry_view import RegistryView
