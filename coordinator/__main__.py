@@ -6,27 +6,21 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
-
-from coordinator.service import CoordinatorService
+from coordinator.service import run_coordinator
+from coordinator.supervisor import Supervisor
 from specdec.config import CoordinatorSettings, settings_or_exit
-from specdec.rpc.server import run_service
-from specdec.telemetry import BuildInfo, setup_logging
+from specdec.telemetry import setup_logging
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m coordinator") -> int:
     """Read the settings and serve until a signal; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     prefix = CoordinatorSettings.env_prefix
-    settings = settings_or_exit(CoordinatorSettings, arguments, env_prefix=prefix, prog="coordinator")
+    settings = settings_or_exit(CoordinatorSettings, arguments, env_prefix=prefix, prog=prog)
     setup_logging("coordinator", settings.log_level, settings.log_format)
-    return asyncio.run(_serve(settings))
-
-
-async def _serve(settings: CoordinatorSettings) -> int:
-    registry = CollectorRegistry()
-    BuildInfo(registry, "coordinator")
-    return await run_service(CoordinatorService(settings, registry), settings, registry=registry)
+    if settings.num_processes > 1:
+        return asyncio.run(Supervisor(settings).run())
+    return asyncio.run(run_coordinator(settings))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,8 @@ class AdmissionQueue:
         self._waiters: list[_Waiter] = []
         self._num_arrived = 0
         self._mean_held_s = 1.0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when another number of requests runs or waits."""
 
     @property
     def num_waiting(self) -> int:
@@ -54,6 +56,7 @@ class AdmissionQueue:
             await self._wait(priority)
         else:
             self.num_running += 1
+            self.on_change()
         return self._releaser()
 
     def retry_after_s(self) -> float:
@@ -66,6 +69,7 @@ class AdmissionQueue:
         waiter = _Waiter(priority, self._num_arrived, asyncio.get_running_loop().create_future())
         self._make_room(waiter)
         heapq.heappush(self._waiters, waiter)
+        self.on_change()
         try:
             async with asyncio.timeout(self._queue_timeout_s):
                 await waiter.admitted
@@ -99,6 +103,7 @@ class AdmissionQueue:
         if waiter in self._waiters:
             self._waiters = [w for w in self._waiters if w is not waiter]
             heapq.heapify(self._waiters)
+            self.on_change()
 
     def _releaser(self) -> Callable[[], None]:
         started_s = time.monotonic()
@@ -118,5 +123,7 @@ class AdmissionQueue:
             waiter = heapq.heappop(self._waiters)
             if not waiter.admitted.done():
                 waiter.admitted.set_result(None)
+                self.on_change()
                 return
         self.num_running -= 1
+        self.on_change()

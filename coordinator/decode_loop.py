@@ -78,7 +78,8 @@ class DecodeLoop:
 
         if step.finish is None and kept:
             self._commit(session, start, kept, now_s)
-        self._journal.append(session.request.key, session.choice, kept, origins)
+        if kept:
+            self._journal.append(session, origins)
         if is_first:
             self._send_prompt_facts(session, verdict)
         if kept or step.text:

@@ -1,10 +1,11 @@
-"""Where the replicas are: addresses as configured, and those behind DNS names, looked up again and again."""
+"""Where the replicas are: addresses as configured, those behind DNS names, and those in the shared registry."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -20,36 +21,39 @@ class Endpoint:
     Attributes:
         address: host:port.
         server_name: the name that its certificate must have; None: the host.
+        is_registered: found in the registry, and nowhere else.
     """
 
     address: str
     server_name: str | None = None
+    is_registered: bool = False
 
 
 class Discovery:
-    """Turns entries into endpoints. An entry is host:port, or dns:///name:port, which stands for all its addresses.
+    """Finds the replicas of one role. An entry is host:port, or dns:///name:port, which stands for all its addresses.
 
     A name that cannot be looked up keeps the addresses it had: a name server that fails takes no replica away.
     """
 
-    def __init__(self, entries: Sequence[str]) -> None:
+    def __init__(self, entries: Sequence[str], registered: Callable[[], Sequence[Endpoint]] | None = None) -> None:
+        """Look for these entries, and for what `registered` returns: the registry's, as far as it is known."""
         self._entries = entries
+        self._registered = registered or tuple
         self._found: dict[str, list[Endpoint]] = {
             entry: [] if entry.startswith(_DNS_PREFIX) else [Endpoint(entry)] for entry in entries
         }
 
     @property
-    def is_static(self) -> bool:
-        """Whether looking again can find nothing new."""
-        return not any(entry.startswith(_DNS_PREFIX) for entry in self._entries)
+    def has_names(self) -> bool:
+        """Whether looking again can find something else."""
+        return any(entry.startswith(_DNS_PREFIX) for entry in self._entries)
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """What was found last, each address once, in the order of the entries."""
+        """What was found last, each address once: entries in their order, then what is only registered."""
         by_address: dict[str, Endpoint] = {}
-        for entry in self._entries:
-            for endpoint in self._found[entry]:
-                by_address.setdefault(endpoint.address, endpoint)
+        for endpoint in (*itertools.chain.from_iterable(self._found[e] for e in self._entries), *self._registered()):
+            by_address.setdefault(endpoint.address, endpoint)
         return list(by_address.values())
 
     async def refresh(self) -> list[Endpoint]:
@@ -58,13 +62,6 @@ class Discovery:
             if entry.startswith(_DNS_PREFIX):
                 await self._look_up(entry)
         return self.endpoints
-
-    async def run(self, interval_s: float, on_found: Callable[[list[Endpoint]], None]) -> None:
-        """Report the endpoints now, and for as long as any is behind a name every `interval_s`, until cancelled."""
-        on_found(self.endpoints if self.is_static else await self.refresh())
-        while not self.is_static:
-            await asyncio.sleep(interval_s)
-            on_found(await self.refresh())
 
     async def _look_up(self, entry: str) -> None:
         name, _, port = entry.removeprefix(_DNS_PREFIX).rpartition(":")
@@ -75,6 +72,19 @@ class Discovery:
             return
         addresses = sorted({_join(str(where[0]), int(where[1])) for *_, where in found})
         self._found[entry] = [Endpoint(address, name) for address in addresses]
+
+
+async def keep_finding(
+    interval_s: float, refreshers: Sequence[Callable[[], Awaitable[object]]], on_found: Callable[[], None]
+) -> None:
+    """Call all `refreshers` at once, then `on_found`, now and every `interval_s` until cancelled. Faults are logged."""
+    while True:
+        try:
+            await asyncio.gather(*(refresh() for refresh in refreshers))
+            on_found()
+        except Exception as error:
+            _log.error("discovery_fault", exc_info=error)
+        await asyncio.sleep(interval_s)
 
 
 def _join(host: str, port: int) -> str:

@@ -12,10 +12,11 @@ from typing import TypeVar
 import structlog
 
 from coordinator.links.draft_link import DraftLink
-from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.links.link_events import LinkState
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.outliers import EjectionSettings, OutlierDetector, Standing
-from coordinator.router import PrefixRouter
+from coordinator.router import PrefixRouter, block_digests
 from coordinator.sessions import Session
 from coordinator.tokenizer import TextTokenizer
 from specdec.rpc.errors import IncompatibleReplica, NotReady, Unavailable
@@ -110,14 +111,16 @@ class Fleet:
         Raises:
             Unavailable: none was ready in time.
         """
+        digests = block_digests(token_ids, salt)
         try:
             async with asyncio.timeout(timeout_s):
-                while not (usable := _usable(self.targets)):
-                    await self._next_change()
+                usable = await self._usable_targets()
+                known_to_others = await self._router.ask_others(digests, [link.holder for link in usable])
+                usable = await self._usable_targets()  # they may have changed meanwhile
         except TimeoutError:
             raise Unavailable(f"no target was ready within {timeout_s:g} s", reason="NO_TARGET") from None
-        address = self._router.pick(token_ids, salt, {link.address: len(link.sessions) for link in usable})
-        return next(link for link in usable if link.address == address)
+        holder = self._router.pick(digests, {link.holder: len(link.sessions) for link in usable}, known_to_others)
+        return next(link for link in usable if link.holder == holder)
 
     def find_target(self, model: pb.ModelIdentity, besides: TargetLink) -> TargetLink | None:
         """Another target that serves a model and takes sessions, the least loaded."""
@@ -135,7 +138,7 @@ class Fleet:
 
     def remember(self, link: TargetLink, session: Session) -> None:
         """A session ended on a target: who goes on from its prompt and output finds them there."""
-        self._router.remember(session.token_ids, session.request.cache_salt, link.address)
+        self._router.remember(block_digests(session.token_ids, session.request.cache_salt), link.holder)
 
     def failed(self, link: ReplicaLink) -> bool:
         """A replica failed; whether it is left alone from now on. The last usable one never is."""
@@ -173,14 +176,14 @@ class Fleet:
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        if isinstance(link, TargetLink) and not link.is_up:
-            self._router.forget(link.address)
+        if isinstance(link, TargetLink) and not link.is_up and not link.instance_id:
+            self._router.forget(link.holder)  # it cannot tell whether it was restarted
 
     def on_removed(self, link: ReplicaLink) -> None:
         """A link is gone for good."""
         self._outliers[link.role].forget(link.address)
         if isinstance(link, TargetLink):
-            self._router.forget(link.address)
+            self._router.forget(link.holder)
 
     async def wait_changed(self, timeout_s: float) -> None:
         """Wait for any replica's state to change.
@@ -190,6 +193,16 @@ class Fleet:
         """
         async with asyncio.timeout(timeout_s):
             await self._next_change()
+
+    def check_instance(self, link: ReplicaLink, instance_id: str) -> None:
+        """Whether a replica is another one than those in use, before a stream is opened that would end theirs.
+
+        Raises:
+            IncompatibleReplica: it was found under two addresses.
+        """
+        for other in self._of_role(link):
+            if other is not link and other.is_up and instance_id and other.instance_id == instance_id:
+                raise IncompatibleReplica(f"this is the process that is used as {other.address}")
 
     async def check_identity(self, link: ReplicaLink, identity: pb.ModelIdentity) -> None:
         """Whether a replica fits.
@@ -240,11 +253,18 @@ class Fleet:
         return self.targets if isinstance(link, TargetLink) else self.drafts
 
     def _update_standing(self, link: ReplicaLink) -> None:
+        if link not in self._of_role(link):  # removed since the timer was set
+            return
         detector = self._outliers[link.role]
         standing = detector.standing(link.address)
         link.set_standing(_STATES[standing])
         if standing is Standing.EJECTED:  # ejected anew meanwhile, or the timer came a little early
             asyncio.get_running_loop().call_later(detector.remaining_s(link.address), self._update_standing, link)
+
+    async def _usable_targets(self) -> list[TargetLink]:
+        while not (usable := _usable(self.targets)):
+            await self._next_change()
+        return usable
 
     async def _next_change(self) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

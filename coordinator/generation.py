@@ -17,7 +17,8 @@ from coordinator.admission import AdmissionQueue
 from coordinator.client_stream import ClientStream
 from coordinator.decode_loop import DecodeLoop
 from coordinator.fleet import Fleet, ServedModel
-from coordinator.journal import Journal, JournalRecord
+from coordinator.journal import Journal
+from coordinator.journal_entry import check_params, encode_params
 from coordinator.observer import Observer
 from coordinator.prompt import PromptReader
 from coordinator.quotas import Allowance, TenantLease, TenantLimits
@@ -44,6 +45,8 @@ from specdec.rpc.errors import (
     SpecdecError,
     Unavailable,
 )
+from specdec.store.errors import RequestHeld, TooManyConcurrent
+from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
@@ -79,6 +82,8 @@ class _Plan:
     max_tokens: int
     seed: int
     resume_token: bytes
+    is_resume: bool
+    journal_params: bytes
     held: list[HeldChoice]
 
 
@@ -118,6 +123,7 @@ class Generator:
         self._resume_secret = resume_secret
         self._tracer = tracer
         self.is_draining = False
+        journal.on_taken_over = self._take_over
 
     async def run(self, body: api.GenerateRequest, caller: Caller, write: Write) -> None:
         """Serve a call.
@@ -127,7 +133,7 @@ class Generator:
         """
         arrived_s = time.monotonic()
         code, reason = StatusCode.UNKNOWN, ""
-        request = Request((caller.tenant, body.request_id), uuid.uuid4().hex[:16], ClientStream(), arrived_s)
+        request = Request(RequestKey(caller.tenant, body.request_id), uuid.uuid4().hex[:16], ClientStream(), arrived_s)
         request.trace = self._tracer.begin(body, caller.tenant, caller.trace_headers)
         # For all that is logged in the call's task, which ends with the call.
         structlog.contextvars.bind_contextvars(**request.trace.log_fields)
@@ -142,14 +148,14 @@ class Generator:
             raise
         finally:
             self._decode_loop.drop(request, "cancelled" if code is StatusCode.CANCELLED else "failed")
-            self._journal_end(request)
             self._observer.request_ended(request, code.name, time.monotonic())
             request.trace.end(request, code, reason)
             _log.debug("request_ended", request_id=request.key[1], code=code.name, reason=reason)
+            await self._journal.end(request)
 
     def abort(self, tenant: str, request_id: str) -> bool:
         """End a running or waiting request; whether there was one."""
-        request = self._sessions.find_request((tenant, request_id))
+        request = self._sessions.find_request(RequestKey(tenant, request_id))
         if request is None:
             return False
         request.is_aborted = True
@@ -165,7 +171,7 @@ class Generator:
         if body.model and body.model != served.identity.name:
             raise ModelNotFound(f"model {body.model!r} is not served here, {served.identity.name!r} is")
         check_request_id(body.request_id)
-        request.key = (caller.tenant, body.request_id or uuid.uuid4().hex)
+        request.key = RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
         request.priority = body.priority
         request.cache_salt, request.deadline_s = caller.cache_salt, caller.deadline_s
         request.model = served.identity
@@ -177,10 +183,10 @@ class Generator:
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
         request.trace.accepted(request, body, sampling, max_tokens)
         plan = await self._plan(body, request, served, prompt, sampling, speculation, max_tokens)
-        self._register(request, is_resume=body.HasField("resume"))
+        self._register(request, plan.is_resume)
         try:
             limits_of_tenant = self._tenant_limits.lease(*request.key, caller.allowance, len(prompt))
-            async with limits_of_tenant as lease, self._admitted(request):
+            async with limits_of_tenant as lease, self._journalled(request, plan, caller), self._admitted(request):
                 if request.is_aborted:
                     await self._write_aborted(request, plan, write)
                     return
@@ -213,31 +219,61 @@ class Generator:
             raise InvalidRequest("sampling.seed", "a resumed request is sent with the seed of its first chunk")
         seed = body.sampling.seed if body.sampling.HasField("seed") else secrets.randbits(64)
         token = make_resume_token(self._resume_secret, *request.key, seed, served.identity)
+        params = encode_params(body, prompt, seed)
         held = [HeldChoice() for _ in range(sampling.n)]
         if is_resume:
             check_resume_token(body.resume.resume_token, token)
             with_logprobs = sampling.token_sampling.HasField("num_logprobs")
             record = await self._journal.load(request.key)
+            if record is not None:
+                check_params(record.params, params, str(body.WhichOneof("input")))
             held = held_choices(body.resume, sampling.n, record, served.identity.vocab_size, with_logprobs)
-        return _Plan(served, prompt, sampling, speculation, max_tokens, seed, token, held)
+        return _Plan(served, prompt, sampling, speculation, max_tokens, seed, token, is_resume, params, held)
 
     def _register(self, request: Request, is_resume: bool) -> None:
         live = self._sessions.find_request(request.key)
         if live is not None:
             if not is_resume:
                 raise RequestExists(f"a request with request_id {request.key[1]!r} is running")
-            error = Cancelled("the request was taken over by another stream", reason="TAKEN_OVER")
-            if live.admission is not None:
-                live.admission.cancel()
-            self._decode_loop.fail(live, error)
+            self._take_over(live)
         self._sessions.add_request(request)
+
+    def _take_over(self, request: Request) -> None:
+        """Another stream, here or at another coordinator, goes on with the request."""
+        if request.admission is not None:
+            request.admission.cancel()
+        error = Cancelled("the request was taken over by another stream", reason="TAKEN_OVER")
+        self._decode_loop.fail(request, error)
+
+    @asynccontextmanager
+    async def _journalled(self, request: Request, plan: _Plan, caller: Caller) -> AsyncIterator[None]:
+        """Make the request this coordinator's, among all of them; `run` ends it."""
+        most = caller.allowance.max_concurrent_requests
+        try:
+            await self._journal.begin(
+                request,
+                seed=plan.seed,
+                params=plan.journal_params,
+                num_choices=plan.sampling.n,
+                max_concurrent=most,
+                take_over=plan.is_resume,
+            )
+        except RequestHeld:
+            raise RequestExists(f"a request with request_id {request.key[1]!r} is running") from None
+        except TooManyConcurrent as error:
+            raise self._tenant_limits.refusal(error.num_running, most) from None
+        if request.stream.is_closed:  # taken over meanwhile: raises why
+            await request.stream.take()
+        yield
 
     @asynccontextmanager
     async def _admitted(self, request: Request) -> AsyncIterator[None]:
+        if request.is_aborted:
+            yield
+            return
         metrics = self._observer.metrics
         started_s = time.monotonic()
         request.admission = asyncio.create_task(self._admission.acquire(request.priority))
-        metrics.queue_length.set(self._admission.num_waiting)
         release: Callable[[], None] | None = None
         try:
             with request.trace.phase("admission"):
@@ -254,15 +290,12 @@ class Generator:
                 raise
         finally:
             request.admission = None
-            metrics.queue_length.set(self._admission.num_waiting)
-            metrics.running.set(self._admission.num_running)
         metrics.queue_seconds.observe(time.monotonic() - started_s)
         try:
             yield
         finally:
             if release is not None:
                 release()
-            metrics.running.set(self._admission.num_running)
 
     async def _start(self, request: Request, plan: _Plan) -> None:
         """First chunk, what is replayed, and the sessions that are still to decode."""
@@ -271,13 +304,12 @@ class Generator:
         request.stream.push(self._started(request, plan))
         request.sessions = [self._session(request, plan, choice) for choice in range(plan.sampling.n)]
         request.num_unfinished = len(request.sessions)
-        record = JournalRecord([list(h.token_ids) for h in plan.held], [list(h.origins) for h in plan.held])
-        self._journal.begin(request.key, record)
         unfinished = []
         for session, held in zip(request.sessions, plan.held, strict=True):
             session.tally.admission_s = admitted_s - request.arrived_s
             if not replay(self._decode_loop, session, held, self._limits_of(plan.served.identity).max_model_len):
                 unfinished.append(session)
+            self._journal.append(session, held.origins[: session.position - session.num_prompt_tokens])
         if unfinished:
             await self._open(request, unfinished)
 
@@ -337,7 +369,3 @@ class Generator:
         request.num_unfinished = len(request.sessions)
         self._decode_loop.abort(request)
         await self._stream(request, write)
-
-    def _journal_end(self, request: Request) -> None:
-        if self._sessions.find_request(request.key) is None:
-            self._journal.end(request.key)

@@ -1,83 +1,290 @@
-"""What was streamed of each request, kept so that another stream can take it up.
+"""What was streamed of each request, kept in the shared store so that another coordinator can take it up.
 
-Writing happens on the hot path, so `begin`, `append` and `end` never wait: an implementation that leaves the
-process buffers and sends in the background. Only `load` may wait.
+Streams never wait for it: `append` notes that there is something to write, and one task writes what all requests have,
+in one round trip every few milliseconds. While the store is away nothing is lost, for the tokens are those of the
+sessions; when it is back, the rest is written from where it stood, or all of it if the store has forgotten.
+
+    in the store    begun here; the lease is renewed until the request ends
+    not there       the store failed (the request runs on, and joins when it can), or lost its data
+    taken over      the store says that another owner has it: the stream ends
+
+Without Redis the store is in the process, and all of this is the same.
 """
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-RequestKey = tuple[str, str]
-"""Tenant and request id."""
+import structlog
 
+from coordinator.journal_entry import JournalEntry
+from coordinator.tasks import end_tasks
+from specdec.store.errors import LimitExceeded, RequestHeld, StoreUnavailable
+from specdec.store.guarded import GuardedStore
+from specdec.store.interface import Appended, JournalRecord, JournalWrite, Lease, NewRequest, RequestKey
 
-@dataclass(slots=True)
-class JournalRecord:
-    """Output tokens of every choice, each with its origin."""
+if TYPE_CHECKING:
+    from coordinator.sessions import Request, Session
 
-    token_ids: list[list[int]]
-    origins: list[list[int]]
-    ended_at_s: float | None = field(default=None)
-
-
-class Journal(Protocol):
-    """Where requests are journalled."""
-
-    def begin(self, key: RequestKey, record: JournalRecord) -> None:
-        """A request starts, with the tokens it already has; replaces what was there."""
-
-    def append(self, key: RequestKey, choice: int, token_ids: Sequence[int], origins: Sequence[int]) -> None:
-        """Tokens are about to be streamed."""
-
-    def end(self, key: RequestKey) -> None:
-        """Nothing more comes; the record is kept for a while, as the client may have missed the end."""
-
-    async def load(self, key: RequestKey) -> JournalRecord | None:
-        """What is known of a request."""
+_RENEWALS_PER_LEASE = 3
+_BATCH_TOKENS = 16384
+_MAX_PENDING_ENDS = 1024
+_log = structlog.get_logger(__name__)
 
 
-class MemoryJournal:
-    """A journal that lives and dies with the process.
+@dataclass(frozen=True, slots=True)
+class JournalSettings:
+    """Times, in seconds."""
 
-    Records of ended requests are kept for `ttl_s` and at most `max_ended` of them.
-    """
+    lease_s: float = 10.0
+    """For how long a request stays its coordinator's when that is not heard of."""
+    keep_s: float = 300.0
+    """How long the record of an ended request is kept, as its client may have missed the end."""
+    interval_s: float = 0.05
+    """Between two writes."""
+    retry_s: float = 0.1
+    """Between two tries while the store is away; it costs next to nothing, see GuardedStore."""
 
-    def __init__(self, ttl_s: float = 300.0, max_ended: int = 1024) -> None:
-        self._ttl_s = ttl_s
-        self._max_ended = max_ended
-        self._live: dict[RequestKey, JournalRecord] = {}
-        self._ended: OrderedDict[RequestKey, JournalRecord] = OrderedDict()
 
-    def begin(self, key: RequestKey, record: JournalRecord) -> None:
-        """See `Journal.begin`."""
-        self._ended.pop(key, None)
-        self._live[key] = record
+class Journal:
+    """The journal of the requests of one coordinator. Use it from one event loop."""
 
-    def append(self, key: RequestKey, choice: int, token_ids: Sequence[int], origins: Sequence[int]) -> None:
-        """See `Journal.append`."""
-        record = self._live.get(key)
-        if record is not None:
-            record.token_ids[choice].extend(token_ids)
-            record.origins[choice].extend(origins)
+    def __init__(
+        self,
+        store: GuardedStore,
+        owner_id: str,
+        settings: JournalSettings | None = None,
+        on_unjournalled: Callable[[int], object] = lambda num: None,
+    ) -> None:
+        """`on_unjournalled` is told how many running requests are not in the store, when that may have changed."""
+        self._store = store
+        self._owner_id = owner_id
+        self._settings = settings or JournalSettings()
+        self._on_unjournalled = on_unjournalled
+        self._entries: dict[str, JournalEntry] = {}
+        self._behind: dict[JournalEntry, None] = {}
+        self._ending: dict[asyncio.Task[None], RequestKey] = {}
+        # Ends that the store did not hear of. Of those that do not fit, the leases run out.
+        self._unheard_ends: deque[Lease] = deque(maxlen=_MAX_PENDING_ENDS)
+        self._wake = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.on_taken_over: Callable[[Request], None] = lambda request: None
+        """Called when another owner has the request; set by the Generator."""
 
-    def end(self, key: RequestKey) -> None:
-        """See `Journal.end`."""
-        record = self._live.pop(key, None)
-        if record is None:
+    @property
+    def num_unjournalled(self) -> int:
+        """Running requests that are not in the store."""
+        return sum(entry.generation is None for entry in self._entries.values())
+
+    def start(self) -> None:
+        """Begin to write and to renew."""
+        self._tasks = [
+            asyncio.create_task(self._write_forever(), name="journal-write"),
+            asyncio.create_task(self._renew_forever(), name="journal-renew"),
+        ]
+
+    async def close(self) -> None:
+        """Stop, after what ends now has been told to the store."""
+        if self._ending:
+            await asyncio.wait(self._ending)
+        await end_tasks(self._tasks)
+
+    async def begin(
+        self,
+        request: Request,
+        *,
+        seed: int,
+        params: bytes,
+        num_choices: int,
+        max_concurrent: int | None = None,
+        take_over: bool = False,
+    ) -> None:
+        """Make a request this coordinator's, before it has output; what was journalled under its id is replaced.
+
+        While the store is away the request is let through, and joins the journal later. Cost: one round trip.
+
+        Raises:
+            RequestHeld: it is running at another coordinator, and `take_over` is not set.
+            TooManyConcurrent: the tenant has `max_concurrent` other requests, at all coordinators.
+        """
+        owner_id = f"{self._owner_id}/{request.uid}"
+        lease_s = self._settings.lease_s
+        new = NewRequest(owner_id, seed, params, num_choices, lease_s, take_over=take_over, restart=True)
+        entry = JournalEntry(request, new)
+        if self._store.is_up:
+            with contextlib.suppress(StoreUnavailable):
+                await self._ended(request.key.tenant)
+                try:
+                    begun = await self._store.begin(request.key, replace(new, max_concurrent=max_concurrent))
+                    entry.held(begun.generation)
+                except LimitExceeded as error:
+                    self._give_up(entry, str(error))
+        self._entries[request.uid] = entry
+        if entry.generation is None:
+            self._wake.set()
+        self._count()
+
+    def append(self, session: Session, origins: Sequence[int]) -> None:
+        """The session has this many more output tokens, with these origins. Never waits."""
+        entry = self._entries.get(session.request.uid)
+        if entry is not None:
+            entry.origins[session.choice].extend(origins)
+            self._behind[entry] = None
+            self._wake.set()
+
+    async def end(self, request: Request) -> None:
+        """Nothing more comes of a request. Returns when its id and its place are free again, or the store fails.
+
+        If the caller is cancelled, the store is told nevertheless.
+        """
+        entry = self._entries.pop(request.uid, None)
+        if entry is None:
             return
-        now_s = record.ended_at_s = time.monotonic()
-        self._ended[key] = record
-        while self._ended:
-            oldest = next(iter(self._ended.values())).ended_at_s or 0.0
-            if len(self._ended) <= self._max_ended and now_s - oldest <= self._ttl_s:
-                break
-            self._ended.popitem(last=False)
+        entry.is_closed = True
+        self._behind.pop(entry, None)
+        self._count()
+        if entry.generation is not None:
+            task = asyncio.create_task(self._end(entry), name="journal-end")
+            self._ending[task] = request.key
+            task.add_done_callback(self._ending.pop)
+            await asyncio.shield(task)
 
     async def load(self, key: RequestKey) -> JournalRecord | None:
-        """See `Journal.load`."""
-        return self._live.get(key) or self._ended.get(key)
+        """What is known of a request, here or in the store; None too when the store fails."""
+        for entry in self._entries.values():
+            if entry.request.key == key:
+                return entry.record()
+        await self._ended(key.tenant)
+        try:
+            return await self._store.load(key)
+        except StoreUnavailable:
+            return None
+
+    async def _ended(self, tenant: str) -> None:
+        """Wait for the ends of a tenant's requests that are on their way to the store."""
+        ending = [task for task, key in self._ending.items() if key.tenant == tenant]
+        if ending:
+            await asyncio.wait(ending)
+
+    async def _end(self, entry: JournalEntry) -> None:
+        lease = entry.lease
+        if lease is None:
+            return
+        try:
+            if entry.is_behind:
+                await self._store.append(list(entry.writes(_BATCH_TOKENS)))
+            await self._store.end(lease.key, lease.owner_id, lease.generation, self._settings.keep_s)
+        except StoreUnavailable:
+            self._unheard_ends.append(lease)
+            self._wake.set()
+
+    async def _write_forever(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            pause_s = self._settings.interval_s
+            try:
+                await self._write()
+            except StoreUnavailable:
+                pause_s = self._settings.retry_s
+                self._wake.set()
+            except Exception:  # whatever it is, later writes may go well
+                _log.exception("journal_failed")
+                pause_s = self._settings.retry_s
+            await asyncio.sleep(pause_s)
+
+    async def _write(self) -> None:
+        """Bring the store up to date, as far as one batch goes."""
+        while self._unheard_ends:
+            lease = self._unheard_ends[0]
+            await self._store.end(lease.key, lease.owner_id, lease.generation, self._settings.keep_s)
+            self._unheard_ends.popleft()
+        for entry in [entry for entry in self._entries.values() if entry.generation is None and entry.can_join]:
+            await self._join(entry)
+        batch: list[tuple[JournalEntry, JournalWrite]] = []
+        num_left = _BATCH_TOKENS
+        for entry in self._behind:
+            for write in entry.writes(num_left):
+                batch.append((entry, write))
+                num_left -= len(write.token_ids)
+        if not batch:
+            return
+        results = await self._store.append([write for _, write in batch])
+        for (entry, write), result in zip(batch, results, strict=True):
+            self._written(entry, write, result)
+
+    def _written(self, entry: JournalEntry, write: JournalWrite, result: Appended) -> None:
+        if entry.is_closed or entry.generation != write.generation:
+            return
+        match result:
+            case Appended.STORED:
+                entry.num_stored[write.choice] = write.start + len(write.token_ids)
+            case Appended.GAP:
+                entry.num_stored[write.choice] = 0
+            case Appended.NOT_OWNER:
+                self._lost(entry)
+        if not entry.is_behind:
+            self._behind.pop(entry, None)
+        else:
+            self._wake.set()
+
+    def _lost(self, entry: JournalEntry) -> None:
+        """The store does not know the request as ours; why, `_join` finds out."""
+        entry.generation = None
+        self._wake.set()
+        self._count()
+
+    async def _join(self, entry: JournalEntry) -> None:
+        """Put a running request into the store, unless another owner took it over."""
+        key, new = entry.request.key, entry.new
+        if entry.was_held:
+            record = await self._store.load(key)
+            if record is not None and record.owner_id != new.owner_id:
+                entry.can_join = False
+                _log.info("request_taken_over", request_id=key.request_id, owner_id=record.owner_id)
+                if not entry.is_closed:
+                    self.on_taken_over(entry.request)
+                return
+        try:
+            begun = await self._store.begin(key, new)
+        except RequestHeld as error:
+            # Begun elsewhere while the store was away. Both go on: their tokens are equal, each has its client.
+            self._give_up(entry, str(error))
+            return
+        except LimitExceeded as error:
+            self._give_up(entry, str(error))
+            return
+        if entry.is_closed:
+            self._unheard_ends.append(Lease(key, new.owner_id, begun.generation))
+            return
+        entry.held(begun.generation)
+        self._behind[entry] = None
+        self._count()
+
+    def _give_up(self, entry: JournalEntry, cause: str) -> None:
+        entry.can_join = False
+        _log.warning("request_not_journalled", request_id=entry.request.key.request_id, cause=cause)
+
+    async def _renew_forever(self) -> None:
+        while True:
+            with contextlib.suppress(StoreUnavailable):
+                await self._renew()
+            await asyncio.sleep(self._settings.lease_s / _RENEWALS_PER_LEASE)
+
+    async def _renew(self) -> None:
+        held = [(entry, lease) for entry in self._entries.values() if (lease := entry.lease) is not None]
+        if not held:
+            await self._store.ping()  # so that an idle coordinator learns too that the store is away or back
+            return
+        owned = await self._store.renew([lease for _, lease in held])
+        for (entry, lease), is_owned in zip(held, owned, strict=True):
+            if not is_owned and not entry.is_closed and entry.generation == lease.generation:
+                self._lost(entry)
+
+    def _count(self) -> None:
+        self._on_unjournalled(self.num_unjournalled)

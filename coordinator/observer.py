@@ -6,11 +6,15 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter
 
-from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.admission import AdmissionQueue
+from coordinator.links.link_events import LinkState
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions import Request, Session
+from specdec.store.guarded import OperationObserver, StateObserver
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
 
+_JOURNAL_OPERATIONS = frozenset({"begin", "append", "renew", "end", "load"})
 _ROLES = ("target", "draft")
 
 
@@ -91,6 +95,31 @@ class Observer:
                 self.metrics.replicas.labels(role, str(state)).set(sum(link.state is state for link in of_role))
         self._links = links
         self._count_sessions()
+
+    def admission(self, queue: AdmissionQueue) -> None:
+        """Another number of requests runs or waits."""
+        self.metrics.running.set(queue.num_running)
+        self.metrics.queue_length.set(queue.num_waiting)
+
+    def of_store(self, is_shared: bool) -> tuple[OperationObserver | None, StateObserver | None]:
+        """Who is told what the store does. One in this process never fails, and its times tell nothing."""
+        self.metrics.store_up.set(1)
+        return (self.store_operation, self.store_changed) if is_shared else (None, None)
+
+    def store_operation(self, operation: str, seconds: float, is_ok: bool) -> None:
+        """An operation reached the shared store, or should have."""
+        metrics = self.metrics
+        metrics.store_operation_seconds.labels(operation).observe(seconds)
+        if not is_ok:
+            metrics.store_errors.labels(operation).inc()
+        if operation in _JOURNAL_OPERATIONS:
+            metrics.journal_seconds.observe(seconds)
+            if not is_ok:
+                metrics.journal_errors.inc()
+
+    def store_changed(self, is_up: bool) -> None:
+        """The shared store went down or came back."""
+        self.metrics.store_up.set(is_up)
 
     def _count_sessions(self) -> None:
         for role in _ROLES:

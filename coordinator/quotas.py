@@ -1,7 +1,6 @@
 """What one tenant may use: requests at once, and tokens per second.
 
-Counts and buckets are of this process. A store that coordinators share can take the place of `TokenQuotas`: it needs
-`admit`, which may wait for an answer, and `charge`, which never does.
+Counts and buckets are of this process. Those that coordinators share are in `shared_quotas.py` and in the journal.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from specdec.rpc.errors import Overloaded
 
@@ -56,6 +56,16 @@ class _Bucket:
         self.at_s, self.rate = now_s, rate
 
 
+class Quotas(Protocol):
+    """Token buckets of tenants."""
+
+    async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
+        """Take a prompt's tokens if the level is positive, even more than are there. Raises Overloaded."""
+
+    def charge(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
+        """Take tokens, into debt if need be; a negative number gives tokens back. Never waits."""
+
+
 class TokenQuotas:
     """A token bucket per tenant, in memory. Full buckets are forgotten, for a new one is the same."""
 
@@ -77,13 +87,7 @@ class TokenQuotas:
         """
         bucket = self._refilled(tenant, rate)
         if bucket.level <= 0:
-            # To a whole token, in whole milliseconds, as RetryInfo has them: never a moment too early.
-            wait_s = math.ceil((1 - bucket.level) / rate.tokens_per_s * 1000) / 1000
-            raise Overloaded(
-                f"the tenant's quota of {rate.tokens_per_s:g} tokens per second is used up",
-                retry_after_s=wait_s,
-                reason="QUOTA_EXCEEDED",
-            )
+            raise quota_exceeded(rate, (1 - bucket.level) / rate.tokens_per_s)
         bucket.level -= num_tokens
 
     def charge(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
@@ -110,6 +114,16 @@ class TokenQuotas:
         self._sweep_at = max(_LEAST_SWEEP_BUCKETS, 2 * len(self._buckets))
 
 
+def quota_exceeded(rate: QuotaRate, wait_s: float) -> Overloaded:
+    """The refusal of a request whose tenant has no token left; there is a whole one in `wait_s`."""
+    return Overloaded(
+        f"the tenant's quota of {rate.tokens_per_s:g} tokens per second is used up",
+        # In whole milliseconds, as RetryInfo has them: never a moment too early.
+        retry_after_s=math.ceil(wait_s * 1000) / 1000,
+        reason="QUOTA_EXCEEDED",
+    )
+
+
 @dataclass(slots=True, eq=False)
 class TenantLease:
     """One request's share of its tenant's allowance, while it waits and runs."""
@@ -117,7 +131,7 @@ class TenantLease:
     tenant: str
     rate: QuotaRate | None
     num_prompt_tokens: int
-    _quotas: TokenQuotas = field(repr=False)
+    _quotas: Quotas = field(repr=False)
     _has_begun: bool = False
 
     def begin(self) -> None:
@@ -138,7 +152,7 @@ class TenantLease:
 class TenantLimits:
     """Requests at once and token quotas of all tenants."""
 
-    def __init__(self, quotas: TokenQuotas, on_refused: Callable[[str], None] = lambda cause: None) -> None:
+    def __init__(self, quotas: Quotas, on_refused: Callable[[str], None] = lambda cause: None) -> None:
         """`on_refused` is told `concurrency` or `quota` for each request that is refused."""
         self._quotas = quotas
         self._on_refused = on_refused
@@ -160,12 +174,7 @@ class TenantLimits:
         running = self._running.setdefault(tenant, {})
         most = allowance.max_concurrent_requests
         if most is not None and len(running) >= most and request_id not in running:
-            self._on_refused("concurrency")
-            raise Overloaded(
-                f"{len(running)} requests of the tenant run or wait, {most} may",
-                retry_after_s=CONCURRENCY_RETRY_S,
-                reason="TOO_MANY_REQUESTS_OF_TENANT",
-            )
+            raise self.refusal(len(running), most)
         place = running[request_id] = object()
         try:
             lease = await self._charged(tenant, allowance, num_prompt_tokens)
@@ -178,6 +187,15 @@ class TenantLimits:
                 del running[request_id]
             if not running and self._running.get(tenant) is running:
                 del self._running[tenant]
+
+    def refusal(self, num_running: int, most: int | None) -> Overloaded:
+        """Count and return the refusal of a request whose tenant has as many as it may, here or at all coordinators."""
+        self._on_refused("concurrency")
+        return Overloaded(
+            f"{num_running} requests of the tenant run or wait, {most} may",
+            retry_after_s=CONCURRENCY_RETRY_S,
+            reason="TOO_MANY_REQUESTS_OF_TENANT",
+        )
 
     async def _charged(self, tenant: str, allowance: Allowance, num_prompt_tokens: int) -> TenantLease:
         if allowance.quota is not None:

@@ -24,7 +24,8 @@ from google.rpc import code_pb2, error_details_pb2
 from coordinator.decode_loop import DecodeLoop
 from coordinator.fleet import Fleet, same_model
 from coordinator.links.draft_link import DraftLink
-from coordinator.links.replica_link import LinkState, ReplicaLink
+from coordinator.links.link_events import LinkState
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.sessions import Session, SessionTable
@@ -32,9 +33,12 @@ from specdec.rpc.errors import SpecdecError, Unavailable, from_status, internal_
 from specdec.v1 import common_pb2 as pb
 
 _MOST_DRAFT_FAILURES = 6
+_MOST_DOUBLINGS = 30
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
-_NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED})
-"""What a replica says that is full, or whose context ends: no reason to eject it."""
+_NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED})
+"""What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
+_NO_FAULT_REASONS = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
+"""What a replica says whose session another coordinator holds now."""
 _log = structlog.get_logger(__name__)
 
 
@@ -67,6 +71,26 @@ class Recovery:
         self._give_ups: dict[str, asyncio.TimerHandle] = {}
         decode_loop.on_desync = self.on_desync
         decode_loop.on_bad_draft = self.on_bad_draft
+
+    def set_targets(self, links: Sequence[TargetLink]) -> None:
+        """Other targets are known now."""
+        self._fleet.set_targets(links)
+        self._observer.replicas(self._fleet.links)
+
+    def set_drafts(self, links: Sequence[DraftLink]) -> None:
+        """Other drafts are known now."""
+        self._fleet.set_drafts(links)
+        self._observer.replicas(self._fleet.links)
+
+    def on_removed(self, link: ReplicaLink) -> None:
+        """A link, which has no sessions, is gone for good."""
+        self._fleet.on_removed(link)
+        if (timer := self._give_ups.pop(link.address, None)) is not None:
+            timer.cancel()
+
+    def check_instance(self, link: ReplicaLink, instance_id: str) -> None:
+        """See `LinkEvents.check_instance`."""
+        self._fleet.check_instance(link, instance_id)
 
     async def check_identity(self, link: ReplicaLink, identity: pb.ModelIdentity) -> None:
         """See `LinkEvents.check_identity`."""
@@ -136,7 +160,7 @@ class Recovery:
             error=error.status.message,
         )
         if isinstance(link, DraftLink):
-            if error.status.code not in _NO_FAULT:
+            if _is_fault(error.status.code, reason):
                 self._fleet.failed(link)
             self._on_draft_error(session, reason.lower())
         elif error.status.code == code_pb2.INVALID_ARGUMENT and session.was_relayed and not field.startswith("open"):
@@ -147,7 +171,7 @@ class Recovery:
         elif error.status.code in _FATAL:
             self._decode_loop.fail(session.request, from_status(error.status))
         else:
-            if error.status.code not in _NO_FAULT:
+            if _is_fault(error.status.code, reason):
                 self._fleet.failed(link)
             self._retry_target(session, from_status(error.status))
 
@@ -226,7 +250,8 @@ class Recovery:
         now_s = time.monotonic()
         if session.target_failing_s is None:
             session.target_failing_s = now_s
-        wait_s = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2**session.num_target_failures)
+        doublings = min(session.num_target_failures, _MOST_DOUBLINGS)
+        wait_s = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2**doublings)
         session.num_target_failures += 1
         if session.target is not None:
             session.target.supersede(session)
@@ -311,6 +336,10 @@ def _note_move(session: Session, link: TargetLink, other: TargetLink) -> None:
 def _cancel(timer: asyncio.TimerHandle | None) -> None:
     if timer is not None:
         timer.cancel()
+
+
+def _is_fault(code: int, reason: str) -> bool:
+    return code not in _NO_FAULT and reason not in _NO_FAULT_REASONS
 
 
 def _reason_and_field(error: pb.SessionError) -> tuple[str, str]:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coordinator.decode_loop import DecodeLoop, output_tokens
-from coordinator.journal import JournalRecord
 from coordinator.output import EndRules
 from coordinator.resume import agree
 from coordinator.sessions import Session
 from specdec.rpc.errors import InvalidRequest
+from specdec.store.interface import JournalRecord
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 

@@ -7,7 +7,8 @@ import contextlib
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 
 import grpc
 import structlog
@@ -16,28 +17,34 @@ from prometheus_client import CollectorRegistry
 from coordinator.admission import AdmissionQueue
 from coordinator.api_keys import ApiKeys, Authenticator, KeyFileInvalid
 from coordinator.decode_loop import DecodeLoop
-from coordinator.discovery import Discovery, Endpoint
+from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.fleet import Fleet
 from coordinator.generation import Generator
-from coordinator.journal import Journal, MemoryJournal
+from coordinator.journal import Journal, JournalSettings
 from coordinator.links.draft_link import DraftLink
-from coordinator.links.replica_link import LinkSettings
+from coordinator.links.link_events import LinkSettings
 from coordinator.links.roster import Roster
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.outliers import EjectionSettings
+from coordinator.prefix_map import SharedPrefixes
 from coordinator.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from coordinator.recovery import Recovery, RecoverySettings
+from coordinator.registry_view import RegistryView
 from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions import SessionTable
+from coordinator.shared_quotas import SharedQuotas
 from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
+from specdec import __version__
 from specdec.config import CoordinatorSettings
-from specdec.rpc.channel import open_channel
+from specdec.rpc.channel import check_client_tls, open_channel
 from specdec.rpc.errors import NotReady
-from specdec.rpc.server import StartupFailed
-from specdec.telemetry import CoordinatorMetrics
+from specdec.rpc.server import StartupFailed, run_service
+from specdec.store.announcer import Announcer
+from specdec.store.settings import open_store
+from specdec.telemetry import BuildInfo, CoordinatorMetrics
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2 as pb
 
@@ -52,20 +59,32 @@ class CoordinatorService:
     name = "coordinator"
     grpc_names: Sequence[str] = (SERVICE_NAME,)
 
-    def __init__(
-        self, settings: CoordinatorSettings, registry: CollectorRegistry, journal: Journal | None = None
-    ) -> None:
+    def __init__(self, settings: CoordinatorSettings, registry: CollectorRegistry) -> None:
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self._rosters: list[Roster[TargetLink] | Roster[DraftLink]] = []
+        self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
+        """The links, by role."""
         self._observer = Observer(CoordinatorMetrics(registry))
+        is_shared = settings.redis_url is not None
+        self.store = open_store(settings, *self._observer.of_store(is_shared))
         self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
         self._sessions = SessionTable()
-        self._journal = journal if journal is not None else MemoryJournal()
         self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
+        self._admission.on_change = lambda: self._observer.admission(self._admission)
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
+        self._journal = Journal(
+            self.store,
+            self._owner_id,
+            JournalSettings(settings.journal_lease_s, settings.journal_keep_s),
+            self._observer.metrics.unjournalled.set,
+        )
+        self._shared_quotas = SharedQuotas(self.store) if is_shared else None
         ejection = EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
-        self.fleet = Fleet(PrefixRouter(), settings.tokenizer, ejection)
+        self.registry_view = RegistryView(self.store) if is_shared else None
+        self._shared_prefixes = SharedPrefixes(self.store, settings.prefix_ttl_s) if is_shared else None
+        self.announcer = self._build_announcer() if is_shared else None
+        """Registers this process; None without redis_url."""
+        self.fleet = Fleet(PrefixRouter(shared=self._shared_prefixes), settings.tokenizer, ejection)
         self.decode_loop = DecodeLoop(self._sessions, self._journal, self._observer, settings.credit_window_tokens)
         self._api_keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file)
         self._generator = self._build_generator()
@@ -76,6 +95,9 @@ class CoordinatorService:
             self.limits,
             _MODES[settings.verify_mode],
             Authenticator(self._api_keys, self._default_allowance()),
+            self._owner_id,
+            self.degraded,
+            self.registry_view,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -85,8 +107,12 @@ class CoordinatorService:
     async def start(self) -> None:
         """Connect to all replicas; returns when a target has answered. Drafts may come later or never."""
         self._load_api_keys()
+        self._journal.start()
+        if self._shared_quotas is not None:
+            self._shared_quotas.start()
         self._connect()
         await self.fleet.wait_served()
+        self._observer.metrics.processes.set(1)
 
     async def wait_failed(self) -> str:
         """Links never give up, so the coordinator fails only when one of their tasks does."""
@@ -96,6 +122,7 @@ class CoordinatorService:
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests and let running ones end; those left over can be resumed elsewhere."""
         self._generator.is_draining = True
+        self._observer.metrics.processes.set(0)
         ends_s = time.monotonic() + timeout_s
         while self._sessions.requests and time.monotonic() < ends_s:
             await self._sessions.wait_ended(ends_s - time.monotonic())
@@ -113,9 +140,22 @@ class CoordinatorService:
         for task in self._tasks:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        for roster in self._rosters:
+        for roster in self.rosters.values():
             await roster.close()
+        await self._journal.close()
+        if self._shared_quotas is not None:
+            await self._shared_quotas.close()
+        await self.store.close()
         await self._tracing.close()
+
+    def degraded(self) -> list[str]:
+        """What works less well than it should, for people."""
+        if self.store.is_up:
+            return []
+        return [
+            f"Redis does not answer: {self._journal.num_unjournalled} running requests are not in the journal, and "
+            "request ids, quotas and concurrent requests are checked by each coordinator for itself"
+        ]
 
     def limits(self, identity: pb.ModelIdentity) -> Limits:
         """What clients may ask for."""
@@ -166,7 +206,7 @@ class CoordinatorService:
             backoff_max_s=settings.reconnect_backoff_max_s,
         )
         recovery = Recovery(recovery_settings, self._sessions, self.fleet, self.decode_loop, self._observer)
-        fleet, loop = self.fleet, self.decode_loop
+        loop = self.decode_loop
 
         def target(at: Endpoint) -> TargetLink:
             return TargetLink(at.address, self._channel(at), link_settings, recovery, loop)
@@ -174,15 +214,45 @@ class CoordinatorService:
         def draft(at: Endpoint) -> DraftLink:
             return DraftLink(at.address, self._channel(at), link_settings, recovery, loop)
 
-        targets = Roster(target, fleet.set_targets, fleet.on_removed)
-        drafts = Roster(draft, fleet.set_drafts, fleet.on_removed)
-        self._rosters = [targets, drafts]
-        for roster, entries in ((targets, settings.targets), (drafts, settings.drafts)):
-            discovery = Discovery(entries)
-            roster.update(discovery.endpoints)
-            if not discovery.is_static:
-                task = asyncio.create_task(discovery.run(settings.discovery_s, roster.update), name="discovery")
-                self._tasks.append(task)
+        check_client_tls(settings)
+        targets = Roster(target, recovery.set_targets, recovery.on_removed)
+        drafts = Roster(draft, recovery.set_drafts, recovery.on_removed)
+        self.rosters = {"target": targets, "draft": drafts}
+        self._discover({"target": settings.targets, "draft": settings.drafts})
+        if self._shared_prefixes is not None:
+            self._tasks.append(asyncio.create_task(self._shared_prefixes.run(), name="prefixes"))
+
+    def _discover(self, entries: Mapping[str, Sequence[str]]) -> None:
+        """Start links to what is configured, and keep looking for what is behind names and in the registry."""
+        registry = self.registry_view
+        discoveries = {
+            role: Discovery(entries[role], None if registry is None else partial(registry.endpoints, role))
+            for role in self.rosters
+        }
+
+        def update() -> None:
+            for role, roster in self.rosters.items():
+                roster.update(discoveries[role].endpoints)
+
+        update()
+        refreshers: list[Callable[[], Awaitable[object]]] = [d.refresh for d in discoveries.values() if d.has_names]
+        if registry is not None:
+            refreshers.append(registry.refresh)
+        if refreshers:
+            looking = keep_finding(self._settings.discovery_s, refreshers, update)
+            self._tasks.append(asyncio.create_task(looking, name="discovery"))
+
+    def _build_announcer(self) -> Announcer:
+        return Announcer(self.store, self._settings.registry_ttl_s, self.name, self._owner_id, self._describe)
+
+    def _describe(self) -> pb.GetReplicaInfoResponse:
+        served = self.fleet.served
+        return pb.GetReplicaInfoResponse(
+            identity=None if served is None else served.identity,
+            load=pb.LoadReport(num_running=self._admission.num_running, num_waiting=self._admission.num_waiting),
+            version=__version__,
+            instance_id=self._owner_id,
+        )
 
     def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
         settings = self._settings
@@ -199,7 +269,7 @@ class CoordinatorService:
             fleet=self.fleet,
             sessions=self._sessions,
             admission=self._admission,
-            tenant_limits=TenantLimits(TokenQuotas(), lambda cause: rejects.labels(cause).inc()),
+            tenant_limits=TenantLimits(self._shared_quotas or TokenQuotas(), lambda cause: rejects.labels(cause).inc()),
             decode_loop=self.decode_loop,
             journal=self._journal,
             observer=self._observer,
@@ -210,3 +280,23 @@ class CoordinatorService:
             resume_secret=secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32),
             tracer=RequestTracer(self._tracing, settings.trace_content),
         )
+
+
+async def run_coordinator(
+    settings: CoordinatorSettings, *, shares_port: bool = False, on_serving: Callable[[], None] | None = None
+) -> int:
+    """Run a coordinator in this process until a signal or a failure ends it; returns the exit code.
+
+    See `specdec.rpc.server.run_service` for the arguments.
+    """
+    registry = CollectorRegistry()
+    BuildInfo(registry, "coordinator")
+    service = CoordinatorService(settings, registry)
+    return await run_service(
+        service,
+        settings,
+        registry=registry,
+        announcer=service.announcer,
+        shares_port=shares_port,
+        on_serving=on_serving,
+    )

@@ -17,6 +17,7 @@ from coordinator.generation import Caller, Generator
 from coordinator.malformed import find_invalid_utf8
 from coordinator.prompt import PromptReader
 from coordinator.quotas import Allowance
+from coordinator.registry_view import RegistryView
 from coordinator.validation import Limits
 from specdec import __version__
 from specdec.rpc.errors import InvalidRequest, ModelNotFound
@@ -49,6 +50,9 @@ class CoordinatorServicer:
         limits_of: Callable[[pb.ModelIdentity], Limits],
         default_mode: pb.VerifyMode.ValueType,
         authenticator: Authenticator,
+        owner_id: str,
+        degraded: Callable[[], list[str]],
+        registry: RegistryView | None = None,
     ) -> None:
         self._generator = generator
         self._fleet = fleet
@@ -56,6 +60,9 @@ class CoordinatorServicer:
         self._limits_of = limits_of
         self._default_mode = default_mode
         self._authenticator = authenticator
+        self._owner_id = owner_id
+        self._registry = registry
+        self._degraded = degraded
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the handlers to a server."""
@@ -145,14 +152,26 @@ class CoordinatorServicer:
             )
             for link in self._fleet.links
         ]
+        linked = {(replica.role, replica.address) for replica in replicas}
+        loading = [r for role in ("target", "draft") for r in self._registered(role) if (role, r.address) not in linked]
         return api.GetStatusResponse(
             version=__version__,
-            replicas=replicas,
+            replicas=[*replicas, *loading],
+            coordinators=self._registered("coordinator"),
             num_running=self._admission.num_running,
             num_waiting=self._admission.num_waiting,
             max_running=self._admission.max_running,
             max_waiting=self._admission.max_waiting,
+            owner_id=self._owner_id,
+            degraded=self._degraded(),
         )
+
+    def _registered(self, role: str) -> list[api.ReplicaStatus]:
+        records = () if self._registry is None else self._registry.records(role)
+        return [
+            api.ReplicaStatus(role=role, address=r.address, state=r.state, identity=r.info.identity, load=r.info.load)
+            for r in records
+        ]
 
     def _handler(self, make: Callable[..., Any], behavior: Callable[..., Any], request_type: type[Message]) -> Any:
         def deserialize(data: bytes) -> Message | _Malformed:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from coordinator.client_stream import ClientStream
 from coordinator.detokenizer import DetokenizerFactory
-from coordinator.journal import RequestKey
 from coordinator.output import ChoiceOutput, Finish
 from coordinator.stats import SpeculationTally
 from coordinator.tracing import RequestTrace
+from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 
 if TYPE_CHECKING:

@@ -7,12 +7,13 @@ from typing import Annotated
 from pydantic import BeforeValidator
 
 
-def _check_address(address: str) -> str:
+def check_address(address: str) -> str:
+    """Return an address as it is. Raises ValueError when it is none."""
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not host:port")
     return address
 
 
-Address = Annotated[str, BeforeValidator(_check_address)]
+Address = Annotated[str, BeforeValidator(check_address)]
 """host:port, or dns:///name:port where a setting says so."""

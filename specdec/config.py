@@ -31,6 +31,8 @@ def _split_commas(value: Any) -> Any:
 
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 VerifyModeName = Literal["coupled", "rejection"]
+# Room for "-63".
+_MAX_SHARED_OWNER_CHARS = 61
 
 
 class ReplicaSettings(ReplicaServiceSettings, EngineSettings):
@@ -128,18 +130,31 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         "with redis_url those in its registry too, so there may be none.",
     )
     drafts: Addresses = Field(default=(), description="Draft replicas, written alike; none: plain decoding.")
-    discovery_s: float = Field(default=5.0, gt=0, description="How often names in dns:/// entries are looked up.")
+    discovery_s: float = Field(
+        default=5.0, gt=0, description="How often names in dns:/// entries, and the registry in Redis, are looked up."
+    )
+    prefix_ttl_s: float = Field(
+        default=600.0,
+        ge=1,
+        description="How long other coordinators know through Redis that a target caches a prefix.",
+    )
     tokenizer: Path | None = Field(
         default=None, description="Directory with tokenizer.json; null: fetched from a target."
     )
     owner_id: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Name of this process; null: host and a random id.",
+        description="Name of this process; null: host and a random id. With num_processes, each adds its number.",
+    )
+    num_processes: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that share the port, each with one core's worth of work; above 1 needs redis_url.",
     )
 
-    max_running: int = Field(default=64, ge=1, description="Most requests that run at once.")
-    max_waiting: int = Field(default=256, ge=0, description="Most requests that wait for a place.")
+    max_running: int = Field(default=64, ge=1, description="Most requests that run at once, in each process.")
+    max_waiting: int = Field(default=256, ge=0, description="Most requests that wait for a place, in each process.")
     queue_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a place.")
     credit_window_tokens: int = Field(
         default=256, ge=1, description="How far a target may run ahead of what was written to the client."
@@ -196,6 +211,15 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         description="Key of resume tokens, one for all coordinators; null: random, of this process only.",
     )
 
+    journal_lease_s: float = Field(
+        default=10.0,
+        ge=1,
+        description="A running request stays this coordinator's for so long when nothing is heard of it; its id is "
+        "taken for others till then. Only a resume takes it over sooner.",
+    )
+    journal_keep_s: float = Field(
+        default=300.0, ge=0, description="How long the journal of a request is kept after its end."
+    )
     trace_sample_ratio: float = Field(
         default=1.0,
         ge=0,
@@ -218,6 +242,21 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     def _check_targets(self) -> Self:
         if not self.targets and self.redis_url is None:
             raise ValueError("targets must name at least one target, unless redis_url is set")
+        return self
+
+    @model_validator(mode="after")
+    def _check_processes(self) -> Self:
+        if self.num_processes == 1:
+            return self
+        if self.redis_url is None:
+            raise ValueError(
+                "num_processes above 1 needs redis_url: without it a request that runs in one process is unknown in "
+                "the others"
+            )
+        if self.owner_id is not None and len(self.owner_id) > _MAX_SHARED_OWNER_CHARS:
+            raise ValueError(
+                f"owner_id must be at most {_MAX_SHARED_OWNER_CHARS} characters when num_processes is above 1"
+            )
         return self
 
     @model_validator(mode="after")

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from coordinator.links.replica_link import LinkEvents, LinkSettings, ReplicaLink
+from coordinator.links.link_events import LinkEvents, LinkSettings
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc
@@ -73,6 +74,9 @@ class DraftLink(ReplicaLink):
 
     def _entry(self, session: Session, **body: Any) -> draft_pb2.DraftEntry:
         return draft_pb2.DraftEntry(session_id=session.session_id, epoch=session.draft_epoch, **body)
+
+    def _close_entry(self, session_id: str, epoch: int) -> draft_pb2.DraftEntry:
+        return draft_pb2.DraftEntry(session_id=session_id, epoch=epoch, close=pb.CloseSession(reason="replaced"))
 
     def _open_call(self) -> Any:
         return self._stub.Draft()

@@ -11,13 +11,12 @@ import asyncio
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import grpc
 import structlog
 
+from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from coordinator.sessions import Session
 from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable, from_rpc_error
 from specdec.v1 import common_pb2 as pb
@@ -28,57 +27,6 @@ _MOST_BACKOFFS_IN_NEED = 5
 _log = structlog.get_logger(__name__)
 
 
-class LinkState(StrEnum):
-    """A replica as the coordinator sees it. From ready to probation its stream is up."""
-
-    CONNECTING = "connecting"
-    READY = "ready"
-    DRAINING = "draining"
-    EJECTED = "ejected"
-    PROBATION = "probation"
-    INCOMPATIBLE = "incompatible"
-    DOWN = "down"
-
-
-@dataclass(frozen=True, slots=True)
-class LinkSettings:
-    """Who we are, and how patient."""
-
-    owner_id: str
-    lease_generation: int
-    connect_timeout_s: float
-    backoff_min_s: float
-    backoff_max_s: float
-
-
-class LinkEvents(Protocol):
-    """What a link tells those who care for replicas. Called in the reader; raises only where stated."""
-
-    async def check_identity(self, link: Any, identity: pb.ModelIdentity) -> None:
-        """A replica says what it serves; raises IncompatibleReplica if it cannot be used."""
-
-    def on_up(self, link: Any, lost: Sequence[Session]) -> None:
-        """The stream is ready; `lost` are the link's sessions that the replica does not hold."""
-
-    def on_down(self, link: Any, is_fault: bool) -> None:
-        """The stream ended; the link still has its sessions. A replica that shut down in order is not at fault."""
-
-    def on_state(self, link: Any) -> None:
-        """The state changed."""
-
-    def on_load(self, link: Any) -> None:
-        """A load report came."""
-
-    def on_session_error(self, link: Any, session: Session, error: pb.SessionError) -> None:
-        """The replica ended a session."""
-
-    def on_closed(self, link: Any, session: Session, reason: str) -> None:
-        """A session was closed from our side."""
-
-    def on_fault(self, session: Session, error: Exception) -> None:
-        """Handling a session's entry failed on our side."""
-
-
 class ReplicaLink:
     """The part that is the same for targets and drafts. Run `run` as a task for as long as the link is
     wanted.
@@ -87,6 +35,7 @@ class ReplicaLink:
     """
 
     role: ClassVar[str]
+    _stub: Any
 
     def __init__(self, address: str, channel: grpc.aio.Channel, settings: LinkSettings, events: LinkEvents) -> None:
         self.address = address
@@ -94,6 +43,8 @@ class ReplicaLink:
         self.detail = ""
         self.is_retired = False
         self.identity: pb.ModelIdentity | None = None
+        self.instance_id = ""
+        """Of the replica's process, as it said last; empty when it says none."""
         self.load: pb.LoadReport | None = None
         self.sessions: dict[str, Session] = {}
         self.num_streams = 0
@@ -105,7 +56,9 @@ class ReplicaLink:
         self._outbox: list[Any] = []
         self._wake: asyncio.Future[None] | None = None
         self._call: Any = None
-        self._listed: list[Session] = []
+        self._reset_reason = ""
+        self._listed: list[tuple[Session, int]] = []
+        """Sessions in the attach, each with the epoch it had then."""
 
     @property
     def state(self) -> LinkState:
@@ -148,6 +101,11 @@ class ReplicaLink:
                 await self._run_stream()
             except (SpecdecError, grpc.RpcError, TimeoutError) as error:
                 self._go_down(error)
+            except asyncio.CancelledError:
+                if _is_task_cancelled():
+                    raise
+                # Reading a call that was cancelled by `reset` raises this, too.
+                self._go_down(Unavailable(self._reset_reason or "the stream was reset"))
             except Exception as error:
                 _log.error("link_fault", role=self.role, address=self.address, exc_info=error)
                 self._go_down(error)
@@ -163,6 +121,7 @@ class ReplicaLink:
         """Break the stream; it will be opened again."""
         if self._call is not None:
             _log.warning("stream_reset", role=self.role, address=self.address, reason=reason)
+            self._reset_reason = reason
             self._call.cancel()
 
     def _queue(self, entry: Any) -> None:
@@ -177,12 +136,16 @@ class ReplicaLink:
             self.reset("the replica does not read")
 
     async def _run_stream(self) -> None:
+        async with asyncio.timeout(self._settings.connect_timeout_s):
+            await self._check_instance()
         call = self._call = self._open_call()
         writer: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
-                self._listed = self._sessions_to_attach()
-                await call.write(self._attach_frame(self._listed))
+                sessions = self._sessions_to_attach()
+                self._listed = [(session, self._epoch(session)) for session in sessions]
+                self._reset_reason = ""
+                await call.write(self._attach_frame(sessions))
                 first = await call.read()
             if first is grpc.aio.EOF:
                 raise await _end_of(call)
@@ -203,18 +166,31 @@ class ReplicaLink:
             if writer is not None:
                 writer.cancel()
 
+    async def _check_instance(self) -> None:
+        """A second stream of the same owner would end the first one, so it must be known before."""
+        try:
+            info = await self._stub.GetReplicaInfo(pb.GetReplicaInfoRequest())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                return
+            raise
+        self._events.check_instance(self, info.instance_id)
+
     async def _become_ready(self, attached: pb.Attached) -> None:
         identity = pb.ModelIdentity()
         identity.CopyFrom(attached.identity)
         self.identity = identity
+        self._events.check_instance(self, attached.instance_id)  # of two that asked at once, one attached too late
+        self.instance_id = attached.instance_id
         await self._events.check_identity(self, identity)
         self._outbox.clear()
         self.num_streams += 1
         self._set_state(LinkState.READY, "")
-        held = {s.session_id for s in self._listed} - set(attached.unknown_session_ids)
-        for session in self._listed:
+        unknown = set(attached.unknown_session_ids)
+        held = {s.session_id for s, epoch in self._listed if epoch == self._epoch(s)} - unknown
+        for session, epoch in self._listed:  # since the attach they may have ended, or gone elsewhere
             if session.session_id not in self.sessions:
-                self.close(session, "finished")
+                self._queue(self._close_entry(session.session_id, epoch))
         lost = [session for session_id, session in self.sessions.items() if session_id not in held]
         self._listed = []
         self._events.on_up(self, lost)
@@ -290,6 +266,9 @@ class ReplicaLink:
     def _open_call(self) -> Any:
         raise NotImplementedError
 
+    def _close_entry(self, session_id: str, epoch: int) -> Any:
+        raise NotImplementedError
+
     def _sessions_to_attach(self) -> list[Session]:
         raise NotImplementedError
 
@@ -314,6 +293,11 @@ class ReplicaLink:
                 for s in sessions
             ],
         )
+
+
+def _is_task_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _end_of(call: Any) -> SpecdecError:

@@ -20,7 +20,18 @@ _Link = TypeVar("_Link", bound=ReplicaLink)
 @dataclass(slots=True)
 class _Member(Generic[_Link]):
     link: _Link
+    endpoint: Endpoint
+    """As it was last found."""
     task: asyncio.Task[None]
+
+    def is_missed(self) -> bool:
+        """Whether the replica, which is found nowhere, is to be retired.
+
+        One that was found in the registry only is not, as long as its stream is up: it may have lost its way to
+        Redis, or Redis its data, and nothing of that keeps it from serving. One that leaves on purpose says so on its
+        stream.
+        """
+        return not (self.endpoint.is_registered and self.link.is_up)
 
 
 class Roster(Generic[_Link]):
@@ -44,26 +55,23 @@ class Roster(Generic[_Link]):
     def update(self, endpoints: Sequence[Endpoint]) -> None:
         """Start links to new endpoints, retire those of vanished ones, and remove retired ones that are of no use."""
         wanted = {endpoint.address: endpoint for endpoint in endpoints}
-        started = []
-        for address, endpoint in wanted.items():
-            if address not in self._members:
-                try:
-                    started.append(self._make_link(endpoint))
-                except TlsFilesBroken as error:
-                    if not self._members:
-                        raise  # at start a wrong setting must be seen
-                    _log.error("replica_not_added", address=address, reason=str(error))
-                    continue
-                _log.info("replica_added", address=address)
+        started = [
+            (endpoint, link)
+            for address, endpoint in wanted.items()
+            if address not in self._members and (link := self._start(endpoint)) is not None
+        ]
         removed = []
         for address, member in list(self._members.items()):
-            member.link.set_retired(address not in wanted)
+            if (endpoint := wanted.get(address)) is not None:
+                member.endpoint = endpoint
+            member.link.set_retired(endpoint is None and member.is_missed())
             if member.link.is_retired and not member.link.is_up and not member.link.sessions:
                 removed.append(self._members.pop(address))
         # The links are known before the first of them runs.
-        self._on_links([*(member.link for member in self._members.values()), *started])
-        for link in started:
-            self._members[link.address] = _Member(link, asyncio.create_task(link.run(), name=f"link {link.address}"))
+        self._on_links([*(member.link for member in self._members.values()), *(link for _, link in started)])
+        for endpoint, link in started:
+            task = asyncio.create_task(link.run(), name=f"link {link.address}")
+            self._members[link.address] = _Member(link, endpoint, task)
         for member in removed:
             _log.info("replica_removed", address=member.link.address)
             self._on_removed(member.link)
@@ -79,6 +87,15 @@ class Roster(Generic[_Link]):
         for member in members:
             await _end(member)
         await asyncio.gather(*self._closing)
+
+    def _start(self, endpoint: Endpoint) -> _Link | None:
+        try:
+            link = self._make_link(endpoint)
+        except TlsFilesBroken as error:  # tried again with the next update
+            _log.error("replica_not_added", address=endpoint.address, reason=str(error))
+            return None
+        _log.info("replica_added", address=endpoint.address)
+        return link
 
 
 async def _end(member: _Member[_Link]) -> None:

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import grpc
 
-from coordinator.links.replica_link import LinkEvents, LinkSettings, ReplicaLink
+from coordinator.links.link_events import LinkEvents, LinkSettings
+from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
@@ -39,6 +40,11 @@ class TargetLink(ReplicaLink):
         super().__init__(address, channel, settings, events)
         self._stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         self._verdicts = verdicts
+
+    @property
+    def holder(self) -> str:
+        """Names the replica's prefix cache, which a restart empties."""
+        return self.instance_id or self.address
 
     def open(self, session: Session) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens."""
@@ -88,6 +94,9 @@ class TargetLink(ReplicaLink):
 
     def _entry(self, session: Session, **body: Any) -> target_pb2.TargetEntry:
         return target_pb2.TargetEntry(session_id=session.session_id, epoch=session.target_epoch, **body)
+
+    def _close_entry(self, session_id: str, epoch: int) -> target_pb2.TargetEntry:
+        return target_pb2.TargetEntry(session_id=session_id, epoch=epoch, close=pb.CloseSession(reason="replaced"))
 
     def _open_call(self) -> Any:
         return self._stub.Verify()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from panels import Panel, Row, dashboard
-from promql import quantiles, rate, rate_or_zero, ratio
+from promql import mean, quantiles, rate, rate_or_zero, ratio
 
 _C = "specdec_coordinator"
 _OF = '{instance=~"$instance"}'
@@ -17,7 +17,7 @@ def coordinator() -> dict[str, Any]:
         "specdec-coordinator",
         "specdec / Coordinators",
         "What clients see, and the coordinators' links to replicas.",
-        [Row("Clients", _clients()), Row("Replicas", _replicas()), Row("Journal", _journal())],
+        [Row("Clients", _clients()), Row("Replicas", _replicas()), Row("Redis", _redis()), Row("Output", _output())],
         f"{_C}_requests_running",
     )
 
@@ -96,15 +96,48 @@ def _replicas() -> list[Panel]:
     ]
 
 
-def _journal() -> list[Panel]:
+def _redis() -> list[Panel]:
     return [
         Panel(
-            "Journal writes that failed",
-            "Per second; above 0, running requests would not survive the loss of their coordinator.",
+            "Redis answers",
+            "1: the last operation that reached it was answered; 0: it is away, each coordinator goes on by itself. "
+            "Always 1 without Redis.",
+            {"{{instance}}": f"{_C}_store_up{_OF}"},
+        ),
+        Panel(
+            "Requests not in the journal",
+            "Requests that would not survive the loss of their coordinator; they join when Redis is back.",
+            {"{{instance}}": f"{_C}_requests_unjournalled{_OF}"},
+        ),
+        Panel(
+            "Journal operations that failed",
+            "Per second. Few are tried while Redis is away.",
             {"failed": rate(f"{_C}_journal_errors_total{_OF}")},
             "ops",
-            width=12,
         ),
+        Panel(
+            "Journal latency",
+            "Time of one journal operation in Redis. Of a request only its first token waits for one.",
+            quantiles(f"{_C}_journal_seconds", _OF),
+            "s",
+        ),
+        Panel(
+            "Redis latency by operation",
+            "Mean time of an operation.",
+            {"{{operation}}": mean(f"{_C}_store_operation_seconds", _OF, "operation")},
+            "s",
+        ),
+        Panel(
+            "Redis errors by operation",
+            "Operations that failed or were not answered in time, per second.",
+            {"{{operation}}": rate_or_zero(f"{_C}_store_errors_total{_OF}", "operation")},
+            "ops",
+        ),
+    ]
+
+
+def _output() -> list[Panel]:
+    return [
         Panel(
             "Token mismatches",
             "Verdicts whose overlap differed from what was delivered, per second. Must be 0.",

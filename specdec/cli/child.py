@@ -14,13 +14,13 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel send SIGTERM when the parent's thread that started this process ends.
+def die_with_parent(parent_pid: int, signal_number: int = signal.SIGTERM) -> None:
+    """Have the kernel send a signal when the parent's thread that started this process ends.
 
     Leaves at once when the parent is already gone. Linux only; raises OSError when the kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
+    if libc.prctl(PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent_pid:
         sys.exit(0)

@@ -27,6 +27,7 @@ METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
 DRAIN_S = 5.0
 # Replicas load for seconds; the coordinator, which starts with them, should be there when they are.
 RECONNECT_S = 0.5
+DISCOVERY_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class LocalPlan:
     ports: Mapping[str, int] = field(default_factory=lambda: PORTS)
     free_ports: bool = False
     """Take ports that are free, and serve no metrics, so that any number can run on one machine."""
+    redis_url: str | None = None
+    """Services find each other in the registry of this Redis, and not by settings; None: no Redis."""
     target_settings: Mapping[str, object] = field(default_factory=dict)
     draft_settings: Mapping[str, object] = field(default_factory=dict)
     coordinator_settings: Mapping[str, object] = field(default_factory=dict)
@@ -74,9 +77,14 @@ def plan_services(
         *_replicas(plan, "draft", plan.num_drafts, assignment, devices, environment),
     ]
     addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
+    replicas = {"targets": addresses["target"], "drafts": addresses["draft"]} if plan.redis_url is None else {}
     settings = RoleSettings(
-        defaults={**_common_defaults(plan, "coordinator", 0), "reconnect_backoff_max_s": RECONNECT_S},
-        overrides={**plan.coordinator_settings, "targets": addresses["target"], "drafts": addresses["draft"]},
+        defaults={
+            **_common_defaults(plan, "coordinator", 0),
+            "reconnect_backoff_max_s": RECONNECT_S,
+            "discovery_s": DISCOVERY_S,
+        },
+        overrides={**plan.coordinator_settings, **replicas},
     )
     port = _port(plan, "coordinator", 0)
     specs.append(
@@ -140,7 +148,10 @@ def _num_ranks(settings: Mapping[str, object]) -> int:
 
 def _common_defaults(plan: LocalPlan, role: str, number: int) -> dict[str, object]:
     metrics_port = METRICS_PORTS[role] if number == 0 and not plan.free_ports else None
-    return {"metrics_port": metrics_port, "log_format": "console", "drain_s": DRAIN_S}
+    defaults: dict[str, object] = {"metrics_port": metrics_port, "log_format": "console", "drain_s": DRAIN_S}
+    if plan.redis_url is not None:  # not by flag: it may hold a password, and flags are for all to see
+        defaults["redis_url"] = plan.redis_url
+    return defaults
 
 
 def _port(plan: LocalPlan, role: str, number: int) -> int:

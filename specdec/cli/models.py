@@ -26,7 +26,7 @@ def models(
     """Show what is served, and what is loaded where."""
     settings = connection.client_settings(timeout_s, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
-    with reported_errors(errors), errors.status(f"asking {address}"):
+    with reported_errors(errors, address), errors.status(f"asking {address}"):
         info, status = asyncio.run(_ask(address, settings))
     output = Console(highlight=False)
     if as_json:
@@ -35,6 +35,8 @@ def models(
         return
     output.print(tables.model_table(info))
     output.print(tables.replicas_table(status))
+    if status.coordinators:
+        output.print(tables.coordinators_table(status))
     if details := tables.replica_details(status):
         output.print(details)
     output.print(
@@ -42,6 +44,8 @@ def models(
         f"{status.num_waiting} of {status.max_waiting} wait; version {status.version}",
         style="dim",
     )
+    for notice in status.degraded:
+        output.print(f"degraded: {notice}", style="yellow", markup=False)
 
 
 async def _ask(

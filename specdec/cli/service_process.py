@@ -40,7 +40,6 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Start it in a session of its own, which a terminal's Ctrl-C does not reach; append to its log."""
-        self.told_to_end = False
         command = [sys.executable, "-m", "specdec.cli.child", str(os.getpid())]
         command += [",".join(map(str, self.spec.cores)), self.spec.module, *self.spec.arguments]
         with self.log_path.open("ab") as log:
@@ -52,6 +51,7 @@ class ServiceProcess:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", **self.spec.environment},
                 start_new_session=True,
             )
+        self.told_to_end = False  # Only now: another thread may look at how it ended before.
 
     @property
     def pid(self) -> int | None:

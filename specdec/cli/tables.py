@@ -132,6 +132,17 @@ def replicas_table(status: coordinator_pb2.GetStatusResponse) -> Table:
     return table
 
 
+def coordinators_table(status: coordinator_pb2.GetStatusResponse) -> Table:
+    """Return all coordinators that share a registry, as they announced themselves."""
+    table = make_table("Coordinators", "address", "state", "run+wait")
+    for column in table.columns[:2]:
+        column.no_wrap, column.justify = True, "left"
+    for one in status.coordinators:
+        state = Text(one.state, style="green" if one.state == "ready" else "yellow")
+        table.add_row(one.address, state, f"{one.load.num_running}+{one.load.num_waiting}")
+    return table
+
+
 def replica_details(status: coordinator_pb2.GetStatusResponse) -> Text:
     """Return why replicas are in the state they are in, one line for each that says so."""
     lines = [f"{replica.address}: {replica.detail}" for replica in status.replicas if replica.detail]

@@ -22,11 +22,11 @@ _CHECK_S = 0.2
 
 TargetModel = Annotated[
     str | None,
-    typer.Option("--target", help="Folder or hub id. [default: the shipped one]", show_default=False),
+    typer.Option("--target", help="Folder or hub id. (default: the shipped one)", show_default=False),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option("--draft", help="Folder or hub id. [default: the shipped one]", show_default=False),
+    typer.Option("--draft", help="Folder or hub id. (default: the shipped one)", show_default=False),
 ]
 Device = Annotated[str, typer.Option(help="auto takes GPUs where there are any.", metavar="auto|cpu|cuda")]
 
@@ -41,6 +41,10 @@ def up(
     target_port: Annotated[int, typer.Option(help="The first target's.", min=1, max=65535)] = PORTS["target"],
     draft_port: Annotated[int, typer.Option(help="The first draft's.", min=1, max=65535)] = PORTS["draft"],
     free_ports: Annotated[bool, typer.Option("--free-ports", help="Take free ports, serve no metrics.")] = False,
+    redis_url: Annotated[
+        str | None,
+        typer.Option(help="Redis in which the services find each other. [default: none is needed]", metavar="URL"),
+    ] = None,
     target_set: Annotated[
         list[str] | None,
         typer.Option(help="Any setting of the target; may be repeated.", metavar="NAME=VALUE"),
@@ -52,7 +56,7 @@ def up(
     coordinator_set: Annotated[
         list[str] | None, typer.Option(help="Any setting of the coordinator.", metavar="NAME=VALUE")
     ] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. [default: a temporary one]")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. (default: a temporary one)")] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs, too.")] = False,
 ) -> None:
     """Start target, draft and coordinator here; stop all on Ctrl-C.
@@ -70,6 +74,7 @@ def up(
             num_drafts=num_drafts,
             ports={"coordinator": port, "target": target_port, "draft": draft_port},
             free_ports=free_ports,
+            redis_url=redis_url,
             target_settings=parse_settings(target_set or [], "--target-set"),
             draft_settings=parse_settings(draft_set or [], "--draft-set"),
             coordinator_settings=parse_settings(coordinator_set or [], "--coordinator-set"),

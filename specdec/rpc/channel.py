@@ -40,11 +40,22 @@ def open_channel(address: str, settings: ClientSettings) -> grpc.aio.Channel:
         ("grpc.min_reconnect_backoff_ms", _MIN_RECONNECT_BACKOFF_MS * 10),
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
     ]
-    if not settings.replica_tls:
+    credentials = _credentials(settings)
+    if credentials is None:
         return grpc.aio.insecure_channel(address, options=options)
     if settings.replica_tls_server_name:
         options.append(("grpc.ssl_target_name_override", settings.replica_tls_server_name))
-    credentials = channel_credentials(
+    return grpc.aio.secure_channel(address, credentials, options=options)
+
+
+def check_client_tls(settings: ClientSettings) -> None:
+    """Raises TlsFilesBroken, which names the setting, when TLS files for channels cannot be used."""
+    _credentials(settings)
+
+
+def _credentials(settings: ClientSettings) -> grpc.ChannelCredentials | None:
+    if not settings.replica_tls:
+        return None
+    return channel_credentials(
         settings.replica_tls_ca_file, settings.replica_tls_cert_file, settings.replica_tls_key_file
     )
-    return grpc.aio.secure_channel(address, credentials, options=options)

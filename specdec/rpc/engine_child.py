@@ -38,6 +38,8 @@ class Launch(TypedDict):
     service: str
     log_level: str
     log_format: str
+    instance_id: str
+    """Of the servicer's process and its engine together."""
 
 
 def main() -> int:
@@ -50,7 +52,7 @@ def main() -> int:
     if launch["cores"]:
         os.sched_setaffinity(0, launch["cores"])
     os.set_inheritable(launch["socket_fd"], False)
-    port = EnginePort(socket.socket(fileno=launch["socket_fd"]))
+    port = EnginePort(socket.socket(fileno=launch["socket_fd"]), launch["instance_id"])
     try:
         settings = _resolve(launch["settings_class"]).model_validate_json(launch["settings"])
         _resolve(launch["entry"])(port, settings)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -63,6 +64,8 @@ class EngineProcess:
         service: str,
         cores: frozenset[int] | None = None,
     ) -> None:
+        self.instance_id = secrets.token_hex(8)
+        """Changes with each start."""
         self._entry = entry
         self._settings = settings
         self._service = service
@@ -192,6 +195,7 @@ class EngineProcess:
             "service": self._service,
             "log_level": self._settings.log_level,
             "log_format": self._settings.log_format,
+            "instance_id": self.instance_id,
         }
         # A program of its own and not a fork or multiprocessing's spawn: it imports nothing of the servicer.
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -25,8 +25,10 @@ class EnginePort:
     call (5 us) when the socket keeps up.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, instance_id: str = "") -> None:
+        """Use a connected socket. `instance_id` is the process's, for those who are told what is served."""
         connection.setblocking(False)
+        self.instance_id = instance_id
         self._connection = connection
         self._decoder = FrameDecoder()
         self._writer = FrameWriter(connection)

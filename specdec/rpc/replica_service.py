@@ -19,6 +19,9 @@ from specdec.rpc.errors import NotReady
 from specdec.rpc.server import StartupFailed, run_service
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.rpc.stream_relay import StreamRelay
+from specdec.store.announcer import Announcer
+from specdec.store.guarded import GuardedStore
+from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, RelayMetrics, enable_multiprocess_metrics, setup_logging
 from specdec.telemetry.tracing import Tracing
 from specdec.v1 import common_pb2
@@ -61,6 +64,15 @@ class ReplicaService:
         self._engine.on_session_span = self._tracing.record
         metrics = RelayMetrics(registry, role.name)
         self._relay = StreamRelay(self._engine, metrics, settings.stream_buffer_bytes)
+        self._store: GuardedStore | None = None
+        self.announcer: Announcer | None = None
+        """Registers this process; None without redis_url."""
+        if settings.redis_url is not None:
+            self._store = open_store(settings, on_change=metrics.store_up.set)
+            self.announcer = Announcer(
+                self._store, settings.registry_ttl_s, role.name, self._engine.instance_id,
+                self._describe, metrics.announce_failures.inc,
+            )  # fmt: skip
 
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the handlers."""
@@ -114,6 +126,11 @@ class ReplicaService:
         """Stops the engine process, and exports what it last told of its sessions."""
         await self._engine.stop(_ENGINE_STOP_S)
         await self._tracing.close()
+        if self._store is not None:
+            await self._store.close()
+
+    def _describe(self) -> common_pb2.GetReplicaInfoResponse:
+        return self._engine.info or common_pb2.GetReplicaInfoResponse(version=__version__)
 
     async def _get_replica_info(
         self, _request: common_pb2.GetReplicaInfoRequest, _context: grpc.aio.ServicerContext
@@ -151,7 +168,7 @@ async def _run(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
         _log.error("startup_failed", reason=str(error))
         return 1
     BuildInfo(registry, role.name)
-    return await run_service(service, settings, registry=registry)
+    return await run_service(service, settings, registry=registry, announcer=service.announcer)
 
 
 def _pin_all_threads(cores: frozenset[int] | None) -> None:

@@ -4,14 +4,21 @@ listening    gRPC, health (NOT_SERVING), reflection and /metrics answer; calls g
 ready        Service.start returned (for a replica: the model is loaded and warmed); health is SERVING
 draining     SIGTERM or SIGINT: health is NOT_SERVING, Service.drain lets running work end
 stopped      open calls are cut off after a grace period; a second signal comes straight here
+
+A process that shares its port with others listens only once it is ready: the kernel gives connections to any process
+that listens.
+
+With a shared store the process is registered there meanwhile, as loading, ready and draining.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import signal
-from collections.abc import AsyncIterator, Iterator, Sequence
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Protocol
 from wsgiref.simple_server import WSGIServer
 
@@ -26,6 +33,7 @@ from specdec.rpc.channel import wire_options
 from specdec.rpc.error_interceptor import ErrorInterceptor
 from specdec.rpc.settings import ServiceSettings
 from specdec.rpc.tls import ClientNameInterceptor, TlsFiles, TlsFilesBroken, follow_files, server_credentials
+from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.telemetry import scrape_registry
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
@@ -72,26 +80,39 @@ def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
     statuses. TLS files are read again when they change. Raises StartupFailed when the port cannot be used and
     TlsFilesBroken when a TLS file cannot; both name the setting.
     """
+    server = _make_server(settings, shares_port=False)
+    return server, _bind(server, settings)
+
+
+def _make_server(settings: ServiceSettings, shares_port: bool) -> grpc.aio.Server:
     options: list[tuple[str, int]] = [
         *wire_options(settings),
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
-        # Else two servers on one port share its connections without a word.
-        ("grpc.so_reuseport", 0),
+        # By default it is on, and two servers on one port share its connections without a word.
+        ("grpc.so_reuseport", int(shares_port)),
     ]
     interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
     if settings.tls_allowed_client_names:
         interceptors.append(ClientNameInterceptor(settings.tls_allowed_client_names))
-    server = grpc.aio.server(interceptors=interceptors, options=options)
-    return server, _bind(server, settings)
+    return grpc.aio.server(interceptors=interceptors, options=options)
 
 
-async def run_service(service: Service, settings: ServiceSettings, *, registry: CollectorRegistry | None = None) -> int:
+async def run_service(
+    service: Service,
+    settings: ServiceSettings,
+    *,
+    registry: CollectorRegistry | None = None,
+    announcer: Announcer | None = None,
+    shares_port: bool = False,
+    on_serving: Callable[[], None] | None = None,
+) -> int:
     """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
 
-    `registry` is what /metrics shows when metrics are not in multiprocess mode. Logs `listening` with the
-    ports and `ready` once health is SERVING.
+    `registry` is what /metrics shows when metrics are not in multiprocess mode. `announcer` registers the process
+    from listening to stopped. With `shares_port` other processes of ours may have the same port. `on_serving` is called
+    once. Logs `listening` with the ports and `ready` once health is SERVING.
     """
     stopping = asyncio.Event()
     aborting = asyncio.Event()
@@ -99,23 +120,37 @@ async def run_service(service: Service, settings: ServiceSettings, *, registry: 
     try:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(service.stop)
-            server, port = build_server(settings)
-            readiness = _Readiness(service.grpc_names)
+            server = _make_server(settings, shares_port)
+            port = settings.port if shares_port else _bind(server, settings)
+            readiness = Readiness(service.grpc_names, announcer)
             await readiness.register(server)
             service.register(server)
             if settings.reflection:
                 names = (*service.grpc_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
-            _install_signals(stopping, aborting)
-            await server.start()
+            install_signals(stopping, aborting)
+            if not shares_port:
+                await server.start()
             stack.push_async_callback(server.stop, 0)
-            metrics_port = stack.enter_context(_metrics_endpoint(settings, registry or CollectorRegistry()))
-            health_port = await stack.enter_async_context(_plaintext_health(settings, readiness))
+            metrics_port = stack.enter_context(metrics_endpoint(settings, registry or CollectorRegistry()))
+            health_port = await stack.enter_async_context(plaintext_health(settings, readiness))
             _log.info(
-                "listening", host=settings.host, port=port, metrics_port=metrics_port,
+                "starting" if shares_port else "listening", host=settings.host, port=port, metrics_port=metrics_port,
                 health_port=health_port, tls=settings.tls_cert_file is not None, version=__version__,
             )  # fmt: skip
-            exit_code = await _serve(service, readiness, failure, stopping)
+            if announcer is not None:
+                announcer.start(advertised_address(settings, port))
+                stack.push_async_callback(announcer.stop)
+
+            async def on_started() -> None:
+                if shares_port:
+                    _bind(server, settings)
+                    await server.start()
+                await readiness.set_serving(True)
+                if on_serving is not None:
+                    on_serving()
+
+            exit_code = await _serve(service, on_started, failure, stopping)
             await readiness.shut_down()
             if exit_code == 0:
                 await _drain(service, settings.drain_s, aborting, failure)
@@ -129,33 +164,58 @@ async def run_service(service: Service, settings: ServiceSettings, *, registry: 
         failure.cancel()
 
 
-class _Readiness:
-    """Health of all gRPC services of a process, and of the empty name, together."""
+def advertised_address(settings: ServiceSettings, port: int) -> str:
+    """host:port under which others reach a process that listens on `port`."""
+    if settings.advertise_address is not None:
+        return settings.advertise_address
+    try:
+        is_wildcard = ipaddress.ip_address(settings.host.strip("[]")).is_unspecified
+    except ValueError:
+        is_wildcard = False
+    return f"{socket.gethostname() if is_wildcard else settings.host}:{port}"
 
-    def __init__(self, names: Sequence[str]) -> None:
+
+class Readiness:
+    """What others are told: health of all gRPC services of a process and of the empty name, and its registration."""
+
+    def __init__(self, names: Sequence[str], announcer: Announcer | None = None) -> None:
         self._names = ("", *names)
+        self._announcer = announcer
         self._servicers: list[health.aio.HealthServicer] = []
         self._status: int = health_pb2.HealthCheckResponse.NOT_SERVING
 
     async def register(self, server: grpc.aio.Server) -> None:
+        """Answer health checks at a server."""
         servicer = health.aio.HealthServicer()
         self._servicers.append(servicer)
         for name in self._names:
             await servicer.set(name, self._status)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 
-    async def set_serving(self) -> None:
-        self._status = health_pb2.HealthCheckResponse.SERVING
+    async def set_serving(self, is_serving: bool) -> None:
+        """Say SERVING or NOT_SERVING."""
+        if is_serving:
+            self._announce(AnnouncedState.READY)
+        response = health_pb2.HealthCheckResponse
+        self._status = response.SERVING if is_serving else response.NOT_SERVING
         for servicer in self._servicers:
             for name in self._names:
                 await servicer.set(name, self._status)
 
     async def shut_down(self) -> None:
+        """Say NOT_SERVING from now on, whatever is set."""
+        self._announce(AnnouncedState.DRAINING)
         for servicer in self._servicers:
             await servicer.enter_graceful_shutdown()
 
+    def _announce(self, state: AnnouncedState) -> None:
+        if self._announcer is not None:
+            self._announcer.set_state(state)
 
-async def _serve(service: Service, readiness: _Readiness, failure: asyncio.Task[str], stopping: asyncio.Event) -> int:
+
+async def _serve(
+    service: Service, on_started: Callable[[], Awaitable[None]], failure: asyncio.Task[str], stopping: asyncio.Event
+) -> int:
     """From listening until a signal (0) or a failure (1)."""
     stop = asyncio.create_task(stopping.wait())
     start = asyncio.create_task(service.start())
@@ -163,7 +223,7 @@ async def _serve(service: Service, readiness: _Readiness, failure: asyncio.Task[
         await asyncio.wait({start, stop, failure}, return_when=asyncio.FIRST_COMPLETED)
         if start.done() and not stop.done():
             await start
-            await readiness.set_serving()
+            await on_started()
             _log.info("ready")
             await asyncio.wait({stop, failure}, return_when=asyncio.FIRST_COMPLETED)
         if stop.done():
@@ -187,7 +247,9 @@ async def _drain(service: Service, drain_s: float, aborting: asyncio.Event, fail
         task.cancel()
 
 
-def _install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
+def install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
+    """SIGTERM and SIGINT set the first event, those that follow the second."""
+
     def on_signal(number: signal.Signals) -> None:
         _log.info("signal", signal=number.name)
         (aborting if stopping.is_set() else stopping).set()
@@ -215,7 +277,8 @@ def _tls_files(settings: ServiceSettings) -> TlsFiles | None:
 
 
 @contextlib.contextmanager
-def _metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) -> Iterator[int | None]:
+def metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) -> Iterator[int | None]:
+    """Serve /metrics where the settings say; yields the port, None if metrics are off. Raises StartupFailed."""
     if settings.metrics_port is None:
         yield None
         return
@@ -250,7 +313,8 @@ def _start_metrics(
 
 
 @contextlib.asynccontextmanager
-async def _plaintext_health(settings: ServiceSettings, readiness: _Readiness) -> AsyncIterator[int | None]:
+async def plaintext_health(settings: ServiceSettings, readiness: Readiness) -> AsyncIterator[int | None]:
+    """Serve health where `health_port` says; yields the port, None if it is off. Raises StartupFailed."""
     if settings.health_port is None:
         yield None
         return

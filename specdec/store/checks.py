@@ -64,9 +64,10 @@ def check_writes(writes: Sequence[JournalWrite], limits: StoreLimits) -> None:
         _require(all(0 <= origin <= MAX_ORIGIN for origin in write.origins), "an origin must have 8 bits")
 
 
-def check_bucket(amount: float, rate_per_s: float, burst: float) -> None:
-    """Raise LimitExceeded for a bucket that never fills, a negative amount, or what is not finite."""
-    _require(amount >= 0 and math.isfinite(amount), "amount must be finite and not negative")
+def check_bucket(amount: float, rate_per_s: float, burst: float, force: bool) -> None:
+    """Raise LimitExceeded for a bucket that never fills, what is not finite, or a negative amount without force."""
+    _require(math.isfinite(amount), "amount must be finite")
+    _require(amount >= 0 or force, "amount must not be negative without force")
     for name, value in (("rate_per_s", rate_per_s), ("burst", burst)):
         _require(value > 0 and math.isfinite(value), f"{name} must be finite and above 0")
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import structlog
 
-from specdec.store.errors import StoreUnavailable
+from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
     Begun,
@@ -148,9 +148,12 @@ class GuardedStore:
         except StoreUnavailable as error:
             self._finish(operation, started_s, error)
             raise
+        except (RequestHeld, TooManyConcurrent):
+            # A refusal is an answer.
+            self._finish(operation, started_s, None)
+            raise
         except Exception:
-            # A refusal (RequestHeld, LimitExceeded) says nothing bad about the store; it may not have been asked,
-            # either.
+            # An argument beyond a limit: the store was not asked.
             if is_probe:
                 self._retry_at_s = self._clock()
             else:

@@ -33,6 +33,8 @@ class StoreLimits:
     max_choices: int = 128
     # Tokens of one choice.
     max_tokens: int = 1 << 20
+    # Ended requests that a store in memory keeps; the ones that ended first make room. Redis has its own limit.
+    max_ended: int = 1024
     # How long a request that was not ended stays after its lease ran out, in seconds.
     abandoned_keep_s: float = 600.0
 
@@ -67,6 +69,8 @@ class NewRequest:
     max_concurrent: int | None = None
     # Take the request from an owner whose lease is live.
     take_over: bool = False
+    # Forget what is journalled of the request, even of one that has ended, and begin it anew.
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +152,7 @@ class Store(Protocol):
         ...
 
     async def add_prefixes(self, replica: str, digests: Sequence[bytes], ttl_s: float) -> None:
-        """Remember for `ttl_s` that a replica (by address) caches the blocks with these digests."""
+        """Remember for `ttl_s` that a replica caches the blocks with these digests; `replica` is any name for it."""
         ...
 
     async def prefix_holders(self, digests: Sequence[bytes]) -> list[frozenset[str]]:
@@ -161,7 +165,8 @@ class Store(Protocol):
         Of several that begin the same request, one wins. The generation is above that of every earlier owner, and,
         because it is not below the store's clock in milliseconds, also above those that a store which has lost its
         data gave out. What is journalled already stands: `seed`, `params` and `num_choices` of a later NewRequest are
-        ignored. A request that has ended is returned as it is, without a lease.
+        ignored, and a request that has ended is returned as it is, without a lease. With `restart` it is all replaced,
+        by an empty record.
 
         Raises:
             RequestHeld: another owner's lease is live.
@@ -195,7 +200,8 @@ class Store(Protocol):
         """Take tokens from a tenant's bucket, which refills at `rate_per_s` up to `burst` and is full at first.
 
         Returns 0 when they were taken, else the seconds until they can be; nothing was taken then. With `force` they
-        are always taken, into debt if need be. An amount above `burst` is granted by a full bucket, also into debt.
+        are always taken, into debt if need be, and a negative amount gives tokens back. An amount above `burst` is
+        granted by a full bucket, also into debt.
         """
         ...
 

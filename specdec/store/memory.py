@@ -63,6 +63,8 @@ class _State:
     replicas: dict[tuple[str, str], tuple[float, ReplicaRecord]] = field(default_factory=dict)
     holders: dict[bytes, dict[str, float]] = field(default_factory=dict)
     requests: dict[RequestKey, _Request] = field(default_factory=dict)
+    # Those that have ended, in that order.
+    ended: dict[RequestKey, None] = field(default_factory=dict)
     # Per tenant, the requests that have, or had, a lease.
     live: dict[str, set[RequestKey]] = field(default_factory=dict)
     buckets: dict[str, _Bucket] = field(default_factory=dict)
@@ -127,7 +129,7 @@ class MemoryStore:
         checks.check_request(request, self._limits)
         now = self._now()
         held = self._request(key, now)
-        if held is not None and held.is_ended:
+        if held is not None and held.is_ended and not request.restart:
             return Begun(held.generation, held.record())
         if (
             held is not None
@@ -139,9 +141,9 @@ class MemoryStore:
         num_others = self._num_live(key, now)
         if request.max_concurrent is not None and num_others >= request.max_concurrent:
             raise TooManyConcurrent(num_others)
-        record = None if held is None else held.record()
+        record = None if held is None or request.restart else held.record()
         generation = max(0 if held is None else held.generation + 1, int(now * 1000))
-        if held is None:
+        if held is None or request.restart:
             held = _Request(
                 owner_id=request.owner_id,
                 generation=generation,
@@ -151,6 +153,7 @@ class MemoryStore:
                 origins=[[] for _ in range(request.num_choices)],
             )
             self._state.requests[key] = held
+            self._state.ended.pop(key, None)
         held.owner_id = request.owner_id
         held.generation = generation
         held.lease_s = request.lease_s
@@ -182,6 +185,11 @@ class MemoryStore:
         request.is_ended = True
         request.lease_until_s = 0.0
         request.expires_s = now + keep_s
+        ended = self._state.ended
+        ended[key] = None
+        while len(ended) > self._limits.max_ended:
+            oldest = next(iter(ended))
+            del ended[oldest], self._state.requests[oldest]
         return True
 
     async def load(self, key: RequestKey) -> JournalRecord | None:
@@ -193,7 +201,7 @@ class MemoryStore:
         self, bucket: str, amount: float, rate_per_s: float, burst: float, force: bool = False
     ) -> float:
         """See Store."""
-        checks.check_bucket(amount, rate_per_s, burst)
+        checks.check_bucket(amount, rate_per_s, burst, force)
         now = self._now()
         level = burst
         if (old := self._state.buckets.get(bucket)) is not None:
@@ -201,7 +209,7 @@ class MemoryStore:
         needed = min(amount, burst)
         wait_s = 0.0
         if force or level >= needed:
-            level -= amount
+            level = min(burst, level - amount)
         else:
             wait_s = (needed - level) / rate_per_s
         self._state.buckets[bucket] = _Bucket(level, now, now + (burst - level) / rate_per_s)
@@ -264,6 +272,7 @@ class MemoryStore:
         state.replicas = {name: entry for name, entry in state.replicas.items() if entry[0] > now}
         state.holders = {digest: holders for digest, holders in state.holders.items() if max(holders.values()) > now}
         state.requests = {key: request for key, request in state.requests.items() if request.expires_s > now}
+        state.ended = {key: None for key in state.ended if key in state.requests}
         live = {tenant: {key for key in keys if key in state.requests} for tenant, keys in state.live.items()}
         state.live = {tenant: keys for tenant, keys in live.items() if keys}
         state.buckets = {name: bucket for name, bucket in state.buckets.items() if bucket.full_s > now}

@@ -116,6 +116,7 @@ class RedisStore:
             [
                 *(_request_member(key), request.owner_id, request.seed, request.params, request.num_choices),
                 *(_ms(request.lease_s), self._keep_ms, max_concurrent, int(request.take_over)),
+                int(request.restart),
             ],
         )
         if outcome == b"held":
@@ -165,7 +166,7 @@ class RedisStore:
         self, bucket: str, amount: float, rate_per_s: float, burst: float, force: bool = False
     ) -> float:
         """See Store."""
-        checks.check_bucket(amount, rate_per_s, burst)
+        checks.check_bucket(amount, rate_per_s, burst, force)
         return float(await self._run(scripts.TAKE, self._keys.quota(bucket), [amount, rate_per_s, burst, int(force)]))
 
     async def ping(self) -> None:

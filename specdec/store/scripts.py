@@ -117,25 +117,26 @@ end
 """
 
 # KEYS: head, live.
-# ARGV: member, owner, seed, params, choices, lease, keep, max concurrent (-1: any), take over (1 or 0).
+# ARGV: member, owner, seed, params, choices, lease, keep, max concurrent (-1: any), take over, restart (1 or 0).
 # Returns {'held', owner}, {'many', count} or {'begun', generation, record or false}.
 BEGIN = Script(
     _NOW
     + _RECORD
     + _EXPIRE
     + """
-local old = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'lease_until', 'ended')
-if old[1] and old[4] == '1' then return {'begun', old[2], read_record()} end
+local old = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'lease_until', 'ended', 'num_choices')
+local restart = ARGV[10] == '1'
+if old[1] and old[4] == '1' and not restart then return {'begun', old[2], read_record()} end
 if old[1] and old[1] ~= ARGV[2] and tonumber(old[3]) > now and ARGV[9] == '0' then return {'held', old[1]} end
 local others = redis.call('ZCOUNT', KEYS[2], '(' .. whole(now), '+inf')
 if tonumber(redis.call('ZSCORE', KEYS[2], ARGV[1]) or 0) > now then others = others - 1 end
 if tonumber(ARGV[8]) >= 0 and others >= tonumber(ARGV[8]) then return {'many', others} end
-local record = read_record()
+local record = not restart and read_record()
 local generation = whole(math.max((old[2] or 0) + 1, now))
 redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'generation', generation)
 if not record then
   redis.call('HSET', KEYS[1], 'seed', ARGV[3], 'params', ARGV[4], 'num_choices', ARGV[5], 'ended', '0')
-  for choice = 0, ARGV[5] - 1 do redis.call('DEL', KEYS[1] .. ':tokens:' .. choice) end
+  for choice = 0, math.max(ARGV[5], old[5] or 0) - 1 do redis.call('DEL', KEYS[1] .. ':tokens:' .. choice) end
 end
 redis.call('HSET', KEYS[1], 'lease', ARGV[6])
 hold(tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[1])
@@ -205,7 +206,7 @@ if old[1] then level = math.min(burst, old[1] + math.max(0, now - old[2]) * rate
 local wait = 0
 local needed = math.min(amount, burst)
 if ARGV[4] == '1' or level >= needed then
-  level = level - amount
+  level = math.min(burst, level - amount)
 else
   wait = (needed - level) / rate
 end

@@ -1,23 +1,26 @@
 """Structured logs, and the metrics of each service.
 
 Every metric is named specdec_<service>_..., is defined here and only here with the query that uses it, and is exported
-by the process that constructs its group. A target or draft is two processes, so their metrics go through
-prometheus_client's multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them (`scrape_registry`).
+by the process that constructs its group. A target or draft is two processes, and a coordinator can be several, so their
+metrics go through prometheus_client's multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them
+(`scrape_registry`).
 `python -m specdec.telemetry.catalogue` writes docs/metrics.md.
 """
 
-from specdec.telemetry.coordinator_metrics import CoordinatorMetrics
+from specdec.telemetry.coordinator_metrics import CoordinatorMetrics, SupervisorMetrics
 from specdec.telemetry.engine_metrics import DraftMetrics, RelayMetrics, TargetMetrics
 from specdec.telemetry.logs import setup_logging
-from specdec.telemetry.registry import BuildInfo, enable_multiprocess_metrics, scrape_registry
+from specdec.telemetry.registry import BuildInfo, enable_multiprocess_metrics, forget_gauges, scrape_registry
 
 __all__ = [
     "BuildInfo",
     "CoordinatorMetrics",
     "DraftMetrics",
     "RelayMetrics",
+    "SupervisorMetrics",
     "TargetMetrics",
     "enable_multiprocess_metrics",
+    "forget_gauges",
     "scrape_registry",
     "setup_logging",
 ]

@@ -6,7 +6,7 @@ import sys
 
 from prometheus_client import CollectorRegistry
 
-from specdec.telemetry.coordinator_metrics import CoordinatorMetrics
+from specdec.telemetry.coordinator_metrics import CoordinatorMetrics, SupervisorMetrics
 from specdec.telemetry.engine_metrics import DraftMetrics, RelayMetrics, TargetMetrics
 from specdec.telemetry.registry import BuildInfo, MetricDoc
 
@@ -35,7 +35,7 @@ def catalogue() -> dict[str, list[MetricDoc]]:
     target, draft = TargetMetrics(registry), DraftMetrics(registry)
     return {
         "all": BuildInfo(registry, "coordinator").docs,
-        "coordinator": CoordinatorMetrics(registry).docs,
+        "coordinator": CoordinatorMetrics(registry).docs + SupervisorMetrics(registry).docs,
         "target": target.docs + RelayMetrics(registry, "target").docs,
         "draft": draft.docs + RelayMetrics(registry, "draft").docs,
     }

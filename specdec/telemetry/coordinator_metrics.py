@@ -7,6 +7,10 @@ from prometheus_client import CollectorRegistry
 from specdec.telemetry.registry import COARSE_S, FINE_S, MetricGroup
 
 _DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
+_OPERATION = {
+    "operation": "begin, append, renew, end, load (journal), take_tokens (quotas), announce, withdraw, replicas "
+    "(registry), add_prefixes, prefix_holders, ping"
+}
 _ROLE = {"role": "target, draft"}
 
 
@@ -21,6 +25,7 @@ class CoordinatorMetrics(MetricGroup):
         self._make_latency_metrics()
         self._make_speculation_metrics()
         self._make_fleet_metrics()
+        self._make_store_metrics()
 
     def _make_request_metrics(self) -> None:
         self.requests = self._counter(
@@ -161,21 +166,65 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.replicas = self._gauge(
             "replicas",
-            "Replicas, by role and state.",
+            "Replicas, by role and state; of several processes the one that sees the most in this state.",
             {
                 **_ROLE,
                 "state": "connecting, ready, draining, ejected, probation, incompatible, down",
             },
             promql='min by (role) (sum by (role, instance) ($replicas{state="ready"}))',
+            merge="livemax",
         )
+        self.processes = self._gauge(
+            "processes", "Processes behind the port that serve.", promql="min by (instance) ($processes)"
+        )
+
+    def _make_store_metrics(self) -> None:
         self.journal_seconds = self._histogram(
             "journal_seconds",
-            "Time of one write to a journal outside the process; without one, nothing is observed.",
+            "Time of one journal operation in Redis; without Redis nothing is observed.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($journal_seconds_bucket[5m])))",
         )
         self.journal_errors = self._counter(
             "journal_errors_total",
-            "Writes to the journal that failed.",
+            "Journal operations that Redis failed or did not answer in time; few are tried while it is left alone.",
             promql="sum(rate($journal_errors_total[5m]))",
+        )
+        self.unjournalled = self._gauge(
+            "requests_unjournalled",
+            "Requests that wait or run, and are not in the journal because Redis fails.",
+            promql="sum($requests_unjournalled)",
+        )
+        self.store_up = self._gauge(
+            "store_up",
+            "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
+            promql="min($store_up)",
+            merge="livemin",
+        )
+        self.store_operation_seconds = self._histogram(
+            "store_operation_seconds",
+            "Time of one operation in Redis; without Redis nothing is observed.",
+            FINE_S,
+            _OPERATION,
+            promql="histogram_quantile(0.95, sum by (le, operation) (rate($store_operation_seconds_bucket[5m])))",
+        )
+        self.store_errors = self._counter(
+            "store_errors_total",
+            "Operations that Redis failed or did not answer in time; few are tried while it is left alone.",
+            _OPERATION,
+            promql="sum by (operation) (rate($store_errors_total[5m]))",
+        )
+
+
+class SupervisorMetrics(MetricGroup):
+    """What only the process that keeps several coordinator processes running knows."""
+
+    _prefix = "coordinator"
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.process_restarts = self._counter(
+            "process_restarts_total",
+            "Coordinator processes that ended without being told to; with num_processes above 1 only.",
+            promql="sum by (instance) (increase($process_restarts_total[1h]))",
         )

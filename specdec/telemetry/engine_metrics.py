@@ -240,8 +240,9 @@ class TargetMetrics(_EngineMetrics):
             "plain_equivalent_seconds_total",
             "Time that the same tokens would have taken by plain decoding of the same batch: by plain steps of as many"
             " sessions as measured last, or, before there was one, by the target's model of its step time. Over"
-            " decode_seconds it is the speed-up; below 1 speculation does not pay. Where a draft works on the same"
-            " machine, it slows plain steps down too, and the figure flatters speculation.",
+            " decode_seconds it is the speed-up; below 1 speculation does not pay. A draft that shares the target's"
+            " machine slows plain steps down, too; that is corrected by plain steps that ran while no draft worked (of"
+            " requests without speculation). Until there were some, the figure flatters speculation there.",
             promql=speed_up,
         )
 
@@ -292,7 +293,7 @@ class DraftMetrics(_EngineMetrics):
 
 
 class RelayMetrics(MetricGroup):
-    """The servicer process of a target or draft: its streams."""
+    """The servicer process of a target or draft: its streams, and its registration."""
 
     def __init__(self, registry: CollectorRegistry, service: str) -> None:
         self._prefix = service
@@ -317,4 +318,15 @@ class RelayMetrics(MetricGroup):
             "Bytes relayed.",
             _DIRECTION,
             promql="sum by (direction) (rate($message_bytes_total[5m]))",
+        )
+        self.store_up = self._gauge(
+            "store_up",
+            "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
+            promql="min($store_up)",
+        )
+        self.store_up.set(1)
+        self.announce_failures = self._counter(
+            "announce_failures_total",
+            "Renewals of the registration in Redis that failed.",
+            promql="sum by (instance) (increase($announce_failures_total[5m]))",
         )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import prometheus_client.values
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
 from specdec import __version__
 
@@ -25,6 +26,8 @@ TOKENS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 MetricType = Literal["counter", "gauge", "histogram"]
+GaugeMerge = Literal["livesum", "livemax", "livemin"]
+"""What a page shows of a gauge that several processes set; those that have ended never count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,20 @@ class MetricDoc:
         return {f"{self.name}_bucket": labels | {"le"}, f"{self.name}_sum": labels, f"{self.name}_count": labels}
 
 
-def enable_multiprocess_metrics(directory: str) -> None:
-    """Metrics made from now on, here and in processes started from here, go to files in `directory`."""
+def enable_multiprocess_metrics(directory: str, process: str | None = None) -> None:
+    """Metrics made from now on, here and in processes started from here, go to files in `directory`.
+
+    The files are named after `process`, which no other running process may have, or after the process's number. Under
+    a name of its own a process that is started again goes on with its counters where it ended.
+    """
     os.environ[_MULTIPROCESS_VARIABLE] = directory
-    prometheus_client.values.ValueClass = prometheus_client.values.get_value_class()
+    identify: Callable[[], int | str] = os.getpid if process is None else lambda: process
+    prometheus_client.values.ValueClass = prometheus_client.values.MultiProcessValue(identify)
+
+
+def forget_gauges(directory: str, process: str) -> None:
+    """A process has ended: what it counted stays on the page, the gauges it set no longer do."""
+    mark_process_dead(process, directory)
 
 
 def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
@@ -65,8 +78,23 @@ def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
     if _MULTIPROCESS_VARIABLE not in os.environ:
         return own
     registry = CollectorRegistry()
-    MultiProcessCollector(registry)
+    _FilesCollector(registry)
     return registry
+
+
+class _FilesCollector(MultiProcessCollector):
+    """Merges what is in the files; one that a process has made this moment is still empty, and no reason to fail."""
+
+    def collect(self) -> Iterable[Metric]:
+        files = [str(path) for path in Path(self._path).glob("*.db") if _has_content(path)]
+        return self.merge(files, accumulate=True)
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except FileNotFoundError:  # its process has ended since the folder was read
+        return False
 
 
 class MetricGroup:
@@ -85,10 +113,18 @@ class MetricGroup:
         doc = self._document("counter", name, text, labels, promql)
         return Counter(doc.name, text, tuple(doc.labels), registry=self._registry)
 
-    def _gauge(self, name: str, text: str, labels: Mapping[str, str] | None = None, *, promql: str) -> Gauge:
+    def _gauge(
+        self,
+        name: str,
+        text: str,
+        labels: Mapping[str, str] | None = None,
+        *,
+        promql: str,
+        merge: GaugeMerge = "livesum",
+    ) -> Gauge:
         doc = self._document("gauge", name, text, labels, promql)
-        # Only one process sets a gauge; in the files of the others it is zero, so that the sum is its value.
-        return Gauge(doc.name, text, tuple(doc.labels), registry=self._registry, multiprocess_mode="livesum")
+        # A gauge that only one process of a replica sets is zero in the files of the others: the sum is its value.
+        return Gauge(doc.name, text, tuple(doc.labels), registry=self._registry, multiprocess_mode=merge)
 
     def _histogram(
         self,

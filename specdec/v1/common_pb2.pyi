@@ -839,6 +839,9 @@ class Attached(_message.Message):
 
     IDENTITY_FIELD_NUMBER: _builtins.int
     UNKNOWN_SESSION_IDS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """Of the replica's process: changes with each start, and so tells whether its prefix cache is the one of before."""
     @_builtins.property
     def identity(self) -> Global___ModelIdentity:
         """What the replica serves."""
@@ -852,10 +855,11 @@ class Attached(_message.Message):
         *,
         identity: Global___ModelIdentity | None = ...,
         unknown_session_ids: _abc.Iterable[_builtins.str] | None = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "unknown_session_ids", b"unknown_session_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "instance_id", b"instance_id", "unknown_session_ids", b"unknown_session_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -933,8 +937,11 @@ class GetReplicaInfoResponse(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
+    instance_id: _builtins.str
+    """Of the replica's process: changes with each start."""
     @_builtins.property
     def identity(self) -> Global___ModelIdentity:
         """What it serves."""
@@ -949,10 +956,11 @@ class GetReplicaInfoResponse(_message.Message):
         identity: Global___ModelIdentity | None = ...,
         load: Global___LoadReport | None = ...,
         version: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "instance_id", b"instance_id", "load", b"load", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1103,11 +1103,11 @@ class ReplicaStatus(_message.Message):
     IDENTITY_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """target or draft."""
+    """target, draft or coordinator."""
     address: _builtins.str
     """host:port."""
     state: _builtins.str
-    """connecting, ready, draining, ejected, probation, incompatible or down."""
+    """connecting, ready, draining, ejected, probation, incompatible or down; loading: registered, and not yet called."""
     detail: _builtins.str
     """Why it is in that state."""
     @_builtins.property
@@ -1149,6 +1149,8 @@ class GetStatusResponse(_message.Message):
     MAX_RUNNING_FIELD_NUMBER: _builtins.int
     MAX_WAITING_FIELD_NUMBER: _builtins.int
     DEGRADED_FIELD_NUMBER: _builtins.int
+    COORDINATORS_FIELD_NUMBER: _builtins.int
+    OWNER_ID_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     num_running: _builtins.int
@@ -1159,6 +1161,8 @@ class GetStatusResponse(_message.Message):
     """Most requests that run at once."""
     max_waiting: _builtins.int
     """Most requests that wait."""
+    owner_id: _builtins.str
+    """The process that answers. Of several behind one port, num_running to max_waiting are of this one alone."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """All known replicas."""
@@ -1166,6 +1170,10 @@ class GetStatusResponse(_message.Message):
     @_builtins.property
     def degraded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What works less well than it should, for people; for example that Redis cannot be reached."""
+
+    @_builtins.property
+    def coordinators(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
+        """All coordinators in the registry, this one included, as they announced themselves; none without a registry."""
 
     def __init__(
         self,
@@ -1177,10 +1185,12 @@ class GetStatusResponse(_message.Message):
         max_running: _builtins.int = ...,
         max_waiting: _builtins.int = ...,
         degraded: _abc.Iterable[_builtins.str] | None = ...,
+        coordinators: _abc.Iterable[Global___ReplicaStatus] | None = ...,
+        owner_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["degraded", b"degraded", "max_running", b"max_running", "max_waiting", b"max_waiting", "num_running", b"num_running", "num_waiting", b"num_waiting", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinators", b"coordinators", "degraded", b"degraded", "max_running", b"max_running", "max_waiting", b"max_waiting", "num_running", b"num_running", "num_waiting", b"num_waiting", "owner_id", b"owner_id", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

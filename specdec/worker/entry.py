@@ -40,6 +40,7 @@ def run_role(
             port.send(FrameKind.FATAL, payload=str(error).encode())
             port.flush(_FLUSH_TIMEOUT_S)
             return
+        built.info.instance_id = port.instance_id
         traces = settings.otlp_endpoint is not None
         worker = EngineWorker(port, wire, built.info, settings.session_ttl_s, traces=traces)
         worker.role = make_role(worker, built)

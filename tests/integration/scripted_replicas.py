@@ -104,6 +104,9 @@ class ScriptedReplica:
         self.closed: list[tuple[str, str]] = []
         self.frames: list[Any] = []
         self.refuse: status_pb2.Status | None = None
+        self.instance_id = ""
+        self.num_asked = 0
+        """Calls of GetReplicaInfo."""
         self.changed = asyncio.Condition()
         self._server: grpc.aio.Server | None = None
 
@@ -143,7 +146,9 @@ class ScriptedReplica:
         raise NotImplementedError
 
     async def GetReplicaInfo(self, request: Any, context: Any) -> pb.GetReplicaInfoResponse:
-        return pb.GetReplicaInfoResponse(identity=self.identity)
+        self.num_asked += 1
+        await self.notify()
+        return pb.GetReplicaInfoResponse(identity=self.identity, instance_id=self.instance_id)
 
     async def serve(self, requests: AsyncIterator[Any], context: Any, response_type: Any) -> AsyncIterator[Any]:
         stream = Stream()
@@ -172,12 +177,16 @@ class ScriptedReplica:
 
     def attach(self, attach: pb.Attach, stream: Stream, response_type: Any) -> None:
         stream.owner_id = attach.owner_id
+        for former in self.streams:
+            if former is not stream and former.owner_id == attach.owner_id:
+                former.abort()
         listed = {s.session_id: s for s in attach.sessions}
         for session_id, session in list(self.sessions.items()):
             if session_id not in listed or listed[session_id].epoch != session.epoch:
                 del self.sessions[session_id]
         unknown = [session_id for session_id in listed if session_id not in self.sessions]
-        stream.send(response_type(attached=pb.Attached(identity=self.identity, unknown_session_ids=unknown)))
+        attached = pb.Attached(identity=self.identity, unknown_session_ids=unknown, instance_id=self.instance_id)
+        stream.send(response_type(attached=attached))
         for session_id, session in self.sessions.items():
             session.stream = stream
             for verdict in session.sent:

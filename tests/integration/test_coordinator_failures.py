@@ -9,6 +9,7 @@ import grpc
 import pytest
 from google.rpc import code_pb2, status_pb2
 
+from coordinator.discovery import Endpoint
 from specdec.rpc.errors import Cancelled, DataLoss, InvalidRequest, SpecdecError, Unavailable, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -217,8 +218,12 @@ async def test_a_draft_that_errs_loses_the_session_and_gets_it_again() -> None:
 async def test_a_draft_whose_proposals_do_not_parse_costs_the_session_its_draft_only() -> None:
     target, draft = ScriptedTarget(), ScriptedDraft()
     draft.make_proposal = lambda session: b"\xff\xff\xff"
+    target.limit = 10  # of 200 tokens, else all may be there before the draft's first word
     async with running([target], [draft]) as harness:
-        result = await collect(harness.stub.Generate(request(max_tokens=200)))
+        call = harness.stub.Generate(request(max_tokens=200))
+        await target.until(lambda: target.num_relayed > 0)
+        target.set_limit(None)
+        result = await collect(call)
         assert harness.metric("draft_fallbacks_total", cause="bad_proposal") >= 1
     assert result.ids() == expected_ids(target, 200)
     assert len(target.opened) == 1
@@ -363,3 +368,106 @@ async def refusal(harness: Harness) -> SpecdecError:
     with pytest.raises(grpc.RpcError) as caught:
         await collect(harness.stub.Generate(request()))
     return from_rpc_error(caught.value)
+
+
+async def test_a_stream_that_is_reset_is_opened_again_and_goes_on() -> None:
+    target = ScriptedTarget()
+    target.limit = 10
+    async with running([target]) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        result = await read_tokens(call, 10)
+        link = harness.service.fleet.targets[0]
+        link.reset("a test")
+        while link.num_streams < 2:
+            await harness.service.fleet.wait_changed(10.0)
+        target.set_limit(None)
+        await finish(call, result)
+    assert result.ids() == expected_ids(target, 40)
+
+
+class ReluctantTarget(ScriptedTarget):
+    """Answers an attach when it is told to."""
+
+    may_answer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Any = None
+
+    def attach(self, attach: pb.Attach, stream: Any, response_type: Any) -> None:
+        if self.may_answer:
+            super().attach(attach, stream, response_type)
+        else:
+            self.answer = lambda: super(ReluctantTarget, self).attach(attach, stream, response_type)
+
+
+async def test_a_session_that_left_while_its_target_was_attached_is_closed_there() -> None:
+    targets = [ReluctantTarget(), ReluctantTarget()]
+    for target in targets:
+        target.limit = 10
+        await target.start()
+    first, second = targets
+    async with running([first], target_timeout_s=600.0, connect_timeout_s=60.0) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        result = await read_tokens(call, 10)
+        [session_id] = first.sessions
+        first.may_answer = False
+        first.break_streams()
+        await first.until(lambda: first.answer is not None)
+        harness.service.rosters["target"].update([Endpoint(first.address), Endpoint(second.address)])
+        await second.until(lambda: session_id in second.sessions)
+        first.answer()
+        await first.until(lambda: session_id not in first.sessions)
+        second.set_limit(None)
+        await finish(call, result)
+    await second.stop()
+    assert first.closed == [(session_id, "replaced")]
+    assert result.ids() == expected_ids(first, 40)
+
+
+async def test_a_replica_that_is_found_under_two_addresses_is_used_once() -> None:
+    target = ScriptedTarget()
+    target.instance_id = "one"
+    target.limit = 10
+    await target.start()
+    async with running([target], targets=(target.address, f"localhost:{target.port}")) as harness:
+        fleet = harness.service.fleet
+        while sorted(str(link.state) for link in fleet.targets) != ["incompatible", "ready"]:
+            await fleet.wait_changed(10.0)
+        used, unused = sorted(fleet.targets, key=lambda link: not link.is_up)
+        call = harness.stub.Generate(request(max_tokens=40))
+        result = await read_tokens(call, 10)
+        num_streams = used.num_streams
+        num_asked = target.num_asked
+        await target.until(lambda: target.num_asked > num_asked)  # the one that is not used has tried again
+        target.set_limit(None)
+        await finish(call, result)
+        assert used.address in unused.detail
+        assert used.num_streams == num_streams
+    assert result.ids() == expected_ids(target, 40)
+
+
+async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_gone() -> None:
+    target = ScriptedTarget()
+    async with running([target]) as harness:
+        await harness.replica_until("target", "ready")
+        roster = harness.service.rosters["target"]
+        roster.update([Endpoint(target.address), Endpoint("127.0.0.1:1")])
+        assert harness.metric("replicas", role="target", state="connecting") == 1
+        link = harness.service.fleet.targets[1]
+        while str(link.state) != "down":
+            await harness.service.fleet.wait_changed(10.0)
+        assert harness.metric("replicas", role="target", state="down") == 1
+        roster.update([Endpoint(target.address)])
+        assert harness.metric("replicas", role="target", state="down") == 0
+
+
+async def test_a_target_that_refuses_a_session_a_thousand_times_may_still_take_it() -> None:
+    target = ScriptedTarget()
+    target.refuse = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full")
+    waits = {"reconnect_backoff_min_s": 1e-6, "reconnect_backoff_max_s": 1e-5}
+    async with running([target], **waits, target_timeout_s=600.0) as harness:
+        call = harness.stub.Generate(request())
+        await target.until(lambda: len(target.opened) > 1100, timeout_s=60.0)
+        target.refuse = None
+        assert (await collect(call)).ids() == expected_ids(target, 20)

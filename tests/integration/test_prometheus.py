@@ -18,12 +18,13 @@ from specdec.rpc.errors import SpecdecError
 from specdec.v1 import coordinator_pb2
 from tests.integration.conftest import start_cluster
 from tests.integration.prometheus_server import RULES, PrometheusServer, prometheus_server
+from tests.integration.redis_server import RedisServer
 from tests.integration.tiny_pair import ModelPair
 
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 MAX_RUNNING = 4
 BURST = 16
-LOAD_S = 90.0
+LOAD_S = 120.0
 VARIABLES = {"$__rate_interval": "2m", "$instance": ".*"}
 Query = tuple[str, str, str]
 
@@ -71,8 +72,8 @@ async def work(client: Client) -> None:
             await asyncio.sleep(0)
 
 
-async def load(cluster: Cluster, server: PrometheusServer) -> None:
-    """Use all that the services count: requests, replicas that are lost and come back, more than may wait."""
+async def load(cluster: Cluster, server: PrometheusServer, redis_server: RedisServer) -> None:
+    """Use all that the services count: requests, more than may wait, replicas and a Redis that go and come back."""
     async with Client(cluster.address) as client:
         workers = [asyncio.create_task(work(client)) for _ in range(MAX_RUNNING)]
         try:
@@ -83,8 +84,12 @@ async def load(cluster: Cluster, server: PrometheusServer) -> None:
             await asyncio.to_thread(cluster.kill, "draft")
             await asyncio.to_thread(server.wait_for, 'specdec_coordinator_replicas{role="draft",state="ready"} == 0')
             await asyncio.to_thread(cluster.restart, "draft")
+            redis_server.stop()
+            await asyncio.to_thread(server.wait_for, "specdec_coordinator_store_up == 0")
+            redis_server.start()
+            await asyncio.to_thread(server.wait_for, "specdec_coordinator_store_up == 1")
             await asyncio.gather(*(client.complete(request(64)) for _ in range(BURST)), return_exceptions=True)
-            for counter in ("draft_fallbacks", "stream_reconnects", "admission_rejects", "requests"):
+            for counter in ("draft_fallbacks", "stream_reconnects", "admission_rejects", "requests", "store_errors"):
                 # Two samples at least, so that there is a rate.
                 await asyncio.to_thread(server.wait_for, f"rate(specdec_coordinator_{counter}_total[1m])")
             await asyncio.to_thread(server.wait_for, "rate(specdec_draft_committed_tokens_total[1m]) > 0")
@@ -95,7 +100,15 @@ async def load(cluster: Cluster, server: PrometheusServer) -> None:
 
 
 @pytest.fixture(scope="module")
-def scraped(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrometheusServer]:
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def scraped(
+    tiny_pair: ModelPair, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[PrometheusServer]:
     """A Prometheus that has scraped a cluster under load."""
     folder = tmp_path_factory.mktemp("prometheus")
     ports = {role: free_port() for role in ("coordinator", "target", "draft")}
@@ -109,11 +122,12 @@ def scraped(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> I
                 "metrics_port": ports["coordinator"],
                 "max_running": MAX_RUNNING,
                 "max_waiting": MAX_RUNNING,
+                "redis_url": redis_server.url,
             },
         ) as cluster,
         prometheus_server(folder / "server", ports) as server,
     ):
-        asyncio.run(asyncio.wait_for(load(cluster, server), LOAD_S))
+        asyncio.run(asyncio.wait_for(load(cluster, server, redis_server), LOAD_S))
         # A scrape may time out where processors are short: look at a moment at which none had.
         server.moment_s = server.wait_for("count(up == 1) == 3")
         yield server

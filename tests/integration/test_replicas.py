@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+import grpc
 import pytest
-from google.rpc import code_pb2, status_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from coordinator.links.target_link import TargetLink
 from specdec.cli.cluster import Cluster, free_port
@@ -99,9 +100,10 @@ async def test_the_second_turn_of_a_conversation_finds_the_first_ones_tokens_cac
 ) -> None:
     cluster = make_cluster(num_targets=2, num_drafts=0)
     async with Client(cluster.address) as client:
-        for seed in range(6):
-            first_body = body(seed, max_tokens=100)
-            first = await client.complete(first_body)
+        bodies = [body(seed, max_tokens=100) for seed in range(6)]
+        # All first turns at once, so that both targets get some.
+        firsts = await asyncio.gather(*(client.complete(first_body) for first_body in bodies))
+        for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
             output = [token.id for token in first.choices[0].tokens]
             prompt = [*first_body.prompt_token_ids.token_ids, *output, 40, 41, 42]
             second = await client.complete(body(seed, prompt, max_tokens=4))
@@ -216,6 +218,22 @@ async def test_a_target_that_keeps_failing_is_ejected_and_trusted_again_after_a_
             if states >= {"ejected", "probation"} and link.is_ready:
                 break
     assert states == {"ready", "ejected", "probation"}
+
+
+@pytest.mark.parametrize("reason", ["STALE_LEASE", "SESSION_TAKEN_OVER"])
+async def test_a_target_whose_session_another_coordinator_holds_is_not_ejected_for_it(reason: str) -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    status = status_pb2.Status(code=code_pb2.FAILED_PRECONDITION, message="held elsewhere")
+    status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="specdec"))
+    async with running(targets, ejection_failures=1, target_timeout_s=0.2) as harness:
+        for link in harness.service.fleet.links:
+            while not link.is_ready:
+                await harness.service.fleet.wait_changed(10.0)
+        for target in targets:
+            target.refuse = status
+        with pytest.raises(grpc.aio.AioRpcError):
+            await collect(harness.stub.Generate(request()))
+        assert [str(link.state) for link in harness.service.fleet.targets] == ["ready", "ready"]
 
 
 def load_response(credit: int, draining: bool = False) -> target_pb2.VerifyResponse:

@@ -96,7 +96,14 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
             role="target", address="127.0.0.1:50052", state="ready", identity=TARGET
         )
         down = coordinator_pb2.ReplicaStatus(role="draft", address="127.0.0.1:50053", state="down", detail="[refused]")
-        return coordinator_pb2.GetStatusResponse(version="0.1.0", replicas=[replica, down], max_running=64)
+        other = coordinator_pb2.ReplicaStatus(role="coordinator", address="10.0.0.9:50051", state="draining")
+        return coordinator_pb2.GetStatusResponse(
+            version="0.1.0",
+            replicas=[replica, down],
+            max_running=64,
+            coordinators=[other],
+            degraded=["Redis does not answer [or hangs]"],
+        )
 
 
 def _abort(context: grpc.ServicerContext, error: SpecdecError) -> None:

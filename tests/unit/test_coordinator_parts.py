@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.client_stream import ClientStream
-from coordinator.journal import JournalRecord, MemoryJournal
 from coordinator.output import ChoiceOutput, EndRules, Finish
 from coordinator.resume import agree, check_resume_token, make_resume_token
 from coordinator.stats import SpeculationTally, total
@@ -121,20 +120,6 @@ def test_accepted_tokens_that_a_stop_string_cut_off_do_not_count() -> None:
     verdict = pb.Verdict(token_ids=[1, 2, 3], verified_by_depth=[1, 1], num_accepted=2)
     tally.add(verdict, 1, False, 1.0)
     assert tally.to_proto().num_accepted == 1
-
-
-async def test_the_journal_keeps_ended_requests_for_a_while_and_no_more_than_so_many() -> None:
-    journal = MemoryJournal(max_ended=2)
-    for name in "abc":
-        journal.begin(("", name), JournalRecord([[]], [[]]))
-        journal.append(("", name), 0, [1, 2], [5, 5])
-    for name in "abc":
-        journal.end(("", name))
-    assert await journal.load(("", "a")) is None
-    record = await journal.load(("", "c"))
-    assert record is not None
-    assert record.token_ids == [[1, 2]]
-    assert await journal.load(("other", "c")) is None
 
 
 def test_a_resume_token_belongs_to_one_id_seed_model_tenant_and_secret() -> None:

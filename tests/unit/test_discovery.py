@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from prometheus_client import CollectorRegistry
 
-from coordinator.discovery import Discovery, Endpoint
+from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.roster import Roster
+from coordinator.service import CoordinatorService
+from specdec.config import CoordinatorSettings
+from specdec.rpc.tls import TlsFilesBroken
 from tests.integration.coordinator_harness import collect, expected_ids, request, running
 from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
 
@@ -39,14 +44,14 @@ async def names(monkeypatch: pytest.MonkeyPatch) -> Names:
 
 async def test_plain_addresses_need_no_lookup() -> None:
     discovery = Discovery(["a:1", "b:2", "a:1"])
-    assert discovery.is_static
+    assert not discovery.has_names
     assert discovery.endpoints == [Endpoint("a:1"), Endpoint("b:2")]
 
 
 async def test_a_name_stands_for_all_its_addresses_and_is_the_name_in_their_certificates(names: Names) -> None:
     names.hosts = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
     discovery = Discovery(["dns:///targets.svc:50052", "other:1"])
-    assert not discovery.is_static
+    assert discovery.has_names
     assert await discovery.refresh() == [
         Endpoint("10.0.0.1:50052", "targets.svc"),
         Endpoint("10.0.0.2:50052", "targets.svc"),
@@ -65,6 +70,32 @@ async def test_a_name_server_that_fails_takes_no_replica_away(names: Names) -> N
 
 async def test_a_name_of_this_machine_is_really_looked_up() -> None:
     assert Endpoint("127.0.0.1:5", "localhost") in await Discovery(["dns:///localhost:5"]).refresh()
+
+
+async def test_registered_replicas_are_added_to_the_entries_and_what_is_both_counts_as_configured() -> None:
+    registered = [Endpoint("a:1", is_registered=True), Endpoint("c:3", is_registered=True)]
+    discovery = Discovery(["b:2", "a:1"], lambda: registered)
+    assert discovery.endpoints == [Endpoint("b:2"), Endpoint("a:1"), Endpoint("c:3", is_registered=True)]
+    assert not discovery.has_names
+    registered.clear()
+    assert discovery.endpoints == [Endpoint("b:2"), Endpoint("a:1")]
+
+
+async def test_what_is_found_is_reported_again_and_again_even_after_a_fault() -> None:
+    reports = 0
+    is_enough = asyncio.Event()
+
+    def on_found() -> None:
+        nonlocal reports
+        reports += 1
+        if reports == 1:
+            raise ValueError("a fault")
+        if reports == 3:
+            is_enough.set()
+
+    finding = asyncio.create_task(keep_finding(0.001, [], on_found))
+    await asyncio.wait_for(is_enough.wait(), 20)
+    finding.cancel()
 
 
 class IdleLink(ReplicaLink):
@@ -109,6 +140,55 @@ async def test_a_vanished_replica_keeps_its_link_until_its_stream_and_its_sessio
     await roster.close()
 
 
+async def test_a_registered_replica_whose_registration_is_gone_is_used_as_long_as_its_stream_is_up() -> None:
+    links: list[IdleLink] = []
+    removed: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), removed.append)
+    roster.update([Endpoint("127.0.0.1:1", is_registered=True)])
+    link = links[0]
+    link.has_stream = True
+    roster.update([])
+    assert not link.is_draining
+    link.has_stream = False
+    link.sessions["s"] = None  # type: ignore[assignment]
+    roster.update([])
+    assert links == [link]  # a session waits for it
+    link.sessions.clear()
+    roster.update([])
+    assert removed == [link]
+    assert links == []
+    await roster.close()
+
+
+async def test_a_replica_that_is_registered_and_configured_is_retired_as_a_configured_one() -> None:
+    links: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)
+    roster.update([Endpoint("127.0.0.1:1", is_registered=True)])
+    roster.update([Endpoint("127.0.0.1:1", "targets.svc")])
+    links[0].has_stream = True
+    roster.update([])
+    assert links[0].is_draining
+    await roster.close()
+
+
+async def test_a_replica_whose_link_cannot_be_made_is_tried_again() -> None:
+    links: list[IdleLink] = []
+    is_broken = True
+
+    def make(endpoint: Endpoint) -> IdleLink:
+        if is_broken:
+            raise TlsFilesBroken("replica_tls_ca_file: half written")
+        return IdleLink(endpoint)
+
+    roster = Roster(make, lambda now: links.__setitem__(slice(None), now), lambda link: None)
+    roster.update([Endpoint("127.0.0.1:1")])
+    assert links == []
+    is_broken = False
+    roster.update([Endpoint("127.0.0.1:1")])
+    assert [link.address for link in links] == ["127.0.0.1:1"]
+    await roster.close()
+
+
 async def test_a_replica_that_is_listed_again_is_used_again() -> None:
     links: list[IdleLink] = []
     roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)
@@ -133,3 +213,15 @@ async def test_a_coordinator_finds_its_replicas_by_name() -> None:
         result = await collect(harness.stub.Generate(request()))
         assert [link.address for link in harness.service.fleet.targets if link.is_ready] == [target.address]
     assert result.ids() == expected_ids(target, 20)
+
+
+async def test_tls_files_that_are_wrong_are_found_at_start_though_no_replica_is(tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.write_text("no certificate")
+    settings = CoordinatorSettings(
+        targets=("dns:///localhost:1",), replica_tls=True, replica_tls_ca_file=authority, metrics_port=None
+    )
+    service = CoordinatorService(settings, CollectorRegistry())
+    with pytest.raises(TlsFilesBroken, match="replica_tls_ca_file"):
+        await service.start()
+    await service.stop()

@@ -10,6 +10,8 @@ from specdec.cli.errors import ClusterFailed
 from specdec.cli.local_plan import LocalPlan, describe_placement, plan_services, split_evenly
 from specdec.cli.service_process import ServiceSpec
 
+ROLES = ("TARGET", "DRAFT", "COORDINATOR")
+
 
 @pytest.mark.parametrize(
     ("num_cores", "target", "draft", "shared"),
@@ -125,6 +127,14 @@ def test_replicas_have_names_and_ports_of_their_own() -> None:
     assert [spec.name for spec in specs] == ["target", "target-1", "coordinator"]
     assert len({spec.address for spec in specs}) == 3
     assert "--drafts=" in specs[-1].arguments
+
+
+def test_with_a_redis_services_find_each_other_there_and_its_url_is_no_flag() -> None:
+    url = "redis://:secret@127.0.0.1:6379"
+    specs = plan(redis_url=url)
+    assert [spec.environment[f"SPECDEC_{name}_REDIS_URL"] for spec, name in zip(specs, ROLES, strict=True)] == [url] * 3
+    flags = [argument for spec in specs for argument in spec.arguments]
+    assert not [flag for flag in flags if flag.startswith(("--targets", "--drafts")) or "secret" in flag]
 
 
 def test_placement_is_told_by_cores_or_device() -> None:

@@ -18,6 +18,7 @@ from specdec.telemetry import (
     DraftMetrics,
     RelayMetrics,
     TargetMetrics,
+    forget_gauges,
     scrape_registry,
     setup_logging,
 )
@@ -132,3 +133,42 @@ print(generate_latest(scrape_registry(CollectorRegistry())).decode())
     builds = [line for line in lines if line.startswith("specdec_build_info{")]
     assert len(builds) == 1
     assert builds[0].endswith(" 1.0")  # two processes, one build
+
+
+def test_a_process_that_comes_back_goes_on_counting_and_its_gauges_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    child = """
+import sys
+from specdec.telemetry import *
+from prometheus_client import CollectorRegistry
+enable_multiprocess_metrics(sys.argv[1], sys.argv[2])
+metrics = CoordinatorMetrics(CollectorRegistry())
+metrics.requests.labels("OK").inc(3)
+metrics.running.set(2)
+metrics.replicas.labels("target", "ready").set(int(sys.argv[3]))
+"""
+
+    def run(process: str, num_replicas: int) -> None:
+        subprocess.run([sys.executable, "-c", child, str(tmp_path), process, str(num_replicas)], check=True)
+
+    def sample(name: str, **labels: str) -> float | None:
+        page = scrape_registry(CollectorRegistry())
+        return page.get_sample_value(f"specdec_coordinator_{name}", labels)
+
+    (tmp_path / "counter_2.db").touch()  # as a process makes it, a moment before it fills it
+    run("0", 2)
+    run("1", 1)
+    assert sample("requests_total", outcome="OK") == 6
+    assert sample("requests_running") == 4
+    assert sample("replicas", role="target", state="ready") == 2  # what two processes see are not more replicas
+
+    forget_gauges(str(tmp_path), "0")
+    assert sample("requests_total", outcome="OK") == 6
+    assert sample("requests_running") == 2
+    assert sample("replicas", role="target", state="ready") == 1
+
+    run("0", 2)
+    assert sample("requests_total", outcome="OK") == 9
+    assert {path.name for path in tmp_path.glob("counter_*.db")} == {f"counter_{name}.db" for name in range(3)}

@@ -1,0 +1,143 @@
+"""What the journal holds of one running request, and what it has still to write."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from specdec.rpc.errors import InvalidRequest
+from specdec.store.interface import JournalRecord, JournalWrite, Lease, NewRequest, StoreLimits
+from specdec.v1 import coordinator_pb2 as api
+
+if TYPE_CHECKING:
+    from coordinator.sessions import Request
+
+_DIGEST_BYTES = 32
+_MAX_TOKENS = StoreLimits().max_tokens
+
+
+@dataclass(slots=True, eq=False)
+class JournalEntry:
+    """One running request.
+
+    The tokens are those of its sessions: only their origins are kept here, one byte each. So what is not written yet
+    takes no memory, however long the store is away.
+    """
+
+    request: Request
+    new: NewRequest
+    generation: int | None = None
+    """Of its lease; None: it is not in the store."""
+    was_held: bool = False
+    """It has been in the store, so that whoever holds it now took it over."""
+    can_join: bool = True
+    """Whether to put it into the store when it is not there."""
+    is_closed: bool = False
+    origins: list[bytearray] = field(init=False)
+    num_stored: list[int] = field(init=False)
+    """Output tokens of each choice that the store has."""
+
+    def __post_init__(self) -> None:
+        self.origins = [bytearray() for _ in range(self.new.num_choices)]
+        self.num_stored = [0] * self.new.num_choices
+
+    @property
+    def lease(self) -> Lease | None:
+        """What shows that the request is ours; None while it is not in the store."""
+        if self.generation is None:
+            return None
+        return Lease(self.request.key, self.new.owner_id, self.generation)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the store lacks tokens."""
+        return any(
+            num_stored < min(len(origins), _MAX_TOKENS)
+            for num_stored, origins in zip(self.num_stored, self.origins, strict=True)
+        )
+
+    def held(self, generation: int) -> None:
+        """The request was begun in the store, where nothing of it is written yet."""
+        self.generation, self.was_held = generation, True
+        self.num_stored = [0] * self.new.num_choices
+
+    def writes(self, most_tokens: int) -> Iterator[JournalWrite]:
+        """What is to be written next, this many tokens at most; nothing while the request is not in the store."""
+        if self.generation is None:
+            return
+        for choice, start in enumerate(self.num_stored):
+            stop = min(len(self.origins[choice]), start + most_tokens, _MAX_TOKENS)
+            if start >= stop:
+                continue
+            most_tokens -= stop - start
+            yield JournalWrite(
+                key=self.request.key,
+                owner_id=self.new.owner_id,
+                generation=self.generation,
+                choice=choice,
+                start=start,
+                token_ids=self._output(choice, start, stop),
+                origins=self.origins[choice][start:stop],
+            )
+
+    def record(self) -> JournalRecord:
+        """What a store that has everything would return."""
+        tokens = [tuple(self._output(choice, 0, len(origins))) for choice, origins in enumerate(self.origins)]
+        return JournalRecord(
+            owner_id=self.new.owner_id,
+            generation=self.generation or 0,
+            seed=self.new.seed,
+            params=self.new.params,
+            token_ids=tuple(tokens),
+            origins=tuple(map(tuple, self.origins)),
+            is_ended=False,
+        )
+
+    def _output(self, choice: int, start: int, stop: int) -> Sequence[int]:
+        if start == stop:
+            return ()
+        session = self.request.sessions[choice]
+        return session.token_ids[session.num_prompt_tokens + start : session.num_prompt_tokens + stop]
+
+
+def encode_params(body: api.GenerateRequest, prompt: Sequence[int], seed: int) -> bytes:
+    """What of a request decides its tokens: a digest of the prompt's token ids, then the parameters.
+
+    The prompt itself is not journalled: whoever takes a request up sends it again.
+    """
+    kept = api.GenerateRequest(sampling=body.sampling)
+    kept.sampling.seed = seed
+    kept.speculation.verify_mode = body.speculation.verify_mode
+    return hashlib.sha256(array("Q", prompt).tobytes()).digest() + kept.SerializeToString(deterministic=True)
+
+
+def check_params(journalled: bytes, given: bytes, prompt_field: str) -> None:
+    """Hold a resumed request against the one that was journalled under its id.
+
+    Args:
+        journalled: what `encode_params` made of the request before.
+        given: what it makes of the request now.
+        prompt_field: where the prompt is in the request now.
+
+    Raises:
+        InvalidRequest: they differ; names the first field that does.
+    """
+    reason = "differs from the request that is resumed"
+    if journalled[:_DIGEST_BYTES] != given[:_DIGEST_BYTES]:
+        raise InvalidRequest(prompt_field, reason, reason="RESUME_DIFFERS")
+    try:
+        before = api.GenerateRequest.FromString(journalled[_DIGEST_BYTES:])
+    except DecodeError:
+        return  # of a version that writes them in another way
+    after = api.GenerateRequest.FromString(given[_DIGEST_BYTES:])
+    old, new = ({field_.name: value for field_, value in body.sampling.ListFields()} for body in (before, after))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise InvalidRequest(f"sampling.{name}", reason, reason="RESUME_DIFFERS")
+    if before.speculation.verify_mode != after.speculation.verify_mode:
+        raise InvalidRequest("speculation.verify_mode", reason, reason="RESUME_DIFFERS")

@@ -1,0 +1,65 @@
+"""What a link is made with, the states it can be in, and what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from coordinator.sessions import Session
+from specdec.v1 import common_pb2 as pb
+
+
+class LinkState(StrEnum):
+    """A replica as the coordinator sees it. From ready to probation its stream is up."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    DRAINING = "draining"
+    EJECTED = "ejected"
+    PROBATION = "probation"
+    INCOMPATIBLE = "incompatible"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSettings:
+    """Who we are, and how patient."""
+
+    owner_id: str
+    lease_generation: int
+    connect_timeout_s: float
+    backoff_min_s: float
+    backoff_max_s: float
+
+
+class LinkEvents(Protocol):
+    """What a link tells those who care for replicas. Called in the reader; raises only where stated."""
+
+    def check_instance(self, link: Any, instance_id: str) -> None:
+        """A replica says which process it is; raises IncompatibleReplica if another link leads to it."""
+
+    async def check_identity(self, link: Any, identity: pb.ModelIdentity) -> None:
+        """A replica says what it serves; raises IncompatibleReplica if it cannot be used."""
+
+    def on_up(self, link: Any, lost: Sequence[Session]) -> None:
+        """The stream is ready; `lost` are the link's sessions that the replica does not hold."""
+
+    def on_down(self, link: Any, is_fault: bool) -> None:
+        """The stream ended; the link still has its sessions. A replica that shut down in order is not at fault."""
+
+    def on_state(self, link: Any) -> None:
+        """The state changed."""
+
+    def on_load(self, link: Any) -> None:
+        """A load report came."""
+
+    def on_session_error(self, link: Any, session: Session, error: pb.SessionError) -> None:
+        """The replica ended a session."""
+
+    def on_closed(self, link: Any, session: Session, reason: str) -> None:
+        """A session was closed from our side."""
+
+    def on_fault(self, session: Session, error: Exception) -> None:
+        """Handling a session's entry failed on our side."""

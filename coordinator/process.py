@@ -1,0 +1,147 @@
+"""The supervisor's side of one coordinator process, and the port that several of them share."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from coordinator.process_main import SERVING_LINE, Launch
+from specdec.config import CoordinatorSettings
+from specdec.rpc.server import StartupFailed
+from specdec.telemetry import forget_gauges
+
+
+class CoordinatorProcess:
+    """A process that may run several times, one after the other."""
+
+    def __init__(
+        self, index: int, settings: CoordinatorSettings, metrics_dir: str, on_change: Callable[[], Awaitable[None]]
+    ) -> None:
+        """`on_change` is awaited whenever `is_serving` has changed."""
+        self.index = index
+        self.is_serving = False
+        self.told_to_end = False
+        self._launch: Launch = {
+            "index": index,
+            "settings": settings.model_dump(),
+            "metrics_dir": metrics_dir,
+            "parent_pid": os.getpid(),
+        }
+        self._on_change = on_change
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def live(self) -> int:
+        """Run it once, from its start to its end; returns its exit code, negative when a signal ended it.
+
+        It dies with this process, and it is out of reach of the terminal's Ctrl-C, which would count twice.
+        """
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "coordinator.process_main", str(self.index)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=environment,
+            start_new_session=True,
+        )
+        if self.told_to_end:
+            self._process.terminate()
+        try:
+            await self._instruct(self._process)
+            await self._follow(self._process)
+            return await self._process.wait()
+        finally:
+            forget_gauges(self._launch["metrics_dir"], str(self.index))
+            await self._set_serving(False)
+
+    def terminate(self) -> None:
+        """Let it drain and end; a second time: end at once. It is not meant to live again."""
+        self.told_to_end = True
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it whatever it does."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.send_signal(number)
+
+    async def _instruct(self, process: asyncio.subprocess.Process) -> None:
+        stdin = process.stdin
+        assert stdin is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            stdin.write(as_json(self._launch))
+            await stdin.drain()
+        stdin.close()
+
+    async def _follow(self, process: asyncio.subprocess.Process) -> None:
+        stdout = process.stdout
+        assert stdout is not None
+        while line := await stdout.readline():
+            if line == SERVING_LINE:
+                await self._set_serving(True)
+
+    async def _set_serving(self, is_serving: bool) -> None:
+        if self.is_serving != is_serving:
+            self.is_serving = is_serving
+            await self._on_change()
+
+
+@contextlib.contextmanager
+def reserved_port(host: str, port: int) -> Iterator[int]:
+    """Hold a port that our processes may share and no other server can take; yields it, a free one for port 0.
+
+    Raises StartupFailed, which names the settings, when another server has it.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            held = stack.enter_context(_bound(host, port))
+        except OSError as error:
+            raise StartupFailed(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
+        yield held.getsockname()[1]
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket with the address; it never listens, so it gets no connections."""
+    family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    if port:
+        _check_unused(family, address)
+    held = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(address)
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def _check_unused(family: int, address: tuple[object, ...]) -> None:
+    """A server that shares its port, too, would let us in without a word: another supervisor's, for example."""
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+
+
+def as_json(launch: object) -> bytes:
+    """What a process is told, secrets included."""
+    return json.dumps(launch, default=_plain).encode()
+
+
+def _plain(value: object) -> str:
+    match value:
+        case SecretStr():
+            return value.get_secret_value()
+        case Path():
+            return str(value)
+    raise TypeError(f"a setting of type {type(value).__name__} cannot be passed on")

@@ -1,0 +1,53 @@
+"""One of several coordinator processes: `python -m coordinator.process_main INDEX`, started by CoordinatorProcess.
+
+Reads its instructions from standard input, and says on standard output that it serves. The argument is for people who
+list processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from typing import Any, TypedDict
+
+from coordinator.service import run_coordinator
+from specdec.cli.child import die_with_parent
+from specdec.config import CoordinatorSettings
+from specdec.telemetry import enable_multiprocess_metrics, setup_logging
+
+SERVING_LINE = b"serving\n"
+
+
+class Launch(TypedDict):
+    """What the supervisor tells. Secrets go this way, and not by flags or environment, which others can read."""
+
+    index: int
+    """Which of the processes this is, from 0."""
+    settings: dict[str, Any]
+    """Of a CoordinatorSettings, as JSON has them."""
+    metrics_dir: str
+    parent_pid: int
+
+
+def main() -> int:
+    """Serve until a signal, the supervisor's end or a failure; returns the exit code."""
+    launch: Launch = json.load(sys.stdin)
+    # Draining without a supervisor would keep the port from the next one.
+    die_with_parent(launch["parent_pid"], signal.SIGKILL)
+    settings = CoordinatorSettings.model_validate(launch["settings"])
+    enable_multiprocess_metrics(launch["metrics_dir"], str(launch["index"]))
+    setup_logging(f"coordinator-{launch['index']}", settings.log_level, settings.log_format)
+    return asyncio.run(run_coordinator(settings, shares_port=True, on_serving=_tell_serving))
+
+
+def _tell_serving() -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(sys.stdout.fileno(), SERVING_LINE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

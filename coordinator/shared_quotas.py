@@ -1,0 +1,82 @@
+"""Token buckets that all coordinators share, in Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from coordinator.quotas import QuotaRate, TokenQuotas, quota_exceeded
+from coordinator.tasks import end_tasks
+from specdec.store.errors import StoreUnavailable
+from specdec.store.guarded import GuardedStore
+
+_INTERVAL_S = 0.05
+
+
+class SharedQuotas:
+    """Quotas over all coordinators of a Redis; while it is away, over this one.
+
+    What is used is counted here too, so that a tenant does not find a full bucket when Redis goes away. What is used
+    while it is away is not made up for afterwards: the shared buckets fill meanwhile, as if nothing had been used.
+    """
+
+    def __init__(self, store: GuardedStore, local: TokenQuotas | None = None) -> None:
+        """`local` counts while the store is away."""
+        self._store = store
+        self._local = local or TokenQuotas()
+        self._used: dict[str, tuple[QuotaRate, int]] = {}
+        self._has_used = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to tell the store what is used."""
+        self._tasks = [asyncio.create_task(self._run(), name="shared-quotas")]
+
+    async def close(self) -> None:
+        """Stop, after the store was told the last."""
+        await end_tasks(self._tasks)
+        await self._tell()
+
+    async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
+        """Take a prompt's tokens if there is one at least, even more than are there. Cost: two round trips.
+
+        Raises:
+            Overloaded: the bucket is empty (QUOTA_EXCEEDED).
+        """
+        if not self._store.is_up:
+            await self._local.admit(tenant, rate, num_tokens)
+            return
+        try:
+            wait_s = await self._store.take_tokens(tenant, 1, rate.tokens_per_s, rate.burst_tokens)
+        except StoreUnavailable:
+            await self._local.admit(tenant, rate, num_tokens)
+            return
+        if wait_s > 0:
+            raise quota_exceeded(rate, wait_s)
+        self._local.charge(tenant, rate, num_tokens)
+        await self._take(tenant, rate, num_tokens - 1)
+
+    def charge(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
+        """Take tokens, into debt if need be; a negative number gives tokens back. Never waits."""
+        self._local.charge(tenant, rate, num_tokens)
+        _, used = self._used.get(tenant, (rate, 0))
+        self._used[tenant] = (rate, used + num_tokens)
+        self._has_used.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._has_used.wait()
+            await asyncio.sleep(_INTERVAL_S)
+            await self._tell()
+
+    async def _tell(self) -> None:
+        used, self._used = self._used, {}
+        self._has_used.clear()
+        for tenant, (rate, num_tokens) in used.items():
+            await self._take(tenant, rate, num_tokens)
+
+    async def _take(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
+        # Not tried again when it fails: it may have taken effect.
+        if num_tokens and self._store.is_up:
+            with contextlib.suppress(StoreUnavailable):
+                await self._store.take_tokens(tenant, num_tokens, rate.tokens_per_s, rate.burst_tokens, force=True)

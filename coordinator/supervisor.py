@@ -1,0 +1,179 @@
+"""Several coordinator processes behind one port: `python -m coordinator --num-processes 4 --redis-url ...`.
+
+A coordinator is one event loop, so one process uses one core. The kernel spreads *connections* over the processes
+that listen on a shared port (SO_REUSEPORT). The supervisor serves no calls itself:
+
+start        the first process starts alone, so what is wrong is told once, and ends the supervisor; then the others
+run          a process that ends is started again, after a growing wait; it listens again only when it is ready
+observe      one /metrics page for all; what a process counted outlives it. `health_port` says SERVING while any
+             process serves: the kernel gives connections only to those that listen
+stop         SIGTERM lets all drain; a second one cuts that short
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry
+from pydantic import SecretStr
+
+from coordinator.process import CoordinatorProcess, reserved_port
+from coordinator.servicer import SERVICE_NAME
+from specdec import __version__
+from specdec.config import CoordinatorSettings
+from specdec.rpc.server import Readiness, StartupFailed, install_signals, metrics_endpoint, plaintext_health
+from specdec.rpc.tls import TlsFilesBroken
+from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
+
+_METRICS_NAME = "supervisor"
+_MAX_HOST_CHARS = 40
+# Over what a process allows itself for its end: one that hangs must not hold the others.
+_STOP_MARGIN_S = 15.0
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How long to wait before a process is started again. Times in seconds."""
+
+    first_wait_s: float = 0.1
+    longest_wait_s: float = 10.0
+    """The wait doubles up to this."""
+    steady_s: float = 30.0
+    """A process that lived this long begins with the first wait."""
+
+
+class Supervisor:
+    """Keeps `num_processes` coordinator processes running. One `run` per object."""
+
+    def __init__(self, settings: CoordinatorSettings, policy: RestartPolicy | None = None) -> None:
+        self._settings = settings
+        self._policy = policy or RestartPolicy()
+        self._processes: list[CoordinatorProcess] = []
+        self._readiness = Readiness((SERVICE_NAME,))
+        self._stopping = asyncio.Event()
+        self._aborting = asyncio.Event()
+        self._has_served = asyncio.Event()
+
+    async def run(self) -> int:
+        """Serve until a signal; returns the exit code: 1 when the first process does not start, or one ends badly."""
+        settings = self._settings
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                metrics_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="specdec-metrics-"))
+                enable_multiprocess_metrics(metrics_dir, _METRICS_NAME)
+                registry = CollectorRegistry()
+                metrics = SupervisorMetrics(registry)
+                port = stack.enter_context(reserved_port(settings.host, settings.port))
+                metrics_port = stack.enter_context(metrics_endpoint(settings, registry))
+                health_port = await stack.enter_async_context(plaintext_health(settings, self._readiness))
+                install_signals(self._stopping, self._aborting)
+                _log.info(
+                    "listening", host=settings.host, port=port, metrics_port=metrics_port, health_port=health_port,
+                    num_processes=settings.num_processes, tls=settings.tls_cert_file is not None, version=__version__,
+                )  # fmt: skip
+                self._processes = [
+                    CoordinatorProcess(index, of_process, metrics_dir, self._update_health)
+                    for index, of_process in enumerate(process_settings(settings, port))
+                ]
+                return await self._run_processes(metrics)
+        except (StartupFailed, TlsFilesBroken) as error:
+            _log.error("startup_failed", reason=str(error))
+            return 1
+
+    async def _run_processes(self, metrics: SupervisorMetrics) -> int:
+        stop = asyncio.create_task(self._stopping.wait())
+        has_served = asyncio.create_task(self._has_served.wait())
+        first, *others = self._processes
+        keepers = [asyncio.create_task(self._keep(first, metrics))]
+        try:
+            await asyncio.wait({keepers[0], stop, has_served}, return_when=asyncio.FIRST_COMPLETED)
+            if has_served.done() and not stop.done():
+                _log.info("ready")
+                keepers += [asyncio.create_task(self._keep(process, metrics)) for process in others]
+                await asyncio.wait({stop, *keepers}, return_when=asyncio.FIRST_COMPLETED)
+            return await self._stop(keepers)
+        finally:
+            for task in (stop, has_served):
+                task.cancel()
+
+    async def _keep(self, process: CoordinatorProcess, metrics: SupervisorMetrics) -> int:
+        """Start a process again and again until it is told to end; returns its last exit code."""
+        wait_s = self._policy.first_wait_s
+        while True:
+            started_s = time.monotonic()
+            exit_code = await process.live()
+            if process.told_to_end:
+                return exit_code
+            if not self._has_served.is_set():
+                _log.error("failed", reason="the first process did not start", exit_code=exit_code)
+                return exit_code
+            if time.monotonic() - started_s >= self._policy.steady_s:
+                wait_s = self._policy.first_wait_s
+            metrics.process_restarts.inc()
+            _log.warning("process_ended", process=process.index, exit_code=exit_code, restart_in_s=wait_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait_s)
+                return 0
+            wait_s = min(2 * wait_s, self._policy.longest_wait_s)
+
+    async def _stop(self, keepers: Sequence[asyncio.Task[int]]) -> int:
+        await self._readiness.shut_down()
+        ended = asyncio.gather(*keepers)
+        abort = asyncio.create_task(self._aborting.wait())
+        settings = self._settings
+        _log.info("draining", drain_s=settings.drain_s)
+        self._terminate()
+        timeout_s = settings.drain_s + settings.stop_grace_s + _STOP_MARGIN_S
+        stages: set[asyncio.Future[Any]] = {ended, abort}
+        await asyncio.wait(stages, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not ended.done():
+            self._terminate()
+            await asyncio.wait({ended}, timeout=_STOP_MARGIN_S)
+        if not ended.done():
+            _log.error("processes_killed")
+            for process in self._processes:
+                process.kill()
+        abort.cancel()
+        # A process that has yet to set its signal handlers is ended by the signal itself.
+        exit_code = 0 if all(code in (0, -signal.SIGTERM) for code in await ended) else 1
+        _log.info("stopping", exit_code=exit_code)
+        return exit_code
+
+    def _terminate(self) -> None:
+        for process in self._processes:
+            process.terminate()
+
+    async def _update_health(self) -> None:
+        is_serving = any(process.is_serving for process in self._processes)
+        if is_serving:
+            self._has_served.set()
+        await self._readiness.set_serving(is_serving)
+
+
+def process_settings(settings: CoordinatorSettings, port: int) -> list[CoordinatorSettings]:
+    """What each process is started with: the shared port, one secret for resuming, and a name of its own.
+
+    A process keeps its name over restarts, so replicas free the sessions of its former life as soon as it is back.
+    """
+    name = settings.owner_id or f"{socket.gethostname()[:_MAX_HOST_CHARS]}-{secrets.token_hex(4)}"
+    common = {
+        "port": port,
+        "metrics_port": None,
+        "health_port": None,
+        "num_processes": 1,
+        "resume_secret": settings.resume_secret or SecretStr(secrets.token_hex(32)),
+    }
+    return [
+        settings.model_copy(update={**common, "owner_id": f"{name}-{index}"}) for index in range(settings.num_processes)
+    ]

@@ -1,0 +1,108 @@
+"""A process registers itself, and keeps its registration alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable
+from enum import StrEnum
+
+import structlog
+
+from specdec.store.errors import StoreError, StoreUnavailable
+from specdec.store.interface import ReplicaRecord, Store
+from specdec.v1.common_pb2 import GetReplicaInfoResponse
+
+_RENEWALS_PER_TTL = 3
+_MOST_RETRY_S = 1.0
+_log = structlog.get_logger("specdec.store")
+
+
+class AnnouncedState(StrEnum):
+    """What a process says of itself in the registry."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Announcer:
+    """Keeps one process in the registry from `start` to `stop`.
+
+    The registration is renewed three times per TTL, and at once when the state changes. A store that is down only
+    delays that: it is asked again about once a second, and nothing here raises or holds anybody up for it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        ttl_s: float,
+        role: str,
+        instance_id: str,
+        describe: Callable[[], GetReplicaInfoResponse],
+        on_failure: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Announce nothing yet.
+
+        Args:
+            store: where; closed by its owner, after `stop`.
+            ttl_s: how long a registration lasts that is not renewed, in seconds.
+            role: target, draft or coordinator.
+            instance_id: of the process.
+            describe: what is served, with the latest load; asked at every renewal.
+            on_failure: called for every renewal that failed. Must not raise.
+        """
+        self._store = store
+        self._ttl_s = ttl_s
+        self._role = role
+        self._instance_id = instance_id
+        self._describe = describe
+        self._on_failure = on_failure
+        self._address = ""
+        self._state = AnnouncedState.LOADING
+        self._changed = asyncio.Event()
+        self._is_stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, address: str) -> None:
+        """Announce as loading at host:port, from now until `stop`."""
+        self._address = address
+        self._task = asyncio.create_task(self._run(), name="announcer")
+
+    def set_state(self, state: AnnouncedState) -> None:
+        """Announce another state, at once."""
+        self._state = state
+        self._changed.set()
+
+    async def stop(self) -> None:
+        """Withdraw the registration; if the store is down it expires by itself. Does nothing before `start`."""
+        if self._task is None:
+            return
+        # Not cancelled: a renewal that is under way must not arrive after the withdrawal. The store bounds its time.
+        self._is_stopping = True
+        self._changed.set()
+        await self._task
+        with contextlib.suppress(StoreError):
+            await self._store.withdraw(self._role, self._address)
+
+    async def _run(self) -> None:
+        while not self._is_stopping:
+            self._changed.clear()
+            interval_s = self._ttl_s / _RENEWALS_PER_TTL
+            if not await self._announce():
+                interval_s = min(interval_s, _MOST_RETRY_S)
+            # Spread, so that a fleet that was started together does not renew together.
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), interval_s * random.uniform(0.8, 1.0))
+
+    async def _announce(self) -> bool:
+        record = ReplicaRecord(self._role, self._address, self._instance_id, str(self._state), self._describe())
+        try:
+            await self._store.announce(record, self._ttl_s)
+        except StoreError as error:
+            self._on_failure()
+            if not isinstance(error, StoreUnavailable):  # that one is logged where it is found out
+                _log.error("announcement_refused", address=self._address, reason=str(error))
+            return False
+        return True

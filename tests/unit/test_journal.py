@@ -1,0 +1,285 @@
+"""The journal and the shared quotas on a store that can go away."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+
+import pytest
+
+from coordinator.client_stream import ClientStream
+from coordinator.detokenizer import DetokenizerFactory
+from coordinator.journal import Journal, JournalSettings
+from coordinator.journal_entry import check_params, encode_params
+from coordinator.output import ChoiceOutput
+from coordinator.quotas import QuotaRate
+from coordinator.sessions import Request, Session
+from coordinator.shared_quotas import SharedQuotas
+from specdec.rpc.errors import InvalidRequest, Overloaded
+from specdec.store.errors import StoreUnavailable
+from specdec.store.guarded import BackOff, GuardedStore
+from specdec.store.interface import Appended, Begun, JournalWrite, NewRequest, RequestKey
+from specdec.store.memory import MemoryStore
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from tests.chaos.faults import eventually
+from tests.integration.scripted_replicas import make_tokenizer
+
+KEY = RequestKey("a", "mine")
+PROMPT = [1, 2, 3]
+RATE = QuotaRate(tokens_per_s=0.001, burst_tokens=100.0)
+
+
+class Store(MemoryStore):
+    """Keeps what it has while it is away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_away = False
+        self.batches: list[int] = []
+        """Tokens of each append."""
+
+    async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
+        self._check()
+        return await super().begin(key, request)
+
+    async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
+        self._check()
+        self.batches.append(sum(len(write.token_ids) for write in writes))
+        return await super().append(writes)
+
+    async def end(self, key: RequestKey, owner_id: str, generation: int, keep_s: float) -> bool:
+        self._check()
+        return await super().end(key, owner_id, generation, keep_s)
+
+    async def take_tokens(
+        self, bucket: str, amount: float, rate_per_s: float, burst: float, force: bool = False
+    ) -> float:
+        self._check()
+        return await super().take_tokens(bucket, amount, rate_per_s, burst, force)
+
+    async def ping(self) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        if self.is_away:
+            raise StoreUnavailable("away")
+
+
+def guarded(store: Store) -> GuardedStore:
+    return GuardedStore(store, back_off=BackOff(first_s=0.001, longest_s=0.01))
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def shared(store: Store) -> GuardedStore:
+    return guarded(store)
+
+
+@pytest.fixture
+async def journal(shared: GuardedStore) -> AsyncIterator[Journal]:
+    journal = Journal(shared, "one", JournalSettings(interval_s=0.001, retry_s=0.001))
+    journal.start()
+    yield journal
+    await journal.close()
+
+
+def request() -> Request:
+    return Request(KEY, "uid", ClientStream(), 0.0)
+
+
+async def begin(journal: Journal, request: Request, num_choices: int = 1) -> None:
+    await journal.begin(request, seed=7, params=b"", num_choices=num_choices)
+    detokenizers = DetokenizerFactory(make_tokenizer())
+    request.sessions = [
+        Session(
+            session_id=f"one/uid/{choice}",
+            choice=choice,
+            request=request,
+            token_ids=list(PROMPT),
+            num_prompt_tokens=len(PROMPT),
+            sampling=pb.TokenSampling(),
+            verify_mode=pb.VERIFY_MODE_COUPLED,
+            speculate=False,
+            output=ChoiceOutput(detokenizers.create(True)),
+            detokenizers=detokenizers,
+        )
+        for choice in range(num_choices)
+    ]
+
+
+def decode(journal: Journal, session: Session, token_ids: Sequence[int]) -> None:
+    session.token_ids.extend(token_ids)
+    journal.append(session, [pb.ORIGIN_DECODE] * len(token_ids))
+
+
+async def journal_has(store: Store, token_ids: Sequence[int]) -> None:
+    async def has() -> bool:
+        record = await store.load(KEY)
+        return record is not None and list(record.token_ids[0]) == list(token_ids)
+
+    await eventually(has, "the store has the tokens")
+
+
+async def until_up(shared: GuardedStore, is_up: bool) -> None:
+    async def is_so() -> bool:
+        return shared.is_up is is_up
+
+    await eventually(is_so, f"the store is {'up' if is_up else 'down'}")
+
+
+async def test_what_came_while_the_store_was_away_is_written_in_batches_when_it_is_back(
+    store: Store, shared: GuardedStore, journal: Journal
+) -> None:
+    await begin(journal, ours := request())
+    decode(journal, ours.sessions[0], [4, 5])
+    await journal_has(store, [4, 5])
+    store.is_away = True
+    tokens = [4, 5, *range(40_000)]
+    decode(journal, ours.sessions[0], tokens[2:])
+    await until_up(shared, False)
+    store.batches.clear()
+    store.is_away = False
+    await journal_has(store, tokens)
+    assert len(store.batches) == 3
+    assert sum(store.batches) == 40_000
+
+
+async def test_a_request_that_began_while_the_store_was_away_joins_when_it_is_back(
+    store: Store, journal: Journal
+) -> None:
+    store.is_away = True
+    await begin(journal, ours := request(), num_choices=2)
+    decode(journal, ours.sessions[0], [4, 5])
+    decode(journal, ours.sessions[1], [6])
+    assert journal.num_unjournalled == 1
+    store.is_away = False
+    await journal_has(store, [4, 5])
+    record = await store.load(KEY)
+    assert record is not None
+    assert record.token_ids == ((4, 5), (6,))
+    assert journal.num_unjournalled == 0
+
+
+async def test_an_end_that_the_store_missed_is_told_when_it_is_back(store: Store, journal: Journal) -> None:
+    await begin(journal, ours := request())
+    store.is_away = True
+    await journal.end(ours)
+    store.is_away = False
+
+    async def has_ended() -> bool:
+        record = await store.load(KEY)
+        return record is not None and record.is_ended
+
+    await eventually(has_ended, "the request has ended in the store")
+
+
+async def test_two_that_began_the_same_while_the_store_was_away_both_go_on(
+    store: Store, shared: GuardedStore, journal: Journal
+) -> None:
+    taken_over: list[Request] = []
+    journal.on_taken_over = taken_over.append
+    store.is_away = True
+    await begin(journal, ours := request())
+    store.is_away = False
+    other = NewRequest("two/uid", 7, b"", 1, lease_s=30.0)
+    await store.begin(KEY, other)
+    decode(journal, ours.sessions[0], [4])
+    await until_up(shared, True)
+    assert journal.num_unjournalled == 1
+    assert taken_over == []
+    record = await store.load(KEY)
+    assert record is not None
+    assert record.owner_id == "two/uid"
+
+
+async def test_a_request_that_another_took_over_is_told_so_once(store: Store, journal: Journal) -> None:
+    taken_over: list[Request] = []
+    journal.on_taken_over = taken_over.append
+    await begin(journal, ours := request())
+    await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=30.0, take_over=True))
+    decode(journal, ours.sessions[0], [4])
+
+    async def is_told() -> bool:
+        return bool(taken_over)
+
+    await eventually(is_told, "the request is taken over")
+    decode(journal, ours.sessions[0], [5])
+    await journal.end(ours)
+    assert taken_over == [ours]
+    record = await store.load(KEY)
+    assert record is not None
+    assert not record.is_ended
+    assert record.token_ids == ((),)
+
+
+async def test_a_request_that_the_store_does_not_take_runs_without_it(store: Store, journal: Journal) -> None:
+    await begin(journal, ours := request(), num_choices=1000)
+    decode(journal, ours.sessions[0], [4])
+    assert journal.num_unjournalled == 1
+    record = await journal.load(KEY)
+    assert record is not None
+    assert record.token_ids[0] == (4,)
+    await journal.end(ours)
+    assert journal.num_unjournalled == 0
+    assert await store.load(KEY) is None
+
+
+def test_the_first_parameter_that_differs_is_named() -> None:
+    body = api.GenerateRequest(prompt="a", request_id="x")
+    body.sampling.top_k = 0
+    before = encode_params(body, PROMPT, 7)
+    check_params(before, before, "prompt")
+    body.request_id, body.priority = "y", 3
+    check_params(before, encode_params(body, PROMPT, 7), "prompt")
+    body.sampling.ClearField("top_k")
+    for field, given in {
+        "sampling.top_k": encode_params(body, PROMPT, 7),
+        "sampling.seed": encode_params(api.GenerateRequest(sampling={"top_k": 0}), PROMPT, 8),
+        "prompt": encode_params(body, [1, 2], 7),
+    }.items():
+        with pytest.raises(InvalidRequest) as caught:
+            check_params(before, given, "prompt")
+        assert caught.value.field == field
+
+
+async def test_tokens_are_counted_over_coordinators_and_given_back(store: Store) -> None:
+    one, two = SharedQuotas(guarded(store)), SharedQuotas(guarded(store))
+    await one.admit("a", RATE, 60)
+    await two.admit("a", RATE, 40)
+    for quotas in (one, two):
+        with pytest.raises(Overloaded) as caught:
+            await quotas.admit("a", RATE, 1)
+        assert caught.value.reason == "QUOTA_EXCEEDED"
+        assert caught.value.retry_after_s == pytest.approx(1000, abs=1)
+    two.charge("a", RATE, -40)
+    await two.close()
+    await one.admit("a", RATE, 39)
+    await one.admit("b", RATE, 100)
+
+
+async def test_while_the_store_is_away_each_counts_for_itself_and_that_is_forgotten_when_it_is_back(
+    store: Store, shared: GuardedStore
+) -> None:
+    quotas = SharedQuotas(shared)
+    await quotas.admit("a", RATE, 60)
+    store.is_away = True
+    await quotas.admit("a", RATE, 30)
+    quotas.charge("a", RATE, 20)
+    with pytest.raises(Overloaded):
+        await quotas.admit("a", RATE, 1)
+    store.is_away = False
+
+    async def is_back() -> bool:
+        with contextlib.suppress(StoreUnavailable):
+            await shared.ping()
+        return shared.is_up
+
+    await eventually(is_back, "the store is back")
+    await quotas.admit("a", RATE, 40)
+    with pytest.raises(Overloaded):
+        await quotas.admit("a", RATE, 1)
