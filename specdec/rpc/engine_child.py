@@ -6,12 +6,10 @@ calls the entry.
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import importlib
 import json
 import os
-import signal
 import socket
 import sys
 from typing import Any, TypedDict
@@ -19,9 +17,9 @@ from typing import Any, TypedDict
 import structlog
 
 from specdec.rpc.frames import EnginePort, FrameKind, PeerGone
+from specdec.rpc.parent_process import die_with_parent, leave_signals_to_parent
 from specdec.telemetry import setup_logging
 
-_PR_SET_PDEATHSIG = 1
 _LAST_FRAMES_S = 2.0
 
 
@@ -47,8 +45,8 @@ class Launch(TypedDict):
 def main() -> int:
     """Runs the entry; 0 when it returns or the servicer is gone, 1 when it fails."""
     launch: Launch = json.load(sys.stdin)
-    _die_with_parent(launch["parent_pid"])
-    _leave_signals_to_parent()
+    die_with_parent(launch["parent_pid"])
+    leave_signals_to_parent()
     faulthandler.enable()
     setup_logging(launch["service"], launch["log_level"], launch["log_format"])
     if launch["cores"]:
@@ -73,24 +71,6 @@ def main() -> int:
 def _resolve(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _die_with_parent(parent_pid: int) -> None:
-    """The end of the socket tells a living loop; the signal also ends one that is stuck in a step."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent_pid:
-        raise SystemExit(0)
-
-
-def _leave_signals_to_parent() -> None:
-    """A signal to the process group must not end the engine before the servicer has drained it.
-
-    Handlers, unlike ignored signals, are not inherited by programs that the engine starts.
-    """
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,12 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.model_runner import ModelRunner
+from specdec.engine.parallel.leading_runner import LeadingRunner
 from specdec.engine.sampling import Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.rpc.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2 as pb
+from specdec.worker.ranks import Ranks
 
 _TOKENIZER_CHUNK_BYTES = 1 << 20
 
@@ -27,13 +29,14 @@ class BuiltEngine:
     info: pb.GetReplicaInfoResponse
 
 
-def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort) -> BuiltEngine:
-    """Load, prove and warm the model, send its tokenizer to the servicer.
+def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ranks: Ranks | None = None) -> BuiltEngine:
+    """Load, prove and warm the model, together with the other ranks if there are any; send its tokenizer to the
+    servicer.
 
     Raises:
         ModelNotSupported, ModelLoadError: with a reason for people.
     """
-    runner = ModelRunner.load(settings)
+    runner = ModelRunner.load(settings, None if ranks is None else ranks.join())
     runner.warmup()
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
@@ -58,7 +61,8 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort) -> 
     )
     _send_tokenizer(runner, port)
     info = pb.GetReplicaInfoResponse(identity=identity, version=__version__)
-    return BuiltEngine(Engine(runner, pool, scheduler), sampler, info)
+    steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
+    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info)
 
 
 def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 
@@ -13,6 +14,7 @@ from specdec.engine.model_gate import ModelLoadError, ModelNotSupported
 from specdec.rpc.frames import EnginePort, FrameKind
 from specdec.worker.build import BuiltEngine, build_engine
 from specdec.worker.loop import EngineWorker, Role, Wire
+from specdec.worker.ranks import lead_ranks
 
 _FLUSH_TIMEOUT_S = 2.0
 
@@ -21,24 +23,32 @@ def run_role(
     port: EnginePort,
     settings: TargetSettings | DraftSettings,
     wire: Wire,
+    service: str,
     make_role: Callable[[EngineWorker, BuiltEngine], Role],
 ) -> None:
-    """Load the model, announce it, and run the role until the servicer goes or says stop."""
+    """Load the model, announce it, and run the role until the servicer goes or says stop.
+
+    With several ranks this process is rank 0, and starts the others, whose logs are those of ``service``-rank-N.
+    Raises ``RankLost`` when one of them ends.
+    """
     log = structlog.get_logger("specdec.worker")
-    try:
-        built = build_engine(settings, port)
-    except (ModelNotSupported, ModelLoadError, EngineError) as error:
-        port.send(FrameKind.FATAL, payload=str(error).encode())
+    with contextlib.ExitStack() as stack:
+        try:
+            ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format))
+            built = build_engine(settings, port, ranks)
+        except (ModelNotSupported, ModelLoadError, EngineError) as error:
+            port.send(FrameKind.FATAL, payload=str(error).encode())
+            port.flush(_FLUSH_TIMEOUT_S)
+            return
+        built.info.instance_id = port.instance_id
+        traces = settings.otlp_endpoint is not None
+        worker = EngineWorker(port, wire, built.info, settings.session_ttl_s, traces=traces)
+        worker.role = make_role(worker, built)
+        identity = built.info.identity
+        log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
+        built.info.load.CopyFrom(worker.role.load())
+        gc.collect()
+        gc.freeze()  # what the model brought stays for good: collections need not walk it between steps
+        port.send(FrameKind.READY, payload=built.info.SerializeToString())
+        worker.run()
         port.flush(_FLUSH_TIMEOUT_S)
-        return
-    built.info.instance_id = port.instance_id
-    worker = EngineWorker(port, wire, built.info, settings.session_ttl_s, traces=settings.otlp_endpoint is not None)
-    worker.role = make_role(worker, built)
-    identity = built.info.identity
-    log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
-    built.info.load.CopyFrom(worker.role.load())
-    gc.collect()
-    gc.freeze()  # what the model brought stays for good: collections need not walk it between steps
-    port.send(FrameKind.READY, payload=built.info.SerializeToString())
-    worker.run()
-    port.flush(_FLUSH_TIMEOUT_S)

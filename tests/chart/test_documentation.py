@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import helm_python
+import pytest
 import yaml
 
 from tests.chart.conftest import CHART, ROOT, Render
@@ -64,6 +66,29 @@ def test_rules_and_dashboards_reach_the_cluster_unchanged(render: Render) -> Non
     assert all(d["metadata"]["labels"]["grafana_dashboard"] == "1" for d in maps)
     shown = {name: json.loads(text) for d in maps for name, text in d["data"].items()}
     assert shown == {path.name: json.loads(path.read_text()) for path in (CHART / "files/dashboards").iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("values", "warnings"),
+    [
+        ({}, {"tls.enabled", "apiKeys.existingSecret"}),
+        ({"coordinator": {"replicas": 2}}, {"several coordinators", "tls.enabled", "apiKeys.existingSecret"}),
+        ({"coordinator": {"autoscaling": {"enabled": True}}, "redis": {"mode": "bundled"}}, {"tls.", "apiKeys."}),
+        ({"apiKeys": {"existingSecret": "k"}, "networkPolicy": {"enabled": False}}, {"tls.", "networkPolicy.enabled"}),
+        ({"tracing": {"endpoint": "http://c:4317", "content": True}}, {"tls.", "apiKeys.", "tracing.content"}),
+        (
+            {"redis": {"mode": "external", "external": {"url": "redis://cache.example.com/0"}}},
+            {"redis.external.url", "tls.", "apiKeys."},
+        ),
+        (yaml.safe_load((CHART / "examples/production.yaml").read_text()), set()),
+    ],
+)
+def test_the_notes_warn_of_what_is_missing(values: dict[str, Any], warnings: set[str]) -> None:
+    with helm_python.Chart.load(str(CHART)) as chart:
+        notes = chart.render(values, name="demo", namespace="llm")["specdec/templates/NOTES.txt"]
+    found = re.findall(r"(?m)^WARNING: (.+)", notes)
+    assert len(found) == len(warnings)
+    assert all(any(text.startswith(start) for text in found) for start in warnings)
 
 
 def test_every_value_is_documented() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from specdec.cli.main import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+DOCKER_COMPOSE = DEPLOY.parent / ".tools" / "docker-compose"
 SETTINGS = {"coordinator": CoordinatorSettings, "target": TargetSettings, "draft": DraftSettings}
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
 GPU: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text(encoding="utf-8"))
@@ -43,11 +46,27 @@ def test_commands_load_as_settings(name: str, service: dict[str, Any]) -> None:
     assert CliRunner().invoke(app, ["serve", role, *arguments, "--help"]).exit_code == 0
 
 
-@pytest.mark.parametrize("name", ["target", "draft"])
-def test_variables_of_the_engines_are_settings(name: str) -> None:
+@pytest.mark.parametrize("name", SETTINGS)
+def test_variables_of_the_services_are_settings(name: str) -> None:
     cls = SETTINGS[name]
     for variable in SERVICES[name]["environment"]:
         assert variable.removeprefix(cls.env_prefix).lower() in cls.model_fields
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_services_share_the_redis_and_register_under_the_address_that_the_coordinator_calls(name: str) -> None:
+    cls = SETTINGS[name]
+    given = SERVICES[name]["environment"]
+    assert given[f"{cls.env_prefix}REDIS_URL"] == "redis://redis:6379/0"
+    assert given[f"{cls.env_prefix}REDIS_PASSWORD"] == SERVICES["redis"]["environment"]["REDISCLI_AUTH"]
+    assert given[f"{cls.env_prefix}ADVERTISE_ADDRESS"] == f"{name}:{cls.model_fields['port'].default}"
+    assert set(SERVICES["redis"]["networks"]) <= set(SERVICES[name]["networks"])
+
+
+def test_redis_is_reached_from_the_backend_only_and_keeps_nothing() -> None:
+    redis = SERVICES["redis"]
+    assert redis["networks"] == ["backend"] and "ports" not in redis and "volumes" not in redis
+    assert "redis" not in {name for service in SERVICES.values() for name in service.get("depends_on", {})}
 
 
 def test_the_coordinator_is_pointed_at_the_ports_that_the_engines_listen_on() -> None:
@@ -119,3 +138,28 @@ def test_no_image_is_latest_and_no_password_has_a_default() -> None:
         name for name, service in SERVICES.items() if "latest" in service["image"] or ":" not in service["image"]
     ]
     assert ":?" in SERVICES["grafana"]["environment"]["GF_SECURITY_ADMIN_PASSWORD"]
+    assert ":?" in SERVICES["redis"]["environment"]["REDISCLI_AUTH"]
+
+
+@pytest.mark.parametrize("files", [["compose.yaml"], ["compose.yaml", "compose.gpu.yaml"]])
+def test_docker_compose_accepts_the_files(files: list[str]) -> None:
+    passwords = {"GRAFANA_ADMIN_PASSWORD": "one", "REDIS_PASSWORD": "two"}
+    named = [word for file in files for word in ("--file", file)]
+    command = [str(DOCKER_COMPOSE), *named, "config", "--format", "json"]
+    done = subprocess.run(command, cwd=DEPLOY, env=passwords, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    services = json.loads(done.stdout)["services"]
+    assert services.keys() == SERVICES.keys()
+    assert all(services[role]["environment"][f"SPECDEC_{role.upper()}_REDIS_PASSWORD"] == "two" for role in SETTINGS)
+    is_gpu = len(files) == 2
+    assert ("devices" in services["target"]["deploy"]["resources"].get("reservations", {})) == is_gpu
+
+
+@pytest.mark.parametrize("missing", ["GRAFANA_ADMIN_PASSWORD", "REDIS_PASSWORD"])
+def test_docker_compose_asks_for_a_password_that_is_not_chosen(missing: str) -> None:
+    passwords = {"GRAFANA_ADMIN_PASSWORD": "one", "REDIS_PASSWORD": "two"}
+    del passwords[missing]
+    command = [str(DOCKER_COMPOSE), "--file", "compose.yaml", "config", "--quiet"]
+    done = subprocess.run(command, cwd=DEPLOY, env=passwords, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert missing in done.stderr

@@ -10,6 +10,8 @@ from specdec.cli.errors import ClusterFailed
 from specdec.cli.local_plan import LocalPlan, describe_placement, plan_services, split_evenly
 from specdec.cli.service_process import ServiceSpec
 
+ROLES = ("TARGET", "DRAFT", "COORDINATOR")
+
 
 @pytest.mark.parametrize(
     ("num_cores", "target", "draft", "shared"),
@@ -54,6 +56,20 @@ def test_replicas_share_the_cores_of_their_role_evenly() -> None:
 )
 def test_each_engine_has_its_own_gpu_where_there_are_two(device: str, num_gpus: int, target: str, draft: str) -> None:
     assert devices.plan_devices(device, num_gpus) == devices.DevicePlan(target, draft)
+
+
+@pytest.mark.parametrize(("ranks", "threads"), [(1, "4"), ("2", "2"), (8, "1"), ("two", "4")])
+def test_the_ranks_of_a_replica_share_its_threads(ranks: object, threads: str) -> None:
+    plan = LocalPlan(
+        target_model="t",
+        draft_model="d",
+        device="cpu",
+        target_settings={"tensor_parallel_size": ranks},
+        free_ports=True,
+    )
+    target, draft, _ = plan_services(plan, environment={}, cores=range(8))
+    assert target.environment["SPECDEC_TARGET_NUM_THREADS"] == threads
+    assert draft.environment["SPECDEC_DRAFT_NUM_THREADS"] == "1"
 
 
 def test_asking_for_a_gpu_that_is_not_there_is_an_error() -> None:
@@ -111,6 +127,14 @@ def test_replicas_have_names_and_ports_of_their_own() -> None:
     assert [spec.name for spec in specs] == ["target", "target-1", "coordinator"]
     assert len({spec.address for spec in specs}) == 3
     assert "--drafts=" in specs[-1].arguments
+
+
+def test_with_a_redis_services_find_each_other_there_and_its_url_is_no_flag() -> None:
+    url = "redis://:secret@127.0.0.1:6379"
+    specs = plan(redis_url=url)
+    assert [spec.environment[f"SPECDEC_{name}_REDIS_URL"] for spec, name in zip(specs, ROLES, strict=True)] == [url] * 3
+    flags = [argument for spec in specs for argument in spec.arguments]
+    assert not [flag for flag in flags if flag.startswith(("--targets", "--drafts")) or "secret" in flag]
 
 
 def test_placement_is_told_by_cores_or_device() -> None:

@@ -46,6 +46,15 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 {{- end -}}
 
+{{- define "specdec.redisServiceAccountName" -}}
+{{- $account := .Values.redis.bundled.serviceAccount -}}
+{{- if $account.create -}}
+{{ $account.name | default (include "specdec.redisName" .) }}
+{{- else -}}
+{{ $account.name | default "default" }}
+{{- end -}}
+{{- end -}}
+
 {{- define "specdec.image" -}}
 {{- if .image.digest -}}
 {{ .image.repository }}@{{ .image.digest }}
@@ -117,6 +126,38 @@ seccompProfile:
 - {{ printf "--%s=%v" $flag $value | quote }}
 {{- end }}
 {{- end }}
+{{- end -}}
+
+{{/* Not empty when callers of the role, readers of its metrics included, must show a certificate. Argument: {root, name}. */}}
+{{- define "specdec.demandsCertificate" -}}
+{{- $tls := .root.Values.tls -}}
+{{- if and $tls.enabled (ternary $tls.verifyClients $tls.mutual (eq .name "coordinator")) }}true{{ end -}}
+{{- end -}}
+
+{{/* The name that a certificate must have to call targets and drafts; empty: any of the authority's. */}}
+{{- define "specdec.coordinatorName" -}}
+{{- $fromManager := include "specdec.serviceName" (dict "root" . "name" "coordinator") -}}
+{{ .Values.tls.coordinatorName | default (ternary $fromManager "" .Values.tls.certManager.enabled) }}
+{{- end -}}
+
+{{/* Not empty when Prometheus must show a certificate to some role. */}}
+{{- define "specdec.scraperCertificate" -}}
+{{- if and .Values.serviceMonitor.enabled .Values.tls.metrics (or .Values.tls.mutual .Values.tls.verifyClients) }}true{{ end -}}
+{{- end -}}
+
+{{/* Flags of tracing. Argument: {root, name}. */}}
+{{- define "specdec.tracingArgs" -}}
+{{- $tracing := .root.Values.tracing -}}
+{{- if $tracing.endpoint }}
+- {{ printf "--otlp-endpoint=%s" $tracing.endpoint | quote }}
+{{- if $tracing.caSecret }}
+- --otlp-ca-file=/etc/specdec/otlp/{{ $tracing.caSecret.key }}
+{{- end }}
+{{- if eq .name "coordinator" }}
+- --trace-sample-ratio={{ $tracing.sampleRatio }}
+- --{{ if not $tracing.content }}no-{{ end }}trace-content
+{{- end }}
+{{- end -}}
 {{- end -}}
 
 {{/* Longest a pod may take to end: it leaves the endpoints, drains, closes calls, and has a margin. */}}

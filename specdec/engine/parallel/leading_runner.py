@@ -1,0 +1,73 @@
+"""Runs every pass on all ranks: the leading one sends, the others follow."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+import torch
+
+from specdec.engine.batch import Batch
+from specdec.engine.model_runner import ModelRunner
+from specdec.engine.parallel.step_frames import (
+    StepFrame,
+    StepKind,
+    batch_of,
+    copies_frame,
+    copies_of,
+    forward_frame,
+    receive_frame,
+)
+
+
+class LeadingRunner:
+    """The runner of rank 0, as the engine sees it (``specdec.engine.engine.Runner``).
+
+    A call returns when this rank has done its part; the others may be up to some frames behind. Sending to them costs
+    one copy of the batch and one system call per rank.
+
+    Raises ``OSError`` where a rank is gone or does not read for longer than its connection's timeout.
+    """
+
+    def __init__(self, runner: ModelRunner, followers: Sequence[socket.socket]) -> None:
+        self.device = torch.device("cpu")  # batches are sent from there, and to this rank's device from there
+        self._runner = runner
+        self._followers = tuple(followers)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """See ``ModelRunner.forward``."""
+        frame = forward_frame(batch)
+        self._send(frame)
+        if self._runner.device.type != "cpu":
+            batch = batch_of(frame, self._runner.device)
+        return self._runner.forward(batch)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See ``ModelRunner.copy_blocks``."""
+        self._send(copies_frame(StepKind.COPY_BLOCKS, [source for source, _ in pairs], [to for _, to in pairs]))
+        self._runner.copy_blocks(pairs)
+
+    def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
+        """See ``ModelRunner.copy_slots``."""
+        self._send(copies_frame(StepKind.COPY_SLOTS, src, dst))
+        self._runner.copy_slots(src, dst)
+
+    def _send(self, frame: StepFrame) -> None:
+        data = frame.encode()
+        for follower in self._followers:
+            follower.sendall(data)
+
+
+def follow(runner: ModelRunner, connection: socket.socket) -> None:
+    """Run what the leading rank sends, until it says stop. Raises ``LeaderGone`` when it is gone."""
+    while True:
+        frame = receive_frame(connection)
+        match frame.kind:
+            case StepKind.FORWARD:
+                runner.forward(batch_of(frame, runner.device))
+            case StepKind.COPY_BLOCKS:
+                runner.copy_blocks(list(zip(*copies_of(frame), strict=True)))
+            case StepKind.COPY_SLOTS:
+                runner.copy_slots(*copies_of(frame))
+            case StepKind.STOP:
+                return

@@ -1,0 +1,114 @@
+"""How the leading rank tells the others what to run: frames of plain integers, of one fixed layout.
+
+A frame is eight little-endian 64-bit integers - kind, payload size in bytes, then the sizes that the kind needs - and a
+payload of integers: all 64-bit ones first, then all 32-bit ones. Nothing in it is code or names code.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from specdec.engine.batch import Batch
+
+_HEADER = struct.Struct("<8q")
+_NUM_SIZES = 6
+_WIDE = ("input_ids", "position_ids", "slot_mapping", "logits_indices")
+_NARROW = ("row_seq", "context_lens", "path_offsets", "path_slots", "block_tables")
+
+
+class LeaderGone(ConnectionError):
+    """The leading rank closed its end: there is nobody to follow."""
+
+
+class StepKind(IntEnum):
+    """What a frame asks for."""
+
+    FORWARD = 1
+    COPY_BLOCKS = 2
+    COPY_SLOTS = 3
+    STOP = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepFrame:
+    """One frame, taken apart."""
+
+    kind: StepKind
+    sizes: tuple[int, ...]
+    payload: bytearray
+
+    def encode(self) -> bytes:
+        """The frame as bytes."""
+        sizes = self.sizes + (0,) * (_NUM_SIZES - len(self.sizes))
+        return _HEADER.pack(self.kind, len(self.payload), *sizes) + self.payload
+
+
+def forward_frame(batch: Batch) -> StepFrame:
+    """The frame of a batch whose tensors are on the CPU. Cost: one copy of some kilobytes."""
+    sizes = (
+        batch.input_ids.shape[0],
+        batch.logits_indices.shape[0],
+        batch.path_slots.shape[0],
+        *batch.block_tables.shape,
+        batch.num_seqs,
+    )
+    payload = bytearray()
+    for name in (*_WIDE, *_NARROW):
+        payload += getattr(batch, name).contiguous().numpy().tobytes()
+    return StepFrame(StepKind.FORWARD, sizes, payload)
+
+
+def batch_of(frame: StepFrame, device: torch.device) -> Batch:
+    """The batch of a forward frame, on a device: two copies if that is not the CPU."""
+    num_rows, num_logits, num_path_slots, num_tables, num_blocks, num_seqs = frame.sizes
+    wide_sizes = [num_rows, num_rows, num_rows, num_logits]
+    narrow_sizes = [num_rows, num_rows, num_rows + 1, num_path_slots, num_tables * num_blocks]
+    wide = torch.frombuffer(frame.payload, dtype=torch.int64, count=sum(wide_sizes))
+    narrow = torch.frombuffer(
+        frame.payload, dtype=torch.int32, count=sum(narrow_sizes), offset=wide.numel() * wide.element_size()
+    )
+    tensors = dict(
+        zip(
+            (*_WIDE, *_NARROW),
+            [*wide.to(device).split(wide_sizes), *narrow.to(device).split(narrow_sizes)],
+            strict=True,
+        )
+    )
+    tensors["block_tables"] = tensors["block_tables"].view(num_tables, num_blocks)
+    return Batch(**tensors, num_seqs=num_seqs)
+
+
+def copies_frame(kind: StepKind, sources: Sequence[int], targets: Sequence[int]) -> StepFrame:
+    """The frame of copies inside the KV cache, of blocks or of slots."""
+    payload = bytearray(struct.pack(f"<{2 * len(sources)}q", *sources, *targets))
+    return StepFrame(kind, (len(sources),), payload)
+
+
+def copies_of(frame: StepFrame) -> tuple[list[int], list[int]]:
+    """Sources and targets of a frame of copies."""
+    count = frame.sizes[0]
+    numbers = struct.unpack(f"<{2 * count}q", frame.payload)
+    return list(numbers[:count]), list(numbers[count:])
+
+
+def receive_frame(connection: socket.socket) -> StepFrame:
+    """Wait for the next frame, for ever if need be. Raises ``LeaderGone``, or ``ValueError`` for an unknown kind."""
+    kind, num_bytes, *sizes = _HEADER.unpack(_receive(connection, _HEADER.size))
+    return StepFrame(StepKind(kind), tuple(sizes), _receive(connection, num_bytes))
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytearray:
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if count == 0:
+            raise LeaderGone("the leading rank closed the connection")
+        view = view[count:]
+    return data

@@ -1,0 +1,30 @@
+"""What a child process does about its parent: dies with it, and leaves signals to it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Be killed when the parent is gone. The end of a socket tells a living loop; this also ends one stuck in a step.
+
+    Raises OSError when the kernel refuses, and SystemExit when the parent is gone already.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        raise SystemExit(0)
+
+
+def leave_signals_to_parent() -> None:
+    """A signal to the process group must not end the engine before the servicer has drained it.
+
+    Handlers, unlike ignored signals, are not inherited by programs that the engine starts.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)

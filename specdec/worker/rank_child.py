@@ -1,0 +1,92 @@
+"""The first code of a following rank: ``python -m specdec.worker.rank_child``, started by ``specdec.worker.ranks``.
+
+Reads its instructions from standard input, joins the other ranks, loads its shard, and runs what rank 0 sends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import TypedDict
+
+import structlog
+
+from specdec.rpc.parent_process import die_with_parent, leave_signals_to_parent
+from specdec.telemetry import setup_logging
+
+EXIT_REFUSED = 3
+"""The model was refused: rank 0, which runs the same checks, says why."""
+
+
+class RankLaunch(TypedDict):
+    """What the leading rank tells."""
+
+    rank: int
+    settings: str
+    """JSON of EngineSettings."""
+    device_type: str
+    store: str
+    """File through which the ranks meet."""
+    socket_fd: int
+    parent_pid: int
+    cores: list[int] | None
+    service: str
+    log_level: str
+    log_format: str
+
+
+def main() -> int:
+    """Follow rank 0; the exit code is 0 when it says stop or is gone, 1 after a failure."""
+    launch: RankLaunch = json.load(sys.stdin)
+    die_with_parent(launch["parent_pid"])
+    leave_signals_to_parent()
+    faulthandler.enable()
+    setup_logging(launch["service"], launch["log_level"], launch["log_format"])
+    if launch["cores"]:
+        os.sched_setaffinity(0, launch["cores"])
+    os.set_inheritable(launch["socket_fd"], False)
+    log = structlog.get_logger("specdec.worker.rank_child")
+
+    # After the lines above: these take seconds, in which the parent may die.
+    from specdec.engine.errors import EngineError
+    from specdec.engine.model_runner import ModelRunner
+    from specdec.engine.parallel.leading_runner import follow
+    from specdec.engine.parallel.rank_group import RankGroup
+    from specdec.engine.parallel.step_frames import LeaderGone
+    from specdec.engine.settings import EngineSettings
+
+    settings = EngineSettings.model_validate_json(launch["settings"])
+    try:
+        with socket.socket(fileno=launch["socket_fd"]) as connection:
+            group = RankGroup.join(
+                launch["rank"],
+                settings.tensor_parallel_size,
+                launch["device_type"],
+                Path(launch["store"]),
+                settings.collective_timeout_s,
+            )
+            runner = ModelRunner.load(settings, group)
+            runner.warmup()
+            log.info("rank_ready", rank=group.rank, device=str(group.device), kv_blocks=runner.num_blocks)
+            follow(runner, connection)
+    except LeaderGone:
+        return 0
+    except EngineError as error:
+        log.error("rank_refused", rank=launch["rank"], reason=str(error))
+        return EXIT_REFUSED
+    except Exception:
+        log.exception("rank_failed", rank=launch["rank"])
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tearing torch down takes seconds, and would wait for ranks that are gone.
+    os._exit(exit_code)

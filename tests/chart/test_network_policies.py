@@ -1,0 +1,90 @@
+"""Who may call whom in the cluster."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chart.conftest import CASES, Document, Render, component, containers
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def _policies(documents: list[Document]) -> dict[str, Document]:
+    return {component(d): d["spec"] for d in documents if d["kind"] == "NetworkPolicy"}
+
+
+def _peers(rule: Document, side: str) -> list[str]:
+    return [peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] for peer in rule[side]]
+
+
+def _ports(rule: Document) -> list[int]:
+    return [port["port"] for port in rule["ports"]]
+
+
+@every_case
+def test_every_pod_has_a_policy_or_none_has(case: str, render: Render) -> None:
+    documents = render(case)
+    policies = _policies(documents)
+    if case == "nothing-optional" or "network-policy=off" in case:
+        assert not policies
+        return
+    assert policies.keys() == {component(d) for d in documents if d["kind"] == "Deployment"} | {"test"}
+    assert "ingress" not in policies["test"]
+    for name, policy in policies.items():
+        assert policy["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == name
+
+
+@every_case
+def test_only_coordinators_reach_replicas_and_only_prometheus_reaches_metrics(case: str, render: Render) -> None:
+    policies = _policies(render(case))
+    for role in policies.keys() - {"redis", "test"}:
+        health, metrics, grpc = policies[role]["ingress"]
+        assert "from" not in health and _ports(health) == [8081]
+        assert metrics["from"]
+        if role != "coordinator":
+            assert _peers(grpc, "from") == ["coordinator"]
+
+
+@every_case
+def test_only_the_services_reach_the_bundled_redis_and_it_calls_nobody(case: str, render: Render) -> None:
+    documents = render(case)
+    policies = _policies(documents)
+    if "redis" in policies:
+        (rule,) = policies["redis"]["ingress"]
+        assert set(_peers(rule, "from")) == {role for role, _, _ in containers(documents)}
+        assert policies["redis"]["policyTypes"] == ["Ingress", "Egress"]
+        assert "egress" not in policies["redis"]
+
+
+@every_case
+def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render: Render) -> None:
+    documents = render(case)
+    policies = _policies(documents)
+    for role, _, container in containers(documents):
+        rules = policies.get(role, {}).get("egress")
+        if rules is None:
+            assert "egress" not in case and case != "production"
+            continue
+        called = {53}
+        for flag in container["args"]:
+            name, _, value = flag.partition("=")
+            if name in ("--targets", "--drafts", "--otlp-endpoint"):
+                called.add(int(value.rpartition(":")[2]))
+            elif name == "--redis-key-prefix":
+                called |= {6379} if _has_bundled_redis(documents) else {6379, 26379}
+            elif name == "--model" and not value.startswith("/"):
+                called.add(443)
+        assert {port for rule in rules for port in _ports(rule)} == called
+        inside = {name for rule in rules if rule.get("to") for name in _inside(rule)}
+        assert inside == ({"target", "draft"} if role == "coordinator" else set()) | (
+            {"redis"} if _has_bundled_redis(documents) else set()
+        )
+
+
+def _has_bundled_redis(documents: list[Document]) -> bool:
+    return any(d["kind"] == "Deployment" and component(d) == "redis" for d in documents)
+
+
+def _inside(rule: Document) -> list[str]:
+    """Components of this release among a rule's peers."""
+    return _peers(rule, "to") if all("podSelector" in peer for peer in rule["to"]) else []

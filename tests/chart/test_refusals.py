@@ -1,0 +1,84 @@
+"""Values that are wrong are refused, and the message names the key."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chart.conftest import CHART, Document, Helm
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"target": {"replics": 2}}, "replics"),
+        ({"targets": {}}, "targets"),
+        ({"target": {"model": {"source": "Qwen/Qwen3-8B"}}}, "target.model.source"),
+        ({"target": {"model": {"source": "pvc://claim"}}}, "target.model.source"),
+        ({"target": {"gpu": {"count": "one"}}}, "target.gpu.count"),
+        ({"target": {"updateStrategy": "recreate"}}, "target.updateStrategy"),
+        ({"target": {"settings": {"port": 1}}}, 'target.settings: Property name of "port"'),
+        ({"target": {"settings": {"max-batch-seqs": 1}}}, '"max-batch-seqs"'),
+        ({"target": {"settings": {"max_batch_seqs": [1]}}}, "target.settings.max_batch_seqs"),
+        ({"target": {"resources": {"limits": {"memory": "4 GB"}}}}, "target.resources.limits.memory"),
+        ({"target": {"resources": {"limit": {}}}}, "limit"),
+        ({"draft": {"enabled": "no"}}, "draft.enabled"),
+        ({"draft": {"startupSeconds": 0}}, "draft.startupSeconds"),
+        ({"draft": {"extraArgs": ["max-heads"]}}, "draft.extraArgs.0"),
+        ({"coordinator": {"drainSeconds": -1}}, "coordinator.drainSeconds"),
+        ({"coordinator": {"image": {"pullPolicy": "always"}}}, "coordinator.image.pullPolicy"),
+        ({"coordinator": {"image": {"digest": "abc"}}}, "coordinator.image.digest"),
+        ({"coordinator": {"service": {"type": "Ingress"}}}, "coordinator.service.type"),
+        ({"coordinator": {"model": {}}}, "model"),
+        ({"coordinator": {"podDisruptionBudget": {"maxUnavailable": "all"}}}, "podDisruptionBudget.maxUnavailable"),
+        ({"target": {"autoscaling": {"enabled": True}}}, "target.autoscaling.prometheusAddress"),
+        ({"tls": {"enabled": True}}, "tls.existingSecrets.coordinator"),
+        ({"tls": {"enabled": True, "certManager": {"enabled": True}}}, "tls.certManager.issuerRef.name"),
+        ({"tls": {"certManager": {"duration": "90d"}}}, "tls.certManager.duration"),
+        ({"networkPolicy": {"prometheus": {}}, "serviceMonitor": {"interval": 15}}, "serviceMonitor.interval"),
+        ({"dashboards": {"labels": {"grafana_dashboard": 1}}}, "dashboards.labels.grafana_dashboard"),
+        ({"test": {"prompt": "--help"}}, "test.prompt"),
+        ({"test": {"apiKeySecret": {"name": "key"}}}, "test.apiKeySecret"),
+        ({"ipFamily": 6}, "ipFamily"),
+        ({"target": {"updateStep": 0}}, "target.updateStep"),
+        ({"target": {"shmSizeLimit": "lots"}}, "target.shmSizeLimit"),
+        ({"target": {"settings": {"redis_url": "redis://h"}}}, 'Property name of "redis_url"'),
+        ({"coordinator": {"settings": {"otlp_endpoint": "x"}}}, 'Property name of "otlp_endpoint"'),
+        ({"redis": {"mode": "cluster"}}, "redis.mode"),
+        ({"redis": {"keyPrefix": "a:b"}}, "redis.keyPrefix"),
+        ({"redis": {"timeoutSeconds": 0}}, "redis.timeoutSeconds"),
+        ({"redis": {"registryTtlSeconds": 0}}, "redis.registryTtlSeconds"),
+        ({"redis": {"bundled": {"maxMemory": "256Mi"}}}, "redis.bundled.maxMemory"),
+        ({"redis": {"bundled": {"persistence": {}}}}, "persistence"),
+        ({"redis": {"external": {"url": "http://redis"}}}, "redis.external.url"),
+        ({"redis": {"external": {"url": "redis://user:password@redis"}}}, "redis.external.url"),
+        ({"redis": {"mode": "external"}}, "redis.external.url"),
+        ({"redis": {"mode": "external", "external": {"url": "redis://h", "urlKey": "url"}}}, "redis.external.urlKey"),
+        ({"redis": {"mode": "external", "external": {"urlKey": "url"}}}, "redis.external.existingSecret"),
+        (
+            {"redis": {"mode": "external", "external": {"url": "redis://h", "tls": {"existingSecret": "ca"}}}},
+            "redis.external.url must begin with rediss",
+        ),
+        (
+            {"redis": {"mode": "external", "external": {"url": "rediss://h", "tls": {"clientCertificate": True}}}},
+            "redis.external.tls.existingSecret",
+        ),
+        (
+            {
+                "redis": {"mode": "bundled"},
+                "tls": {"enabled": True, "existingSecrets": {"coordinator": "c", "target": "t", "draft": "d"}},
+            },
+            "tls.existingSecrets.redis",
+        ),
+        ({"tls": {"metrics": True}}, "tls.enabled"),
+        ({"networkPolicy": {"egress": {"redis": {"ports": ["redis"]}}}}, "networkPolicy.egress.redis.ports"),
+        ({"networkPolicy": {"egress": {"dns": [{"namespace": "kube-system"}]}}}, "networkPolicy.egress.dns"),
+        ({"prometheusRule": {"runbookBaseUrl": "runbooks"}}, "prometheusRule.runbookBaseUrl"),
+        ({"tracing": {"endpoint": "collector:4317"}}, "tracing.endpoint"),
+        ({"tracing": {"sampleRatio": 5}}, "tracing.sampleRatio"),
+        ({"tracing": {"headersSecret": {"name": "otlp"}}}, "tracing.headersSecret"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_key(values: Document, named: str, helm: Helm) -> None:
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=values)
+    assert done.returncode != 0
+    assert named in done.stderr

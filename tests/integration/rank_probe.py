@@ -1,0 +1,165 @@
+"""One rank of a group that loads models and plays scenarios on them: ``python -m tests.integration.rank_probe JSON``.
+
+All ranks run the same program. Rank 0 writes, per model, the logits of one prefill and how many rows of the other
+scenarios have other bits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.engine.model_runner import ModelRunner
+from specdec.engine.parallel.rank_group import RankGroup
+from specdec.engine.settings import EngineSettings
+from tests.unit import paged_scenarios as play
+
+PROMPT = 19
+TIMEOUT_S = 100.0
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """What rank 0 saw of one model."""
+
+    numerics_id: str
+    row_invariant: bool
+    num_parameters: int
+    num_kv_bytes: int
+    """KV cache of one rank."""
+    num_rows: int
+    """Rows compared with the prefill's."""
+    num_unequal: int
+    """Rows with other bits than the prefill's."""
+
+
+def tokens_of(vocab_size: int) -> list[int]:
+    """The tokens that are prefilled."""
+    return play.random_tokens(41, 5, vocab_size)
+
+
+def batched_ways(runner: ModelRunner) -> dict[str, play.Log]:
+    """The same tokens, prefilled in other company: a few steps."""
+    tokens = tokens_of(runner.vocab_size)
+    return {
+        "chunks of 13": play.play_alone(runner, tokens, max_batch_tokens=13),
+        "batch of 16": play.play_in_batch(runner, tokens, _others(runner)),
+        "cache hit": play.play_cache_hit(runner, tokens),
+    }
+
+
+def sequential_ways(runner: ModelRunner) -> dict[str, play.Log]:
+    """The same tokens, reached in every other way an engine has: many steps."""
+    tokens = tokens_of(runner.vocab_size)
+    wrong = play.random_tokens(6, 6, runner.vocab_size)
+    return {
+        "plain decode": play.play_decodes(runner, tokens, PROMPT),
+        "tree nodes": play.play_trees(runner, tokens, PROMPT, wrong),
+        "after a rollback": play.play_rollback(runner, tokens, PROMPT, wrong),
+        "fork": play.play_fork(runner, tokens, PROMPT, wrong),
+        "preemption": play.play_preemption(runner, tokens, PROMPT, _others(runner)[-1]),
+    }
+
+
+def _others(runner: ModelRunner) -> list[list[int]]:
+    return [play.random_tokens(3 + 2 * i, 10 + i, runner.vocab_size) for i in range(15)]
+
+
+def run_ranks(
+    size: int,
+    models: Mapping[str, Path],
+    folder: Path,
+    in_every_way: Sequence[str] = (),
+    device: str = "cpu",
+    dtype: str = "auto",
+) -> dict[str, ProbeReport]:
+    """Run the probe on ``size`` processes; logits come to ``folder``/NAME-RANK.npy. Raises if a process fails.
+
+    Models that are not named ``in_every_way`` are only prefilled.
+    """
+    processes = []
+    for rank in range(size):
+        plan = {
+            "rank": rank,
+            "size": size,
+            "folder": str(folder),
+            "models": {name: str(path) for name, path in models.items()},
+            "in_every_way": list(in_every_way),
+            "device": device,
+            "dtype": dtype,
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.integration.rank_probe", json.dumps(plan)],
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    try:
+        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+    reports = json.loads((folder / "reports.json").read_text())
+    return {name: ProbeReport(**report) for name, report in reports.items()}
+
+
+def engine_settings(model: Path | str, **settings: Any) -> EngineSettings:
+    """The settings of the probe and of what it is compared with."""
+    base = {"model": str(model), "device": "cpu", "num_blocks": 256, "max_model_len": 128}
+    return EngineSettings.model_validate({**base, **settings})
+
+
+def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool) -> ProbeReport:
+    """Play everything on one model."""
+    tokens = tokens_of(runner.vocab_size)
+    prefill = play.play_alone(runner, tokens)
+    num_rows = num_unequal = 0
+    ways = batched_ways(runner) | (sequential_ways(runner) if in_every_way else {})
+    for log in ways.values():
+        for path in prefill.keys() & log.keys():
+            for row in log[path]:
+                num_rows += 1
+                num_unequal += not torch.equal(row, prefill[path][0])
+    ordered: Sequence[torch.Tensor] = [prefill[tuple(tokens[: i + 1])][0] for i in range(len(tokens))]
+    np.save(logits_path, torch.stack(list(ordered)).cpu().numpy())
+    return ProbeReport(
+        numerics_id=runner.numerics_id,
+        row_invariant=runner.row_invariant,
+        num_parameters=runner.num_parameters,
+        num_kv_bytes=runner.num_kv_bytes,
+        num_rows=num_rows,
+        num_unequal=num_unequal,
+    )
+
+
+def main() -> None:
+    """Be one rank."""
+    plan = json.loads(sys.argv[1])
+    folder, size = Path(plan["folder"]), plan["size"]
+    group = RankGroup.join(plan["rank"], size, plan["device"], folder / "store", TIMEOUT_S)
+    reports = {}
+    own = {"tensor_parallel_size": size, "device": plan["device"], "dtype": plan["dtype"]}
+    for name, path in plan["models"].items():
+        runner = ModelRunner.load(engine_settings(path, **own), group)
+        reports[name] = asdict(probe(runner, folder / f"{name}-{group.rank}.npy", name in plan["in_every_way"]))
+    if group.rank == 0:
+        (folder / "reports.json").write_text(json.dumps(reports))
+    group.wait_for_all()
+    sys.stderr.flush()
+    os._exit(0)  # torch's own teardown takes seconds
+
+
+if __name__ == "__main__":
+    main()

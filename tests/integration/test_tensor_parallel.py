@@ -1,0 +1,281 @@
+"""A model over several ranks: the same logits, the same tokens, and no rank without the others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from specdec.cli.cluster import Cluster, free_port
+from specdec.client import Client, Completion
+from specdec.engine.model_runner import ModelRunner
+from specdec.v1 import coordinator_pb2 as api
+from tests.chaos.faults import Reading, eventually, make_request, plain, scrape
+from tests.integration.conftest import start_cluster
+from tests.integration.rank_probe import ProbeReport, engine_settings, run_ranks, tokens_of
+from tests.integration.tiny_pair import ModelPair
+from tests.unit import paged_scenarios as play
+from tests.unit.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+torch.set_num_threads(1)  # the ranks need the cores
+
+LOGIT_TOLERANCE = 1e-4
+TWO_RANKS = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
+"""Plain; biases and tied embeddings; norms of heads; soft caps; attention that stays whole; packed heads."""
+FOUR_RANKS = "llama_wide_heads"
+WHOLE_ATTENTION = "phi3"
+SHIPPED = "shipped"
+EVERY_WAY = ("llama", FOUR_RANKS)
+"""Models that decode, roll back, fork, are preempted and verify trees; the others are prefilled in all company."""
+
+NUM_TOKENS = 64
+NUM_STREAMS = 6
+NUM_BLOCKS = 20
+"""Half of what the streams need at once: some are preempted."""
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n" * 3
+COLLECTIVE_TIMEOUT_S = 6.0
+PATIENCE_S = 60.0
+
+
+# --- logits
+
+
+@pytest.fixture(scope="module")
+def model_folders(tmp_path_factory: pytest.TempPathFactory, shipped_pair: ModelPair) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    tiny = {name: save_tiny_model(name, root / name) for name in (*TWO_RANKS, FOUR_RANKS)}
+    return {**tiny, SHIPPED: shipped_pair.target}
+
+
+@pytest.fixture(scope="module")
+def probe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("probe")
+
+
+@pytest.fixture(scope="module")
+def reports(model_folders: dict[str, Path], probe_folder: Path) -> dict[str, ProbeReport]:
+    """What two ranks made of the models, and four of the one that has heads for them."""
+    pairs = {name: folder for name, folder in model_folders.items() if name != FOUR_RANKS}
+    first = run_ranks(2, pairs, probe_folder, in_every_way=EVERY_WAY)
+    (probe_folder / "store").unlink(missing_ok=True)
+    return {**first, **run_ranks(4, {FOUR_RANKS: model_folders[FOUR_RANKS]}, probe_folder, [FOUR_RANKS])}
+
+
+@pytest.mark.parametrize("name", [*TWO_RANKS, FOUR_RANKS, SHIPPED])
+def test_ranks_together_give_the_logits_of_one(
+    name: str, model_folders: dict[str, Path], reports: dict[str, ProbeReport], probe_folder: Path
+) -> None:
+    report, size = reports[name], 4 if name == FOUR_RANKS else 2
+    alone = ModelRunner.load(engine_settings(model_folders[name]))
+    tokens = tokens_of(alone.vocab_size)
+    log = play.play_alone(alone, tokens)
+    expected = torch.stack([log[tuple(tokens[: i + 1])][0] for i in range(len(tokens))]).numpy()
+    per_rank = [np.load(probe_folder / f"{name}-{rank}.npy") for rank in range(size)]
+    assert np.abs(per_rank[0] - expected).max() < LOGIT_TOLERANCE
+    assert all(np.array_equal(logits, per_rank[0]) for logits in per_rank)
+    assert report.num_parameters == alone.num_parameters
+    assert report.num_kv_bytes * (1 if name == WHOLE_ATTENTION else size) == alone.num_kv_bytes
+    assert report.numerics_id.endswith(f"/tp{size}")
+    assert alone.numerics_id.endswith("/tp1")
+
+
+@pytest.mark.parametrize("name", [*TWO_RANKS, FOUR_RANKS, SHIPPED])
+def test_a_row_has_the_same_bits_in_any_company_over_several_ranks(name: str, reports: dict[str, ProbeReport]) -> None:
+    report = reports[name]
+    assert report.row_invariant
+    assert report.num_rows > (140 if name in EVERY_WAY else 80)
+    assert report.num_unequal == 0
+
+
+# --- a replica of two ranks
+
+
+@pytest.fixture(scope="module")
+def target_metrics_port() -> int:
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def split_cluster(
+    shipped_pair: ModelPair, target_metrics_port: int, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """A target of two ranks with little KV memory, a draft, a coordinator."""
+    settings = {
+        "tensor_parallel_size": 2,
+        "num_threads": 1,
+        "num_blocks": NUM_BLOCKS,
+        "collective_timeout_s": COLLECTIVE_TIMEOUT_S,
+        "metrics_port": target_metrics_port,
+        "hold_off_ms": 100,
+        "log_format": "json",
+    }
+    with start_cluster(shipped_pair, tmp_path_factory.mktemp("split"), target_settings=settings) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def split_target(split_cluster: Cluster) -> Cluster:
+    """The cluster with its target up, whatever the test before did to it."""
+    if not split_cluster.services["target"].is_running:
+        split_cluster.restart("target")
+    return split_cluster
+
+
+def bodies() -> list[api.GenerateRequest]:
+    """Half of them greedy; all with much of the prompt in common."""
+    return [
+        make_request(max_tokens=NUM_TOKENS, temperature=float(i % 2), seed=i, prompt=f"{PROMPT}        # {i}\n")
+        for i in range(NUM_STREAMS)
+    ]
+
+
+async def complete_all(client: Client, requests: list[api.GenerateRequest]) -> list[Completion]:
+    return list(await asyncio.gather(*(client.complete(body) for body in requests)))
+
+
+async def test_tokens_with_speculation_equal_tokens_without_through_trees_preemption_and_the_prefix_cache(
+    split_target: Cluster, target_metrics_port: int
+) -> None:
+    async with Client(split_target.address) as client:
+        fast = await complete_all(client, bodies())
+        slow = await complete_all(client, [plain(body) for body in bodies()])
+        assert [c.identity for c in fast] == [c.identity for c in slow]
+
+        async def is_preempting() -> bool:  # on a busy machine the streams may not meet at once
+            if scrape(target_metrics_port).get("specdec_target_preemptions_total", 0.0) > 0:
+                return True
+            assert [c.identity for c in await complete_all(client, bodies())] == [c.identity for c in slow]
+            return False
+
+        await eventually(is_preempting, "a stream is preempted")
+    assert sum(c.require_finished().stats.num_accepted for c in fast) > 0
+    assert all(c.require_finished().stats.num_proposed == 0 for c in slow)
+    samples = scrape(target_metrics_port)
+    assert samples["specdec_target_prefix_cache_hits_total"] > 0
+    assert samples["specdec_target_rollbacks_total"] > 0
+    assert samples["specdec_target_info"] == 1, "one rank exports metrics"
+    assert any("/tp2" in name for name in samples if name.startswith("specdec_target_info{"))
+
+
+async def test_tokens_of_two_ranks_are_those_of_one_up_to_a_near_tie(
+    split_target: Cluster, shipped_cluster: Cluster
+) -> None:
+    async with Client(split_target.address) as two, Client(shipped_cluster.address) as one:
+        of_two, of_one = await complete_all(two, bodies()), await complete_all(one, bodies())
+    equal = [a.choices[0].token_ids == b.choices[0].token_ids for a, b in zip(of_two, of_one, strict=True)]
+    assert sum(equal) >= NUM_STREAMS - 1, "logits differ by 1e-5: one near-tie may flip, not two"
+
+
+# --- ranks that end
+
+
+def processes_of(cluster: Cluster) -> tuple[psutil.Process, psutil.Process, psutil.Process]:
+    """The target's servicer, its engine, which is rank 0, and rank 1."""
+    servicer = psutil.Process(cluster.services["target"].pid)
+    (engine,) = (p for p in servicer.children() if "specdec.rpc.engine_child" in p.cmdline())
+    (rank,) = (p for p in engine.children() if "specdec.worker.rank_child" in p.cmdline())
+    return servicer, engine, rank
+
+
+def events_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """The last line of each event in the target's log, since it was started."""
+    lines = cluster.services["target"].log_path.read_text().splitlines()
+    entries = [json.loads(line) for line in lines if line.startswith("{")]
+    starts = [number for number, entry in enumerate(entries) if entry["event"] == "engine_started"]
+    return {entry["event"]: entry for entry in entries[starts[-1] :]} if starts else {}
+
+
+async def all_gone(*processes: psutil.Process) -> None:
+    async def is_so() -> bool:
+        return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
+
+    await eventually(is_so, f"the end of {[p.pid for p in processes]}")
+
+
+async def exit_code(cluster: Cluster) -> int | None:
+    service = cluster.services["target"]
+    await asyncio.to_thread(service.wait, PATIENCE_S)
+    return service.exit_code
+
+
+async def test_a_rank_that_is_killed_in_mid_stream_ends_the_replica_and_the_stream_goes_on_after_a_restart(
+    split_target: Cluster,
+) -> None:
+    body = make_request(max_tokens=200, temperature=1.0)
+    processes = processes_of(split_target)
+    async with Client(split_target.address) as client:
+        undisturbed = await client.complete(body)
+        async with Reading(client, body) as stream:
+            await stream.until(20)
+            os.kill(processes[2].pid, signal.SIGKILL)
+            assert await exit_code(split_target) == 1
+            await all_gone(*processes)
+            assert events_of(split_target)["rank_lost"]["reason"] == "rank 1 was killed by SIGKILL"
+            split_target.restart("target")
+            completion = await stream.rest()
+    assert completion.identity == undisturbed.identity
+
+
+async def test_an_idle_replica_notices_a_rank_that_is_gone(split_target: Cluster) -> None:
+    processes = processes_of(split_target)
+    os.kill(processes[2].pid, signal.SIGKILL)
+    assert await exit_code(split_target) == 1
+    await all_gone(*processes)
+    events = events_of(split_target)
+    assert events["rank_lost"]["rank"] == 1
+    assert events["engine_exited"]["reason"] == "RankLost: rank 1 was killed by SIGKILL"
+
+
+async def test_a_rank_that_hangs_ends_the_replica_once_a_step_has_waited_long_enough(split_target: Cluster) -> None:
+    processes = processes_of(split_target)
+    async with Client(split_target.address) as client, Reading(client, make_request(max_tokens=250)) as stream:
+        await stream.until(5)
+        os.kill(processes[2].pid, signal.SIGSTOP)
+        assert await exit_code(split_target) == 1
+    await all_gone(*processes)
+
+
+async def test_no_rank_outlives_a_servicer_that_is_killed(split_target: Cluster) -> None:
+    """Rank 0 dies with the servicer, and the other with rank 0."""
+    processes = processes_of(split_target)
+    os.kill(processes[0].pid, signal.SIGKILL)
+    await all_gone(*processes)
+
+
+async def test_a_replica_of_two_ranks_drains_and_exits_with_0(split_target: Cluster) -> None:
+    processes = processes_of(split_target)
+    async with Client(split_target.address) as client, Reading(client, make_request(max_tokens=60)) as stream:
+        await stream.until(5)
+        split_target.services["target"].terminate()
+        assert (await stream.rest()).num_tokens == 60
+    assert await exit_code(split_target) == 0
+    await all_gone(*processes)
+    events = events_of(split_target)
+    assert "drained" in events
+    assert "rank_lost" not in events
+
+
+async def test_a_rank_that_is_lost_while_it_loads_ends_the_replica(split_cluster: Cluster) -> None:
+    service = split_cluster.services["target"]
+    service.terminate()
+    await exit_code(split_cluster)
+    service.log_path.write_bytes(b"")
+    service.start()
+
+    async def has_rank() -> bool:
+        return "rank_started" in events_of(split_cluster)
+
+    await eventually(has_rank, "a rank is started")
+    os.kill(events_of(split_cluster)["rank_started"]["pid"], signal.SIGKILL)
+    assert await exit_code(split_cluster) == 1
+    assert events_of(split_cluster)["rank_lost"]["reason"] == "rank 1 was killed by SIGKILL"
