@@ -1,4 +1,4 @@
-"""Several targets and drafts: sessions spread, follow their target, and leave one that drains, ends or keeps failing."""
+"""Several targets and drafts: sessions spread, follow their target, and leave what drains, ends or keeps failing."""
 
 from __future__ import annotations
 
