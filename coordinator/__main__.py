@@ -12,11 +12,11 @@ from specdec.config import CoordinatorSettings, settings_or_exit
 from specdec.telemetry import setup_logging
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m coordinator") -> int:
     """Read the settings and serve until a signal; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     prefix = CoordinatorSettings.env_prefix
-    settings = settings_or_exit(CoordinatorSettings, arguments, env_prefix=prefix, prog="coordinator")
+    settings = settings_or_exit(CoordinatorSettings, arguments, env_prefix=prefix, prog=prog)
     setup_logging("coordinator", settings.log_level, settings.log_format)
     if settings.num_processes > 1:
         return asyncio.run(Supervisor(settings).run())

@@ -35,8 +35,8 @@ from specdec.v1 import common_pb2 as pb
 _MOST_DRAFT_FAILURES = 6
 _MOST_DOUBLINGS = 30
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
-_NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED})
-"""What a replica says that is full, or whose context ends: no reason to eject it."""
+_NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED})
+"""What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
 _NO_FAULT_REASONS = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
 """What a replica says whose session another coordinator holds now."""
 _log = structlog.get_logger(__name__)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import re
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,8 +25,12 @@ from pydantic_settings import (
 )
 
 S = TypeVar("S", bound=BaseModel)
-# For a service of the same name Kubernetes sets, for example, SPECDEC_TARGET_PORT=tcp://10.0.0.1:50052.
+# Kubernetes sets variables for the Services of a namespace. For one named specdec-target: SPECDEC_TARGET_SERVICE_HOST,
+# SPECDEC_TARGET_PORT=tcp://10.0.0.1:50052, SPECDEC_TARGET_PORT_50052_TCP_ADDR and more.
 _SERVICE_LINK = re.compile(r"^(tcp|udp|sctp)://[^/]+:\d+$")
+_SERVICE_LINK_NAME = re.compile(
+    r"(^|_)(service_host|service_port(_\w+)?|port_\d+_(tcp|udp|sctp)(_(proto|port|addr))?)$"
+)
 _INVALID_EXIT_CODE = 2
 
 
@@ -49,8 +54,11 @@ def load_settings(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: s
     """Builds settings: flags over environment (`env_prefix` + upper-case name) over file over defaults.
 
     The file (YAML, TOML or JSON) is named by `--config` or the variable `env_prefix` + CONFIG. `--help`
-    prints the flags and exits. Raises SettingsInvalid with all problems found.
+    prints the flags and exits. A variable with the prefix that names no setting is a problem, unless Kubernetes made
+    it up for a Service. Raises SettingsInvalid with all problems found.
     """
+    if unknown := _unknown_variables(cls, os.environ, env_prefix):
+        raise SettingsInvalid(unknown)
     reader = _reader(cls, _config_values(argv, env_prefix))
     try:
         loaded = reader(
@@ -60,9 +68,10 @@ def load_settings(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: s
         )
     except ValidationError as error:
         problems = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
-        raise SettingsInvalid([_describe(problem, env_prefix) for problem in reversed(problems.values())]) from error
+        described = [_describe(cls, problem, env_prefix) for problem in reversed(problems.values())]
+        raise SettingsInvalid(described) from error
     except SettingsError as error:
-        raise SettingsInvalid([_plain(error)]) from error
+        raise SettingsInvalid([_plain(cls, error)]) from error
     values = {name: getattr(loaded, name) for name in cls.model_fields}
     return cls.model_validate(values)
 
@@ -112,6 +121,27 @@ def _reader(cls: type[S], file_values: Mapping[str, Any]) -> Any:
     return type(cls.__name__, (cls, BaseSettings), namespace)
 
 
+def _unknown_variables(cls: type[BaseModel], environment: Mapping[str, str], env_prefix: str) -> list[str]:
+    """One line for each variable that was meant for this service and names none of its settings."""
+    prefix = env_prefix.lower()
+    problems = []
+    for variable, value in sorted(environment.items()):
+        if not variable.lower().startswith(prefix):
+            continue
+        name = variable[len(prefix) :].lower()
+        is_service_link = _SERVICE_LINK.match(value) or _SERVICE_LINK_NAME.search(name)
+        if name == "config" or name in cls.model_fields or is_service_link:
+            continue
+        problems.append(f"{variable} is not a setting{_nearest(cls, name, env_prefix, str.upper)}")
+    return problems
+
+
+def _nearest(cls: type[BaseModel], name: str, prefix: str = "", spell: Callable[[str], str] = str) -> str:
+    """A guess at the setting that a wrong name stood for, ready to be appended; empty without a good one."""
+    nearest = difflib.get_close_matches(name, ["config", *cls.model_fields], n=1)
+    return f"; did you mean {prefix}{spell(nearest[0])}?" if nearest else ""
+
+
 def _config_values(argv: Sequence[str], env_prefix: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--config")
@@ -145,7 +175,7 @@ def _read_file(path: Path) -> Any:
     raise SettingsInvalid([f"config: {path} is none of .yaml, .yml, .toml, .json"])
 
 
-def _describe(problem: Any, env_prefix: str) -> str:
+def _describe(cls: type[BaseModel], problem: Any, env_prefix: str) -> str:
     location = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     if not location:
@@ -156,11 +186,16 @@ def _describe(problem: Any, env_prefix: str) -> str:
         case "missing":
             return f"{location} is required: set {spellings}"
         case "extra_forbidden":
-            return f"{location} is not a setting"
+            return f"{location} is not a setting{_nearest(cls, name)}"
         case _:
             return f"{location}: {message}, got {problem['input']!r} ({spellings})"
 
 
-def _plain(error: SettingsError) -> str:
-    """The message without the library's own words around it."""
-    return str(error).removeprefix("error parsing CLI: ")
+def _plain(cls: type[BaseModel], error: SettingsError) -> str:
+    """The message without the library's own words around it, and what a wrong flag may have stood for."""
+    message = str(error).removeprefix("error parsing CLI: ")
+    if not message.startswith("unrecognized arguments: "):
+        return message
+    wrong = [word.lstrip("-").split("=")[0].replace("-", "_") for word in message.split() if word.startswith("--")]
+    hints = [_nearest(cls, name, "--", lambda known: known.replace("_", "-")) for name in wrong]
+    return message + "".join(hints[:1])

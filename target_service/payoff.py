@@ -25,23 +25,39 @@ class Payoff:
 
 
 class PlainSteps:
-    """How long a plain step of so many sessions takes: as measured when one ran, else as the step-time model has it.
+    """How long a plain step of so many sessions would take with no draft at work.
 
-    The model alone would not do: while every step verifies trees of some size, it has to guess what a step without
-    one would take. Plain steps still run now and then, whenever a draft is late. Memory: one number per batch size.
+    The step-time model alone would not do: while every step verifies trees of some size, it has to guess what a step
+    without one would take. Plain steps still run, whenever a draft is late; but then that draft is at work, and where
+    it shares the target's memory or cores it slows them down. So steps are told apart. *Quiet* ones run while no
+    draft works; how much faster they were than the others of their batch size is what the others are corrected by.
+    Before any quiet step ran there is no correction. Memory: two numbers per batch size.
     """
 
     def __init__(self) -> None:
-        self._measured_s: dict[int, float] = {}
+        self._busy_s: dict[int, float] = {}
+        self._quiet_s: dict[int, float] = {}
+        self._quiet_share = 1.0
 
-    def observe(self, num_sessions: int, turn_s: float) -> None:
+    def observe(self, num_sessions: int, turn_s: float, is_quiet: bool) -> None:
         """A plain step of this many sessions took this long; one that stalled counts for little more than others."""
-        known_s = self._measured_s.setdefault(num_sessions, turn_s)
-        self._measured_s[num_sessions] += _WEIGHT * (min(turn_s, _MOST_SURPRISE * known_s) - known_s)
+        measured_s = self._quiet_s if is_quiet else self._busy_s
+        known_s = measured_s.setdefault(num_sessions, turn_s)
+        measured_s[num_sessions] += _WEIGHT * (min(turn_s, _MOST_SURPRISE * known_s) - known_s)
+        if is_quiet and num_sessions in self._busy_s:
+            share = min(1.0, self._quiet_s[num_sessions] / self._busy_s[num_sessions])
+            self._quiet_share += _WEIGHT * (share - self._quiet_share)
 
-    def expected_s(self, num_sessions: int, step_time: StepTimeModel) -> float:
-        """Of the next one, in seconds."""
-        return self._measured_s.get(num_sessions) or step_time.predict(num_sessions)
+    def expected_s(self, num_sessions: int, step_time: StepTimeModel, is_quiet: bool) -> float:
+        """Of a plain step in place of one that ran now, in seconds; `is_quiet`: that one ran with no draft at work.
+
+        Contexts grow, so of what was measured for the batch size the kind that runs now is preferred.
+        """
+        if is_quiet and num_sessions in self._quiet_s:
+            return self._quiet_s[num_sessions]
+        if num_sessions in self._busy_s:
+            return self._busy_s[num_sessions] * self._quiet_share
+        return self._quiet_s.get(num_sessions) or step_time.predict(num_sessions) * self._quiet_share
 
 
 def step_payoff(plain_step_s: float, num_committed: Sequence[int], turn_s: float, held_s: float) -> Payoff:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any, cast
 
@@ -31,6 +32,9 @@ from target_service.speculation_tree import SpeculationTree
 from target_service.trace import trace_end, trace_verdict
 from target_service.walk import EndOfChoice
 
+_QUIET_S = 0.25
+"""Drafts whose last proposal came longer ago than this are not at work: they are gone, or have no session of ours."""
+
 
 class Verifier:
     """Decodes all sessions of a target and verifies what drafts propose for them.
@@ -56,6 +60,7 @@ class Verifier:
         self._by_seq: dict[int, TargetSession] = {}
         self._plain_steps = PlainSteps()
         self._due_at_s = 0.0
+        self._last_proposal_at_s = -math.inf
         self._turn_began_s = 0.0
         self._forks: dict[str, list[TargetSession]] = {}
         """Sessions that wait for the prompt of another one, by its id."""
@@ -106,6 +111,7 @@ class Verifier:
         session = cast(TargetSession, session)
         if kind == "proposal":
             session.arrived = body
+            self._last_proposal_at_s = self._due_at_s
         elif kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
@@ -263,10 +269,14 @@ class Verifier:
 
     def _payoff(self, decisions: list[Decision], turn_s: float, held_s: float) -> Payoff:
         num_sessions = len(decisions)
+        is_quiet = self._due_at_s - self._last_proposal_at_s > _QUIET_S or not self._drafts_may_work()
         if not any(decision.candidate.num_nodes for decision in decisions):
-            self._plain_steps.observe(num_sessions, turn_s)
-        plain_step_s = self._plain_steps.expected_s(num_sessions, self.pacing.step_time)
+            self._plain_steps.observe(num_sessions, turn_s, is_quiet)
+        plain_step_s = self._plain_steps.expected_s(num_sessions, self.pacing.step_time, is_quiet)
         return step_payoff(plain_step_s, [len(decision.walk.token_ids) for decision in decisions], turn_s, held_s)
+
+    def _drafts_may_work(self) -> bool:
+        return any(cast(TargetSession, session).max_nodes for session in self._worker.sessions)
 
     def _held_s(self, session: TargetSession) -> float:
         return self._due_at_s - session.held_since_s if session.held_since_s is not None else 0.0

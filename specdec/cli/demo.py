@@ -28,7 +28,8 @@ def demo(
     draft: DraftModel = None,
     device: Device = "auto",
     prompt: Annotated[
-        str | None, typer.Option(help="[default: a held-out one of the pair's language]", show_default=False)
+        str | None,
+        typer.Option(help="What to complete (default: a held-out one of the pair's language).", show_default=False),
     ] = None,
     prompt_id: Annotated[str | None, typer.Option(help="One of models/prompts.json.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.", min=1)] = 200,

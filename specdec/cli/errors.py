@@ -12,6 +12,19 @@ from rich.text import Text
 
 from specdec.rpc.errors import InvalidRequest, Overloaded, SpecdecError, Unavailable
 
+_CONNECT_FAILURES = {
+    "Connection refused": "nothing listens there",
+    "Domain name not found": "there is no such host",
+    "errors resolving": "the host's name cannot be resolved",
+    "Socket closed": "the server closed the connection: it wants TLS, or a client certificate that it accepts (its log "
+    "says which)",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate does not come from the authorities in --tls-ca",
+    "Hostname Verification": "the server's certificate is not for this host name",
+    "Failed parsing HTTP/2": "what listens there is no gRPC server",
+}
+"""What gRPC says of a connection that does not come about, and what it means."""
+
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -36,12 +49,12 @@ class ClusterFailed(Exception):
 
 
 @contextmanager
-def reported_errors(console: Console) -> Iterator[None]:
-    """Print typed errors that pass through and leave with their exit code."""
+def reported_errors(console: Console, address: str = "") -> Iterator[None]:
+    """Print typed errors that pass through and leave with their exit code; `address` is what was called, if any."""
     try:
         yield
     except SpecdecError as error:
-        console.print(describe(error))
+        console.print(describe(error, address))
         raise typer.Exit(EXIT_CODES.get(error.code, EXIT_FAILURE)) from None
     except ClusterFailed as error:
         console.print(Text.assemble(("error: ", "bold red"), str(error)))
@@ -50,11 +63,20 @@ def reported_errors(console: Console) -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-def describe(error: SpecdecError) -> Text:
+def connect_failure(message: str) -> str | None:
+    """Return why gRPC could not connect, in plain words; None when that is not what its message is about."""
+    return next((words for sign, words in _CONNECT_FAILURES.items() if sign in message), None)
+
+
+def describe(error: SpecdecError, address: str = "") -> Text:
     """Return the error as text: code, reason, field, message, when to try again."""
     text = Text.assemble(("error: ", "bold red"), (error.code.name, "red"))
     if error.reason != error.code.name:
         text.append(f" ({error.reason})", style="red")
+    if address and error.reason == Unavailable.default_reason and (failure := connect_failure(error.message)):
+        text.append(f"\n  cannot connect to {address}: {failure}")
+        text.append(f"\n  {error.message}", style="dim")
+        return text
     if isinstance(error, InvalidRequest):
         text.append("\n  ")
         text.append(error.field, style="bold")

@@ -120,7 +120,7 @@ def generate(
 
     settings = connection.client_settings(timeout_s, tls_ca, tls_key, tls_cert)
     display = Display(show_origin=show_origin, compare=compare, as_json=as_json, statistics=statistics)
-    with reported_errors(Console(stderr=True)):
+    with reported_errors(Console(stderr=True), address):
         asyncio.run(run_request(address, settings, request, display))
 
 

@@ -9,7 +9,7 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.connection import DEFAULT_ADDRESS
-from specdec.cli.errors import EXIT_CODES, EXIT_FAILURE
+from specdec.cli.errors import EXIT_CODES, EXIT_FAILURE, connect_failure
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
@@ -21,7 +21,7 @@ def health(
     service: Annotated[str, typer.Option(help="Full name of a gRPC service; empty: all of them.")] = "",
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest wait, in seconds.", min=0.001)] = 2.0,
 ) -> None:
-    """Exit with 0 when a service is SERVING, with 1 when it is not, else as the other commands do.
+    """Ask a service whether it can serve: exit code 0 if it is SERVING, 1 if not, for health checks.
 
     It speaks plaintext only: where the main port has TLS, ask the health port.
     """
@@ -34,7 +34,8 @@ def health(
         except grpc.RpcError as error:
             if not isinstance(error, grpc.Call):
                 raise
-            typer.echo(f"{address}: {error.code().name}: {error.details()}", err=True)
+            why = connect_failure(error.details() or "") or error.details() or f"no service {service!r} there"
+            typer.echo(f"{address}: {error.code().name}: {why}", err=True)
             raise typer.Exit(EXIT_CODES.get(error.code(), EXIT_FAILURE)) from None
     typer.echo(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
     if status != _SERVING:

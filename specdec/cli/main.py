@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
 from pathlib import Path
@@ -62,7 +63,10 @@ def root(
     A flag wins over its environment variable, that over the configuration file, that over the default.
     """
     if config is not None:
-        context.default_map = read_config(config)
+        context.default_map = {
+            command: _by_parameter(context, config, command, section)
+            for command, section in read_config(config).items()
+        }
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:
@@ -74,8 +78,10 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         content = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"cannot read {path}: {error}", param_hint="--config") from error
+    except OSError as error:
+        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="--config") from error
+    except (ValueError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"{path} does not parse: {error}", param_hint="--config") from error
     commands = {"up", "generate", "models", "demo"}
     values: dict[str, dict[str, Any]] = {}
     for command, section in (content or {}).items():
@@ -85,6 +91,25 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
                 param_hint="--config",
             )
         values[command] = {str(name).replace("-", "_"): value for name, value in section.items()}
+    return values
+
+
+def _by_parameter(context: typer.Context, path: Path, command: str, section: dict[str, Any]) -> dict[str, Any]:
+    """A section's values by the names of the command's parameters. Raises typer.BadParameter for what is no flag."""
+    group: Any = context.command
+    parameters = group.get_command(context, command).params
+    name_of = {
+        flag.lstrip("-").replace("-", "_"): parameter.name for parameter in parameters for flag in parameter.opts
+    }
+    values = {}
+    for flag, value in section.items():
+        if flag not in name_of:
+            nearest = difflib.get_close_matches(flag, name_of, n=1)
+            hint = f"; did you mean {nearest[0].replace('_', '-')}?" if nearest else ""
+            raise typer.BadParameter(
+                f"{path}: {flag.replace('_', '-')} is not a flag of {command}{hint}", param_hint="--config"
+            )
+        values[name_of[flag]] = value
     return values
 
 

@@ -26,7 +26,7 @@ def models(
     """Show what is served, and what is loaded where."""
     settings = connection.client_settings(timeout_s, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
-    with reported_errors(errors), errors.status(f"asking {address}"):
+    with reported_errors(errors, address), errors.status(f"asking {address}"):
         info, status = asyncio.run(_ask(address, settings))
     output = Console(highlight=False)
     if as_json:

@@ -32,4 +32,4 @@ def serve(
             raise
         typer.echo(f"specdec serve {role}: {error.name} is missing; pip install 'specdec[engine]'", err=True)
         raise typer.Exit(EXIT_FAILURE) from None
-    raise typer.Exit(service.main(context.args) or 0)
+    raise typer.Exit(service.main(context.args, prog=f"specdec serve {role}") or 0)

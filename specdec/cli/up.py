@@ -22,11 +22,11 @@ _CHECK_S = 0.2
 
 TargetModel = Annotated[
     str | None,
-    typer.Option("--target", help="Folder or hub id. [default: the shipped one]", show_default=False),
+    typer.Option("--target", help="Folder or hub id. (default: the shipped one)", show_default=False),
 ]
 DraftModel = Annotated[
     str | None,
-    typer.Option("--draft", help="Folder or hub id. [default: the shipped one]", show_default=False),
+    typer.Option("--draft", help="Folder or hub id. (default: the shipped one)", show_default=False),
 ]
 Device = Annotated[str, typer.Option(help="auto takes GPUs where there are any.", metavar="auto|cpu|cuda")]
 
@@ -56,7 +56,7 @@ def up(
     coordinator_set: Annotated[
         list[str] | None, typer.Option(help="Any setting of the coordinator.", metavar="NAME=VALUE")
     ] = None,
-    log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. [default: a temporary one]")] = None,
+    log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. (default: a temporary one)")] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs, too.")] = False,
 ) -> None:
     """Start target, draft and coordinator here; stop all on Ctrl-C.

@@ -37,6 +37,8 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
         if not (path / "config.json").is_file():
             raise ModelLoadError(f"{model} has no config.json")
         return path, revision or ""
+    if model.startswith(("/", ".", "~")):
+        raise ModelLoadError(f"{model}: no such directory")
     from huggingface_hub import snapshot_download
 
     try:

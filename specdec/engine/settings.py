@@ -38,18 +38,18 @@ class EngineSettings(BaseModel):
     )
     num_threads: int = Field(default=1, ge=1, le=256, description="Threads of the CPU kernels, of each rank.")
     block_size: int = Field(default=16, ge=1, le=1024, description="KV slots per block.")
-    num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; None: as many as the budget holds.")
+    num_blocks: int | None = Field(default=None, ge=1, description="KV blocks; null: as many as the budget holds.")
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="KV budget of each rank; None: 1 GiB on CPU, 90 % of what the weights leave free on CUDA.",
+        description="KV budget of each rank; null: 1 GiB on CPU, 90 % of what the weights leave free on CUDA.",
     )
-    max_model_len: int | None = Field(default=None, ge=1, description="Longest sequence; None: what the model allows.")
+    max_model_len: int | None = Field(default=None, ge=1, description="Longest sequence; null: what the model allows.")
     max_batch_tokens: int = Field(default=512, ge=1, description="Rows of one step.")
     max_batch_seqs: int = Field(default=64, ge=1, description="Sequences of one step.")
     deterministic: bool | None = Field(
         default=None,
-        description="Row invariance: True demands it (loading fails without it). Otherwise it is there "
+        description="Row invariance: true demands it (loading fails without it). Otherwise it is there "
         "where it costs nothing, on CPU float32.",
     )
     trust_remote_code: bool = Field(default=False, description="Allow code from the model's repository.")

@@ -240,8 +240,9 @@ class TargetMetrics(_EngineMetrics):
             "plain_equivalent_seconds_total",
             "Time that the same tokens would have taken by plain decoding of the same batch: by plain steps of as many"
             " sessions as measured last, or, before there was one, by the target's model of its step time. Over"
-            " decode_seconds it is the speed-up; below 1 speculation does not pay. Where a draft works on the same"
-            " machine, it slows plain steps down too, and the figure flatters speculation.",
+            " decode_seconds it is the speed-up; below 1 speculation does not pay. A draft that shares the target's"
+            " machine slows plain steps down, too; that is corrected by plain steps that ran while no draft worked (of"
+            " requests without speculation). Until there were some, the figure flatters speculation there.",
             promql=speed_up,
         )
 

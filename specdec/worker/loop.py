@@ -143,6 +143,9 @@ class EngineWorker:
         for session in self.sessions.expired(now_s):
             self._log.info("session_expired", **session.log_fields)
             self.end(session, "expired")
+        for session in self.sessions.overdue(now_s):
+            message = "the request's deadline has passed, and the session was not closed"
+            self.fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
         # Asked after all that arrived is known: what is at hand now decides whether to wait at all.
         until_step_s = self.role.wait_s(now_s)
         if until_step_s == 0:
@@ -273,6 +276,8 @@ class EngineWorker:
             self._outbox[stream_id].append(result)
             return
         session.lease_generation = entry.open.lease_generation
+        if entry.open.HasField("deadline_ms"):
+            session.deadline_s = self._clock() + entry.open.deadline_ms / 1000
         if self._traces and entry.open.traceparent:
             session.trace = SessionTrace.begin(entry.open.traceparent)
         self.sessions.add(session)

@@ -5,7 +5,9 @@ Invariants:
       off;
     * a session belongs to the owner whose stream opened it, and its id is unique among all owners of the replica;
     * a session whose owner has no live stream is orphaned: it takes part in no step, and is freed after
-      ``session_ttl_s``.
+      ``session_ttl_s``;
+    * a session whose deadline has passed is overdue; its owner ends it then, so the replica waits ``DEADLINE_GRACE_S``
+      before it does so itself.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from specdec.worker.trace import SessionTrace
+
+DEADLINE_GRACE_S = 1.0
+"""How long past its deadline a session is left to its owner."""
 
 
 class StaleLease(Exception):
@@ -30,6 +35,8 @@ class Session:
     orphaned_at_s: float | None = None
     lease_generation: int = 0
     """Of the request's lease; decides between owners who both claim the session."""
+    deadline_s: float | None = None
+    """When its request must have ended, on the worker's clock; None: there is no deadline."""
     trace: SessionTrace | None = None
     """Set while the session is traced."""
 
@@ -131,10 +138,17 @@ class SessionTable:
         limit = now_s - self.session_ttl_s
         return [s for s in self._sessions.values() if s.orphaned_at_s is not None and s.orphaned_at_s <= limit]
 
+    def overdue(self, now_s: float) -> list[Session]:
+        """Sessions that their owners should have ended when their deadlines passed."""
+        limit = now_s - DEADLINE_GRACE_S
+        return [s for s in self._sessions.values() if s.deadline_s is not None and s.deadline_s <= limit]
+
     def next_expiry_s(self) -> float | None:
-        """When the oldest orphan expires; None without orphans."""
-        times = [s.orphaned_at_s for s in self._sessions.values() if s.orphaned_at_s is not None]
-        return min(times) + self.session_ttl_s if times else None
+        """When the next session is to be ended: an orphan, or one that is overdue; None when nothing will be."""
+        sessions = self._sessions.values()
+        times = [s.orphaned_at_s + self.session_ttl_s for s in sessions if s.orphaned_at_s is not None]
+        times += [s.deadline_s + DEADLINE_GRACE_S for s in sessions if s.deadline_s is not None]
+        return min(times, default=None)
 
     def _forget_if_idle(self, owner: Owner) -> None:
         if owner.stream_id is None and not owner.sessions:

@@ -218,8 +218,12 @@ async def test_a_draft_that_errs_loses_the_session_and_gets_it_again() -> None:
 async def test_a_draft_whose_proposals_do_not_parse_costs_the_session_its_draft_only() -> None:
     target, draft = ScriptedTarget(), ScriptedDraft()
     draft.make_proposal = lambda session: b"\xff\xff\xff"
+    target.limit = 10  # of 200 tokens, else all may be there before the draft's first word
     async with running([target], [draft]) as harness:
-        result = await collect(harness.stub.Generate(request(max_tokens=200)))
+        call = harness.stub.Generate(request(max_tokens=200))
+        await target.until(lambda: target.num_relayed > 0)
+        target.set_limit(None)
+        result = await collect(call)
         assert harness.metric("draft_fallbacks_total", cause="bad_proposal") >= 1
     assert result.ids() == expected_ids(target, 200)
     assert len(target.opened) == 1

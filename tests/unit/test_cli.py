@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,7 +146,7 @@ def test_a_malformed_flag_is_named_and_nothing_is_sent(command: Command, argumen
         (["x", "--temperature", "3"], 2, ["INVALID_ARGUMENT", "sampling.temperature: must be in [0, 2]"]),
         (["x", "--model", "missing"], 3, ["NOT_FOUND (MODEL_NOT_FOUND)", "model 'missing' is not served"]),
         (["overload"], 5, ["RESOURCE_EXHAUSTED (OVERLOADED)", "try again in 2.5 s"]),
-        (["x", "--address", "127.0.0.1:1"], 6, ["UNAVAILABLE"]),
+        (["x", "--address", "127.0.0.1:1"], 6, ["UNAVAILABLE", "cannot connect to 127.0.0.1:1: nothing listens there"]),
     ],
 )
 def test_a_servers_error_is_told_with_its_field_and_code(
@@ -228,6 +230,15 @@ def test_the_file_may_be_toml_and_named_by_the_environment(command: Command, tmp
     assert command.request.sampling.seed == 7
 
 
+def test_a_misspelt_flag_in_the_file_is_refused_and_the_nearest_one_named(command: Command, tmp_path: Path) -> None:
+    config = tmp_path / "specdec.yaml"
+    config.write_text("generate:\n  temprature: 0.1\n")
+    result = command("--config", str(config), "generate", "x")
+    assert result.exit_code == 2
+    assert "temprature is not a flag of generate; did you mean temperature?" in " ".join(result.stderr.split())
+    assert command.servicer.requests == []
+
+
 @pytest.mark.parametrize("content", ["nonsense: {}", "generate: 3", "{"])
 def test_a_bad_file_is_refused(command: Command, tmp_path: Path, content: str) -> None:
     config = tmp_path / "specdec.yaml"
@@ -258,6 +269,25 @@ def test_models_can_be_read_by_programs(command: Command) -> None:
     info, status = map(json.loads, command("models", "--json").stdout.splitlines())
     assert info["target"]["name"] == "big"
     assert status["replicas"][1]["state"] == "down"
+
+
+def test_health_says_what_is_wrong_with_the_connection(command: Command) -> None:
+    result = command("health", "--address", "127.0.0.1:1")
+    assert result.exit_code == 6
+    assert result.stderr == "127.0.0.1:1: UNAVAILABLE: nothing listens there\n"
+
+
+@pytest.mark.parametrize("role", ["target", "draft", "coordinator"])
+def test_a_services_own_messages_name_the_command_that_was_typed(role: str) -> None:
+    arguments = [sys.executable, "-m", "specdec.cli.main", "serve", role, "--no-such-flag"]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"specdec serve {role}: unrecognized arguments: --no-such-flag")
+
+
+@pytest.mark.parametrize("arguments", [["up", "--help"], ["demo", "--help"]])
+def test_help_tells_the_defaults_that_are_no_values(command: Command, arguments: list[str]) -> None:
+    assert "default: the shipped one" in " ".join(command(*arguments).stdout.split())
 
 
 def test_serve_refuses_unknown_services(command: Command) -> None:

@@ -72,10 +72,33 @@ def test_all_bad_settings_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unknown_flag_and_unknown_key_are_errors(tmp_path: Path) -> None:
-    assert problems_of("--model", "m", "--modle", "x") == ["unrecognized arguments: --modle x"]
+    problem = "unrecognized arguments: --num-thread=x; did you mean --num-threads?"
+    assert problems_of("--model", "m", "--num-thread=x") == [problem]
     config = tmp_path / "c.yaml"
     config.write_text("model: m\nmodle: x\n")
-    assert problems_of("--config", str(config)) == ["modle is not a setting"]
+    assert problems_of("--config", str(config)) == ["modle is not a setting; did you mean model?"]
+
+
+def test_a_misspelt_variable_is_an_error_that_names_the_nearest_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_TARGET_MAX_DRAFT_TOKEN", "4")
+    monkeypatch.setenv("SPECDEC_TARGET_XYZZY", "")
+    assert problems_of("--model", "m") == [
+        "SPECDEC_TARGET_MAX_DRAFT_TOKEN is not a setting; did you mean SPECDEC_TARGET_MAX_DRAFT_TOKENS?",
+        "SPECDEC_TARGET_XYZZY is not a setting",
+    ]
+
+
+def test_variables_of_other_services_and_commands_are_none_of_a_services_business(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("SPECDEC_DRAFT_NUM_SIBLINGS", "SPECDEC_COORDINATOR_XYZZY", "SPECDEC_UP_DEVICE", "SPECDEC_API_KEY"):
+        monkeypatch.setenv(name, "1")
+    assert load_target("--model", "m").served_name == "m"
+
+
+def test_every_setting_is_a_known_variable_in_either_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("specdec_target_max_sessions", "7")
+    assert load_target("--model", "m").max_sessions == 7
 
 
 @pytest.mark.parametrize(
@@ -95,9 +118,30 @@ def test_file_that_cannot_be_used_is_named(tmp_path: Path, name: str, text: str 
     assert complaint in problem
 
 
+# What Kubernetes sets for Services named specdec-target and specdec-target-blue, with a port named grpc.
+SERVICE_LINKS = {
+    "SPECDEC_TARGET_PORT": "tcp://10.0.0.1:6000",
+    "SPECDEC_TARGET_SERVICE_HOST": "10.0.0.1",
+    "SPECDEC_TARGET_SERVICE_PORT": "6000",
+    "SPECDEC_TARGET_SERVICE_PORT_GRPC": "6000",
+    "SPECDEC_TARGET_PORT_6000_TCP": "tcp://10.0.0.1:6000",
+    "SPECDEC_TARGET_PORT_6000_TCP_PROTO": "tcp",
+    "SPECDEC_TARGET_PORT_6000_TCP_PORT": "6000",
+    "SPECDEC_TARGET_PORT_6000_TCP_ADDR": "10.0.0.1",
+    "SPECDEC_TARGET_BLUE_PORT": "tcp://10.0.0.2:6000",
+    "SPECDEC_TARGET_BLUE_SERVICE_HOST": "10.0.0.2",
+    "SPECDEC_TARGET_BLUE_SERVICE_PORT": "6000",
+    "SPECDEC_TARGET_BLUE_SERVICE_PORT_GRPC": "6000",
+    "SPECDEC_TARGET_BLUE_PORT_6000_TCP": "tcp://10.0.0.2:6000",
+    "SPECDEC_TARGET_BLUE_PORT_6000_TCP_PROTO": "tcp",
+    "SPECDEC_TARGET_BLUE_PORT_6000_TCP_PORT": "6000",
+    "SPECDEC_TARGET_BLUE_PORT_6000_TCP_ADDR": "10.0.0.2",
+}
+
+
 def test_variables_that_kubernetes_makes_up_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECDEC_TARGET_PORT", "tcp://10.0.0.1:50052")
-    monkeypatch.setenv("SPECDEC_TARGET_SERVICE_HOST", "10.0.0.1")
+    for name, value in SERVICE_LINKS.items():
+        monkeypatch.setenv(name, value)
     assert load_target("--model", "m").port == 50052
 
 

@@ -9,6 +9,7 @@ from google.rpc import code_pb2
 
 from specdec.rpc.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
+from specdec.worker.sessions import Owner, Session, SessionTable
 from tests.unit.local_pair import LocalPair, open_session, prompts
 from tests.unit.worker_client import WorkerClient, reason_of
 
@@ -240,6 +241,34 @@ def test_an_orphan_is_freed_after_its_time_to_live(client: WorkerClient) -> None
     client.clock.now_s += 0.2
     client.turn()
     client.check_nothing_held()
+
+
+@pytest.mark.parametrize("is_orphan", [False, True])
+def test_a_session_that_is_not_closed_at_its_deadline_is_ended(client: WorkerClient, is_orphan: bool) -> None:
+    client.attach()
+    client.entry("s", open=a_session(deadline_ms=2_000))
+    client.entry("t", open=a_session())
+    client.turn(3)
+    if is_orphan:
+        client.frame(FrameKind.STREAM_CLOSED)
+    client.clock.now_s += 2.9  # the deadline has passed, the time for the owner to act has not
+    client.turn()
+    assert client.session("s") is not None
+    client.clock.now_s += 0.2
+    client.turn()
+    assert client.session("s") is None
+    assert client.session("t") is not None
+    errors = client.take("error")
+    assert [error.status.code for error in errors] == ([] if is_orphan else [code_pb2.DEADLINE_EXCEEDED])
+
+
+def test_an_idle_worker_wakes_up_for_a_deadline() -> None:
+    owner = Owner("a", 0, 1)
+    table = SessionTable(session_ttl_s=60.0)
+    table.add(Session("s", 1, owner, deadline_s=100.0))
+    assert table.next_expiry_s() == 101.0
+    table.add(Session("t", 1, owner, orphaned_at_s=30.0))
+    assert table.next_expiry_s() == 90.0
 
 
 def test_draining_is_reported_once_no_session_is_left(client: WorkerClient) -> None:
