@@ -38,8 +38,11 @@ class ClientSettings:
     """Deadline of one call; the server learns it and stops working for a call that has passed it."""
     keepalive_s: float = 30.0
     max_message_bytes: int = 16 * 1024 * 1024
+    tls: bool = False
+    """Use TLS. Certificates, below, turn it on as well."""
     root_certificates: bytes | None = None
-    """PEM; turns TLS on."""
+    """PEM authorities that the server's certificate must come from; None: those that gRPC trusts, which are a list of
+    its own or the file that the variable GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names."""
     client_certificate: tuple[bytes, bytes] | None = None
     """PEM key and certificate chain, for mutual TLS."""
     metadata: tuple[tuple[str, str], ...] = ()
@@ -90,7 +93,7 @@ class Client:
 
     def _open_channel(self) -> grpc.aio.Channel:
         settings = self._settings
-        if settings.root_certificates is None:
+        if not (settings.tls or settings.root_certificates or settings.client_certificate):
             return grpc.aio.insecure_channel(self.address, options=settings.channel_options())
         key, chain = settings.client_certificate or (None, None)
         credentials = grpc.ssl_channel_credentials(settings.root_certificates, key, chain)

@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_settings import (
     BaseSettings,
+    CliSettingsSource,
     EnvSettingsSource,
     InitSettingsSource,
     PydanticBaseSettingsSource,
@@ -32,6 +33,15 @@ _SERVICE_LINK_NAME = re.compile(
     r"(^|_)(service_host|service_port(_\w+)?|port_\d+_(tcp|udp|sctp)(_(proto|port|addr))?)$"
 )
 _INVALID_EXIT_CODE = 2
+# What --help calls the values of a Python type.
+_VALUE_NAMES = {
+    "str": "TEXT",
+    "SecretStr": "SECRET",
+    "Path": "PATH",
+    "int": "INTEGER",
+    "float": "NUMBER",
+    "tuple[str,...]": "LIST",
+}
 
 
 class SettingsInvalid(ValueError):
@@ -61,11 +71,10 @@ def load_settings(cls: type[S], argv: Sequence[str], *, env_prefix: str, prog: s
         raise SettingsInvalid(unknown)
     reader = _reader(cls, _config_values(argv, env_prefix))
     try:
-        loaded = reader(
-            _cli_parse_args=list(argv),
-            _cli_prog_name=prog,
-            _env_prefix=env_prefix,
+        flags: CliSettingsSource[Any] = CliSettingsSource(
+            reader, cli_prog_name=prog, cli_parse_args=list(argv), add_argument_method=_add_flag
         )
+        loaded = reader(_cli_settings_source=flags, _env_prefix=env_prefix)
     except ValidationError as error:
         problems = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
         described = [_describe(cls, problem, env_prefix) for problem in reversed(problems.values())]
@@ -119,6 +128,12 @@ def _reader(cls: type[S], file_values: Mapping[str, Any]) -> Any:
         "settings_customise_sources": classmethod(settings_customise_sources),
     }
     return type(cls.__name__, (cls, BaseSettings), namespace)
+
+
+def _add_flag(parser: argparse.ArgumentParser, *names: str, **options: Any) -> argparse.Action:
+    if "metavar" in options:
+        options["metavar"] = _VALUE_NAMES.get(options["metavar"], options["metavar"])
+    return parser.add_argument(*names, **options)
 
 
 def _unknown_variables(cls: type[BaseModel], environment: Mapping[str, str], env_prefix: str) -> list[str]:

@@ -23,12 +23,22 @@ TimeoutS = Annotated[
     float | None,
     typer.Option("--timeout-s", help="Deadline of the call, in seconds.", rich_help_panel=_PANEL, min=0.001),
 ]
+Tls = Annotated[
+    bool,
+    typer.Option(
+        "--tls",
+        help="Use TLS. Without --tls-ca it trusts whom gRPC trusts: a list of its own, or the file that "
+        "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.",
+        rich_help_panel=_PANEL,
+    ),
+]
 TlsCa = Annotated[
     Path | None,
-    typer.Option(help="Certificates to trust (PEM); turns TLS on.", rich_help_panel=_PANEL, dir_okay=False),
+    typer.Option(help="Authorities to trust (PEM); implies --tls.", rich_help_panel=_PANEL, dir_okay=False),
 ]
 TlsKey = Annotated[
-    Path | None, typer.Option(help="Client key for mutual TLS (PEM).", rich_help_panel=_PANEL, dir_okay=False)
+    Path | None,
+    typer.Option(help="Client key for mutual TLS (PEM); implies --tls.", rich_help_panel=_PANEL, dir_okay=False),
 ]
 TlsCert = Annotated[
     Path | None,
@@ -37,7 +47,7 @@ TlsCert = Annotated[
 
 
 def client_settings(
-    timeout_s: float | None, tls_ca: Path | None, tls_key: Path | None, tls_cert: Path | None
+    timeout_s: float | None, tls: bool, tls_ca: Path | None, tls_key: Path | None, tls_cert: Path | None
 ) -> ClientSettings:
     """Return the client's settings; the API key comes from SPECDEC_API_KEY.
 
@@ -45,13 +55,12 @@ def client_settings(
     """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
-    if tls_key is not None and tls_ca is None:
-        raise typer.BadParameter("--tls-key needs --tls-ca")
     pair = None
     if tls_key is not None and tls_cert is not None:
         pair = (_read(tls_key, "--tls-key"), _read(tls_cert, "--tls-cert"))
     return ClientSettings(
         timeout_s=timeout_s,
+        tls=tls,
         root_certificates=_read(tls_ca, "--tls-ca") if tls_ca is not None else None,
         client_certificate=pair,
         api_key=os.environ.get(API_KEY_VARIABLE),

@@ -19,7 +19,8 @@ _CONNECT_FAILURES = {
     "Socket closed": "the server closed the connection: it wants TLS, or a client certificate that it accepts (its log "
     "says which)",
     "WRONG_VERSION_NUMBER": "the server does not speak TLS",
-    "CERTIFICATE_VERIFY_FAILED": "the server's certificate does not come from the authorities in --tls-ca",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate does not come from an authority that is trusted "
+    "here (--tls-ca)",
     "Hostname Verification": "the server's certificate is not for this host name",
     "Failed parsing HTTP/2": "what listens there is no gRPC server",
 }

@@ -72,13 +72,20 @@ def generate(
         bool, typer.Option(help="End with a table of the statistics.", rich_help_panel=_OUTPUT)
     ] = True,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print each chunk as a line of JSON.", rich_help_panel=_OUTPUT)
+        bool,
+        typer.Option(
+            "--json",
+            envvar="SPECDEC_GENERATE_JSON",
+            help="Print each chunk as a line of JSON.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = False,
     model: Annotated[str, typer.Option(help="The model's name; empty: the one that is served.")] = "",
     request_id: Annotated[str, typer.Option(help="An id of your own, to abort or resume it.")] = "",
     priority: Annotated[int, typer.Option(help="Lower runs first.")] = 0,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = None,
+    tls: connection.Tls = False,
     tls_ca: connection.TlsCa = None,
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
@@ -118,7 +125,7 @@ def generate(
     options.set_fields(request.speculation, enabled=speculation, max_draft_tokens=max_draft_tokens)
     request.speculation.verify_mode = options.parse_verify_mode(verify_mode)
 
-    settings = connection.client_settings(timeout_s, tls_ca, tls_key, tls_cert)
+    settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     display = Display(show_origin=show_origin, compare=compare, as_json=as_json, statistics=statistics)
     with reported_errors(Console(stderr=True), address):
         asyncio.run(run_request(address, settings, request, display))

@@ -16,15 +16,18 @@ from specdec.v1 import coordinator_pb2
 
 
 def models(
-    as_json: Annotated[bool, typer.Option("--json", help="Print two lines of JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="SPECDEC_MODELS_JSON", help="Print two lines of JSON.")
+    ] = False,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = 10.0,
+    tls: connection.Tls = False,
     tls_ca: connection.TlsCa = None,
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
 ) -> None:
     """Show what is served, and what is loaded where."""
-    settings = connection.client_settings(timeout_s, tls_ca, tls_key, tls_cert)
+    settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
     with reported_errors(errors, address), errors.status(f"asking {address}"):
         info, status = asyncio.run(_ask(address, settings))

@@ -112,12 +112,15 @@ def _abort(context: grpc.ServicerContext, error: SpecdecError) -> None:
 
 
 @contextmanager
-def running_fake_coordinator() -> Iterator[tuple[FakeCoordinator, str]]:
-    """Yield the servicer and its address."""
+def running_fake_coordinator(
+    credentials: grpc.ServerCredentials | None = None,
+) -> Iterator[tuple[FakeCoordinator, str]]:
+    """Yield the servicer and its address; with credentials it speaks TLS."""
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=4))
     servicer = FakeCoordinator()
     coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    anywhere = "127.0.0.1:0"
+    port = server.add_insecure_port(anywhere) if credentials is None else server.add_secure_port(anywhere, credentials)
     server.start()
     try:
         yield servicer, f"127.0.0.1:{port}"

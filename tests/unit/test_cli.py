@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -235,7 +236,9 @@ def test_a_misspelt_flag_in_the_file_is_refused_and_the_nearest_one_named(comman
     config.write_text("generate:\n  temprature: 0.1\n")
     result = command("--config", str(config), "generate", "x")
     assert result.exit_code == 2
-    assert "temprature is not a flag of generate; did you mean temperature?" in " ".join(result.stderr.split())
+    # The message is in a box, where a long path breaks it.
+    told = " ".join(result.stderr.replace("│", " ").split())
+    assert "temprature is not a flag of generate; did you mean temperature?" in told
     assert command.servicer.requests == []
 
 
@@ -271,6 +274,12 @@ def test_models_can_be_read_by_programs(command: Command) -> None:
     assert status["replicas"][1]["state"] == "down"
 
 
+@pytest.mark.parametrize("name", ["models", "generate"])
+def test_the_variable_of_the_json_flag_is_named_after_the_flag(command: Command, name: str) -> None:
+    result = command(name, *(["x"] if name == "generate" else []), env={f"SPECDEC_{name.upper()}_JSON": "1"})
+    assert all(json.loads(line) for line in result.stdout.splitlines())
+
+
 def test_health_says_what_is_wrong_with_the_connection(command: Command) -> None:
     result = command("health", "--address", "127.0.0.1:1")
     assert result.exit_code == 6
@@ -288,6 +297,22 @@ def test_a_services_own_messages_name_the_command_that_was_typed(role: str) -> N
 @pytest.mark.parametrize("arguments", [["up", "--help"], ["demo", "--help"]])
 def test_help_tells_the_defaults_that_are_no_values(command: Command, arguments: list[str]) -> None:
     assert "default: the shipped one" in " ".join(command(*arguments).stdout.split())
+
+
+@pytest.mark.parametrize("role", ["target", "draft", "coordinator"])
+def test_help_names_values_in_words_and_not_by_types(role: str) -> None:
+    arguments = [sys.executable, "-m", "specdec.cli.main", "serve", role, "--help"]
+    shown = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout
+    flags = re.findall(r"^  (--[a-z-]+) (\S+)", shown, re.MULTILINE)
+    assert len(flags) > 20
+    assert {value for _, value in flags if not value.startswith(("{", "--"))} <= {
+        "INTEGER",
+        "LIST",
+        "NUMBER",
+        "PATH",
+        "SECRET",
+        "TEXT",
+    }
 
 
 def test_serve_refuses_unknown_services(command: Command) -> None:
