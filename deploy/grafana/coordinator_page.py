@@ -17,7 +17,12 @@ def coordinator() -> dict[str, Any]:
         "specdec-coordinator",
         "specdec / Coordinators",
         "What clients see, and the coordinators' links to replicas.",
-        [Row("Clients", _clients()), Row("Replicas", _replicas()), Row("Redis", _redis()), Row("Output", _output())],
+        [
+            Row("Clients", _clients()),
+            Row("Replicas", _replicas()),
+            Row("Redis", _redis()),
+            Row("Output and processes", [*_output(), *_processes()]),
+        ],
         f"{_C}_requests_running",
     )
 
@@ -106,7 +111,8 @@ def _redis() -> list[Panel]:
         ),
         Panel(
             "Requests not in the journal",
-            "Requests that would not survive the loss of their coordinator; they join when Redis is back.",
+            "If their coordinator is lost, clients can resume them only with the tokens already received. "
+            "They join when Redis is back.",
             {"{{instance}}": f"{_C}_requests_unjournalled{_OF}"},
         ),
         Panel(
@@ -117,7 +123,7 @@ def _redis() -> list[Panel]:
         ),
         Panel(
             "Journal latency",
-            "Time of one journal operation in Redis. Of a request only its first token waits for one.",
+            "Time of one journal operation in Redis. A request waits for two: before its admission, and at its end.",
             quantiles(f"{_C}_journal_seconds", _OF),
             "s",
         ),
@@ -143,6 +149,21 @@ def _output() -> list[Panel]:
             "Verdicts whose overlap differed from what was delivered, per second. Must be 0.",
             {"mismatches": rate(f"{_C}_token_mismatches_total{_OF}")},
             "ops",
-            width=12,
+        ),
+    ]
+
+
+def _processes() -> list[Panel]:
+    return [
+        Panel(
+            "Serving processes",
+            "Processes behind the port that serve: num_processes of them, when all is well.",
+            {"{{instance}}": f"{_C}_processes{_OF}"},
+        ),
+        Panel(
+            "Processes that ended",
+            "In the last 15 minutes, without being told to; each took its streams with it, and was started again. "
+            "Only where num_processes is above 1.",
+            {"{{instance}}": f"increase({_C}_process_restarts_total{_OF}[15m])"},
         ),
     ]

@@ -62,7 +62,7 @@ def _healthy() -> list[Panel]:
         ),
         Panel(
             "Incompatible replicas",
-            "Replicas that coordinators refuse: another protocol, model, tokenizer or numerics.",
+            "Replicas that coordinators refuse: another model or tokenizer, or in use under another address.",
             {"replicas": f'sum({_C}_replicas{{state="incompatible"}})'},
             "short",
             "stat",

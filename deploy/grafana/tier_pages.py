@@ -95,6 +95,7 @@ def _engine_rows(prefix: str) -> list[Row]:
         Row("Steps", _steps(prefix)),
         Row("Sessions and KV cache", _sessions(prefix)),
         Row("Streams", _streams(prefix)),
+        Row("Redis", _redis(prefix)),
     ]
 
 
@@ -178,5 +179,24 @@ def _streams(prefix: str) -> list[Panel]:
             "Relayed per second, by direction.",
             {"{{direction}}": rate(f"{prefix}_message_bytes_total{_OF}", "direction")},
             "Bps",
+        ),
+    ]
+
+
+def _redis(prefix: str) -> list[Panel]:
+    return [
+        Panel(
+            "Redis answers",
+            "1: the last operation that reached it was answered; 0: it is away, and the registration expires. "
+            "Always 1 without Redis.",
+            {"{{instance}}": f"{prefix}_store_up{_OF}"},
+            width=12,
+        ),
+        Panel(
+            "Registrations that failed",
+            "Renewals in Redis that failed, per second. Coordinators that use the replica go on.",
+            {"{{instance}}": rate(f"{prefix}_announce_failures_total{_OF}", "instance")},
+            "ops",
+            width=12,
         ),
     ]

@@ -123,6 +123,8 @@ def scraped(
                 "max_running": MAX_RUNNING,
                 "max_waiting": MAX_RUNNING,
                 "redis_url": redis_server.url,
+                # Their page is made of those of two processes, and of what only their supervisor counts.
+                "num_processes": 2,
             },
         ) as cluster,
         prometheus_server(folder / "server", ports) as server,
