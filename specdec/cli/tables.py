@@ -129,6 +129,9 @@ def replicas_table(status: coordinator_pb2.GetStatusResponse) -> Table:
             f"{load.num_running}+{load.num_waiting}",
             f"{load.kv_blocks_used}/{load.kv_blocks_total}",
         )
+    if not status.replicas:
+        table.caption = "No target and no draft is known."
+        table.caption_style = "yellow"
     return table
 
 

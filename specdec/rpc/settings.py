@@ -122,7 +122,7 @@ class ClientSettings(WireSettings):
     replica_tls: bool = Field(default=False, description="Call targets and drafts over TLS.")
     replica_tls_ca_file: Path | None = Field(
         default=None,
-        description="PEM authorities that replicas' certificates must come from; null: the system's.",
+        description="PEM authorities that replicas' certificates must come from; null: those gRPC trusts.",
     )
     replica_tls_cert_file: Path | None = Field(
         default=None, description="PEM client certificate chain (mTLS); read once for each replica."

@@ -31,7 +31,7 @@ class TracingSettings(BaseModel):
     otlp_ca_file: Path | None = Field(
         default=None,
         description="PEM authorities that the collector's certificate must come from; null: "
-        "OTEL_EXPORTER_OTLP_CERTIFICATE, or the system's.",
+        "OTEL_EXPORTER_OTLP_CERTIFICATE, or those gRPC trusts.",
     )
 
     @model_validator(mode="after")
