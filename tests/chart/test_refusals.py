@@ -52,6 +52,7 @@ from tests.chart.conftest import CHART, Document, Helm
         ({"redis": {"external": {"url": "http://redis"}}}, "redis.external.url"),
         ({"redis": {"external": {"url": "redis://user:password@redis"}}}, "redis.external.url"),
         ({"redis": {"mode": "external"}}, "redis.external.url"),
+        ({"coordinator": {"settings": {"num_processes": 2}}}, "coordinator.settings.num_processes"),
         ({"redis": {"mode": "external", "external": {"url": "redis://h", "urlKey": "url"}}}, "redis.external.urlKey"),
         ({"redis": {"mode": "external", "external": {"urlKey": "url"}}}, "redis.external.existingSecret"),
         (

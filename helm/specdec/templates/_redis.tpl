@@ -71,6 +71,10 @@
 {{/* What the schema cannot say. */}}
 {{- define "specdec.checkRedis" -}}
 {{- $external := .Values.redis.external -}}
+{{- $processes := int (default 1 .Values.coordinator.settings.num_processes) -}}
+{{- if and (gt $processes 1) (eq .Values.redis.mode "none") -}}
+{{- fail "redis.mode bundled or external is needed: coordinator.settings.num_processes is above 1" -}}
+{{- end -}}
 {{- if eq .Values.redis.mode "external" -}}
 {{- if not (or $external.url $external.urlKey) -}}
 {{- fail "redis.external.url or redis.external.urlKey is needed: redis.mode is external" -}}
