@@ -82,7 +82,7 @@ def test_the_coordinator_has_neither_build_tools_nor_an_engine() -> None:
     runs = " ".join(rest for keyword, rest in STAGES["coordinator"] if keyword == "RUN")
     assert "apt-get" not in runs and "pip" not in runs
     assert [rest for keyword, rest in STAGES["coordinator"] if keyword == "COPY"] == [
-        "--from=build-coordinator /opt/specdec /opt/specdec"
+        "--from=build /opt/specdec /opt/specdec"
     ]
 
 
