@@ -161,6 +161,9 @@ def _random_model(
     if group is not None:
         distributed = DistributedConfig(tp_size=group.size)
         _, meshes = initialize_distributed_mesh(distributed)
+        head = model.get_output_embeddings()
+        if head is not None:  # transformers does not find a parameter that is tied to another when it splits a model
+            head.weight = torch.nn.Parameter(head.weight.detach(), requires_grad=False)
         model = model.maybe_distribute_model(model, distributed, meshes)
         model.tie_weights()
     return model

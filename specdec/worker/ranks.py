@@ -90,7 +90,7 @@ class Ranks:
             0, self.settings.tensor_parallel_size, self._device_type, self._store, self.settings.collective_timeout_s
         )
 
-    def check(self, wait_s: float = 0.0) -> None:
+    def check(self, wait_s: float) -> None:
         """Raise ``RankLost`` if a rank is lost, or is found to be within ``wait_s``."""
         if self._lost.wait(wait_s):
             raise RankLost(self._lost_reason)

@@ -40,7 +40,7 @@ NUM_PLAIN = 4
 NUM_PLAIN_TOKENS = 300
 WINDOW = 16
 CONTEXT = 1536
-REPLICA_DRAIN_S = 4.0
+REPLICA_DRAIN_S = 2.0
 COORDINATOR_DRAIN_S = 1.0
 LONG_DRAIN_S = 120.0
 EXIT_S = 60.0
@@ -74,6 +74,10 @@ class Service:
     def count(self, metric: str) -> float:
         ports = re.findall(r"metrics_port=(\d+)", self.cluster.services[self.name].log_path.read_text())
         return scrape(int(ports[-1])).get(f"specdec_{metric}", 0.0)
+
+    def num_reopens(self, role: str) -> float:
+        """Of a coordinator: sessions that went to another replica."""
+        return self.count(f"coordinator_session_reopens_total{{role={role}}}")
 
     @asynccontextmanager
     async def draining(self) -> AsyncIterator[None]:
@@ -247,6 +251,7 @@ async def test_no_stream_notices_that_one_of_each_leaves_and_comes_back(replicas
                 for stream in streams:
                     await stream.has_begun()
 
+                before_leaving = {role: staying.num_reopens(role) for role in ("target", "draft")}
                 async with leaving.draining():
                     await asyncio.gather(
                         replica_leaves(target, "target", staying), replica_leaves(draft, "draft", staying)
@@ -255,6 +260,8 @@ async def test_no_stream_notices_that_one_of_each_leaves_and_comes_back(replicas
                 await asyncio.gather(target.come_back(), draft.come_back(), leaving.come_back())
                 await gets_work(work)
                 load.is_over = True
+            moved = {role: staying.num_reopens(role) for role in before_leaving}
+    assert all(moved[role] > num for role, num in before_leaving.items()), (before_leaving, moved)
     assert load.differing == []
     assert [completion.identity for completion in ends] == wanted[NUM_BODIES:]
     assert all(completion.finished is not None for completion in ends)

@@ -24,6 +24,8 @@ from specdec.engine.settings import EngineSettings
 from tests.unit import paged_scenarios as play
 
 PROMPT = 19
+RANDOM = "random"
+"""Name of a model whose weights are drawn, not read."""
 TIMEOUT_S = 100.0
 
 
@@ -121,6 +123,11 @@ def engine_settings(model: Path | str, **settings: Any) -> EngineSettings:
     return EngineSettings.model_validate({**base, **settings})
 
 
+def load_format_of(name: str) -> dict[str, str]:
+    """The setting that says whether the model of this name has weights on disk."""
+    return {"load_format": "dummy"} if name == RANDOM else {}
+
+
 def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool) -> ProbeReport:
     """Play everything on one model."""
     tokens = tokens_of(runner.vocab_size)
@@ -152,7 +159,7 @@ def main() -> None:
     reports = {}
     own = {"tensor_parallel_size": size, "device": plan["device"], "dtype": plan["dtype"]}
     for name, path in plan["models"].items():
-        runner = ModelRunner.load(engine_settings(path, **own), group)
+        runner = ModelRunner.load(engine_settings(path, **own, **load_format_of(name)), group)
         reports[name] = asdict(probe(runner, folder / f"{name}-{group.rank}.npy", name in plan["in_every_way"]))
     if group.rank == 0:
         (folder / "reports.json").write_text(json.dumps(reports))

@@ -1,4 +1,4 @@
-"""Several targets and drafts: sessions spread, follow their target, and survive replicas that come and go."""
+"""Several targets and drafts: sessions spread, follow their target, and leave what drains, ends or keeps failing."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from coordinator.links.target_link import TargetLink
-from specdec.cli.cluster import Cluster, free_port
-from specdec.client import Client, Completion
+from specdec.client import Client
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, target_pb2
-from tests.chaos.faults import eventually, scrape
+from tests.chaos.faults import eventually
 from tests.integration.conftest import MakeCluster
 from tests.integration.coordinator_harness import collect, expected_ids, request, running
 from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-NUM_STREAMS = 12
 NUM_TOKENS = 300
-NUM_BEFORE_DRAIN = 40
 
 
 def body(seed: int, prompt: list[int] | None = None, max_tokens: int = NUM_TOKENS) -> api.GenerateRequest:
@@ -34,65 +31,6 @@ def body(seed: int, prompt: list[int] | None = None, max_tokens: int = NUM_TOKEN
     message.sampling.max_tokens = max_tokens
     message.sampling.ignore_eos = True
     return message
-
-
-def names_of(cluster: Cluster, role: str) -> list[str]:
-    return [name for name, service in cluster.services.items() if service.spec.module == f"{role}_service"]
-
-
-async def wait_for_state(client: Client, address: str, states: set[str]) -> None:
-    async def is_so() -> bool:
-        return {r.state for r in (await client.status()).replicas if r.address == address} <= states
-
-    await eventually(is_so, f"{address} is {' or '.join(sorted(states))}")
-
-
-async def test_streams_spread_and_none_notices_that_a_target_and_a_draft_leave(make_cluster: MakeCluster) -> None:
-    metrics_port = free_port()
-    cluster = make_cluster(
-        num_targets=2,
-        num_drafts=2,
-        target_settings={"drain_s": 1.0},
-        draft_settings={"drain_s": 1.0},
-        coordinator_settings={"metrics_port": metrics_port},
-    )
-    async with Client(cluster.address) as client:
-        undisturbed = await asyncio.gather(*(client.complete(body(seed)) for seed in range(NUM_STREAMS)))
-        leaving = [names_of(cluster, role)[0] for role in ("target", "draft")]
-        addresses = [cluster.services[name].spec.address for name in leaving]
-        num_started = 0
-        all_started = asyncio.Event()
-
-        async def read(seed: int) -> Completion:
-            nonlocal num_started
-            completion = Completion()
-            is_counted = False
-            async for chunk in client.generate(body(seed)):
-                completion.add(chunk)
-                if not is_counted and completion.num_tokens >= NUM_BEFORE_DRAIN:
-                    is_counted = True
-                    num_started += 1
-                    if num_started == NUM_STREAMS:
-                        all_started.set()
-            return completion
-
-        streams = [asyncio.create_task(read(seed)) for seed in range(NUM_STREAMS)]
-        await asyncio.wait_for(all_started.wait(), 120.0)
-        for name in leaving:
-            cluster.services[name].terminate()
-        for address in addresses:
-            await wait_for_state(client, address, {"draining", "down"})
-        disturbed = await asyncio.gather(*streams)
-        for address in addresses:
-            await wait_for_state(client, address, {"down"})
-        after = await client.complete(body(1))
-        samples = scrape(metrics_port)
-        moved = {
-            r: samples.get(f"specdec_coordinator_session_reopens_total{{role={r}}}", 0) for r in ("target", "draft")
-        }
-        assert min(moved.values()) > 0, moved
-    assert [c.identity for c in disturbed] == [c.identity for c in undisturbed]
-    assert after.identity == undisturbed[1].identity
 
 
 async def test_the_second_turn_of_a_conversation_finds_the_first_ones_tokens_cached(

@@ -21,7 +21,7 @@ from specdec.engine.model_runner import ModelRunner
 from specdec.v1 import coordinator_pb2 as api
 from tests.chaos.faults import Reading, eventually, make_request, plain, scrape
 from tests.integration.conftest import start_cluster
-from tests.integration.rank_probe import ProbeReport, engine_settings, run_ranks, tokens_of
+from tests.integration.rank_probe import RANDOM, ProbeReport, engine_settings, load_format_of, run_ranks, tokens_of
 from tests.integration.tiny_pair import ModelPair
 from tests.unit import paged_scenarios as play
 from tests.unit.tiny_models import save_tiny_model
@@ -54,7 +54,7 @@ PATIENCE_S = 60.0
 def model_folders(tmp_path_factory: pytest.TempPathFactory, shipped_pair: ModelPair) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
     tiny = {name: save_tiny_model(name, root / name) for name in (*TWO_RANKS, FOUR_RANKS)}
-    return {**tiny, SHIPPED: shipped_pair.target}
+    return {**tiny, SHIPPED: shipped_pair.target, RANDOM: tiny["qwen2"]}
 
 
 @pytest.fixture(scope="module")
@@ -71,12 +71,12 @@ def reports(model_folders: dict[str, Path], probe_folder: Path) -> dict[str, Pro
     return {**first, **run_ranks(4, {FOUR_RANKS: model_folders[FOUR_RANKS]}, probe_folder, [FOUR_RANKS])}
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, FOUR_RANKS, SHIPPED])
+@pytest.mark.parametrize("name", [*TWO_RANKS, FOUR_RANKS, SHIPPED, RANDOM])
 def test_ranks_together_give_the_logits_of_one(
     name: str, model_folders: dict[str, Path], reports: dict[str, ProbeReport], probe_folder: Path
 ) -> None:
     report, size = reports[name], 4 if name == FOUR_RANKS else 2
-    alone = ModelRunner.load(engine_settings(model_folders[name]))
+    alone = ModelRunner.load(engine_settings(model_folders[name], **load_format_of(name)))
     tokens = tokens_of(alone.vocab_size)
     log = play.play_alone(alone, tokens)
     expected = torch.stack([log[tuple(tokens[: i + 1])][0] for i in range(len(tokens))]).numpy()
@@ -89,7 +89,7 @@ def test_ranks_together_give_the_logits_of_one(
     assert alone.numerics_id.endswith("/tp1")
 
 
-@pytest.mark.parametrize("name", [*TWO_RANKS, FOUR_RANKS, SHIPPED])
+@pytest.mark.parametrize("name", [*TWO_RANKS, FOUR_RANKS, SHIPPED, RANDOM])
 def test_a_row_has_the_same_bits_in_any_company_over_several_ranks(name: str, reports: dict[str, ProbeReport]) -> None:
     report = reports[name]
     assert report.row_invariant
