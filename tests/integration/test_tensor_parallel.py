@@ -47,7 +47,7 @@ TWO_RANKS = ("llama", "qwen2", "qwen3", "gemma2", "phi3", "gpt_neox")
 FOUR_RANKS = "llama_wide_heads"
 WHOLE_ATTENTION = "phi3"
 SHIPPED = "shipped"
-EVERY_WAY = ("llama", FOUR_RANKS)
+EVERY_WAY = (FOUR_RANKS,)
 """Models that decode, roll back, fork, are preempted and verify trees; the others are prefilled in all company."""
 
 NUM_TOKENS = 64
@@ -77,9 +77,9 @@ def probe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reports(model_folders: dict[str, Path], probe_folder: Path) -> dict[str, ProbeReport]:
     """What two ranks made of the models, and four of the one that has heads for them."""
     pairs = {name: folder for name, folder in model_folders.items() if name != FOUR_RANKS}
-    first = run_ranks(2, pairs, probe_folder, in_every_way=EVERY_WAY)
+    first = run_ranks(2, pairs, probe_folder)
     (probe_folder / "store").unlink(missing_ok=True)
-    return {**first, **run_ranks(4, {FOUR_RANKS: model_folders[FOUR_RANKS]}, probe_folder, [FOUR_RANKS])}
+    return {**first, **run_ranks(4, {FOUR_RANKS: model_folders[FOUR_RANKS]}, probe_folder, EVERY_WAY)}
 
 
 @pytest.mark.parametrize("name", [*TWO_RANKS, FOUR_RANKS, SHIPPED, RANDOM])
