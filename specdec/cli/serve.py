@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specdec.cli.cluster import MODULES
-from specdec.cli.errors import EXIT_FAILURE, EXIT_USAGE
+from specdec.cli.errors import EXIT_USAGE
 
 # Flags belong to the service, which has its own --help.
 PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
@@ -25,11 +25,5 @@ def serve(
     if role not in MODULES:
         typer.echo(f"specdec serve: {role!r} is none of {', '.join(MODULES)}", err=True)
         raise typer.Exit(EXIT_USAGE)
-    try:
-        service = importlib.import_module(f"{MODULES[role]}.__main__")
-    except ModuleNotFoundError as error:
-        if error.name not in ("torch", "transformers", "safetensors"):
-            raise
-        typer.echo(f"specdec serve {role}: {error.name} is missing; pip install 'specdec[engine]'", err=True)
-        raise typer.Exit(EXIT_FAILURE) from None
+    service = importlib.import_module(f"{MODULES[role]}.__main__")
     raise typer.Exit(service.main(context.args, prog=f"specdec serve {role}") or 0)

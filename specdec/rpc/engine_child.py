@@ -21,6 +21,7 @@ from specdec.rpc.parent_process import die_with_parent, leave_signals_to_parent
 from specdec.telemetry import setup_logging
 
 _LAST_FRAMES_S = 2.0
+_ENGINE_EXTRA = frozenset({"accelerate", "numpy", "safetensors", "torch", "transformers"})
 
 
 class Launch(TypedDict):
@@ -60,12 +61,19 @@ def main() -> int:
         return 0
     except Exception as error:
         structlog.get_logger(__name__).exception("engine_failed")
-        port.send(FrameKind.FATAL, payload=f"{type(error).__name__}: {error}".encode())
+        port.send(FrameKind.FATAL, payload=_reason(error).encode())
         return 1
     finally:
         port.flush(_LAST_FRAMES_S)
         port.close()
     return 0
+
+
+def _reason(error: Exception) -> str:
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name in _ENGINE_EXTRA:
+        return f"{reason}; pip install 'specdec[engine]'"
+    return reason
 
 
 def _resolve(path: str) -> Any:

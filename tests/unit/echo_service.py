@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ class EchoSettings(ReplicaServiceSettings):
     """How the echo engine behaves."""
 
     engine_cores: str = "off"
-    load: Literal["ready", "hang", "refuse", "crash", "raise"] = "ready"
+    load: Literal["ready", "hang", "refuse", "crash", "raise", "import"] = "ready"
     drained_at_once: bool = True
 
 
@@ -84,6 +85,9 @@ def _load(port: EnginePort, settings: EchoSettings) -> None:
             sys.exit(1)
         case "raise":
             raise ValueError("bad weights")
+        case "import":
+            sys.modules["torch"] = None  # type: ignore[assignment] # How Python says that there is none.
+            importlib.import_module("torch")
         case "crash":
             os._exit(5)
         case _:

@@ -6,15 +6,19 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health as grpc_health
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 from specdec.cli.main import app
@@ -80,10 +84,41 @@ def test_final_stages_are_labelled(stage: str) -> None:
 
 def test_the_coordinator_has_neither_build_tools_nor_an_engine() -> None:
     runs = " ".join(rest for keyword, rest in STAGES["coordinator"] if keyword == "RUN")
-    assert "apt-get" not in runs and "pip" not in runs
+    assert not re.search(r"\b(apt-get|install)\b", runs)
+    assert "pip uninstall" in runs
     assert [rest for keyword, rest in STAGES["coordinator"] if keyword == "COPY"] == [
-        "--from=build-coordinator /opt/specdec /opt/specdec"
+        "--from=build /opt/specdec /opt/specdec"
     ]
+
+
+def test_what_the_coordinator_image_installs_brings_no_tensors() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found: set[str] = set()
+    pending = [Requirement(line) for line in project["dependencies"]]
+    while pending:
+        requirement = pending.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            pending += [Requirement(line) for line in metadata.requires(name) or ()]
+    assert {"grpcio", "huggingface-hub"} <= found, "requirements of requirements are followed"
+    assert not found & {"numpy", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("stage", FINAL)
+def test_no_start_compiles_bytecode_anew(stage: str) -> None:
+    """Nothing can be written at run time, and file times do not survive every builder: see the Dockerfile."""
+    [built] = [rest.split()[0].removeprefix("--from=") for keyword, rest in STAGES[stage] if keyword == "COPY"]
+    assert "SOURCE_DATE_EPOCH" in environment(built)
+    installs = [
+        command
+        for keyword, rest in STAGES[built]
+        if keyword == "RUN"
+        for command in rest.split("&&")
+        if "/opt/specdec/bin/python install" in command
+    ]
+    assert installs and all("--compile" in command.split() for command in installs)
+    assert any("compileall -q --invalidation-mode checked-hash" in rest for _, rest in STAGES[stage])
 
 
 @pytest.mark.parametrize("stage", ["engine-cpu", "engine-cuda"])
