@@ -32,13 +32,17 @@ def run_role(
     Raises ``RankLost`` when one of them ends.
     """
     log = structlog.get_logger("specdec.worker")
+
+    def report(reason: str) -> None:
+        port.send(FrameKind.FATAL, payload=reason.encode())
+        port.flush(_FLUSH_TIMEOUT_S)
+
     with contextlib.ExitStack() as stack:
         try:
-            ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format))
+            ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format, report))
             built = build_engine(settings, port, ranks)
         except (ModelNotSupported, ModelLoadError, EngineError) as error:
-            port.send(FrameKind.FATAL, payload=str(error).encode())
-            port.flush(_FLUSH_TIMEOUT_S)
+            report(str(error))
             return
         built.info.instance_id = port.instance_id
         traces = settings.otlp_endpoint is not None

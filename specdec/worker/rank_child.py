@@ -29,14 +29,19 @@ class RankLaunch(TypedDict):
     settings: str
     """JSON of EngineSettings."""
     device_type: str
-    store: str
-    """File through which the ranks meet."""
+    store_fd: int
+    """Open file through which the ranks meet."""
     socket_fd: int
     parent_pid: int
     cores: list[int] | None
     service: str
     log_level: str
     log_format: str
+
+
+def store_path(store_fd: int) -> Path:
+    """The path by which a process that has this descriptor opens the file once more."""
+    return Path(f"/proc/self/fd/{store_fd}")
 
 
 def main() -> int:
@@ -48,7 +53,8 @@ def main() -> int:
     setup_logging(launch["service"], launch["log_level"], launch["log_format"])
     if launch["cores"]:
         os.sched_setaffinity(0, launch["cores"])
-    os.set_inheritable(launch["socket_fd"], False)
+    for descriptor in (launch["socket_fd"], launch["store_fd"]):
+        os.set_inheritable(descriptor, False)
     log = structlog.get_logger("specdec.worker.rank_child")
 
     # After the lines above: these take seconds, in which the parent may die.
@@ -66,7 +72,7 @@ def main() -> int:
                 launch["rank"],
                 settings.tensor_parallel_size,
                 launch["device_type"],
-                Path(launch["store"]),
+                store_path(launch["store_fd"]),
                 settings.collective_timeout_s,
             )
             runner = ModelRunner.load(settings, group)

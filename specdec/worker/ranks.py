@@ -1,8 +1,9 @@
 """The following ranks of an engine process: started, watched, stopped by rank 0.
 
 A rank that is lost leaves the others waiting in a collective, perhaps for ever. So one thread of rank 0 watches the
-processes: when one ends, it says which, interrupts the engine's loop with ``RankLost``, and ends the process if the
-loop does not come back from where it waits. The ranks in turn are killed by the kernel when rank 0 is gone.
+processes: when one ends, or stays stopped, it says which, interrupts the engine's loop with ``RankLost``, and ends the
+process if the loop does not come back from where it waits. The ranks in turn are killed by the kernel when rank 0 is
+gone.
 """
 
 from __future__ import annotations
@@ -12,16 +13,13 @@ import itertools
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 import structlog
@@ -30,27 +28,32 @@ from specdec.engine.model_loader import check_tensor_parallel
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.step_frames import StepFrame, StepKind
 from specdec.engine.settings import EngineSettings
-from specdec.worker.rank_child import EXIT_REFUSED, RankLaunch
+from specdec.worker.rank_child import EXIT_REFUSED, RankLaunch, store_path
 
 _STOP_S = 2.0
 _NOTICE_S = 1.0  # how long a death may take to be noticed here after a collective has failed for it
+_STATE_CHECK_S = 1.0  # how often ranks are looked at; their end is noticed at once
 _REPORT_S = 5.0  # how long the engine's loop may take to report a lost rank before the process ends
 _LAUNCHER_ONLY = ("PROMETHEUS_MULTIPROC_DIR",)  # metrics are rank 0's
 
 
 class RankLost(RuntimeError):
-    """A rank ended; the others cannot go on without it."""
+    """A rank ended or is stopped; the others cannot go on without it."""
 
 
 class Ranks:
     """The processes of ranks 1 and up. Made by ``lead_ranks``, used from the main thread."""
 
-    def __init__(self, settings: EngineSettings, device_type: str, store: Path) -> None:
+    def __init__(
+        self, settings: EngineSettings, device_type: str, store_fd: int, report: Callable[[str], None]
+    ) -> None:
+        """``report`` takes the reason, from another thread, where the engine's loop hangs and cannot tell itself."""
         self.settings = settings
         self.connections: list[socket.socket] = []
         """To the ranks from 1 on, in order; sends time out after ``collective_timeout_s``."""
         self._device_type = device_type
-        self._store = store
+        self._store_fd = store_fd
+        self._report = report
         self._processes: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by pidfd: rank, process
         self._lost = threading.Event()
         self._lost_reason = ""
@@ -68,7 +71,7 @@ class Ranks:
                     "rank": rank,
                     "settings": self.settings.model_dump_json(),
                     "device_type": self._device_type,
-                    "store": str(self._store),
+                    "store_fd": self._store_fd,
                     "socket_fd": theirs.fileno(),
                     "parent_pid": os.getpid(),
                     "cores": None if shares is None else list(shares[rank]),
@@ -86,9 +89,8 @@ class Ranks:
 
     def join(self) -> RankGroup:
         """Meet them; returns this rank's place, once all are there."""
-        return RankGroup.join(
-            0, self.settings.tensor_parallel_size, self._device_type, self._store, self.settings.collective_timeout_s
-        )
+        store, settings = store_path(self._store_fd), self.settings
+        return RankGroup.join(0, settings.tensor_parallel_size, self._device_type, store, settings.collective_timeout_s)
 
     def check(self, wait_s: float) -> None:
         """Raise ``RankLost`` if a rank is lost, or is found to be within ``wait_s``."""
@@ -114,25 +116,41 @@ class Ranks:
             connection.close()
 
     def _watch(self, main_thread: int) -> None:
-        poller = select.poll()
-        for pidfd in self._processes:
-            poller.register(pidfd, select.POLLIN)
-        pidfd = poller.poll()[0][0]
-        if self._is_stopping:
+        lost = self._first_lost()
+        if lost is None:
             return
-        rank, process = self._processes[pidfd]
-        code = process.wait()
-        if code == EXIT_REFUSED:
-            threading.Event().wait(_NOTICE_S)  # rank 0 is about to find the same, and to say it better
-        self._lost_reason = f"rank {rank} {_describe_exit(code)}"
+        rank, process, what = lost
+        self._lost_reason = f"rank {rank} {what}"
         self._lost.set()
         log = structlog.get_logger(__name__)
-        log.error("rank_lost", rank=rank, pid=process.pid, exit_code=code, reason=self._lost_reason)
+        log.error("rank_lost", rank=rank, pid=process.pid, exit_code=process.returncode, reason=self._lost_reason)
         signal.pthread_kill(main_thread, signal.SIGUSR1)
         threading.Event().wait(_REPORT_S)
         log.error("engine_stuck", reason=f"still waiting for others, after {self._lost_reason}")
-        shutil.rmtree(self._store.parent, ignore_errors=True)
+        self._report(f"{RankLost.__name__}: {self._lost_reason}")
         os._exit(1)  # the kernel kills the other ranks
+
+    def _first_lost(self) -> tuple[int, subprocess.Popen[bytes], str] | None:
+        """Wait for a rank that ends or stays stopped: its number, process, and what became of it; None in the end."""
+        poller = select.poll()
+        for pidfd in self._processes:
+            poller.register(pidfd, select.POLLIN)
+        stopped_since_s: dict[int, float] = {}
+        while not (ended := poller.poll(_STATE_CHECK_S * 1000)):
+            for pidfd, (rank, process) in self._processes.items():
+                if not _is_stopped(pidfd):
+                    stopped_since_s.pop(pidfd, None)
+                    continue
+                stopped_s = time.monotonic() - stopped_since_s.setdefault(pidfd, time.monotonic())
+                if stopped_s >= self.settings.collective_timeout_s and not self._is_stopping:
+                    return rank, process, f"has been stopped by a signal for {stopped_s:.0f} s"
+        if self._is_stopping:
+            return None
+        rank, process = self._processes[ended[0][0]]
+        code = process.wait()
+        if code == EXIT_REFUSED:
+            threading.Event().wait(_NOTICE_S)  # rank 0 is about to find the same, and to say it better
+        return rank, process, _describe_exit(code)
 
     def _raise_lost(self, _number: int, _frame: FrameType | None) -> None:
         if not self._is_stopping and self._lost.is_set():
@@ -140,10 +158,13 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def lead_ranks(settings: EngineSettings, service: str, log_level: str, log_format: str) -> Iterator[Ranks | None]:
+def lead_ranks(
+    settings: EngineSettings, service: str, log_level: str, log_format: str, report: Callable[[str], None]
+) -> Iterator[Ranks | None]:
     """Ranks for an engine process that is rank 0, stopped at the end; None where the settings want one rank only.
 
-    An error that a lost rank has caused leaves as ``RankLost``.
+    An error that a lost rank has caused leaves as ``RankLost``. Where the engine's thread hangs in a collective and
+    cannot raise it, another thread calls ``report`` with the reason, and ends the process.
 
     Raises:
         TensorParallelRefused: the model or the machine does not allow so many.
@@ -152,18 +173,20 @@ def lead_ranks(settings: EngineSettings, service: str, log_level: str, log_forma
         yield None
         return
     own = EngineSettings.model_validate(settings.model_dump(include=set(EngineSettings.model_fields)))
-    with tempfile.TemporaryDirectory(prefix="specdec-ranks-") as directory:
-        ranks = Ranks(own, check_tensor_parallel(own), Path(directory) / "store")
+    device_type = check_tensor_parallel(own)
+    store_fd = os.memfd_create("specdec-ranks")  # where the ranks meet: a killed process leaves no such file behind
+    ranks = Ranks(own, device_type, store_fd, report)
+    try:
+        ranks.start(service, log_level, log_format)
         try:
-            ranks.start(service, log_level, log_format)
-            try:
-                yield ranks
-            except (RuntimeError, OSError) as error:
-                if not isinstance(error, RankLost):
-                    _raise_if_lost(ranks, error)
-                raise
-        finally:
-            ranks.stop()
+            yield ranks
+        except (RuntimeError, OSError) as error:
+            if not isinstance(error, RankLost):
+                _raise_if_lost(ranks, error)
+            raise
+    finally:
+        ranks.stop()
+        os.close(store_fd)
 
 
 def share_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]] | None:
@@ -188,13 +211,21 @@ def _spawn(launch: RankLaunch) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "specdec.worker.rank_child"],
         stdin=subprocess.PIPE,
-        pass_fds=[launch["socket_fd"]],
+        pass_fds=[launch["socket_fd"], launch["store_fd"]],
         env=environment,
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(json.dumps(launch).encode())
     return process
+
+
+def _is_stopped(pidfd: int) -> bool:
+    """Whether a signal has stopped a child; a debugger that holds it does not count."""
+    try:
+        return os.waitid(os.P_PIDFD, pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:  # ended, and waited for by another thread
+        return False
 
 
 def _describe_exit(code: int) -> str:

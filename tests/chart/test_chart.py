@@ -183,6 +183,26 @@ def test_pods_are_restricted(case: str, render: Render) -> None:
             assert "/tmp" in [mount["mountPath"] for mount in container["volumeMounts"]]
 
 
+def test_pods_of_several_gpus_have_what_their_ranks_need(render: Render) -> None:
+    ranks = {}
+    for case in CASES:
+        for role, pod, container in containers(render(case)):
+            flags = dict(flag.removeprefix("--").split("=", 1) for flag in container["args"] if "=" in flag)
+            size = int(flags.get("tensor-parallel-size", 1))
+            if size == 1:
+                continue
+            ranks[case, role] = size
+            resources = container["resources"]
+            assert resources["limits"]["nvidia.com/gpu"] == str(size)
+            assert float(resources["requests"]["cpu"]) > size, "a core for each rank, and some for the servicer"
+            assert ":" not in flags.get("device", "auto"), "ranks choose their GPUs"
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            volumes = {volume["name"]: volume for volume in pod["volumes"]}
+            assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert ranks["production", "target"] == 4
+    assert ranks["several-gpus", "target"] == 2
+
+
 def test_what_is_autoscaled_has_no_fixed_replicas(render: Render) -> None:
     documents = render("everything")
     scaled = {

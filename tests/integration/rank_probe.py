@@ -1,7 +1,7 @@
-"""One rank of a group that loads models and plays scenarios on them: ``python -m tests.integration.rank_probe JSON``.
+"""Ranks that load models and play scenarios on them: ``python -m tests.integration.rank_probe JSON``.
 
 All ranks run the same program. Rank 0 writes, per model, the logits of one prefill and how many rows of the other
-scenarios have other bits.
+scenarios have other bits. In the end it waits for the others, which do nothing, and writes how that ended.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,12 +23,17 @@ import torch
 from specdec.engine.model_runner import ModelRunner
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.settings import EngineSettings
+from specdec.rpc.parent_process import die_with_parent
 from tests.unit import paged_scenarios as play
 
 PROMPT = 19
 RANDOM = "random"
 """Name of a model whose weights are drawn, not read."""
 TIMEOUT_S = 100.0
+SILENCE_S = 0.5
+"""What a group allows its silent ranks."""
+SILENCE_FILE = "silence"
+"""How long rank 0 waited for them, in seconds; missing where the collective did not fail."""
 
 
 @dataclass(frozen=True)
@@ -84,35 +91,29 @@ def run_ranks(
     device: str = "cpu",
     dtype: str = "auto",
 ) -> dict[str, ProbeReport]:
-    """Run the probe on ``size`` processes; logits come to ``folder``/NAME-RANK.npy. Raises if a process fails.
+    """Run the probe on ``size`` ranks; logits come to ``folder``/NAME-RANK.npy. Raises if a process fails.
 
     Models that are not named ``in_every_way`` are only prefilled.
     """
-    processes = []
-    for rank in range(size):
-        plan = {
-            "rank": rank,
-            "size": size,
-            "folder": str(folder),
-            "models": {name: str(path) for name, path in models.items()},
-            "in_every_way": list(in_every_way),
-            "device": device,
-            "dtype": dtype,
-        }
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "tests.integration.rank_probe", json.dumps(plan)],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        errors = [process.communicate(timeout=TIMEOUT_S)[1] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [process.returncode for process in processes] == [0] * size, "\n".join(errors)
+    plan = {
+        "size": size,
+        "folder": str(folder),
+        "models": {name: str(path) for name, path in models.items()},
+        "in_every_way": list(in_every_way),
+        "device": device,
+        "dtype": dtype,
+    }
+    command = [sys.executable, "-m", "tests.integration.rank_probe", json.dumps(plan)]
+    done = subprocess.run(
+        command,
+        # The second: looking for GPUs must not initialise CUDA before the ranks are forked.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
     reports = json.loads((folder / "reports.json").read_text())
     return {name: ProbeReport(**report) for name, report in reports.items()}
 
@@ -151,22 +152,53 @@ def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool) -> ProbeRe
     )
 
 
-def main() -> None:
-    """Be one rank."""
-    plan = json.loads(sys.argv[1])
+def meet_silence(group: RankGroup, folder: Path) -> None:
+    """Rank 0 asks for a sum in a group whose other ranks do nothing."""
+    impatient = RankGroup(group.rank, group.size, group.device, SILENCE_S)
+    if group.rank == 0:
+        started_s = time.monotonic()
+        try:
+            impatient.sum(torch.ones(1))
+        except RuntimeError:
+            (folder / SILENCE_FILE).write_text(str(time.monotonic() - started_s))
+
+
+def be_rank(plan: dict[str, Any], rank: int) -> None:
+    """What one rank does."""
     folder, size = Path(plan["folder"]), plan["size"]
-    group = RankGroup.join(plan["rank"], size, plan["device"], folder / "store", TIMEOUT_S)
+    group = RankGroup.join(rank, size, plan["device"], folder / "store", TIMEOUT_S)
     reports = {}
     own = {"tensor_parallel_size": size, "device": plan["device"], "dtype": plan["dtype"]}
     for name, path in plan["models"].items():
         runner = ModelRunner.load(engine_settings(path, **own, **load_format_of(name)), group)
-        reports[name] = asdict(probe(runner, folder / f"{name}-{group.rank}.npy", name in plan["in_every_way"]))
-    if group.rank == 0:
+        reports[name] = asdict(probe(runner, folder / f"{name}-{rank}.npy", name in plan["in_every_way"]))
+    if rank == 0:
         (folder / "reports.json").write_text(json.dumps(reports))
+    if plan["device"] == "cpu":  # NCCL would end the process
+        meet_silence(group, folder)
     group.wait_for_all()
-    sys.stderr.flush()
-    os._exit(0)  # torch's own teardown takes seconds
+
+
+def main() -> int:
+    """Fork the ranks, so that torch is imported once, and wait for them; the exit code is 1 when one fails."""
+    plan = json.loads(sys.argv[1])
+    parent_pid = os.getpid()
+    for rank in range(plan["size"]):
+        if os.fork() == 0:
+            code = 1
+            try:
+                die_with_parent(parent_pid)
+                be_rank(plan, rank)
+                code = 0
+            except Exception:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(code)  # torch's own teardown takes seconds
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(plan["size"])]
+    return 0 if codes == [0] * plan["size"] else 1
 
 
 if __name__ == "__main__":
-    main()
+    exit_code = main()
+    sys.stderr.flush()
+    os._exit(exit_code)

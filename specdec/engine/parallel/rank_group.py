@@ -17,7 +17,8 @@ class RankGroup:
     """This process's place among the ranks of one model, and what they compute together.
 
     Every method is a collective: all ranks must call it, in the same order, with the same shapes. Where a rank is
-    gone or silent, gloo raises RuntimeError and NCCL ends the process, after ``timeout_s`` at the latest.
+    gone or silent, gloo raises RuntimeError after ``timeout_s`` at the latest. NCCL's calls return before the work is
+    done: a thread of torch ends the process some time after ``timeout_s``.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
@@ -88,5 +89,5 @@ class RankGroup:
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor:
         parts = local.new_empty(self.size, *local.shape)
-        dist.all_gather(list(parts.unbind(0)), local.contiguous(), group=self._layers)
+        dist.all_gather_single(parts.view(-1), local.contiguous().view(-1), group=self._layers)
         return parts
