@@ -5,6 +5,7 @@ target stream ended       another target that serves the same model takes its se
                           tokens; without one they wait, for this target or any other that comes
 no target for too long    UNAVAILABLE (the client can resume)
 target drains             it gets no new sessions; those it has go on there until its stream ends
+session held elsewhere    CANCELLED, TAKEN_OVER: another coordinator goes on with it
 target refuses a session  opened again with growing waits; at once, without its draft, when a proposal was at fault;
                           elsewhere, when the target has failed too often or drains
 draft ended or wrong      the session goes on without it, and gets a draft again when there is one
@@ -29,7 +30,7 @@ from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.sessions import Session, SessionTable
-from specdec.rpc.errors import SpecdecError, Unavailable, from_status, internal_error
+from specdec.rpc.errors import Cancelled, SpecdecError, Unavailable, from_status, internal_error
 from specdec.v1 import common_pb2 as pb
 
 _MOST_DRAFT_FAILURES = 6
@@ -37,8 +38,8 @@ _MOST_DOUBLINGS = 30
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
 _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED})
 """What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
-_NO_FAULT_REASONS = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
-"""What a replica says whose session another coordinator holds now."""
+_HELD_ELSEWHERE = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
+"""What a replica says whose session another coordinator holds now: asking again would not help."""
 _log = structlog.get_logger(__name__)
 
 
@@ -168,6 +169,9 @@ class Recovery:
                 self._fleet.failed(session.draft)
             self._on_draft_error(session, "bad_proposal")
             self._reopen_target(session)
+        elif reason in _HELD_ELSEWHERE:
+            failure = Cancelled("another coordinator holds the session", reason="TAKEN_OVER")
+            self._decode_loop.fail(session.request, failure)
         elif error.status.code in _FATAL:
             self._decode_loop.fail(session.request, from_status(error.status))
         else:
@@ -339,7 +343,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def _is_fault(code: int, reason: str) -> bool:
-    return code not in _NO_FAULT and reason not in _NO_FAULT_REASONS
+    return code not in _NO_FAULT and reason not in _HELD_ELSEWHERE
 
 
 def _reason_and_field(error: pb.SessionError) -> tuple[str, str]:

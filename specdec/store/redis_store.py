@@ -157,6 +157,10 @@ class RedisStore:
         arguments: list[_Argument] = [_request_member(key), owner_id, generation, _ms(keep_s)]
         return bool(await self._run(scripts.END, self._keys.request(key), arguments))
 
+    async def abort(self, key: RequestKey) -> bool:
+        """See Store."""
+        return bool(await self._run(scripts.ABORT, self._keys.request(key)[:1], []))
+
     async def load(self, key: RequestKey) -> JournalRecord | None:
         """See Store."""
         answer = await self._run(scripts.LOAD, self._keys.request(key)[:1], [])
@@ -291,7 +295,7 @@ def _decode_replica(encoded: bytes) -> ReplicaRecord | None:
 
 
 def _decode_record(answer: Sequence[Any]) -> JournalRecord:
-    owner_id, generation, seed, params, ended, tokens = answer
+    owner_id, generation, seed, params, ended, tokens, aborted = answer
     choices = [unpack_tokens(packed) for packed in tokens]
     return JournalRecord(
         owner_id=owner_id.decode(),
@@ -301,4 +305,5 @@ def _decode_record(answer: Sequence[Any]) -> JournalRecord:
         token_ids=tuple(token_ids for token_ids, _ in choices),
         origins=tuple(origins for _, origins in choices),
         is_ended=ended == b"1",
+        is_aborted=aborted == b"1",
     )
