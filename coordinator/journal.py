@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
 
+from coordinator.journal_endings import Endings
 from coordinator.journal_entry import JournalEntry
 from coordinator.tasks import end_tasks
 from specdec.store.errors import LimitExceeded, RequestHeld, StoreError, StoreUnavailable
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 _RENEWALS_PER_LEASE = 3
 _BATCH_TOKENS = 16384
-_MAX_PENDING_ENDS = 1024
 _log = structlog.get_logger(__name__)
 
 
@@ -69,10 +68,8 @@ class Journal:
         self._on_unjournalled = on_unjournalled
         self._entries: dict[str, JournalEntry] = {}
         self._behind: dict[JournalEntry, None] = {}
-        self._ending: dict[asyncio.Task[None], RequestKey] = {}
-        # Ends that the store did not hear of. Of those that do not fit, the leases run out.
-        self._unheard_ends: deque[Lease] = deque(maxlen=_MAX_PENDING_ENDS)
         self._wake = asyncio.Event()
+        self._endings = Endings(store, self._settings.keep_s, self._wake.set)
         self._tasks: list[asyncio.Task[None]] = []
         self.on_taken_over: Callable[[Request], None] = lambda request: None
         """Called when another owner has the request; set by the Generator."""
@@ -93,8 +90,7 @@ class Journal:
 
     async def close(self) -> None:
         """Stop, after what ends now has been told to the store."""
-        while self._ending:
-            await asyncio.wait(list(self._ending))
+        await self._endings.close()
         await end_tasks(self._tasks)
 
     async def begin(
@@ -121,7 +117,7 @@ class Journal:
         entry = JournalEntry(request, new)
         if self._store.is_up:
             with contextlib.suppress(StoreUnavailable):
-                await self._ended(request.key.tenant)
+                await self._endings.wait(request.key.tenant)
                 try:
                     begun = await self._begin(request.key, replace(new, max_concurrent=max_concurrent))
                     entry.held(begun.generation)
@@ -152,14 +148,14 @@ class Journal:
         self._behind.pop(entry, None)
         self._count()
         if entry.was_held:
-            await asyncio.shield(self._in_background(request.key, self._end(entry)))
+            await asyncio.shield(self._endings.start(request.key, self._end(entry)))
 
     async def abort(self, key: RequestKey) -> bool:
         """Ask the coordinator that runs a request to end it; False: none does, or the store fails.
 
         It learns of it when it next writes tokens or renews its lease.
         """
-        await self._ended(key.tenant)
+        await self._endings.wait(key.tenant)
         try:
             return await self._store.abort(key)
         except StoreUnavailable:
@@ -170,23 +166,11 @@ class Journal:
         for entry in reversed(self._entries.values()):  # of one taken over here, the newest has most
             if entry.request.key == key:
                 return entry.record()
-        await self._ended(key.tenant)
+        await self._endings.wait(key.tenant)
         try:
             return await self._store.load(key)
         except StoreUnavailable:
             return None
-
-    async def _ended(self, tenant: str) -> None:
-        """Wait for the ends of a tenant's requests that are on their way to the store."""
-        ending = [task for task, key in self._ending.items() if key.tenant == tenant]
-        if ending:
-            await asyncio.wait(ending)
-
-    def _in_background(self, key: RequestKey, ending: Coroutine[None, None, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(ending, name="journal-end")
-        self._ending[task] = key
-        task.add_done_callback(self._ending.pop)
-        return task
 
     async def _begin(self, key: RequestKey, new: NewRequest) -> Begun:
         """Begin a request in the store; if the caller is cancelled meanwhile, it is ended as soon as it is there."""
@@ -194,7 +178,7 @@ class Journal:
         try:
             return await asyncio.shield(asked)
         except asyncio.CancelledError:
-            self._in_background(key, self._end_unwanted(key, new.owner_id, asked))
+            self._endings.start(key, self._end_unwanted(key, new.owner_id, asked))
             raise
 
     async def _end_unwanted(self, key: RequestKey, owner_id: str, asked: asyncio.Task[Begun]) -> None:
@@ -202,7 +186,7 @@ class Journal:
             begun = await asked
         except StoreError:
             return
-        await self._tell_end(Lease(key, owner_id, begun.generation))
+        await self._endings.tell(Lease(key, owner_id, begun.generation))
 
     async def _end(self, entry: JournalEntry) -> None:
         with contextlib.suppress(StoreUnavailable):
@@ -213,14 +197,7 @@ class Journal:
                 for write in writes:
                     entry.num_stored[write.choice] = write.start + len(write.token_ids)
         if entry.last_lease is not None:
-            await self._tell_end(entry.last_lease)
-
-    async def _tell_end(self, lease: Lease) -> None:
-        try:
-            await self._store.end(lease.key, lease.owner_id, lease.generation, self._settings.keep_s)
-        except StoreUnavailable:
-            self._unheard_ends.append(lease)
-            self._wake.set()
+            await self._endings.tell(entry.last_lease)
 
     async def _write_forever(self) -> None:
         while True:
@@ -239,10 +216,7 @@ class Journal:
 
     async def _write(self) -> None:
         """Bring the store up to date, as far as one batch goes."""
-        while self._unheard_ends:
-            lease = self._unheard_ends[0]
-            await self._store.end(lease.key, lease.owner_id, lease.generation, self._settings.keep_s)
-            self._unheard_ends.popleft()
+        await self._endings.tell_again()
         for entry in [entry for entry in self._entries.values() if entry.generation is None and entry.can_join]:
             await self._join(entry)
         batch: list[tuple[JournalEntry, JournalWrite]] = []
@@ -301,7 +275,7 @@ class Journal:
             return
         entry.held(begun.generation)
         if entry.is_closed:
-            await self._tell_end(Lease(key, new.owner_id, begun.generation))
+            await self._endings.tell(Lease(key, new.owner_id, begun.generation))
             return
         self._behind[entry] = None
         self._count()

@@ -42,7 +42,8 @@ from specdec import __version__
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import check_client_tls, open_channel
 from specdec.rpc.errors import NotReady
-from specdec.rpc.server import StartupFailed, run_service
+from specdec.rpc.server import run_service
+from specdec.rpc.startup import StartupFailed
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics
