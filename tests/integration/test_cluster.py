@@ -110,7 +110,13 @@ def running_up(pair: ModelPair) -> Iterator[tuple[subprocess.Popen[str], list[ps
     arguments = ["up", "--target", str(pair.target), "--draft", str(pair.draft), "--device", "cpu", "--free-ports"]
     command = [sys.executable, "-m", "specdec.cli.main", *arguments]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    # Whoever runs the tests in the background of a shell ignores SIGINT, and children inherit that.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
+    with started as process:
         try:
             assert process.stderr is not None
             lines = []

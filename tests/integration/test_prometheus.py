@@ -22,6 +22,8 @@ from tests.integration.redis_server import RedisServer
 from tests.integration.tiny_pair import ModelPair
 
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
+RENDERS = Path(__file__).parents[1] / "chart" / "golden"
+CLUSTER_LABELS = re.compile(r'{namespace="[^"]*",service="[^"]*"}')
 MAX_RUNNING = 4
 BURST = 16
 LOAD_S = 120.0
@@ -45,6 +47,18 @@ def rule_expressions() -> list[Query]:
     for name in ("recording.yml", "alerts.yml"):
         for group in yaml.safe_load((RULES / name).read_text())["groups"]:
             found += [(rule.get("alert") or rule["record"], rule["expr"], "") for rule in group["rules"]]
+    return found
+
+
+def autoscaler_queries() -> list[Query]:
+    """What KEDA asks for in the chart's renders. The labels that a cluster adds to every scrape are taken off."""
+    found = []
+    for path in sorted(RENDERS.glob("*.yaml")):
+        for scaler in yaml.safe_load_all(path.read_text()):
+            if scaler and scaler["kind"] == "ScaledObject":
+                where = f"{path.stem}: {scaler['metadata']['name']}"
+                for trigger in scaler["spec"]["triggers"]:
+                    found.append((where, CLUSTER_LABELS.sub("", trigger["metadata"]["query"]), ""))
     return found
 
 
@@ -191,7 +205,7 @@ def test_every_query_and_rule_names_what_is_exported(exported: dict[str, dict[st
 
 
 def expressions() -> list[Query]:
-    return dashboard_queries() + rule_expressions()
+    return dashboard_queries() + rule_expressions() + autoscaler_queries()
 
 
 def test_a_wrong_metric_label_or_value_would_be_noticed(exported: dict[str, dict[str, set[str]]]) -> None:
@@ -211,6 +225,14 @@ def test_every_dashboard_query_returns_data_with_the_labels_of_its_legend(scrape
         if not any(labels <= one["metric"].keys() for one in finite):
             wrong[where] = (expr, series)
     assert wrong == {}
+
+
+def test_every_autoscaler_gets_one_number(scraped: PrometheusServer) -> None:
+    queries = autoscaler_queries()
+    assert {where.split(": ")[0] for where, _, _ in queries} >= {"everything", "production"}
+    for where, expr, _ in queries:
+        (number,) = scraped.query(expr)
+        assert number["metric"] == {} and float(number["value"][1]) >= 0, where
 
 
 def test_prometheus_evaluates_every_rule(scraped: PrometheusServer) -> None:
