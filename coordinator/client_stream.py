@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 
 from specdec.rpc.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as api
@@ -37,15 +36,20 @@ class ClientStream:
             self._chunks.append(chunk)
             self._notify()
 
-    def push_delta(self, index: int, text: str, tokens: Sequence[api.OutputToken]) -> None:
-        """Queue output of a choice."""
+    def delta(self, index: int) -> api.ChoiceDelta:
+        """What output of a choice is to be added to, at once: the last chunk, if it can take it, or a new one.
+
+        Built in place, for protobuf copies a message that becomes a part of another.
+        """
         if self._chunks and not self._is_closed:
-            last = self._chunks[-1].delta
-            if self._chunks[-1].HasField("delta") and last.index == index and len(last.tokens) < _MOST_MERGED_TOKENS:
-                last.text += text
-                last.tokens.extend(tokens)
-                return
-        self.push(api.GenerateResponse(delta=api.ChoiceDelta(index=index, text=text, tokens=tokens)))
+            last = self._chunks[-1]
+            delta = last.delta
+            if last.HasField("delta") and delta.index == index and len(delta.tokens) < _MOST_MERGED_TOKENS:
+                return delta
+        chunk = api.GenerateResponse()
+        chunk.delta.index = index
+        self.push(chunk)
+        return chunk.delta
 
     def close(self, error: SpecdecError | None = None) -> None:
         """End the stream after what is queued; with an error, what is queued still goes out before it."""

@@ -83,7 +83,9 @@ class DecodeLoop:
         if is_first:
             self._send_prompt_facts(session, verdict)
         if kept or step.text:
-            self._send_delta(session, step.text, kept, origins, verdict.logprobs[num_known:])
+            delta = session.request.stream.delta(session.choice)
+            delta.text += step.text
+            add_tokens(delta, session.detokenizers, kept, origins, verdict.logprobs[num_known:])
         session.tally.add(verdict, len(kept), is_first, now_s)
         self._observer.verdict(session, verdict, len(kept), is_first, now_s)
         if kept:
@@ -130,7 +132,7 @@ class DecodeLoop:
         for session in request.sessions:
             held_text = session.output.take((), Finish(pb.FINISH_REASON_ABORT)).text if session.finish is None else ""
             if held_text:
-                request.stream.push_delta(session.choice, held_text, ())
+                request.stream.delta(session.choice).text += held_text
             self.end(session, Finish(pb.FINISH_REASON_ABORT), "aborted")
 
     def fail(self, request: Request, error: SpecdecError) -> None:
@@ -164,18 +166,6 @@ class DecodeLoop:
                 )
                 session.request.stream.push(api.GenerateResponse(prompt_logprobs=facts))
 
-    def _send_delta(
-        self,
-        session: Session,
-        text: str,
-        token_ids: Sequence[int],
-        origins: Sequence[pb.Origin.ValueType],
-        logprobs: Sequence[pb.PositionLogprobs],
-    ) -> None:
-        session.request.stream.push_delta(
-            session.choice, text, output_tokens(session.detokenizers, token_ids, origins, logprobs)
-        )
-
     def _close(self, session: Session, finish: Finish, reason: str) -> bool:
         if session.finish is not None:
             return False
@@ -193,23 +183,21 @@ class DecodeLoop:
         return True
 
 
-def output_tokens(
+def add_tokens(
+    delta: api.ChoiceDelta,
     detokenizers: DetokenizerFactory,
     token_ids: Sequence[int],
     origins: Sequence[pb.Origin.ValueType],
     logprobs: Sequence[pb.PositionLogprobs] = (),
-) -> list[api.OutputToken]:
-    """Tokens as clients see them."""
-    text = detokenizers.token_text
+) -> None:
+    """Add tokens as clients see them."""
+    text, add = detokenizers.token_text, delta.tokens.add
     if logprobs:
-        return [
-            api.OutputToken(id=token_id, text=text(token_id), origin=origin, logprobs=position)
-            for token_id, origin, position in zip(token_ids, origins, logprobs, strict=False)
-        ]
-    return [
-        api.OutputToken(id=token_id, text=text(token_id), origin=origin)
-        for token_id, origin in zip(token_ids, origins, strict=True)
-    ]
+        for token_id, origin, position in zip(token_ids, origins, logprobs, strict=False):
+            add(id=token_id, text=text(token_id), origin=origin, logprobs=position)
+    else:
+        for token_id, origin in zip(token_ids, origins, strict=True):
+            add(id=token_id, text=text(token_id), origin=origin)
 
 
 def _desync(session: Session, verdict: pb.Verdict, num_known: int) -> str | None:

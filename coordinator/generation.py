@@ -71,6 +71,7 @@ class Generator:
         self._tracer = tracer
         self.is_draining = False
         journal.on_taken_over = self._take_over
+        journal.on_aborted = self._abort
 
     async def run(self, body: api.GenerateRequest, caller: Caller, write: Write) -> None:
         """Serve a call.
@@ -100,21 +101,25 @@ class Generator:
             _log.debug("request_ended", request_id=request.key[1], code=code.name, reason=reason)
             await self._journal.end(request)
 
-    def abort(self, tenant: str, request_id: str) -> bool:
-        """End a running or waiting request; whether there was one."""
-        request = self._sessions.find_request(RequestKey(tenant, request_id))
+    async def abort(self, tenant: str, request_id: str) -> bool:
+        """End a running or waiting request, here or at any coordinator that shares the store; whether there was one."""
+        key = RequestKey(tenant, request_id)
+        request = self._sessions.find_request(key)
         if request is None:
-            return False
+            return await self._journal.abort(key)
+        self._abort(request)
+        return True
+
+    def _abort(self, request: Request) -> None:
         request.is_aborted = True
         if request.admission is not None:
             request.admission.cancel()
         self._decode_loop.abort(request)
-        return True
 
     async def _run(self, body: api.GenerateRequest, caller: Caller, request: Request, write: Write) -> None:
-        if self.is_draining:
-            raise NotReady("the coordinator is shutting down", reason="DRAINING")
+        self._check_draining()
         plan = await self._planner.plan(body, request, caller)
+        self._check_draining()  # nobody would wait for it any more
         self._register(request, plan.is_resume)
         try:
             limits_of_tenant = self._tenant_limits.lease(*request.key, caller.allowance, len(plan.prompt))
@@ -133,6 +138,10 @@ class Generator:
                     raise
         finally:
             self._sessions.remove_request(request)
+
+    def _check_draining(self) -> None:
+        if self.is_draining:
+            raise NotReady("the coordinator is shutting down", reason="DRAINING")
 
     def _register(self, request: Request, is_resume: bool) -> None:
         live = self._sessions.find_request(request.key)
@@ -231,10 +240,10 @@ class Generator:
         while (chunk := await request.stream.take()) is not None:
             await write(chunk)
             request.trace.wrote(chunk)
-            if chunk.HasField("delta") and chunk.delta.tokens:
+            if chunk.HasField("delta") and (num_tokens := len(chunk.delta.tokens)):
                 if lease is not None:
-                    lease.charge(len(chunk.delta.tokens))
-                self._decode_loop.on_written(request.sessions[chunk.delta.index], len(chunk.delta.tokens))
+                    lease.charge(num_tokens)
+                self._decode_loop.on_written(request.sessions[chunk.delta.index], num_tokens)
 
     def _session(self, request: Request, plan: Plan, choice: int) -> Session:
         sampling, served = plan.sampling, plan.served

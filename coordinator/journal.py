@@ -7,6 +7,7 @@ sessions; when it is back, the rest is written from where it stood, or all of it
     in the store    begun here; the lease is renewed until the request ends
     not there       the store failed (the request runs on, and joins when it can), or lost its data
     taken over      the store says that another owner has it: the stream ends
+    aborted         another coordinator was asked to end it; learnt like a take-over, and the stream ends in order
 
 Without Redis the store is in the process, and all of this is the same.
 """
@@ -15,25 +16,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import structlog
 
+from coordinator.journal_endings import Endings
 from coordinator.journal_entry import JournalEntry
 from coordinator.tasks import end_tasks
-from specdec.store.errors import LimitExceeded, RequestHeld, StoreUnavailable
+from specdec.store.errors import LimitExceeded, RequestHeld, StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, JournalRecord, JournalWrite, Lease, NewRequest, RequestKey
+from specdec.store.interface import Appended, Begun, JournalRecord, JournalWrite, Lease, NewRequest, RequestKey
 
 if TYPE_CHECKING:
     from coordinator.sessions import Request, Session
 
 _RENEWALS_PER_LEASE = 3
 _BATCH_TOKENS = 16384
-_MAX_PENDING_ENDS = 1024
 _log = structlog.get_logger(__name__)
 
 
@@ -46,7 +46,7 @@ class JournalSettings:
     keep_s: float = 300.0
     """How long the record of an ended request is kept, as its client may have missed the end."""
     interval_s: float = 0.05
-    """Between two writes."""
+    """Between two writes; what the store then lacks is lost with the process."""
     retry_s: float = 0.1
     """Between two tries while the store is away; it costs next to nothing, see GuardedStore."""
 
@@ -68,13 +68,13 @@ class Journal:
         self._on_unjournalled = on_unjournalled
         self._entries: dict[str, JournalEntry] = {}
         self._behind: dict[JournalEntry, None] = {}
-        self._ending: dict[asyncio.Task[None], RequestKey] = {}
-        # Ends that the store did not hear of. Of those that do not fit, the leases run out.
-        self._unheard_ends: deque[Lease] = deque(maxlen=_MAX_PENDING_ENDS)
         self._wake = asyncio.Event()
+        self._endings = Endings(store, self._settings.keep_s, self._wake.set)
         self._tasks: list[asyncio.Task[None]] = []
         self.on_taken_over: Callable[[Request], None] = lambda request: None
         """Called when another owner has the request; set by the Generator."""
+        self.on_aborted: Callable[[Request], None] = lambda request: None
+        """Called when the request was aborted at another coordinator; set by the Generator."""
 
     @property
     def num_unjournalled(self) -> int:
@@ -90,8 +90,7 @@ class Journal:
 
     async def close(self) -> None:
         """Stop, after what ends now has been told to the store."""
-        if self._ending:
-            await asyncio.wait(self._ending)
+        await self._endings.close()
         await end_tasks(self._tasks)
 
     async def begin(
@@ -118,9 +117,9 @@ class Journal:
         entry = JournalEntry(request, new)
         if self._store.is_up:
             with contextlib.suppress(StoreUnavailable):
-                await self._ended(request.key.tenant)
+                await self._endings.wait(request.key.tenant)
                 try:
-                    begun = await self._store.begin(request.key, replace(new, max_concurrent=max_concurrent))
+                    begun = await self._begin(request.key, replace(new, max_concurrent=max_concurrent))
                     entry.held(begun.generation)
                 except LimitExceeded as error:
                     self._give_up(entry, str(error))
@@ -148,40 +147,57 @@ class Journal:
         entry.is_closed = True
         self._behind.pop(entry, None)
         self._count()
-        if entry.generation is not None:
-            task = asyncio.create_task(self._end(entry), name="journal-end")
-            self._ending[task] = request.key
-            task.add_done_callback(self._ending.pop)
-            await asyncio.shield(task)
+        if entry.was_held:
+            await asyncio.shield(self._endings.start(request.key, self._end(entry)))
+
+    async def abort(self, key: RequestKey) -> bool:
+        """Ask the coordinator that runs a request to end it; False: none does, or the store fails.
+
+        It learns of it when it next writes tokens or renews its lease.
+        """
+        await self._endings.wait(key.tenant)
+        try:
+            return await self._store.abort(key)
+        except StoreUnavailable:
+            return False
 
     async def load(self, key: RequestKey) -> JournalRecord | None:
         """What is known of a request, here or in the store; None too when the store fails."""
-        for entry in self._entries.values():
+        for entry in reversed(self._entries.values()):  # of one taken over here, the newest has most
             if entry.request.key == key:
                 return entry.record()
-        await self._ended(key.tenant)
+        await self._endings.wait(key.tenant)
         try:
             return await self._store.load(key)
         except StoreUnavailable:
             return None
 
-    async def _ended(self, tenant: str) -> None:
-        """Wait for the ends of a tenant's requests that are on their way to the store."""
-        ending = [task for task, key in self._ending.items() if key.tenant == tenant]
-        if ending:
-            await asyncio.wait(ending)
+    async def _begin(self, key: RequestKey, new: NewRequest) -> Begun:
+        """Begin a request in the store; if the caller is cancelled meanwhile, it is ended as soon as it is there."""
+        asked = asyncio.create_task(self._store.begin(key, new), name="journal-begin")
+        try:
+            return await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            self._endings.start(key, self._end_unwanted(key, new.owner_id, asked))
+            raise
+
+    async def _end_unwanted(self, key: RequestKey, owner_id: str, asked: asyncio.Task[Begun]) -> None:
+        try:
+            begun = await asked
+        except StoreError:
+            return
+        await self._endings.tell(Lease(key, owner_id, begun.generation))
 
     async def _end(self, entry: JournalEntry) -> None:
-        lease = entry.lease
-        if lease is None:
-            return
-        try:
-            if entry.is_behind:
-                await self._store.append(list(entry.writes(_BATCH_TOKENS)))
-            await self._store.end(lease.key, lease.owner_id, lease.generation, self._settings.keep_s)
-        except StoreUnavailable:
-            self._unheard_ends.append(lease)
-            self._wake.set()
+        with contextlib.suppress(StoreUnavailable):
+            while writes := list(entry.writes(_BATCH_TOKENS)):
+                results = await self._store.append(writes)
+                if not all(result is Appended.STORED for result in results):
+                    break  # another has it, or tokens before these are gone: whoever resumes computes them
+                for write in writes:
+                    entry.num_stored[write.choice] = write.start + len(write.token_ids)
+        if entry.last_lease is not None:
+            await self._endings.tell(entry.last_lease)
 
     async def _write_forever(self) -> None:
         while True:
@@ -200,10 +216,7 @@ class Journal:
 
     async def _write(self) -> None:
         """Bring the store up to date, as far as one batch goes."""
-        while self._unheard_ends:
-            lease = self._unheard_ends[0]
-            await self._store.end(lease.key, lease.owner_id, lease.generation, self._settings.keep_s)
-            self._unheard_ends.popleft()
+        await self._endings.tell_again()
         for entry in [entry for entry in self._entries.values() if entry.generation is None and entry.can_join]:
             await self._join(entry)
         batch: list[tuple[JournalEntry, JournalWrite]] = []
@@ -234,21 +247,22 @@ class Journal:
             self._wake.set()
 
     def _lost(self, entry: JournalEntry) -> None:
-        """The store does not know the request as ours; why, `_join` finds out."""
+        """The store takes no more of the request from us; why, `_join` finds out."""
         entry.generation = None
         self._wake.set()
         self._count()
 
     async def _join(self, entry: JournalEntry) -> None:
-        """Put a running request into the store, unless another owner took it over."""
+        """Put a running request into the store, unless another owner took it over, or it was aborted."""
         key, new = entry.request.key, entry.new
-        if entry.was_held:
-            record = await self._store.load(key)
-            if record is not None and record.owner_id != new.owner_id:
+        if entry.was_held and (record := await self._store.load(key)) is not None:
+            is_ours = record.owner_id == new.owner_id
+            if not is_ours or record.is_aborted:
                 entry.can_join = False
-                _log.info("request_taken_over", request_id=key.request_id, owner_id=record.owner_id)
+                event = "request_aborted" if is_ours else "request_taken_over"
+                _log.info(event, request_id=key.request_id, owner_id=record.owner_id)
                 if not entry.is_closed:
-                    self.on_taken_over(entry.request)
+                    (self.on_aborted if is_ours else self.on_taken_over)(entry.request)
                 return
         try:
             begun = await self._store.begin(key, new)
@@ -259,10 +273,10 @@ class Journal:
         except LimitExceeded as error:
             self._give_up(entry, str(error))
             return
-        if entry.is_closed:
-            self._unheard_ends.append(Lease(key, new.owner_id, begun.generation))
-            return
         entry.held(begun.generation)
+        if entry.is_closed:
+            await self._endings.tell(Lease(key, new.owner_id, begun.generation))
+            return
         self._behind[entry] = None
         self._count()
 

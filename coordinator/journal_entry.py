@@ -33,8 +33,8 @@ class JournalEntry:
     new: NewRequest
     generation: int | None = None
     """Of its lease; None: it is not in the store."""
-    was_held: bool = False
-    """It has been in the store, so that whoever holds it now took it over."""
+    last_lease: Lease | None = None
+    """The lease that it has, or had last."""
     can_join: bool = True
     """Whether to put it into the store when it is not there."""
     is_closed: bool = False
@@ -49,9 +49,12 @@ class JournalEntry:
     @property
     def lease(self) -> Lease | None:
         """What shows that the request is ours; None while it is not in the store."""
-        if self.generation is None:
-            return None
-        return Lease(self.request.key, self.new.owner_id, self.generation)
+        return None if self.generation is None else self.last_lease
+
+    @property
+    def was_held(self) -> bool:
+        """It has been in the store, so that whoever holds it now took it over."""
+        return self.last_lease is not None
 
     @property
     def is_behind(self) -> bool:
@@ -63,7 +66,8 @@ class JournalEntry:
 
     def held(self, generation: int) -> None:
         """The request was begun in the store, where nothing of it is written yet."""
-        self.generation, self.was_held = generation, True
+        self.generation = generation
+        self.last_lease = Lease(self.request.key, self.new.owner_id, generation)
         self.num_stored = [0] * self.new.num_choices
 
     def writes(self, most_tokens: int) -> Iterator[JournalWrite]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from prometheus_client import Counter
@@ -28,6 +29,7 @@ class Observer:
         self._verify, self._plain, self._prefill = (
             metrics.steps.labels(kind) for kind in ("verify", "plain", "prefill")
         )
+        self._turn = _Turn()
         self._proposed = _Depths(metrics.proposed_tokens)
         self._accepted = _Depths(metrics.accepted_tokens)
         self._links: Sequence[ReplicaLink] = ()
@@ -37,7 +39,7 @@ class Observer:
     ) -> None:
         """Tokens are about to go out."""
         for origin in origins:
-            self._tokens[origin].inc()
+            self._turn.inc(self._tokens[origin])
         request = session.request
         if not request.has_output:
             request.has_output = True
@@ -50,20 +52,21 @@ class Observer:
 
     def verdict(self, session: Session, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
         """A target step reported."""
-        metrics = self.metrics
-        if verdict.verified_by_depth:
-            self._verify.inc()
-            self._proposed.add(sum(n > 0 for n in verdict.verified_by_depth))
-            self._accepted.add(min(verdict.num_accepted, num_kept))
+        metrics, turn = self.metrics, self._turn
+        verified = verdict.verified_by_depth
+        if verified:
+            turn.inc(self._verify)
+            self._proposed.add(sum(num > 0 for num in verified), turn)
+            self._accepted.add(min(verdict.num_accepted, num_kept), turn)
             if session.relayed_s is not None:
                 metrics.verify_latency_seconds.observe(now_s - session.relayed_s)
         else:
-            (self._prefill if is_first else self._plain).inc()
+            turn.inc(self._prefill if is_first else self._plain)
         if is_first:
             self._count_sessions()
         session.relayed_s = None
         if verdict.hit:
-            metrics.hits.inc()
+            turn.inc(metrics.hits)
         if verdict.num_wasted:
             metrics.wasted_tokens.inc(verdict.num_wasted)
         if verdict.num_cached_tokens:
@@ -126,6 +129,25 @@ class Observer:
             self.metrics.sessions.labels(role).set(sum(len(link.sessions) for link in self._links if link.role == role))
 
 
+class _Turn:
+    """What is counted within one turn of the event loop; the counters, which have locks, are told at its end."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Counter, int] = {}
+
+    def inc(self, counter: Counter) -> None:
+        """Count one more."""
+        counts = self._counts
+        if not counts:
+            asyncio.get_running_loop().call_soon(self._flush)
+        counts[counter] = counts.get(counter, 0) + 1
+
+    def _flush(self) -> None:
+        for counter, count in self._counts.items():
+            counter.inc(count)
+        self._counts.clear()
+
+
 class _Depths:
     """A counter per depth, each child made once."""
 
@@ -133,9 +155,9 @@ class _Depths:
         self._counter = counter
         self._children: list[Counter] = []
 
-    def add(self, depth: int) -> None:
+    def add(self, depth: int, turn: _Turn) -> None:
         """Count depths 1 to `depth`."""
         while len(self._children) < depth:
             self._children.append(self._counter.labels(str(len(self._children) + 1)))
         for child in self._children[:depth]:
-            child.inc()
+            turn.inc(child)

@@ -16,7 +16,7 @@ from pydantic import SecretStr
 
 from coordinator.process_main import SERVING_LINE, Launch
 from specdec.config import CoordinatorSettings
-from specdec.rpc.server import StartupFailed
+from specdec.rpc.startup import StartupFailed
 from specdec.telemetry import forget_gauges
 
 

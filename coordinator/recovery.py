@@ -5,6 +5,7 @@ target stream ended       another target that serves the same model takes its se
                           tokens; without one they wait, for this target or any other that comes
 no target for too long    UNAVAILABLE (the client can resume)
 target drains             it gets no new sessions; those it has go on there until its stream ends
+session held elsewhere    CANCELLED, TAKEN_OVER: another coordinator goes on with it
 target refuses a session  opened again with growing waits; at once, without its draft, when a proposal was at fault;
                           elsewhere, when the target has failed too often or drains
 draft ended or wrong      the session goes on without it, and gets a draft again when there is one
@@ -22,6 +23,7 @@ import structlog
 from google.rpc import code_pb2, error_details_pb2
 
 from coordinator.decode_loop import DecodeLoop
+from coordinator.draft_recovery import DraftRecovery
 from coordinator.fleet import Fleet, same_model
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkState
@@ -29,16 +31,15 @@ from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.sessions import Session, SessionTable
-from specdec.rpc.errors import SpecdecError, Unavailable, from_status, internal_error
+from specdec.rpc.errors import Cancelled, SpecdecError, Unavailable, from_status, internal_error
 from specdec.v1 import common_pb2 as pb
 
-_MOST_DRAFT_FAILURES = 6
 _MOST_DOUBLINGS = 30
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
 _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED})
 """What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
-_NO_FAULT_REASONS = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
-"""What a replica says whose session another coordinator holds now."""
+_HELD_ELSEWHERE = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
+"""What a replica says whose session another coordinator holds now: asking again would not help."""
 _log = structlog.get_logger(__name__)
 
 
@@ -68,6 +69,7 @@ class Recovery:
         self._fleet = fleet
         self._decode_loop = decode_loop
         self._observer = observer
+        self._drafts = DraftRecovery(settings.draft_reopen_s, fleet, observer)
         self._give_ups: dict[str, asyncio.TimerHandle] = {}
         decode_loop.on_desync = self.on_desync
         decode_loop.on_bad_draft = self.on_bad_draft
@@ -103,7 +105,7 @@ class Recovery:
         if link.state is LinkState.INCOMPATIBLE and isinstance(link, TargetLink):
             self._give_up(link)
         if isinstance(link, DraftLink) and link.state is LinkState.DRAINING:
-            self._leave_draft(link)
+            self._drafts.leave(link)
 
     def on_load(self, link: ReplicaLink) -> None:
         """See `LinkEvents.on_load`."""
@@ -111,7 +113,7 @@ class Recovery:
             for draft in self._fleet.drafts:
                 draft.tell_target_load(link.address, link.load)
         if isinstance(link, DraftLink) and link.is_draining:
-            self._leave_draft(link)
+            self._drafts.leave(link)
 
     def on_up(self, link: ReplicaLink, lost: Sequence[Session]) -> None:
         """See `LinkEvents.on_up`."""
@@ -122,7 +124,7 @@ class Recovery:
         else:
             for session in self._sessions:
                 session.num_draft_failures = 0
-                self._open_draft(session)
+                self._drafts.open(session)
 
     def on_closed(self, link: ReplicaLink, session: Session, reason: str) -> None:
         """See `LinkEvents.on_closed`."""
@@ -145,8 +147,8 @@ class Recovery:
                 self._give_ups[link.address] = loop.call_later(self._settings.target_timeout_s, self._give_up, link)
         else:
             for session in list(link.sessions.values()):
-                self._drop_draft(session, "stream_broken")
-                self._open_draft(session)
+                self._drafts.drop(session, "stream_broken")
+                self._drafts.open(session)
 
     def on_session_error(self, link: ReplicaLink, session: Session, error: pb.SessionError) -> None:
         """See `LinkEvents.on_session_error`."""
@@ -162,12 +164,15 @@ class Recovery:
         if isinstance(link, DraftLink):
             if _is_fault(error.status.code, reason):
                 self._fleet.failed(link)
-            self._on_draft_error(session, reason.lower())
+            self._drafts.failed(session, reason.lower())
         elif error.status.code == code_pb2.INVALID_ARGUMENT and session.was_relayed and not field.startswith("open"):
             if session.draft is not None:
                 self._fleet.failed(session.draft)
-            self._on_draft_error(session, "bad_proposal")
+            self._drafts.failed(session, "bad_proposal")
             self._reopen_target(session)
+        elif reason in _HELD_ELSEWHERE:
+            failure = Cancelled("another coordinator holds the session", reason="TAKEN_OVER")
+            self._decode_loop.fail(session.request, failure)
         elif error.status.code in _FATAL:
             self._decode_loop.fail(session.request, from_status(error.status))
         else:
@@ -192,7 +197,7 @@ class Recovery:
         _log.warning("proposal_rejected", **session.log_fields, cause=cause)
         if session.draft is not None:
             self._fleet.failed(session.draft)
-            self._on_draft_error(session, "bad_proposal")
+            self._drafts.failed(session, "bad_proposal")
 
     def _on_target_up(self, link: TargetLink, lost: Sequence[Session]) -> None:
         timer = self._give_ups.pop(link.address, None)
@@ -291,40 +296,6 @@ class Recovery:
             self._observer.metrics.session_reopens.labels("draft").inc()
             session.draft.open(session)
 
-    def _leave_draft(self, link: DraftLink) -> None:
-        """A draft drains: its sessions go to another one. Without another it drafts on until its stream ends."""
-        for session in list(link.sessions.values()):
-            if self._fleet.pick_draft(session.position) is not None:
-                self._drop_draft(session, "draining")
-                self._open_draft(session)
-
-    def _on_draft_error(self, session: Session, cause: str) -> None:
-        self._drop_draft(session, cause)
-        if session.num_draft_failures >= _MOST_DRAFT_FAILURES:
-            return
-        wait_s = self._settings.draft_reopen_s * 2**session.num_draft_failures
-        session.num_draft_failures += 1
-        _cancel(session.draft_retry)
-        session.draft_retry = asyncio.get_running_loop().call_later(wait_s, self._open_draft, session)
-
-    def _drop_draft(self, session: Session, cause: str) -> None:
-        self._observer.metrics.draft_fallbacks.labels(cause).inc()
-        session.request.trace.draft_fallback(session, cause)
-        session.committed_s = None
-        if session.draft is not None:
-            session.draft.close(session, cause)
-
-    def _open_draft(self, session: Session) -> None:
-        if session.finish is not None or not session.speculate or session.draft is not None:
-            return
-        if session.num_draft_failures >= _MOST_DRAFT_FAILURES:
-            return
-        draft = self._fleet.pick_draft(session.position)
-        if draft is not None:
-            if session.draft_epoch:
-                self._observer.metrics.session_reopens.labels("draft").inc()
-            draft.open(session)
-
 
 def _note_move(session: Session, link: TargetLink, other: TargetLink) -> None:
     _log.info("session_moved", **session.log_fields, target=other.address)
@@ -339,7 +310,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def _is_fault(code: int, reason: str) -> bool:
-    return code not in _NO_FAULT and reason not in _NO_FAULT_REASONS
+    return code not in _NO_FAULT and reason not in _HELD_ELSEWHERE
 
 
 def _reason_and_field(error: pb.SessionError) -> tuple[str, str]:

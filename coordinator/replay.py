@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from coordinator.decode_loop import DecodeLoop, output_tokens
+from coordinator.decode_loop import DecodeLoop, add_tokens
 from coordinator.output import EndRules
 from coordinator.resume import agree
 from coordinator.sessions import Session
@@ -77,10 +77,12 @@ def replay(decode_loop: DecodeLoop, session: Session, held: HeldChoice, max_mode
     session.token_ids.extend(held.token_ids[: step.num_kept])
     session.num_written += held.num_at_client
     new = slice(held.num_at_client, step.num_kept)
-    tokens = output_tokens(session.detokenizers, held.token_ids[new], _origins(held.origins[new]))
+    token_ids = held.token_ids[new]
     rest = text[held.text_offset_bytes :].decode("utf-8", "ignore")
-    if rest or tokens:
-        session.request.stream.push_delta(session.choice, rest, tokens)
+    if rest or token_ids:
+        delta = session.request.stream.delta(session.choice)
+        delta.text += rest
+        add_tokens(delta, session.detokenizers, token_ids, _origins(held.origins[new]))
     if step.finish is not None:
         decode_loop.end(session, step.finish)
     return step.finish is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import socket
 import time
@@ -36,13 +35,15 @@ from coordinator.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions import SessionTable
 from coordinator.shared_quotas import SharedQuotas
+from coordinator.tasks import end_tasks
 from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
 from specdec import __version__
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import check_client_tls, open_channel
 from specdec.rpc.errors import NotReady
-from specdec.rpc.server import StartupFailed, run_service
+from specdec.rpc.server import run_service
+from specdec.rpc.startup import StartupFailed
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics
@@ -51,6 +52,9 @@ from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
 _DRAIN_RETRY_S = 1.0
+_SHARED_JOURNAL_INTERVAL_S = 0.05
+# A store in this process is lost with it, and the end of a request writes what is left: nothing is in a hurry.
+_OWN_JOURNAL_INTERVAL_S = 2.0
 _log = structlog.get_logger(__name__)
 
 
@@ -76,7 +80,11 @@ class CoordinatorService:
         self._journal = Journal(
             self.store,
             self._owner_id,
-            JournalSettings(settings.journal_lease_s, settings.journal_keep_s),
+            JournalSettings(
+                settings.journal_lease_s,
+                settings.journal_keep_s,
+                interval_s=_SHARED_JOURNAL_INTERVAL_S if is_shared else _OWN_JOURNAL_INTERVAL_S,
+            ),
             self._observer.metrics.unjournalled.set,
         )
         self._shared_quotas = SharedQuotas(self.store) if is_shared else None
@@ -136,11 +144,7 @@ class CoordinatorService:
 
     async def stop(self) -> None:
         """Close all links, replicas see the streams end; and export the traces that are left."""
-        for task in self._tasks:
-            task.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await end_tasks(self._tasks)
         for roster in self.rosters.values():
             await roster.close()
         await self._journal.close()

@@ -89,7 +89,7 @@ class CoordinatorServicer:
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
         """Ends a running request."""
         tenant, _ = self._identify(context)
-        return api.AbortResponse(aborted=self._generator.abort(tenant, request.request_id))
+        return api.AbortResponse(aborted=await self._generator.abort(tenant, request.request_id))
 
     async def tokenize(
         self, request: api.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]

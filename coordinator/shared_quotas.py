@@ -70,9 +70,9 @@ class SharedQuotas:
             await self._tell()
 
     async def _tell(self) -> None:
-        used, self._used = self._used, {}
         self._has_used.clear()
-        for tenant, (rate, num_tokens) in used.items():
+        while self._used:  # one by one: what is not told when this is cancelled, `close` tells
+            tenant, (rate, num_tokens) = self._used.popitem()
             await self._take(tenant, rate, num_tokens)
 
     async def _take(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:

@@ -62,13 +62,15 @@ class SpeculationTally:
             self._add_verified(verdict, num_kept)
 
     def _add_verified(self, verdict: pb.Verdict, num_kept: int) -> None:
+        verified = list(verdict.verified_by_depth)
+        num_depths = sum(num > 0 for num in verified)
         num_accepted = min(verdict.num_accepted, num_kept)
         self.num_verify_steps += 1
         self.num_verify_tokens += num_kept
-        self.num_proposed += sum(verdict.verified_by_depth)
+        self.num_proposed += sum(verified)
         self.num_accepted += num_accepted
-        _count_depths(self.verified_by_depth, (int(n > 0) for n in verdict.verified_by_depth))
-        _count_depths(self.accepted_by_depth, (1 for _ in range(num_accepted)))
+        _count_up_to(self.verified_by_depth, num_depths)
+        _count_up_to(self.accepted_by_depth, num_accepted)
 
     def to_proto(self) -> api.SpeculationStats:
         """As the clients see it."""
@@ -105,6 +107,13 @@ _SUMMED = (
     "hold_off_us",
     "hit_outside_us",
 )
+
+
+def _count_up_to(counts: list[int], depth: int) -> None:
+    if len(counts) < depth:
+        counts.extend([0] * (depth - len(counts)))
+    for index in range(depth):
+        counts[index] += 1
 
 
 def _count_depths(counts: list[int], more: Iterable[int]) -> None:

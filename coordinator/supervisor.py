@@ -31,7 +31,10 @@ from coordinator.process import CoordinatorProcess, reserved_port
 from coordinator.servicer import SERVICE_NAME
 from specdec import __version__
 from specdec.config import CoordinatorSettings
-from specdec.rpc.server import Readiness, StartupFailed, install_signals, metrics_endpoint, plaintext_health
+from specdec.rpc.metrics_endpoint import metrics_endpoint
+from specdec.rpc.readiness import Readiness, plaintext_health
+from specdec.rpc.server import install_signals
+from specdec.rpc.startup import StartupFailed
 from specdec.rpc.tls import TlsFilesBroken
 from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
 

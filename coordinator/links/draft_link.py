@@ -58,7 +58,7 @@ class DraftLink(ReplicaLink):
 
     def commit(self, session: Session, start_position: int, token_ids: Sequence[int]) -> None:
         """Tell which tokens are final."""
-        self._queue(self._entry(session, commit=pb.Commit(start_position=start_position, token_ids=token_ids)))
+        self._queue(self._entry(session, commit={"start_position": start_position, "token_ids": token_ids}))
 
     def close(self, session: Session, reason: str) -> None:
         """End a session."""

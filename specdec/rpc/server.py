@@ -18,32 +18,29 @@ import contextlib
 import ipaddress
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
-from wsgiref.simple_server import WSGIServer
 
 import grpc
 import structlog
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from specdec import __version__
 from specdec.rpc.channel import wire_options
 from specdec.rpc.error_interceptor import ErrorInterceptor
+from specdec.rpc.metrics_endpoint import metrics_endpoint
+from specdec.rpc.readiness import Readiness, plaintext_health
 from specdec.rpc.settings import ServiceSettings
-from specdec.rpc.tls import ClientNameInterceptor, TlsFiles, TlsFilesBroken, follow_files, server_credentials
-from specdec.store.announcer import AnnouncedState, Announcer
-from specdec.telemetry import scrape_registry
+from specdec.rpc.startup import StartupFailed
+from specdec.rpc.tls import ClientNameInterceptor, TlsFilesBroken, server_credentials, server_tls_files
+from specdec.store.announcer import Announcer
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
 # Over the drain's own limit: a drain that hangs must not hold the process.
 _DRAIN_MARGIN_S = 5.0
 _log = structlog.get_logger(__name__)
-
-
-class StartupFailed(Exception):
-    """The service cannot start; the message says why, for people."""
 
 
 class Service(Protocol):
@@ -175,44 +172,6 @@ def advertised_address(settings: ServiceSettings, port: int) -> str:
     return f"{socket.gethostname() if is_wildcard else settings.host}:{port}"
 
 
-class Readiness:
-    """What others are told: health of all gRPC services of a process and of the empty name, and its registration."""
-
-    def __init__(self, names: Sequence[str], announcer: Announcer | None = None) -> None:
-        self._names = ("", *names)
-        self._announcer = announcer
-        self._servicers: list[health.aio.HealthServicer] = []
-        self._status: int = health_pb2.HealthCheckResponse.NOT_SERVING
-
-    async def register(self, server: grpc.aio.Server) -> None:
-        """Answer health checks at a server."""
-        servicer = health.aio.HealthServicer()
-        self._servicers.append(servicer)
-        for name in self._names:
-            await servicer.set(name, self._status)
-        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-
-    async def set_serving(self, is_serving: bool) -> None:
-        """Say SERVING or NOT_SERVING."""
-        if is_serving:
-            self._announce(AnnouncedState.READY)
-        response = health_pb2.HealthCheckResponse
-        self._status = response.SERVING if is_serving else response.NOT_SERVING
-        for servicer in self._servicers:
-            for name in self._names:
-                await servicer.set(name, self._status)
-
-    async def shut_down(self) -> None:
-        """Say NOT_SERVING from now on, whatever is set."""
-        self._announce(AnnouncedState.DRAINING)
-        for servicer in self._servicers:
-            await servicer.enter_graceful_shutdown()
-
-    def _announce(self, state: AnnouncedState) -> None:
-        if self._announcer is not None:
-            self._announcer.set_state(state)
-
-
 async def _serve(
     service: Service, on_started: Callable[[], Awaitable[None]], failure: asyncio.Task[str], stopping: asyncio.Event
 ) -> int:
@@ -261,71 +220,10 @@ def install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
 
 def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
     address = f"{settings.host}:{settings.port}"
-    tls = _tls_files(settings)
+    tls = server_tls_files(settings)
     try:
         if tls is None:
             return server.add_insecure_port(address)
         return server.add_secure_port(address, server_credentials(tls))
     except (RuntimeError, ValueError) as error:
         raise StartupFailed(f"host, port: cannot listen on {address}: {error}") from error
-
-
-def _tls_files(settings: ServiceSettings) -> TlsFiles | None:
-    if settings.tls_cert_file is None or settings.tls_key_file is None:
-        return None
-    return TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
-
-
-@contextlib.contextmanager
-def metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Serve /metrics where the settings say; yields the port, None if metrics are off. Raises StartupFailed."""
-    if settings.metrics_port is None:
-        yield None
-        return
-    tls = _tls_files(settings) if settings.metrics_tls else None
-    try:
-        server = _start_metrics(settings.metrics_port, settings, scrape_registry(registry), tls)
-    except OSError as error:
-        address = f"{settings.host}:{settings.metrics_port}"
-        raise StartupFailed(f"metrics_port: cannot listen on {address}: {error.strerror}") from error
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
-def _start_metrics(
-    port: int, settings: ServiceSettings, registry: CollectorRegistry, tls: TlsFiles | None
-) -> WSGIServer:
-    if tls is None:
-        return start_http_server(port, settings.host, registry)[0]
-    client_ca = settings.tls_client_ca_file
-    server, _ = start_http_server(
-        port, settings.host, registry,
-        certfile=str(settings.tls_cert_file),
-        keyfile=str(settings.tls_key_file),
-        client_cafile=None if client_ca is None else str(client_ca),
-        client_auth_required=client_ca is not None,
-    )  # fmt: skip
-    follow_files(server, tls)
-    return server
-
-
-@contextlib.asynccontextmanager
-async def plaintext_health(settings: ServiceSettings, readiness: Readiness) -> AsyncIterator[int | None]:
-    """Serve health where `health_port` says; yields the port, None if it is off. Raises StartupFailed."""
-    if settings.health_port is None:
-        yield None
-        return
-    server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    await readiness.register(server)
-    try:
-        port = server.add_insecure_port(f"{settings.host}:{settings.health_port}")
-    except RuntimeError as error:
-        raise StartupFailed(f"health_port: cannot listen on {settings.host}:{settings.health_port}") from error
-    await server.start()
-    try:
-        yield port
-    finally:
-        await server.stop(0)

@@ -21,6 +21,7 @@ import grpc
 import structlog
 
 from specdec.rpc.errors import PermissionDenied, abort_with
+from specdec.rpc.settings import ServiceSettings
 
 _T = TypeVar("_T")
 
@@ -102,6 +103,13 @@ class TlsFiles:
             context.verify_mode = ssl.CERT_REQUIRED
             _load_authorities(context, "tls_client_ca_file", client_ca)
         return context
+
+
+def server_tls_files(settings: ServiceSettings) -> TlsFiles | None:
+    """The files that a service's settings name; None without TLS. Raises TlsFilesBroken."""
+    if settings.tls_cert_file is None or settings.tls_key_file is None:
+        return None
+    return TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file)
 
 
 def channel_credentials(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> grpc.ChannelCredentials:

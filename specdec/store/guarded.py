@@ -116,6 +116,10 @@ class GuardedStore:
         """See Store."""
         return await self._call("end", lambda: self._store.end(key, owner_id, generation, keep_s))
 
+    async def abort(self, key: RequestKey) -> bool:
+        """See Store."""
+        return await self._call("abort", lambda: self._store.abort(key))
+
     async def load(self, key: RequestKey) -> JournalRecord | None:
         """See Store."""
         return await self._call("load", lambda: self._store.load(key))

@@ -85,6 +85,8 @@ class JournalRecord:
     token_ids: tuple[tuple[int, ...], ...]
     origins: tuple[tuple[int, ...], ...]
     is_ended: bool
+    # Somebody wants it to end; see Store.abort.
+    is_aborted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,8 @@ class JournalWrite:
 class Appended(IntEnum):
     """What became of a JournalWrite. True as a bool iff the writer is still the owner."""
 
-    # The request is another's, has ended, or is not known (it expired, or the store lost it). Nothing was written.
+    # The request is another's, has ended, was aborted, or is not known (it expired, or the store lost it). Nothing was
+    # written.
     NOT_OWNER = 0
     # Written, and the lease renewed.
     STORED = 1
@@ -183,11 +186,18 @@ class Store(Protocol):
         ...
 
     async def renew(self, leases: Sequence[Lease]) -> list[bool]:
-        """Renew leases; for each, return whether the caller is still the owner."""
+        """Renew leases; for each, return whether the caller is still the owner, and the request was not aborted."""
         ...
 
     async def end(self, key: RequestKey, owner_id: str, generation: int, keep_s: float) -> bool:
         """End a request and keep its record for `keep_s` (0 deletes it); False: it is not the caller's."""
+        ...
+
+    async def abort(self, key: RequestKey) -> bool:
+        """Ask the owner of a request to end it; False: there is none whose lease is live.
+
+        The owner keeps the request, but may write to it only after it has begun it again, which withdraws the abort.
+        """
         ...
 
     async def load(self, key: RequestKey) -> JournalRecord | None:

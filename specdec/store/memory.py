@@ -36,6 +36,7 @@ class _Request:
     lease_until_s: float = 0.0
     expires_s: float = 0.0
     is_ended: bool = False
+    is_aborted: bool = False
 
     def record(self) -> JournalRecord:
         return JournalRecord(
@@ -46,6 +47,7 @@ class _Request:
             token_ids=tuple(map(tuple, self.token_ids)),
             origins=tuple(map(tuple, self.origins)),
             is_ended=self.is_ended,
+            is_aborted=self.is_aborted,
         )
 
 
@@ -156,6 +158,7 @@ class MemoryStore:
             self._state.ended.pop(key, None)
         held.owner_id = request.owner_id
         held.generation = generation
+        held.is_aborted = False
         held.lease_s = request.lease_s
         self._hold(key, held, now)
         return Begun(generation, record)
@@ -169,7 +172,7 @@ class MemoryStore:
     async def renew(self, leases: Sequence[Lease]) -> list[bool]:
         """See Store."""
         now = self._now()
-        owned = [self._owned(lease.key, lease.owner_id, lease.generation, now) for lease in leases]
+        owned = [self._writable(lease.key, lease.owner_id, lease.generation, now) for lease in leases]
         for lease, request in zip(leases, owned, strict=True):
             if request is not None:
                 self._hold(lease.key, request, now)
@@ -190,6 +193,15 @@ class MemoryStore:
         while len(ended) > self._limits.max_ended:
             oldest = next(iter(ended))
             del ended[oldest], self._state.requests[oldest]
+        return True
+
+    async def abort(self, key: RequestKey) -> bool:
+        """See Store."""
+        now = self._now()
+        request = self._request(key, now)
+        if request is None or request.is_ended or request.lease_until_s <= now:
+            return False
+        request.is_aborted = True
         return True
 
     async def load(self, key: RequestKey) -> JournalRecord | None:
@@ -222,7 +234,7 @@ class MemoryStore:
         """See Store."""
 
     def _append(self, write: JournalWrite, now: float) -> Appended:
-        request = self._owned(write.key, write.owner_id, write.generation, now)
+        request = self._writable(write.key, write.owner_id, write.generation, now)
         if request is None or write.choice >= len(request.token_ids):
             return Appended.NOT_OWNER
         self._hold(write.key, request, now)
@@ -243,6 +255,10 @@ class MemoryStore:
         if request is None or request.is_ended or (request.owner_id, request.generation) != (owner_id, generation):
             return None
         return request
+
+    def _writable(self, key: RequestKey, owner_id: str, generation: int, now: float) -> _Request | None:
+        request = self._owned(key, owner_id, generation, now)
+        return None if request is None or request.is_aborted else request
 
     def _hold(self, key: RequestKey, request: _Request, now: float) -> None:
         request.lease_until_s = now + request.lease_s

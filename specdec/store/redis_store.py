@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from google.protobuf.message import DecodeError
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 from redis.exceptions import NoScriptError
@@ -29,9 +25,9 @@ from specdec.store.interface import (
     StoreLimits,
 )
 from specdec.store.keys import StoreKeys, escape
-from specdec.store.packing import TOKEN_BYTES, pack_tokens, unpack_tokens
+from specdec.store.packing import TOKEN_BYTES, pack_tokens
+from specdec.store.records import decode_record, decode_replica, encode_replica
 from specdec.store.scripts import Script
-from specdec.v1.common_pb2 import GetReplicaInfoResponse
 
 # Operations that ask Redis at the same time, hence also connections (to each node of a cluster); others wait.
 MAX_CONCURRENT_OPERATIONS = 32
@@ -78,7 +74,7 @@ class RedisStore:
         await self._run(
             scripts.ANNOUNCE,
             self._keys.replicas(),
-            [member, _encode_replica(replica), _ms(ttl_s), self._limits.max_replicas],
+            [member, encode_replica(replica), _ms(ttl_s), self._limits.max_replicas],
         )
 
     async def withdraw(self, role: str, address: str) -> None:
@@ -88,7 +84,7 @@ class RedisStore:
     async def replicas(self) -> list[ReplicaRecord]:
         """See Store. A record that cannot be read, because another version wrote it, is left out."""
         encoded = await self._run(scripts.REPLICAS, self._keys.replicas(), [])
-        records = [record for record in map(_decode_replica, encoded) if record is not None]
+        records = [record for record in map(decode_replica, encoded) if record is not None]
         return sorted(records, key=lambda record: (record.role, record.address))
 
     async def add_prefixes(self, replica: str, digests: Sequence[bytes], ttl_s: float) -> None:
@@ -123,7 +119,7 @@ class RedisStore:
             raise RequestHeld(details[0].decode())
         if outcome == b"many":
             raise TooManyConcurrent(int(details[0]))
-        return Begun(generation=int(details[0]), record=None if details[1] is None else _decode_record(details[1]))
+        return Begun(generation=int(details[0]), record=None if details[1] is None else decode_record(details[1]))
 
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         """See Store."""
@@ -157,10 +153,14 @@ class RedisStore:
         arguments: list[_Argument] = [_request_member(key), owner_id, generation, _ms(keep_s)]
         return bool(await self._run(scripts.END, self._keys.request(key), arguments))
 
+    async def abort(self, key: RequestKey) -> bool:
+        """See Store."""
+        return bool(await self._run(scripts.ABORT, self._keys.request(key)[:1], []))
+
     async def load(self, key: RequestKey) -> JournalRecord | None:
         """See Store."""
         answer = await self._run(scripts.LOAD, self._keys.request(key)[:1], [])
-        return None if answer is None else _decode_record(answer)
+        return None if answer is None else decode_record(answer)
 
     async def take_tokens(
         self, bucket: str, amount: float, rate_per_s: float, burst: float, force: bool = False
@@ -263,42 +263,3 @@ def _member(role: str, address: str) -> str:
 def _request_member(key: RequestKey) -> str:
     # Bounded, unlike the id.
     return escape(key.request_id)
-
-
-def _encode_replica(replica: ReplicaRecord) -> bytes:
-    fields = {
-        "role": replica.role,
-        "address": replica.address,
-        "instance_id": replica.instance_id,
-        "state": replica.state,
-        "info": base64.b64encode(replica.info.SerializeToString()).decode(),
-    }
-    return json.dumps(fields).encode()
-
-
-def _decode_replica(encoded: bytes) -> ReplicaRecord | None:
-    try:
-        fields = json.loads(encoded)
-        return ReplicaRecord(
-            role=str(fields["role"]),
-            address=str(fields["address"]),
-            instance_id=str(fields["instance_id"]),
-            state=str(fields["state"]),
-            info=GetReplicaInfoResponse.FromString(base64.b64decode(fields["info"])),
-        )
-    except (ValueError, KeyError, TypeError, DecodeError, binascii.Error):
-        return None
-
-
-def _decode_record(answer: Sequence[Any]) -> JournalRecord:
-    owner_id, generation, seed, params, ended, tokens = answer
-    choices = [unpack_tokens(packed) for packed in tokens]
-    return JournalRecord(
-        owner_id=owner_id.decode(),
-        generation=int(generation),
-        seed=int(seed),
-        params=params,
-        token_ids=tuple(token_ids for token_ids, _ in choices),
-        origins=tuple(origins for _, origins in choices),
-        is_ended=ended == b"1",
-    )

@@ -90,13 +90,13 @@ PREFIX_HOLDERS = Script(_NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], '(' 
 
 _RECORD = """
 local function read_record()
-  local head = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'seed', 'params', 'num_choices', 'ended')
+  local head = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'seed', 'params', 'num_choices', 'ended', 'aborted')
   if not head[1] then return false end
   local tokens = {}
   for choice = 0, head[5] - 1 do
     tokens[#tokens + 1] = redis.call('GET', KEYS[1] .. ':tokens:' .. choice) or ''
   end
-  return {head[1], head[2], head[3], head[4], head[6], tokens}
+  return {head[1], head[2], head[3], head[4], head[6], tokens, head[7]}
 end
 """
 
@@ -133,7 +133,7 @@ if tonumber(redis.call('ZSCORE', KEYS[2], ARGV[1]) or 0) > now then others = oth
 if tonumber(ARGV[8]) >= 0 and others >= tonumber(ARGV[8]) then return {'many', others} end
 local record = not restart and read_record()
 local generation = whole(math.max((old[2] or 0) + 1, now))
-redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'generation', generation)
+redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'generation', generation, 'aborted', '0')
 if not record then
   redis.call('HSET', KEYS[1], 'seed', ARGV[3], 'params', ARGV[4], 'num_choices', ARGV[5], 'ended', '0')
   for choice = 0, math.max(ARGV[5], old[5] or 0) - 1 do redis.call('DEL', KEYS[1] .. ':tokens:' .. choice) end
@@ -146,15 +146,22 @@ return {'begun', generation, record}
 )
 
 _OWNED = """
-local head = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'ended', 'num_choices', 'lease')
+local head = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'ended', 'num_choices', 'lease', 'aborted')
 if head[1] ~= ARGV[2] or head[2] ~= ARGV[3] or head[3] == '1' then return 0 end
 """
+
+_WRITABLE = (
+    _OWNED
+    + """
+if head[6] == '1' then return 0 end
+"""
+)
 
 # KEYS: head, live. ARGV: member, owner, generation, keep, choice, first byte, bytes. Returns an Appended.
 APPEND = Script(
     _NOW
     + _EXPIRE
-    + _OWNED
+    + _WRITABLE
     + """
 if tonumber(ARGV[5]) >= tonumber(head[4]) then return 0 end
 local key = KEYS[1] .. ':tokens:' .. ARGV[5]
@@ -172,7 +179,7 @@ return fits and 1 or 2
 RENEW = Script(
     _NOW
     + _EXPIRE
-    + _OWNED
+    + _WRITABLE
     + """
 hold(tonumber(head[5]), tonumber(ARGV[4]), ARGV[1])
 return 1
@@ -188,6 +195,17 @@ END = Script(
 redis.call('ZREM', KEYS[2], ARGV[1])
 redis.call('HSET', KEYS[1], 'ended', '1', 'lease_until', '0')
 expire(ARGV[4])
+return 1
+"""
+)
+
+# KEYS: head. Returns whether there is an owner to ask.
+ABORT = Script(
+    _NOW
+    + """
+local head = redis.call('HMGET', KEYS[1], 'owner', 'lease_until', 'ended')
+if not head[1] or head[3] == '1' or tonumber(head[2]) <= now then return 0 end
+redis.call('HSET', KEYS[1], 'aborted', '1')
 return 1
 """
 )

@@ -863,7 +863,7 @@ class AbortResponse(_message.Message):
 
     ABORTED_FIELD_NUMBER: _builtins.int
     aborted: _builtins.bool
-    """Whether such a request was running."""
+    """Whether such a request was running. One that runs at another coordinator ends soon after this answer."""
     def __init__(
         self,
         *,

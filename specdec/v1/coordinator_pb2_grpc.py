@@ -79,7 +79,7 @@ class CoordinatorServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request; its stream ends with finish reason abort.
+        """Ends a running request; its stream ends with finish reason abort. Of coordinators that share a Redis, any will do.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class CoordinatorServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_coordinator_pb2.GenerateRequest, _coordinator_pb2.GenerateResponse]
     """Generates one or more choices for a prompt and streams them."""
     Abort: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.AbortRequest, _coordinator_pb2.AbortResponse]
-    """Ends a running request; its stream ends with finish reason abort."""
+    """Ends a running request; its stream ends with finish reason abort. Of coordinators that share a Redis, any will do."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.TokenizeRequest, _coordinator_pb2.TokenizeResponse]
     """Text or chat messages to token ids."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DetokenizeRequest, _coordinator_pb2.DetokenizeResponse]
@@ -54,7 +54,7 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Generate: _aio.UnaryStreamMultiCallable[_coordinator_pb2.GenerateRequest, _coordinator_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates one or more choices for a prompt and streams them."""
     Abort: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.AbortRequest, _coordinator_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends a running request; its stream ends with finish reason abort."""
+    """Ends a running request; its stream ends with finish reason abort. Of coordinators that share a Redis, any will do."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.TokenizeRequest, _coordinator_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Text or chat messages to token ids."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DetokenizeRequest, _coordinator_pb2.DetokenizeResponse]  # type: ignore[assignment]
@@ -81,7 +81,7 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _coordinator_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_coordinator_pb2.AbortResponse, _abc.Awaitable[_coordinator_pb2.AbortResponse]]:
-        """Ends a running request; its stream ends with finish reason abort."""
+        """Ends a running request; its stream ends with finish reason abort. Of coordinators that share a Redis, any will do."""
 
     @_abc_1.abstractmethod
     def Tokenize(

@@ -24,6 +24,7 @@ from specdec.rpc.errors import (
 )
 from specdec.store.interface import JournalRecord, RequestKey
 from specdec.store.urls import connect
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
 from tests.chaos.faults import another, eventually, scrape
@@ -170,6 +171,113 @@ async def test_what_a_client_lost_comes_from_the_journal_of_a_coordinator_that_d
     for choice in range(2):
         assert rest.ids(choice) == expected_ids(target, 60, choice=choice)
     assert [num for _, _, num in target.opened] == [3, 3, 13, 13]
+
+
+async def test_a_request_can_be_aborted_at_any_coordinator_by_its_tenant(redis_server: RedisServer) -> None:
+    target = ScriptedTarget()
+    target.limit = 10
+    body = request(request_id="mine", n=2)
+    async with coordinators(target, redis_server) as (one, two):
+        call = one.stub.Generate(body)
+        result = await read_tokens(call, 10)
+        abort = api.AbortRequest(request_id="mine")
+        assert not (await two.stub.Abort(abort, metadata=[("specdec-tenant", "other")])).aborted
+        assert not (await two.stub.Abort(api.AbortRequest(request_id="other"))).aborted
+        assert (await two.stub.Abort(abort)).aborted
+        await finish(call, result)
+        await target.until(lambda: not target.sessions)
+        assert not (await two.stub.Abort(abort)).aborted
+        target.set_limit(None)
+        again = await collect(two.stub.Generate(body))
+    assert {choice: ended.reason for choice, ended in result.ended.items()} == dict.fromkeys(
+        range(2), pb.FINISH_REASON_ABORT
+    )
+    assert result.ids() == expected_ids(target, 10)
+    assert again.ids() == expected_ids(target, 20)
+
+
+async def test_a_request_in_the_queue_of_one_coordinator_can_be_aborted_at_the_other(redis_server: RedisServer) -> None:
+    target = ScriptedTarget()
+    target.limit = 10
+    async with coordinators(target, redis_server, max_running=1) as (one, two):
+        running_call = one.stub.Generate(request())
+        await read_tokens(running_call, 10)
+        waiting = one.stub.Generate(request(request_id="mine"))
+        await metric_is(one, "queue_length", 1)
+        assert (await two.stub.Abort(api.AbortRequest(request_id="mine"))).aborted
+        result = await collect(waiting)
+        running_call.cancel()
+    assert result.chunks == ["started", "choice_finished", "finished"]
+    assert result.ended[0].reason == pb.FINISH_REASON_ABORT
+
+
+async def test_while_redis_is_away_only_the_coordinator_of_a_request_can_abort_it(redis_server: RedisServer) -> None:
+    target = ScriptedTarget()
+    target.limit = 10
+    abort = api.AbortRequest(request_id="mine")
+    async with coordinators(target, redis_server) as (one, two):
+        call = one.stub.Generate(request(request_id="mine"))
+        result = await read_tokens(call, 10)
+        redis_server.stop()
+        assert not (await two.stub.Abort(abort)).aborted
+        assert (await one.stub.Abort(abort)).aborted
+        await finish(call, result)
+    assert result.ended[0].reason == pb.FINISH_REASON_ABORT
+
+
+async def test_a_client_that_cancels_while_its_request_is_being_journalled_leaves_its_id_free(
+    redis_server: RedisServer,
+) -> None:
+    target = ScriptedTarget()
+    body = request(request_id="mine")
+    # Far longer than the test may take: neither a lease that runs out nor a timeout makes it pass.
+    async with coordinators(target, redis_server, redis_timeout_s=600.0, journal_lease_s=600.0) as (one, _):
+        await collect(one.stub.Generate(request()))
+        redis_server.pause()
+        call = one.stub.Generate(body)
+        begun = asyncio.create_task(collect(call))
+
+        async def is_known() -> bool:
+            error = one.stub.Generate(body)
+            return isinstance(await error_of(error), RequestExists)
+
+        await eventually(is_known, "the request is on its way to the journal")
+        cancelled = one.metric("requests_total", outcome="CANCELLED")
+        call.cancel()
+
+        async def has_ended() -> bool:
+            return one.metric("requests_total", outcome="CANCELLED") > cancelled
+
+        await eventually(has_ended, "the coordinator knows that the client left")
+        redis_server.resume()
+        with pytest.raises(asyncio.CancelledError):
+            await begun
+        assert (await collect(one.stub.Generate(body))).ids() == expected_ids(target, 20)
+
+
+async def test_a_request_that_waits_for_the_journal_when_its_coordinator_drains_is_sent_elsewhere(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = ScriptedTarget()
+    body = request(request_id="mine")
+    async with coordinators(target, redis_server, redis_timeout_s=600.0) as (one, _):
+        first = await collect(one.stub.Generate(body))
+        redis_server.pause()
+        store, is_loading = one.service.store, asyncio.Event()
+        load = store.load
+
+        async def observed(key: RequestKey) -> JournalRecord | None:
+            is_loading.set()
+            return await load(key)
+
+        monkeypatch.setattr(store, "load", observed)
+        resuming = asyncio.create_task(error_of(one.stub.Generate(resumed(first, body))))
+        await is_loading.wait()
+        await one.service.drain(0)
+        redis_server.resume()
+        error = await resuming
+    assert isinstance(error, Unavailable)
+    assert error.reason == "DRAINING"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from coordinator.links.target_link import TargetLink
 from specdec.client import Client
+from specdec.rpc.errors import Cancelled, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, target_pb2
@@ -159,18 +160,21 @@ async def test_a_target_that_keeps_failing_is_ejected_and_trusted_again_after_a_
 
 
 @pytest.mark.parametrize("reason", ["STALE_LEASE", "SESSION_TAKEN_OVER"])
-async def test_a_target_whose_session_another_coordinator_holds_is_not_ejected_for_it(reason: str) -> None:
+async def test_a_session_that_another_coordinator_holds_ends_at_once_and_its_target_is_not_ejected(reason: str) -> None:
     targets = [ScriptedTarget(), ScriptedTarget()]
     status = status_pb2.Status(code=code_pb2.FAILED_PRECONDITION, message="held elsewhere")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="specdec"))
-    async with running(targets, ejection_failures=1, target_timeout_s=0.2) as harness:
+    async with running(targets, ejection_failures=1, target_timeout_s=600.0) as harness:
         for link in harness.service.fleet.links:
             while not link.is_ready:
                 await harness.service.fleet.wait_changed(10.0)
         for target in targets:
             target.refuse = status
-        with pytest.raises(grpc.aio.AioRpcError):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(harness.stub.Generate(request()))
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, Cancelled)
+        assert error.reason == "TAKEN_OVER"
         assert [str(link.state) for link in harness.service.fleet.targets] == ["ready", "ready"]
 
 

@@ -171,6 +171,35 @@ async def test_an_owner_that_was_replaced_can_write_nothing(store: Store) -> Non
     assert await store.append([write(second.generation, 1, 6, owner="b")]) == [Appended.NOT_OWNER]
 
 
+async def test_an_aborted_request_takes_no_writes_until_it_is_begun_again(store: Store) -> None:
+    assert not await store.abort(KEY)
+    first = await store.begin(KEY, request())
+    await store.append([write(first.generation, 0, 5)])
+    assert await store.abort(KEY)
+    assert await store.abort(KEY)
+    assert await store.append([write(first.generation, 1, 6)]) == [Appended.NOT_OWNER]
+    assert await store.renew([Lease(KEY, "a", first.generation)]) == [False]
+    record = await store.load(KEY)
+    assert record is not None
+    assert (record.is_aborted, record.is_ended, record.owner_id, record.token_ids[0]) == (True, False, "a", (5,))
+    with pytest.raises(RequestHeld):
+        await store.begin(KEY, request("b"))
+    again = await store.begin(KEY, request())
+    assert await store.append([write(again.generation, 1, 6)]) == [Appended.STORED]
+    assert await store.abort(KEY)
+    assert await store.end(KEY, "a", again.generation, LONG_S)
+    assert not await store.abort(KEY)
+
+
+async def test_a_request_whose_lease_ran_out_cannot_be_aborted(store: Store) -> None:
+    await store.begin(KEY, request(lease_s=0.05))
+
+    async def is_refused() -> bool:
+        return not await store.abort(KEY)
+
+    await eventually(is_refused, "the lease runs out")
+
+
 async def test_a_lease_that_ran_out_can_be_had_by_another(store: Store) -> None:
     first = await store.begin(KEY, request(lease_s=0.05))
     await store.append([write(first.generation, 0, 1, 2)])

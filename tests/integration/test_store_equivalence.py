@@ -93,6 +93,10 @@ class Equivalence(RuleBasedStateMachine):
         )
 
     @rule(key=keys)
+    def abort(self, key: RequestKey) -> None:
+        self._both(lambda store, _: store.abort(key))
+
+    @rule(key=keys)
     def load(self, key: RequestKey) -> None:
         self._both(lambda store, _: store.load(key))
 

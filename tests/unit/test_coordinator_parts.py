@@ -18,7 +18,6 @@ from coordinator.stats import SpeculationTally, total
 from coordinator.tokenizer import compile_template
 from specdec.rpc.errors import DataLoss, InvalidRequest, Unavailable
 from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
 
 
 class Letters:
@@ -147,7 +146,9 @@ def test_client_and_journal_agree_on_the_longer_of_the_two() -> None:
 async def test_deltas_behind_a_slow_write_are_merged_per_choice() -> None:
     stream = ClientStream()
     for index, text in ((0, "a"), (0, "b"), (1, "x"), (0, "c")):
-        stream.push_delta(index, text, [api.OutputToken(id=1)])
+        delta = stream.delta(index)
+        delta.text += text
+        delta.tokens.add(id=1)
     stream.close()
     chunks = []
     while (chunk := await stream.take()) is not None:
@@ -159,9 +160,9 @@ async def test_a_failed_stream_delivers_what_was_queued_before_the_error() -> No
     stream = ClientStream()
     reader = asyncio.create_task(stream.take())
     await asyncio.sleep(0)
-    stream.push_delta(0, "a", [])
+    stream.delta(0).text += "a"
     stream.close(Unavailable("gone"))
-    stream.push_delta(0, "never", [])
+    stream.delta(0).text += "never"
     chunk = await reader
     assert chunk is not None
     assert chunk.delta.text == "a"

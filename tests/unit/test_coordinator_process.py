@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from coordinator.process import as_json, reserved_port
 from coordinator.supervisor import process_settings
 from specdec.config import CoordinatorSettings
-from specdec.rpc.server import StartupFailed
+from specdec.rpc.startup import StartupFailed
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Sequence
 
@@ -36,6 +37,11 @@ class Store(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.is_away = False
+        self.answers = asyncio.Event()
+        """Whether those who take tokens get an answer."""
+        self.answers.set()
+        self.num_asked = 0
+        """For tokens."""
         self.batches: list[int] = []
         """Tokens of each append."""
 
@@ -56,6 +62,8 @@ class Store(MemoryStore):
         self, bucket: str, amount: float, rate_per_s: float, burst: float, force: bool = False
     ) -> float:
         self._check()
+        self.num_asked += 1
+        await self.answers.wait()
         return await super().take_tokens(bucket, amount, rate_per_s, burst, force)
 
     async def ping(self) -> None:
@@ -217,6 +225,63 @@ async def test_a_request_that_another_took_over_is_told_so_once(store: Store, jo
     assert record.token_ids == ((),)
 
 
+async def test_a_request_that_was_aborted_elsewhere_is_told_so_once_and_its_id_is_free_when_it_has_ended(
+    store: Store, journal: Journal
+) -> None:
+    aborted: list[Request] = []
+    journal.on_aborted = aborted.append
+    await begin(journal, ours := request())
+    assert await store.abort(KEY)
+    decode(journal, ours.sessions[0], [4])
+
+    async def is_told() -> bool:
+        return bool(aborted)
+
+    await eventually(is_told, "the request is aborted")
+    decode(journal, ours.sessions[0], [5])
+    await journal.end(ours)
+    assert aborted == [ours]
+    record = await store.load(KEY)
+    assert record is not None
+    assert record.is_ended
+
+
+async def test_a_request_that_ends_before_it_learns_of_its_abort_leaves_its_id_free(
+    store: Store, journal: Journal
+) -> None:
+    await begin(journal, ours := request())
+    assert await store.abort(KEY)
+    decode(journal, ours.sessions[0], [4])
+    await journal.end(ours)
+    record = await store.load(KEY)
+    assert record is not None
+    assert record.is_ended
+
+
+async def test_an_end_that_leaves_much_to_write_writes_all_of_it(store: Store, shared: GuardedStore) -> None:
+    journal = Journal(shared, "one")  # that is not started writes nothing before the end
+    await begin(journal, ours := request())
+    decode(journal, ours.sessions[0], tokens := list(range(40_000)))
+    await journal.end(ours)
+    record = await store.load(KEY)
+    assert record is not None
+    assert record.is_ended
+    assert list(record.token_ids[0]) == tokens
+
+
+async def test_of_two_streams_of_a_request_in_one_process_the_later_is_loaded(journal: Journal) -> None:
+    await begin(journal, former := request())
+    decode(journal, former.sessions[0], [4])
+    later = request()
+    later.uid = "later"
+    await journal.begin(later, seed=7, params=b"", num_choices=1, take_over=True)
+    later.sessions = former.sessions
+    journal.append(later.sessions[0], [])
+    record = await journal.load(KEY)
+    assert record is not None
+    assert record.owner_id == "one/later"
+
+
 async def test_a_request_that_the_store_does_not_take_runs_without_it(store: Store, journal: Journal) -> None:
     await begin(journal, ours := request(), num_choices=1000)
     decode(journal, ours.sessions[0], [4])
@@ -260,6 +325,30 @@ async def test_tokens_are_counted_over_coordinators_and_given_back(store: Store)
     await two.close()
     await one.admit("a", RATE, 39)
     await one.admit("b", RATE, 100)
+
+
+async def test_what_is_used_up_to_the_end_is_counted_for_all_tenants(store: Store) -> None:
+    quotas = SharedQuotas(guarded(store))
+    quotas.start()
+    for tenant in ("a", "b", "c"):
+        quotas.charge(tenant, RATE, 100)
+    store.answers.clear()
+
+    async def is_asked() -> bool:
+        return store.num_asked == 1
+
+    await eventually(is_asked, "the store is told of the first")
+    closing = asyncio.create_task(quotas.close())
+
+    async def is_asked_again() -> bool:
+        return store.num_asked == 2
+
+    await eventually(is_asked_again, "the task has ended, and the rest is told")
+    store.answers.set()
+    await closing
+    # What was under way may or may not have taken effect.
+    empty = [tenant for tenant in ("a", "b", "c") if await store.take_tokens(tenant, 1, 0.001, 100.0) > 0]
+    assert len(empty) == 2
 
 
 async def test_while_the_store_is_away_each_counts_for_itself_and_that_is_forgotten_when_it_is_back(

@@ -1,0 +1,58 @@
+"""Replicas and requests as Redis holds them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from specdec.store.interface import JournalRecord, ReplicaRecord
+from specdec.store.packing import unpack_tokens
+from specdec.v1.common_pb2 import GetReplicaInfoResponse
+
+
+def encode_replica(replica: ReplicaRecord) -> bytes:
+    """A replica as it is kept in the registry."""
+    fields = {
+        "role": replica.role,
+        "address": replica.address,
+        "instance_id": replica.instance_id,
+        "state": replica.state,
+        "info": base64.b64encode(replica.info.SerializeToString()).decode(),
+    }
+    return json.dumps(fields).encode()
+
+
+def decode_replica(encoded: bytes) -> ReplicaRecord | None:
+    """What `encode_replica` was given; None when another version wrote it in another way."""
+    try:
+        fields = json.loads(encoded)
+        return ReplicaRecord(
+            role=str(fields["role"]),
+            address=str(fields["address"]),
+            instance_id=str(fields["instance_id"]),
+            state=str(fields["state"]),
+            info=GetReplicaInfoResponse.FromString(base64.b64decode(fields["info"])),
+        )
+    except (ValueError, KeyError, TypeError, DecodeError, binascii.Error):
+        return None
+
+
+def decode_record(answer: Sequence[Any]) -> JournalRecord:
+    """A journalled request, as the scripts return it."""
+    owner_id, generation, seed, params, ended, tokens, aborted = answer
+    choices = [unpack_tokens(packed) for packed in tokens]
+    return JournalRecord(
+        owner_id=owner_id.decode(),
+        generation=int(generation),
+        seed=int(seed),
+        params=params,
+        token_ids=tuple(token_ids for token_ids, _ in choices),
+        origins=tuple(origins for _, origins in choices),
+        is_ended=ended == b"1",
+        is_aborted=aborted == b"1",
+    )
