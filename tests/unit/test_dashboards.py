@@ -118,5 +118,5 @@ def test_an_alert_tells_how_bad_it_is_and_what_to_do(alert: dict[str, Any]) -> N
 
 
 def test_each_runbook_has_its_alert() -> None:
-    sections = re.findall(r"^### (\w+)$", (ROOT / "docs" / "runbooks.md").read_text(), re.MULTILINE)
+    sections = re.findall(r"^### (\w+)$", (ROOT / "docs" / "operations.md").read_text(), re.MULTILINE)
     assert sorted(sections) == sorted(alert["alert"] for alert in alerts())
