@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 PROCESS_FOLDERS = [Path(__file__).parent / name for name in ("integration", "e2e", "chaos")]
 
@@ -24,3 +26,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if any(folder in item.path.parents for folder in PROCESS_FOLDERS):
             item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """What a test, or a fixture of its module, sets for the log of the process is not left to the tests after it."""
+    yield
+    structlog.reset_defaults()
