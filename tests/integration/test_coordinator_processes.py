@@ -59,6 +59,7 @@ def start(tiny_cluster: Cluster, redis: RedisServer, tmp_path_factory: pytest.Te
             **addresses_of(tiny_cluster),
             "num_processes": 2,
             "redis_url": redis.url,
+            "redis_timeout_s": 10.0,
             "owner_id": NAME,
             "credit_window_tokens": WINDOW,
             "log_format": "json",

@@ -23,7 +23,7 @@ from specdec.rpc.errors import (
     from_rpc_error,
 )
 from specdec.store.interface import JournalRecord, RequestKey
-from specdec.store.urls import connect
+from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
@@ -37,6 +37,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 SECRET = "a secret that two coordinators share"
 LEASE_S = 1.0
+PATIENT = RedisOptions(timeout_s=10.0)
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ async def error_of(call: Any) -> SpecdecError:
 
 
 async def journalled(redis_server: RedisServer, request_id: str) -> JournalRecord | None:
-    store = connect(redis_server.url)
+    store = connect(redis_server.url, PATIENT)
     try:
         return await store.load(RequestKey("", request_id))
     finally:
@@ -436,7 +437,7 @@ async def test_a_tenants_tokens_count_at_all_coordinators_and_at_each_while_redi
     quota: dict[str, Any] = {"quota_tokens_per_s": 0.001, "quota_burst_tokens": 20.0}
     async with coordinators(target, redis_server, **quota) as (one, two):
         await collect(one.stub.Generate(request()))
-        store = connect(redis_server.url)
+        store = connect(redis_server.url, PATIENT)
 
         async def is_used_up() -> bool:
             return await store.take_tokens("", 0, 0.001, 20.0) > 0

@@ -334,8 +334,10 @@ async def replicas_come_and_go(cluster: Cluster, client: Client, store: Store, e
 async def test_the_second_turn_at_another_coordinator_finds_the_first_ones_tokens_cached(
     make_cluster: MakeCluster, redis: RedisServer, store: Store, tmp_path: Path
 ) -> None:
-    cluster = make_cluster(num_targets=2, num_drafts=0, redis_url=redis.url)
-    fast = {"redis-url": redis.url, "discovery-s": 0.2}
+    # On a busy machine a look-up may take longer than one should wait for it in earnest.
+    patient = {"redis_timeout_s": 10.0}
+    cluster = make_cluster(num_targets=2, num_drafts=0, redis_url=redis.url, coordinator_settings=patient)
+    fast = {"redis-url": redis.url, "redis-timeout-s": 10.0, "discovery-s": 0.2}
     with another("coordinator", tmp_path / "second", **fast) as second:
         address = second.services["coordinator"].spec.address
         async with Client(cluster.address) as one, Client(address) as two:
