@@ -15,7 +15,7 @@ from specdec.store.guarded import OperationObserver, StateObserver
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
 
-_JOURNAL_OPERATIONS = frozenset({"begin", "append", "renew", "end", "load"})
+_JOURNAL_OPERATIONS = frozenset({"begin", "append", "renew", "end", "load", "abort"})
 _ROLES = ("target", "draft")
 
 

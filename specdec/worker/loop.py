@@ -72,9 +72,6 @@ class Wire:
     last_phase: str = "decode"
 
 
-Emit = Callable[..., None]
-
-
 class EngineWorker:
     """Runs one role over one engine port until the servicer goes or tells it to stop."""
 
