@@ -157,23 +157,29 @@ async def test_ready_replica_tells_what_it_serves() -> None:
 
 
 def reflect(channel: grpc.aio.Channel) -> Any:
-    """Asks for the names of all services."""
-    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    """Opens a stream for questions on the services, with nothing asked yet.
+
+    Whoever expects a refusal writes nothing: grpc.aio ends a call that is refused while it writes as INTERNAL.
+    """
     make_stub: Any = reflection_pb2_grpc.ServerReflectionStub
-    return make_stub(channel).ServerReflectionInfo(iter([request]))
+    return make_stub(channel).ServerReflectionInfo()
+
+
+async def list_services(channel: grpc.aio.Channel) -> list[str]:
+    """Names of the services, by reflection."""
+    call = reflect(channel)
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    answer = await call.read()
+    return [service.name for service in answer.list_services_response.service]
 
 
 async def test_reflection_lists_the_service_and_can_be_switched_off() -> None:
     async with ready_echo() as (_, channel):
-        call = reflect(channel)
-        answer = await call.read()
-        assert SERVICE in [service.name for service in answer.list_services_response.service]
+        assert SERVICE in await list_services(channel)
     async with ready_echo("--no-reflection") as (_, channel):
-        call = reflect(channel)
-        # grpc.aio may raise INTERNAL when it is refused while it still writes; the call itself has the true status.
-        with pytest.raises(grpc.aio.AioRpcError):
-            await call.read()
-        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await reflect(channel).read()
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_death_of_the_engine_ends_streams_as_unavailable_and_the_process_with_1() -> None:
