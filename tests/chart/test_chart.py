@@ -93,8 +93,12 @@ def test_commands_start_a_role_with_settings_it_has(case: str, render: Render) -
         assert container["command"] == ["specdec", "serve", role]
         assert role in MODULES
         assert {_setting(flag, fields) for flag in container["args"]} <= fields
+        names = [variable["name"] for variable in container["env"]]
+        assert len(names) == len(set(names))
         for variable in container["env"]:
-            if variable["name"].startswith("SPECDEC_"):
+            if variable["name"] == "SPECDEC_HEALTH_ADDRESS":
+                assert variable["value"] == "127.0.0.1:8081"
+            elif variable["name"].startswith("SPECDEC_"):
                 prefix = SETTINGS[role].env_prefix
                 assert variable["name"].startswith(prefix)
                 assert variable["name"].removeprefix(prefix).lower() in fields

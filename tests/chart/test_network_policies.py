@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import re
 
-from tests.chart.conftest import CASES, Document, Render, component, containers
+import pytest
+import yaml
+
+from tests.chart.conftest import CASES, CHART, Document, Helm, Render, component, containers
 
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -70,6 +73,8 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
             name, _, value = flag.partition("=")
             if name in ("--targets", "--drafts", "--otlp-endpoint"):
                 called.add(int(value.rpartition(":")[2]))
+            elif name == "--redis-url" and not _has_bundled_redis(documents):
+                called |= {int(port) for port in re.findall(r":(\d+)\b", value)}
             elif name == "--redis-key-prefix":
                 called |= {6379} if _has_bundled_redis(documents) else {6379, 26379}
             elif name == "--model" and not value.startswith("/"):
@@ -79,6 +84,33 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
         assert inside == ({"target", "draft"} if role == "coordinator" else set()) | (
             {"redis"} if _has_bundled_redis(documents) else set()
         )
+
+
+@every_case
+def test_with_egress_policies_the_test_pod_still_reaches_coordinators(case: str, render: Render) -> None:
+    policies = _policies(render(case))
+    if "egress" not in policies.get("coordinator", {}):
+        assert "egress" not in policies.get("test", {})
+        return
+    assert policies["test"]["policyTypes"] == ["Ingress", "Egress"]
+    dns, coordinators = policies["test"]["egress"]
+    assert set(_ports(dns)) == {53}
+    assert (_peers(coordinators, "to"), _ports(coordinators)) == (["coordinator"], [50051])
+
+
+def test_egress_policies_open_the_ports_that_urls_name(helm: Helm) -> None:
+    values = {
+        "redis": {"mode": "external", "external": {"url": "rediss+sentinel://a:7001,[fd00::7002]:7003/main/0"}},
+        "tracing": {"endpoint": "http://collector:5555"},
+        "networkPolicy": {"egress": {"enabled": True}},
+    }
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", values=values)
+    assert done.returncode == 0, done.stderr
+    policies = _policies([document for document in yaml.safe_load_all(done.stdout) if document])
+    for role in ("coordinator", "target", "draft"):
+        ports = {port for rule in policies[role]["egress"] for port in _ports(rule)}
+        assert {7001, 7003, 5555} <= ports
+        assert not ports & {7002, 0}
 
 
 def _has_bundled_redis(documents: list[Document]) -> bool:

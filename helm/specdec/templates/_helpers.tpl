@@ -1,26 +1,37 @@
-{{/* Name of everything the release makes; at most 40 characters, so that suffixes fit in a DNS label. */}}
-{{- define "specdec.fullname" -}}
-{{- if .Values.fullnameOverride -}}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" -}}
-{{- else if contains "specdec" .Release.Name -}}
-{{- .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{/* A name of at most `max` characters; one that is cut ends in a digest, so that two long names stay two. Argument: {name, max}. */}}
+{{- define "specdec.shortened" -}}
+{{- if gt (len .name) (int .max) -}}
+{{ .name | trunc (sub (int .max) 9 | int) | trimSuffix "-" }}-{{ sha256sum .name | trunc 8 }}
 {{- else -}}
-{{- printf "%s-specdec" .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{ .name }}
 {{- end -}}
+{{- end -}}
+
+{{/* Name of everything the release makes: a DNS label that begins with a letter, as Services must, which releases need not;
+     at most 40 characters, so that suffixes fit. */}}
+{{- define "specdec.fullname" -}}
+{{- $name := .Values.fullnameOverride | default .Release.Name | replace "." "-" -}}
+{{- if not (regexMatch "^[a-z]" $name) -}}
+{{- $name = printf "specdec-%s" $name -}}
+{{- else if not (or .Values.fullnameOverride (contains "specdec" $name)) -}}
+{{- $name = printf "%s-specdec" $name -}}
+{{- end -}}
+{{ include "specdec.shortened" (dict "name" $name "max" 40) }}
 {{- end -}}
 
 {{/* Labels of selectors; they never change, selectors are immutable. Argument: {root, name}. */}}
 {{- define "specdec.selectorLabels" -}}
 app.kubernetes.io/name: specdec
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .name }}
 {{- end -}}
 
+{{/* Labels of objects. Pods have those of selectors alone: another version of the chart restarts only what it changes. */}}
 {{- define "specdec.labels" -}}
 {{ include "specdec.selectorLabels" . }}
-app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | replace "+" "_" | trunc 63 | quote }}
 app.kubernetes.io/managed-by: {{ .root.Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace "+" "_" | trunc 63 | quote }}
 {{- end -}}
 
 {{/* The roles that are deployed, as a YAML list; fixed facts of the code are here and nowhere else. */}}
@@ -32,9 +43,17 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end }}
 {{- end -}}
 
+{{- define "specdec.headlessName" -}}
+{{ include "specdec.fullname" .root }}-{{ .name }}-headless
+{{- end -}}
+
 {{/* Coordinators are called through a load-balanced Service, replicas one by one through a headless one. */}}
 {{- define "specdec.serviceName" -}}
-{{ include "specdec.fullname" .root }}-{{ .name }}{{ if ne .name "coordinator" }}-headless{{ end }}
+{{- if eq .name "coordinator" -}}
+{{ include "specdec.fullname" .root }}-coordinator
+{{- else -}}
+{{ include "specdec.headlessName" . }}
+{{- end -}}
 {{- end -}}
 
 {{- define "specdec.serviceAccountName" -}}
@@ -59,7 +78,7 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- if .image.digest -}}
 {{ .image.repository }}@{{ .image.digest }}
 {{- else -}}
-{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{ .image.repository }}:{{ .image.tag | default (.root.Chart.AppVersion | replace "+" "_") }}
 {{- end -}}
 {{- end -}}
 
@@ -71,9 +90,10 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{/* A name that all replicas' certificates have: coordinators call replicas by address. */}}
+{{/* A name that all replicas' certificates have: coordinators call replicas by address. With the namespace in it, as in
+     coordinatorName, one authority can serve releases of the same name in several namespaces. */}}
 {{- define "specdec.replicaServerName" -}}
-{{ .Values.tls.replicaServerName | default (printf "%s-replica" (include "specdec.fullname" .)) }}
+{{ .Values.tls.replicaServerName | default (printf "%s-replica.%s.svc" (include "specdec.fullname" .) .Release.Namespace) }}
 {{- end -}}
 
 {{- define "specdec.resumeSecretName" -}}
@@ -89,12 +109,11 @@ capabilities:
 
 {{- define "specdec.podSecurity" -}}
 runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
+{{- with .Values.podSecurityContext }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}
 
 {{/* What `model` of a target or draft is for the process: a hub id, or a directory. */}}
@@ -136,7 +155,7 @@ seccompProfile:
 
 {{/* The name that a certificate must have to call targets and drafts; empty: any of the authority's. */}}
 {{- define "specdec.coordinatorName" -}}
-{{- $fromManager := include "specdec.serviceName" (dict "root" . "name" "coordinator") -}}
+{{- $fromManager := printf "%s.%s.svc" (include "specdec.serviceName" (dict "root" . "name" "coordinator")) .Release.Namespace -}}
 {{ .Values.tls.coordinatorName | default (ternary $fromManager "" .Values.tls.certManager.enabled) }}
 {{- end -}}
 
@@ -165,9 +184,28 @@ seccompProfile:
 {{ add .preStopSeconds .drainSeconds .stopGraceSeconds 10 }}
 {{- end -}}
 
+{{/* Longest a pod of the role may take to be ready. A coordinator waits for a target, which may start when it does.
+     Argument: {root, name}. */}}
+{{- define "specdec.startupSeconds" -}}
+{{- $seconds := int (index .root.Values .name).startupSeconds -}}
+{{ eq .name "coordinator" | ternary (max $seconds (int .root.Values.target.startupSeconds)) $seconds }}
+{{- end -}}
+
 {{/* The claim that holds a component's model; empty for other sources. */}}
 {{- define "specdec.modelClaim" -}}
 {{- if hasPrefix "pvc://" .model.source -}}
 {{ regexSplit "/" (trimPrefix "pvc://" .model.source) 2 | first }}
 {{- end -}}
+{{- end -}}
+
+{{/* The ports that a URL names, after those of a list, as a YAML list. Argument: {url, ports}. */}}
+{{- define "specdec.portsOf" -}}
+{{- $ports := list -}}
+{{- range .ports -}}
+{{- $ports = append $ports (int .) -}}
+{{- end -}}
+{{- range regexFindAll `:[0-9]+([,/?]|$)` .url -1 -}}
+{{- $ports = append $ports (regexFind `[0-9]+` . | int) -}}
+{{- end -}}
+{{- uniq $ports | toYaml -}}
 {{- end -}}

@@ -8,6 +8,17 @@
 {{ .Values.redis.bundled.existingSecret | default (include "specdec.redisName" .) }}
 {{- end -}}
 
+{{/* First part of all keys. Releases that share an external Redis must not share it. */}}
+{{- define "specdec.redisKeyPrefix" -}}
+{{- if .Values.redis.keyPrefix -}}
+{{ .Values.redis.keyPrefix }}
+{{- else if eq .Values.redis.mode "external" -}}
+{{ include "specdec.shortened" (dict "name" (printf "%s-%s" .Release.Namespace (include "specdec.fullname" .)) "max" 64) }}
+{{- else -}}
+specdec
+{{- end -}}
+{{- end -}}
+
 {{/* The secret with Redis' authorities and, for services, their certificate; empty: no such files. */}}
 {{- define "specdec.redisTlsSecretName" -}}
 {{- $redis := .Values.redis -}}
@@ -27,7 +38,7 @@
 {{- else if $redis.external.url }}
 - {{ printf "--redis-url=%s" $redis.external.url | quote }}
 {{- end }}
-- --redis-key-prefix={{ $redis.keyPrefix }}
+- --redis-key-prefix={{ include "specdec.redisKeyPrefix" .root }}
 - --redis-timeout-s={{ $redis.timeoutSeconds }}
 - --registry-ttl-s={{ $redis.registryTtlSeconds }}
 - --advertise-address={{ ternary "[$(POD_IP)]" "$(POD_IP)" (eq .root.Values.ipFamily "IPv6") }}:{{ .port }}
