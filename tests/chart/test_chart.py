@@ -19,7 +19,7 @@ from coordinator.servicer import SERVICE_NAME
 from specdec.cli.cluster import MODULES
 from specdec.cli.connection import API_KEY_VARIABLE
 from specdec.cli.main import app
-from specdec.config import load_settings
+from specdec.config import CoordinatorSettings, load_settings
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import draft_pb2, target_pb2
 from tests.chart.conftest import (
@@ -156,14 +156,31 @@ def test_probes_ask_for_the_service_that_the_role_serves(case: str, render: Rend
 
 @every_case
 def test_a_pod_may_take_as_long_to_start_and_to_end_as_its_settings_say(case: str, render: Render) -> None:
-    for role, pod, container in containers(render(case, "1.27.0")):
+    documents = render(case, "1.27.0")
+    budgets, deadlines = {}, {}
+    for role, pod, container in containers(documents):
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in container["args"] if "=" in flag)
         pre_stop = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
         needed = pre_stop + float(flags["drain-s"]) + float(flags["stop-grace-s"])
         assert pod["terminationGracePeriodSeconds"] > needed
         startup = container["startupProbe"]
+        budgets[role] = startup["failureThreshold"] * startup["periodSeconds"]
+        deadlines[role] = pod["terminationGracePeriodSeconds"] + budgets[role]
         if role != "coordinator":
-            assert startup["failureThreshold"] * startup["periodSeconds"] >= float(flags["load-timeout-s"])
+            assert budgets[role] >= float(flags["load-timeout-s"])
+    # It is ready when it has a target, which may have begun to load with it.
+    assert budgets["coordinator"] >= budgets["target"]
+    for deployment in (d for d in documents if d["kind"] == "Deployment" and component(d) in SETTINGS):
+        assert deployment["spec"]["progressDeadlineSeconds"] > deadlines[component(deployment)]
+
+
+def test_an_update_goes_on_only_when_coordinators_have_found_the_new_replica(render: Render) -> None:
+    longest_cache_of_names_s = 30  # Kubernetes' own server says 5 s; caches on nodes may keep what they have for 30 s.
+    documents = render("defaults")
+    for deployment in (d for d in documents if d["kind"] == "Deployment" and component(d) in ("target", "draft")):
+        pre_stop = deployment["spec"]["template"]["spec"]["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+        found = CoordinatorSettings.model_fields["discovery_s"].default + longest_cache_of_names_s
+        assert deployment["spec"]["minReadySeconds"] + pre_stop >= found
 
 
 @every_case
