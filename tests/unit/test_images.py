@@ -58,6 +58,15 @@ def environment(stage: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in pairs.split())
 
 
+def copied_stages(stage: str) -> list[str]:
+    """The stages that a stage copies from, in this order."""
+    return [
+        rest.split()[0].removeprefix("--from=")
+        for keyword, rest in STAGES[stage]
+        if keyword == "COPY" and rest.startswith("--from=")
+    ]
+
+
 def test_hadolint_finds_nothing() -> None:
     hadolint = Path(sys.executable).with_name("hadolint")
     done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False)
@@ -82,13 +91,47 @@ def test_final_stages_are_labelled(stage: str) -> None:
         assert f"org.opencontainers.image.{key}=" in labels
 
 
+@pytest.mark.parametrize("stage", FINAL)
+def test_a_change_of_a_source_installs_nothing_again_but_specdec(stage: str) -> None:
+    """A builder runs again what follows the first instruction that it knows nothing of."""
+    *dependencies, application = copied_stages(stage)
+    assert application == "application"
+    for built in dependencies:
+        copied = [rest for keyword, rest in STAGES[built] if keyword == "COPY"]
+        assert copied and all(rest.startswith("--from=requirements ") for rest in copied)
+    assert [rest for keyword, rest in STAGES["requirements"] if keyword == "COPY"] == ["pyproject.toml ./"]
+    runs = [rest for keyword, rest in STAGES["application"] if keyword == "RUN" and "pip" in rest.split("&&")[0]]
+    assert runs and all("--no-deps" in rest.split() for rest in runs)
+
+
+@pytest.mark.parametrize("stage", FINAL)
+def test_nothing_is_run_or_copied_after_what_differs_in_every_build(stage: str) -> None:
+    keywords = [keyword for keyword, _ in STAGES[stage]]
+    names = [rest.partition("=")[0] for _, rest in STAGES[stage]]
+    first = min(names.index(name) for name in ("VERSION", "REVISION", "CREATED"))
+    assert set(keywords[first:]) == {"ARG", "LABEL"}
+
+
+def test_the_images_install_what_pyproject_asks_for(tmp_path: Path) -> None:
+    (command,) = [rest for keyword, rest in STAGES["requirements"] if keyword == "RUN" and "tomllib" in rest]
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    subprocess.run(["sh", "-euc", command], cwd=tmp_path, check=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core = project["dependencies"]
+    assert (tmp_path / "coordinator.txt").read_text(encoding="utf-8").splitlines() == core
+    engine = [*core, *project["optional-dependencies"]["engine"]]
+    assert (tmp_path / "engine.txt").read_text(encoding="utf-8").splitlines() == engine
+
+
 def test_the_coordinator_has_neither_build_tools_nor_an_engine() -> None:
     runs = " ".join(rest for keyword, rest in STAGES["coordinator"] if keyword == "RUN")
     assert not re.search(r"\b(apt-get|install)\b", runs)
     assert "pip uninstall" in runs
-    assert [rest for keyword, rest in STAGES["coordinator"] if keyword == "COPY"] == [
-        "--from=build /opt/specdec /opt/specdec"
+    assert copied_stages("coordinator") == ["build-coordinator", "application"]
+    installed = [
+        rest for stage in ("build-coordinator", "application") for keyword, rest in STAGES[stage] if keyword == "RUN"
     ]
+    assert not [rest for rest in installed if "torch" in rest or "engine" in rest]
 
 
 def test_what_the_coordinator_image_installs_brings_no_tensors() -> None:
@@ -108,16 +151,16 @@ def test_what_the_coordinator_image_installs_brings_no_tensors() -> None:
 @pytest.mark.parametrize("stage", FINAL)
 def test_no_start_compiles_bytecode_anew(stage: str) -> None:
     """Nothing can be written at run time, and file times do not survive every builder: see the Dockerfile."""
-    [built] = [rest.split()[0].removeprefix("--from=") for keyword, rest in STAGES[stage] if keyword == "COPY"]
-    assert "SOURCE_DATE_EPOCH" in environment(built)
-    installs = [
-        command
-        for keyword, rest in STAGES[built]
-        if keyword == "RUN"
-        for command in rest.split("&&")
-        if "/opt/specdec/bin/python install" in command
-    ]
-    assert installs and all("--compile" in command.split() for command in installs)
+    for built in copied_stages(stage):
+        assert "SOURCE_DATE_EPOCH" in environment(built)
+        installs = [
+            command
+            for keyword, rest in STAGES[built]
+            if keyword == "RUN"
+            for command in rest.split("&&")
+            if "/opt/specdec/bin/python install" in command
+        ]
+        assert installs and all("--compile" in command.split() for command in installs)
     assert any("compileall -q --invalidation-mode checked-hash" in rest for _, rest in STAGES[stage])
 
 
@@ -208,7 +251,7 @@ def test_only_what_the_images_install_is_sent_to_the_builder() -> None:
     sent = {line[1:] for line in lines if line.startswith("!")}
     copied = {
         source
-        for keyword, rest in STAGES["build"]
+        for keyword, rest in STAGES["application"]
         if keyword == "COPY"
         for source in rest.split()[:-1]
     }  # fmt: skip
