@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,11 @@ from typing import Any
 import helm_python
 import pytest
 import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
 
-from tests.chart.conftest import CHART, ROOT, Render
+from specdec.cli.main import app
+from tests.chart.conftest import CASES, CHART, ROOT, Render
 
 _PARAM = re.compile(r"(?m)^\s*## @param (\S+) (.+)$")
 _TABLE = re.compile(r"(?s)(<!-- values -->\n).*(<!-- /values -->)")
@@ -89,6 +93,39 @@ def test_the_notes_warn_of_what_is_missing(values: dict[str, Any], warnings: set
     found = re.findall(r"(?m)^WARNING: (.+)", notes)
     assert len(found) == len(warnings)
     assert all(any(text.startswith(start) for text in found) for start in warnings)
+
+
+@pytest.mark.parametrize("case", ["defaults", "two-gpus", "production", "everything"])
+def test_the_notes_name_objects_that_exist_and_commands_that_run(case: str, render: Render) -> None:
+    values: dict[str, Any] = {}
+    for name in CASES[case].get("files", []):
+        values |= yaml.safe_load((CHART / "examples" / name).read_text())
+    values |= CASES[case].get("values", {})
+    with helm_python.Chart.load(str(CHART)) as chart:
+        notes = chart.render(values, name="demo", namespace="llm")["specdec/templates/NOTES.txt"]
+    documents = render(case)
+    made = {f"{d['kind'].lower()}/{d['metadata']['name']}" for d in documents}
+    made |= {f"secret/{d['spec']['secretName']}" for d in documents if d["kind"] == "Certificate"}
+    named = re.findall(r"\b(deployment|service|secret)[/ ](\S+-\S+)", notes)
+    assert len(named) >= 2
+    assert {f"{kind}/{name}" for kind, name in named} <= made
+    ports = {
+        f"{d['metadata']['name']}.llm.svc:{port['port']}"
+        for d in documents
+        if d["kind"] == "Service"
+        for port in d["spec"]["ports"]
+    }
+    called = re.findall(r"[\w-]+\.llm\.svc:\d+", notes)
+    assert len(called) == 2 and set(called) <= ports
+    commands = re.findall(r"(?:^  |-- )specdec (.+)$", notes, re.MULTILINE)
+    assert commands
+    for command in commands:
+        name, *arguments = shlex.split(command)
+        # Parsed only: --help ends it before it calls anyone.
+        result = CliRunner().invoke(app, [name, *arguments, "--help"])
+        assert result.exit_code == 0, result.output
+        options = {option for p in get_command(app).commands[name].params for option in p.opts}  # type: ignore[attr-defined]
+        assert {word for word in arguments if word.startswith("--")} <= options
 
 
 def test_every_value_is_documented() -> None:

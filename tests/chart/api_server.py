@@ -1,0 +1,137 @@
+"""As much of a Kubernetes API server as helm needs to install and upgrade a release: it keeps objects, and patches."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import yaml
+
+from tests.chart.conftest import Document
+
+KINDS = {
+    "v1": ("Secret", "Service", "ServiceAccount", "Pod", "ConfigMap"),
+    "apps/v1": ("Deployment",),
+    "autoscaling/v2": ("HorizontalPodAutoscaler",),
+    "networking.k8s.io/v1": ("NetworkPolicy",),
+    "policy/v1": ("PodDisruptionBudget",),
+}
+
+
+@dataclass
+class Cluster:
+    """What was created, by path, and what patches since would change, which is not applied: (kinds/name, patch)."""
+
+    kubeconfig: Path
+    objects: dict[str, Document] = field(default_factory=dict)
+    patches: list[tuple[str, Document]] = field(default_factory=list)
+
+    def named(self, kind: str, name: str) -> Document:
+        """An object that exists."""
+        (found,) = [o for p, o in self.objects.items() if p.endswith(f"/{_plural(kind)}/{name}")]
+        return found
+
+    def listed(self, collection: str, selector: str) -> list[Document]:
+        """The objects of a collection that have the labels of a selector (a=b,c=d)."""
+        wanted = dict(term.split("=", 1) for term in selector.split(",") if term)
+        found = [o for path, o in self.objects.items() if path.rpartition("/")[0] == collection]
+        return [o for o in found if wanted.items() <= o["metadata"].get("labels", {}).items()]
+
+
+@contextmanager
+def api_server(folder: Path) -> Iterator[Cluster]:
+    """Serves an empty cluster on loopback."""
+    cluster = Cluster(folder / "kubeconfig")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            found = _discovery(url.path) or cluster.objects.get(url.path)
+            if found is None and url.path.endswith("/secrets"):  # Where helm keeps its releases.
+                items = cluster.listed(url.path, parse_qs(url.query).get("labelSelector", [""])[0])
+                found = {"apiVersion": "v1", "kind": "SecretList", "metadata": {}, "items": items}
+            self._answer(404 if found is None else 200, found)
+
+        def do_POST(self) -> None:
+            document = self._body()
+            cluster.objects[f"{urlsplit(self.path).path}/{document['metadata']['name']}"] = document
+            self._answer(201, document)
+
+        def do_PUT(self) -> None:
+            cluster.objects[urlsplit(self.path).path] = document = self._body()
+            self._answer(200, document)
+
+        def do_PATCH(self) -> None:
+            path, patch = urlsplit(self.path).path, self._body()
+            if not _has(cluster.objects[path], patch):
+                cluster.patches.append(("/".join(path.split("/")[-2:]), patch))
+            self._answer(200, cluster.objects[path])
+
+        def _body(self) -> Document:
+            document: Document = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            return document
+
+        def _answer(self, status: int, document: Document | None) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            missing = {"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": "NotFound", "code": 404}
+            self.wfile.write(json.dumps(document or missing).encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing: what helm says is enough."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        clusters = [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}]
+        contexts = [{"name": "c", "context": {"cluster": "c", "user": "c"}}]
+        config = {"apiVersion": "v1", "kind": "Config", "clusters": clusters, "contexts": contexts}
+        cluster.kubeconfig.write_text(yaml.safe_dump({**config, "users": [{"name": "c"}], "current-context": "c"}))
+        yield cluster
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _has(document: Any, patch: Any) -> bool:
+    """Whether a patch says only what is so already."""
+    if isinstance(document, dict) and isinstance(patch, dict):
+        return all(key in document and _has(document[key], value) for key, value in patch.items())
+    return bool(document == patch)
+
+
+def _plural(kind: str) -> str:
+    return f"{kind.lower()[:-1]}ies" if kind.endswith("y") else f"{kind.lower()}s"
+
+
+def _discovery(path: str) -> Document | None:
+    """What a server says of itself and of the kinds that it has."""
+    if path == "/version":
+        return {"major": "1", "minor": "31", "gitVersion": "v1.31.0"}
+    if path == "/api":
+        return {"kind": "APIVersions", "versions": ["v1"]}
+    if path == "/apis":
+        versions = [{"groupVersion": name, "version": name.partition("/")[2]} for name in KINDS if "/" in name]
+        groups = [
+            {"name": version["groupVersion"].partition("/")[0], "versions": [version], "preferredVersion": version}
+            for version in versions
+        ]
+        return {"kind": "APIGroupList", "apiVersion": "v1", "groups": groups}
+    for api_version, kinds in KINDS.items():
+        if path == (f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"):
+            resources = [
+                {"name": _plural(kind), "singularName": "", "namespaced": True, "kind": kind, "verbs": ["get"]}
+                for kind in kinds
+            ]
+            return {"kind": "APIResourceList", "groupVersion": api_version, "resources": resources}
+    return None
