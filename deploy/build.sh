@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 version="$(sed -nE 's/^__version__ = "(.*)"$/\1/p' specdec/__init__.py)"
-revision="$(git rev-parse HEAD 2>/dev/null || echo unknown)"
+revision="$(git rev-parse --verify --quiet HEAD 2>/dev/null || echo unknown)"
 read -ra builder <<< "${BUILDER:-docker build}"
 arguments=()
 for name in PYTHON_IMAGE TORCH_CPU_PIP_ARGS TORCH_CPU TORCH_CUDA_PIP_ARGS TORCH_CUDA SOURCE; do
