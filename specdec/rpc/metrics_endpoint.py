@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections.abc import Iterator
 from wsgiref.simple_server import WSGIServer
 
@@ -16,7 +17,10 @@ from specdec.telemetry import scrape_registry
 
 @contextlib.contextmanager
 def metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Serve /metrics where the settings say; yields the port, None if metrics are off. Raises StartupFailed."""
+    """Serve /metrics where the settings say; yields the port, None if metrics are off. Raises StartupFailed.
+
+    A wildcard address stands for IPv4 and IPv6, as it does for gRPC.
+    """
     if settings.metrics_port is None:
         yield None
         return
@@ -36,11 +40,23 @@ def metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) -> 
 def _start_metrics(
     port: int, settings: ServiceSettings, registry: CollectorRegistry, tls: TlsFiles | None
 ) -> WSGIServer:
+    if settings.host == "0.0.0.0":
+        try:
+            return _start_on("::", port, settings, registry, tls)
+        except OSError as error:
+            if error.errno not in (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL):
+                raise
+    return _start_on(settings.host, port, settings, registry, tls)
+
+
+def _start_on(
+    host: str, port: int, settings: ServiceSettings, registry: CollectorRegistry, tls: TlsFiles | None
+) -> WSGIServer:
     if tls is None:
-        return start_http_server(port, settings.host, registry)[0]
+        return start_http_server(port, host, registry)[0]
     client_ca = settings.tls_client_ca_file
     server, _ = start_http_server(
-        port, settings.host, registry,
+        port, host, registry,
         certfile=str(settings.tls_cert_file),
         keyfile=str(settings.tls_key_file),
         client_cafile=None if client_ca is None else str(client_ca),
