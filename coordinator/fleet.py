@@ -19,7 +19,7 @@ from coordinator.outliers import EjectionSettings, OutlierDetector, Standing
 from coordinator.router import PrefixRouter, block_digests
 from coordinator.sessions import Session
 from coordinator.tokenizer import TextTokenizer
-from specdec.rpc.errors import IncompatibleReplica, NotReady, Unavailable
+from specdec.rpc.errors import IncompatibleReplica, NoTarget, NotReady
 from specdec.v1 import common_pb2 as pb
 
 _STATES = {
@@ -118,7 +118,7 @@ class Fleet:
                 known_to_others = await self._router.ask_others(digests, [link.holder for link in usable])
                 usable = await self._usable_targets()  # they may have changed meanwhile
         except TimeoutError:
-            raise Unavailable(f"no target was ready within {timeout_s:g} s", reason="NO_TARGET") from None
+            raise NoTarget(f"no target was ready within {timeout_s:g} s") from None
         holder = self._router.pick(digests, {link.holder: len(link.sessions) for link in usable}, known_to_others)
         return next(link for link in usable if link.holder == holder)
 
