@@ -49,7 +49,7 @@ from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics
 from specdec.telemetry.tracing import Tracing
-from specdec.tls_files import TlsFiles
+from specdec.tls_files import TlsFiles, TlsFilesBroken
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -301,7 +301,11 @@ async def run_coordinator(
     """
     registry = CollectorRegistry()
     BuildInfo(registry, "coordinator")
-    service = CoordinatorService(settings, registry)
+    try:
+        service = CoordinatorService(settings, registry)
+    except TlsFilesBroken as error:
+        _log.error("startup_failed", reason=str(error))
+        return 1
     return await run_service(
         service,
         settings,
