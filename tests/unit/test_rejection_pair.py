@@ -1,13 +1,14 @@
 """Rejection verification on the shipped pair: the output follows the target's distribution, whatever the draft's is.
 
-The distribution test compares the first three tokens of many sessions with exact probabilities by Pearson's
-chi-square. Its false-alarm rate is 1e-6, and its seeds are fixed, so it is the same on every run of one machine.
+The distribution tests compare the first three tokens of many sessions with exact probabilities by Pearson's
+chi-square. Their false-alarm rate is 1e-6, and seeds and schedules are fixed, so they are the same on every run of one
+machine.
 """
 
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import product
 
 import pytest
@@ -184,6 +185,11 @@ def chi_square_p_value(counts: Counter[tuple[int, ...]], probabilities: dict[tup
     return float(stats.chi2.sf(statistic, len(cells) - 1))
 
 
+def cut_at(token_ids: tuple[int, ...], stop: int) -> tuple[int, ...]:
+    """What a choice that ends with `stop` has of these tokens."""
+    return token_ids[: token_ids.index(stop) + 1] if stop in token_ids else token_ids
+
+
 def sampled(pair: LocalPair, prompt: list[int], num_samples: int, mode: pb.VerifyMode.ValueType) -> list[Outcome]:
     """Short sessions with seeds of their own, many at once."""
     outcomes: list[Outcome] = []
@@ -229,3 +235,26 @@ def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) 
     rng = random.Random(1)
     counts = Counter(rng.choices(list(skewed), list(skewed.values()), k=768))
     assert chi_square_p_value(counts, exact) < FALSE_ALARM_RATE
+
+
+# --- a draft that is late for some steps
+
+
+def test_a_chain_that_stop_tokens_are_in_comes_no_sooner_than_others(pair: LocalPair) -> None:
+    """Here no step waits, and the target runs one for every two of the draft, so that most chains come too late. If a
+    draft ended its chain at a stop token, chains with one would be those that arrive, and whether a token is verified
+    would depend on what it is: the stop token came second in 58 % of the outputs, in place of 42 %."""
+    prompt, stop, num_samples = prompts()[1][:17], 14, 1024
+    options = {"top_k": TOP_K, "max_tokens": 8, "stop_token_ids": [stop], "body": {"max_draft_tokens": 4}}
+    outcomes: list[Outcome] = []
+    for first in range(0, num_samples, 64):
+        pair.reset()
+        opens = {str(seed): rejection_session(prompt, seed=seed, **options) for seed in range(first, first + 64)}
+        outcomes += pair.run(opens, draft_turns=2, hold_off_ms=0.0).values()
+    origins = Counter(origin for outcome in outcomes for origin in outcome.origins[1:])
+    assert all(origins[kind] > num_samples / 20 for kind in (pb.ORIGIN_DECODE, pb.ORIGIN_DRAFT, pb.ORIGIN_RECOVERED))
+    exact: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for tokens, probability in exact_distribution(prompt, 3).items():
+        exact[cut_at(tokens, stop)] += probability
+    counts = Counter(cut_at(tuple(outcome.token_ids[:3]), stop) for outcome in outcomes)
+    assert chi_square_p_value(counts, exact) > FALSE_ALARM_RATE
