@@ -78,6 +78,9 @@ def describe(error: SpecdecError, address: str = "") -> Text:
         text.append(f"\n  cannot connect to {address}: {failure}")
         text.append(f"\n  {error.message}", style="dim")
         return text
+    if address and error.code is grpc.StatusCode.UNIMPLEMENTED:
+        text.append(f"\n  {address} does not know the call: what listens there is no coordinator")
+        return text
     if isinstance(error, InvalidRequest):
         text.append("\n  ")
         text.append(error.field, style="bold")

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from specdec.cli.main import app
+from specdec.cli.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
