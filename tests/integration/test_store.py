@@ -113,6 +113,16 @@ async def test_holders_of_a_prefix_are_bounded_and_expire(store: Store) -> None:
     await eventually(is_forgotten, "the holder expires")
 
 
+async def test_each_holder_of_a_prefix_expires_by_itself(store: Store) -> None:
+    await store.add_prefixes("lasting", [b"d"], LONG_S)
+    await store.add_prefixes("brief", [b"d"], 0.05)
+
+    async def is_alone() -> bool:
+        return await store.prefix_holders([b"d"]) == [frozenset({"lasting"})]
+
+    await eventually(is_alone, "one holder expires and the other does not")
+
+
 async def test_prefixes_anywhere_in_a_cluster_are_answered_in_the_order_asked(store: Store) -> None:
     digests = [bytes([number]) * 8 for number in range(64)]
     await store.add_prefixes("even", digests[::2], LONG_S)

@@ -47,6 +47,13 @@ def test_commands_load_as_settings(name: str, service: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
+def test_health_is_asked_for_by_the_images_own_command(name: str) -> None:
+    _, command, *arguments = SERVICES[name]["healthcheck"]["test"]
+    assert (command, arguments[0]) == ("specdec", "health")
+    assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_variables_of_the_services_are_settings(name: str) -> None:
     cls = SETTINGS[name]
     for variable in SERVICES[name]["environment"]:
