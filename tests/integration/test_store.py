@@ -266,6 +266,18 @@ async def test_a_bucket_grants_its_burst_and_then_asks_to_wait(store: Store) -> 
     assert await store.take_tokens("other", 50, 1, 10) == 0
 
 
+async def test_a_bucket_refills_at_its_rate(store: Store) -> None:
+    # It would be forgotten, and so be full again, in 101 s.
+    assert await store.take_tokens("t", 1000, 10, 1000) == 0
+    assert await store.take_tokens("t", 1, 10, 1000) == pytest.approx(0.1, abs=0.1)
+
+    async def has_a_token() -> bool:
+        return await store.take_tokens("t", 1, 10, 1000) == 0
+
+    await eventually(has_a_token, "the bucket has a token")
+    assert await store.take_tokens("t", 1000, 10, 1000) > 50
+
+
 async def test_what_is_out_of_bounds_is_refused_and_named(store: Store) -> None:
     begun = await store.begin(KEY, request())
     for named, call in {
