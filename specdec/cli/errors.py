@@ -87,6 +87,8 @@ def describe(error: SpecdecError, address: str = "") -> Text:
         text.append(f": {error.description}")
     else:
         text.append(f"\n  {error.message}")
+    if error.reason == "NO_API_KEY":
+        text.append("\n  this command sends the key that is in SPECDEC_API_KEY", style="dim")
     if isinstance(error, Overloaded | Unavailable):
         text.append(f"\n  try again in {error.retry_after_s:g} s", style="dim")
     for key, value in sorted(error.metadata.items()):
