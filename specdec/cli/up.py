@@ -82,7 +82,9 @@ def up(
         )
         with running_cluster(plan, console, log_dir) as cluster:
             console.print(f"Ready at {cluster.address}. Try:", style="bold")
-            console.print(f'  specdec generate --address {cluster.address} --show-origin "def fibonacci(n):"')
+            console.print(
+                f'  specdec generate --address {cluster.address} --show-origin --max-tokens 100 "def fibonacci(n):"'
+            )
             console.print("Ctrl-C stops all.", style="dim")
             _watch(cluster, LogView(cluster, console) if logs else None)
 
