@@ -33,6 +33,7 @@ from tests.chart.conftest import (
     component,
     containers,
 )
+from tests.integration.certificates import Authority, SecretVolume
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_CASES = ("defaults", "single-node-cpu", "two-gpus", "production", "everything")
@@ -109,15 +110,17 @@ def test_commands_start_a_role_with_settings_it_has(case: str, render: Render) -
 def test_the_services_accept_the_flags_as_rendered(
     case: str, render: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("tls.crt", "tls.key", "ca.crt", "api-keys.yaml"):
-        (tmp_path / name).write_text("")
+    mounted = tmp_path / "secrets"
+    authority = Authority("internal")
+    SecretVolume(mounted, authority.issue("service"), authority.certificate)
+    (mounted / "api-keys.yaml").write_text("")
     secrets = {"REDIS_URL": "rediss+sentinel://a:26379,b:26379/main/0", "OTLP_HEADERS": "authorization=Bearer%20key"}
     for name in [name for name in os.environ if name.startswith("SPECDEC_")]:
         monkeypatch.delenv(name)
     for role, _, container in containers(render(case)):
         cls = SETTINGS[role]
         # The files of mounted secrets, here.
-        args = [re.sub(r"=/etc/specdec/[a-z-]+/", f"={tmp_path}/", flag) for flag in container["args"]]
+        args = [re.sub(r"=/etc/specdec/[a-z-]+/", f"={mounted}/", flag) for flag in container["args"]]
         args = [flag.replace("$(POD_IP)", "10.1.2.3") for flag in args]
         for variable in container["env"]:
             if "secretKeyRef" in variable.get("valueFrom", {}):
