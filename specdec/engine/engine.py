@@ -143,7 +143,9 @@ class Engine:
     def rollback(self, seq: Sequence, num_tokens: int) -> None:
         """Cut a sequence to its first `num_tokens` tokens; whole blocks past the end are freed.
 
-        Cost: what is dropped, whatever the length of what stays (counted in `operations`).
+        When the cut falls where a chunk of a prefill happened to end, no step has given the last token's logits; it
+        is computed once more for them. Cost: what is dropped, whatever the length of what stays (counted in
+        `operations`).
 
         Raises:
             SequenceStateError: that would drop final tokens, or the sequence is shorter.
@@ -156,6 +158,8 @@ class Engine:
         del seq.token_ids[num_tokens:]
         seq.num_computed_tokens = min(seq.num_computed_tokens, num_tokens)
         seq.num_served_tokens = min(seq.num_served_tokens, num_tokens)
+        if seq.num_served_tokens < seq.num_computed_tokens == num_tokens:
+            seq.num_computed_tokens -= 1
         self.operations += 1 + num_dropped + self._forget_nodes(seq)
         self._rollbacks += 1
         self._rollback_tokens += num_dropped
