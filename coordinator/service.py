@@ -140,8 +140,7 @@ class CoordinatorService:
         for request in self._sessions.requests:
             error = NotReady("the coordinator is shutting down", retry_after_s=_DRAIN_RETRY_S, reason="DRAINING")
             self.decode_loop.fail(request, error)
-            if request.admission is not None:
-                request.admission.cancel()
+            request.end_wait()
         await asyncio.sleep(0)
 
     async def stop(self) -> None:

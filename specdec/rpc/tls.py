@@ -14,7 +14,8 @@ from typing import Any
 import grpc
 import structlog
 
-from specdec.rpc.errors import PermissionDenied, abort_with
+from specdec.rpc.abort import abort_with
+from specdec.rpc.errors import PermissionDenied
 from specdec.rpc.settings import ClientSettings, ServiceSettings
 from specdec.tls_files import TlsFile, TlsFiles, TlsMaterial, client_context, server_context
 
