@@ -12,10 +12,12 @@ import grpc
 import pytest
 
 from coordinator.prompt import PromptReader
+from coordinator.resume import make_resume_token
 from coordinator.servicer import TENANT_KEY
 from coordinator.tokenizer import TextTokenizer
 from coordinator.validation import Limits
 from specdec.rpc.errors import InvalidRequest, SpecdecError, from_rpc_error
+from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import NewRequest, RequestKey
 from specdec.store.keys import StoreKeys
 from specdec.store.urls import RedisOptions, connect
@@ -26,6 +28,7 @@ from tests.integration.scripted_replicas import ScriptedTarget, make_tokenizer
 
 CONTEXT = 4096
 LONG_S = 600.0
+TENANT = ((TENANT_KEY, "tenant"),)
 # Names that look like parts of other keys.
 NAMES = ["", "a", "a:live", "a}:live", "{a}", "a:request:b", "b", "*", "a*", "a\x00b", "%61", "é", "a" * 128, "a" * 129]
 
@@ -169,3 +172,28 @@ async def test_requests_with_any_names_are_kept_apart_in_redis(tmp_path: Path) -
             assert record is not None
             assert (record.seed, record.params) == (number, str(number).encode())
         await store.close()
+
+
+@pytest.mark.parametrize("field", [{"owner": b"\xff\xfe"}, {"seed": b"x"}, {"generation": b"x"}])
+async def test_a_record_that_somebody_spoilt_is_a_failure_of_the_store_and_of_nothing_else(
+    tmp_path: Path, field: dict[str | bytes, str | bytes]
+) -> None:
+    key, new = RequestKey("tenant", "one"), NewRequest("owner", 1, b"params", 1, LONG_S, take_over=True)
+    target = ScriptedTarget()
+    with RedisServer(tmp_path) as server, server.client() as meddler:
+        store = connect(server.url, RedisOptions(timeout_s=20))
+        await store.begin(key, new)
+        meddler.hset(StoreKeys().request(key)[0], mapping=field)
+        with pytest.raises(StoreUnavailable):
+            await store.load(key)
+        await store.close()
+        async with running([target], redis_url=server.url, redis_timeout_s=20) as harness:
+            body = request(request_id="one")
+            resumed = request(request_id="one", resume=api.Resume(resume_token=token_of(harness, body)))
+            assert (await collect(harness.stub.Generate(resumed, metadata=TENANT))).ids() == expected_ids(target, 20)
+
+
+def token_of(harness: Harness, body: api.GenerateRequest) -> bytes:
+    """The token that a coordinator which never saw the spoilt record gave out."""
+    served = harness.service.fleet.require_served()
+    return make_resume_token(b"a-secret-of-the-tests", "tenant", body.request_id, body.sampling.seed, served.identity)
