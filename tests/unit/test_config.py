@@ -273,3 +273,12 @@ def test_a_file_with_a_secret_that_cannot_be_used_is_not_quoted(tmp_path: Path, 
     config.write_text(f"targets: a:1\n{text}\n")
     problems = problems_of("--config", str(config), cls=CoordinatorSettings)
     assert "hunter2" not in "".join(problems)
+
+
+def test_an_ipv6_address_needs_brackets() -> None:
+    (problem,) = problems_of("--targets", "::1:50052", cls=CoordinatorSettings)
+    assert "'::1:50052': an IPv6 address is written in brackets" in problem
+    settings = load_settings(
+        CoordinatorSettings, ["--targets", "[::1]:50052,dns:///targets:50052"], env_prefix="SPECDEC_", prog="test"
+    )
+    assert settings.targets == ("[::1]:50052", "dns:///targets:50052")
