@@ -6,35 +6,16 @@ import itertools
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
-from typing import Protocol
 
-import torch
-
-from specdec.engine.batch import Batch, build_batch
+from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import KVInvariantError, SequenceStateError, TreeError
 from specdec.engine.outputs import EngineStats, ItemOutput, StepOutput
+from specdec.engine.runner import Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 
-__all__ = ["Engine", "EngineStats", "ItemOutput", "Runner", "StepOutput"]
-
-
-class Runner(Protocol):
-    """What the engine needs of a model: forward passes over a paged cache, and copies inside that cache."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches have to be."""
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] float32 of ``batch.logits_indices``; writes the rows' keys and values."""
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination), in order."""
-
-    def copy_slots(self, src: list[int], dst: list[int]) -> None:
-        """Copy physical slots in all layers; every source is read before any destination is written."""
+__all__ = ["Engine", "EngineStats", "ItemOutput", "StepOutput"]
 
 
 class Engine:
