@@ -19,7 +19,8 @@ from coordinator.decode_loop import DecodeLoop
 from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.fleet import Fleet
 from coordinator.generation import Generator
-from coordinator.journal import Journal, JournalSettings
+from coordinator.journal import Journal
+from coordinator.journal_upkeep import JournalSettings
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkSettings
 from coordinator.links.roster import Roster
