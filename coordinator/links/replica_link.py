@@ -20,6 +20,7 @@ from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from coordinator.links.outbox import Outbox
 from coordinator.links.stream_end import StreamEnd
 from coordinator.sessions import Session
+from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 
@@ -38,7 +39,7 @@ class ReplicaLink:
     role: ClassVar[str]
     _stub: Any
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, settings: LinkSettings, events: LinkEvents) -> None:
+    def __init__(self, address: str, channel: ReplicaChannel, settings: LinkSettings, events: LinkEvents) -> None:
         self.address = address
         self.channel = channel
         self.detail = ""
@@ -133,6 +134,8 @@ class ReplicaLink:
             self.reset("the replica does not read")
 
     async def _run_stream(self) -> None:
+        await self.channel.renew()  # no call is under way
+        self._stub = self._make_stub(self.channel.current)
         async with asyncio.timeout(self._settings.connect_timeout_s):
             await self._check_instance()
         call = self._call = self._open_call()
@@ -248,6 +251,9 @@ class ReplicaLink:
 
     def close(self, session: Session, reason: str) -> None:
         """End a session on the replica."""
+        raise NotImplementedError
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
         raise NotImplementedError
 
     def _open_call(self) -> Any:
