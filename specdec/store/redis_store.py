@@ -100,7 +100,7 @@ class RedisStore:
         checks.check_digests(digests, self._limits)
         calls: list[_Call] = [(self._keys.prefix_holders(digest), []) for digest in digests]
         answers = await self._run_all(scripts.PREFIX_HOLDERS, calls)
-        return [frozenset(holder.decode() for holder in answer) for answer in answers]
+        return [frozenset(holder.decode(errors="replace") for holder in answer) for answer in answers]
 
     async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
         """See Store."""
@@ -119,7 +119,7 @@ class RedisStore:
             raise RequestHeld(details[0].decode())
         if outcome == b"many":
             raise TooManyConcurrent(int(details[0]))
-        return Begun(generation=int(details[0]), record=None if details[1] is None else decode_record(details[1]))
+        return Begun(generation=int(details[0]), record=None if details[1] is None else _record(details[1]))
 
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         """See Store."""
@@ -160,7 +160,7 @@ class RedisStore:
     async def load(self, key: RequestKey) -> JournalRecord | None:
         """See Store."""
         answer = await self._run(scripts.LOAD, self._keys.request(key)[:1], [])
-        return None if answer is None else decode_record(answer)
+        return None if answer is None else _record(answer)
 
     async def take_tokens(
         self, bucket: str, amount: float, rate_per_s: float, burst: float, force: bool = False
@@ -254,6 +254,13 @@ class RedisStore:
 
 def _ms(duration_s: float) -> int:
     return round(duration_s * 1000)
+
+
+def _record(answer: Sequence[Any]) -> JournalRecord:
+    try:
+        return decode_record(answer)
+    except ValueError as error:
+        raise StoreUnavailable(f"a request in Redis is not ours: {error}") from error
 
 
 def _member(role: str, address: str) -> str:

@@ -512,3 +512,16 @@ async def test_while_the_store_is_away_each_counts_for_itself_and_that_is_forgot
     await quotas.admit("a", RATE, 40)
     with pytest.raises(Overloaded):
         await quotas.admit("a", RATE, 1)
+
+
+async def test_what_of_one_tenant_cannot_be_counted_does_not_keep_the_others_from_it(store: Store) -> None:
+    quotas = SharedQuotas(guarded(store))
+    quotas.start()
+    quotas.charge("b", RATE, 100)
+    quotas.charge("a", QuotaRate(tokens_per_s=float("inf"), burst_tokens=100.0), 100)
+
+    async def is_counted() -> bool:
+        return await store.take_tokens("b", 1, 0.001, 100.0) > 0
+
+    await eventually(is_counted, "the tokens of b are counted")
+    await quotas.close()
