@@ -20,7 +20,8 @@ from wsgiref.simple_server import WSGIServer
 import grpc
 import structlog
 
-from specdec.rpc.errors import PermissionDenied, abort_with
+from specdec.rpc.abort import abort_with
+from specdec.rpc.errors import PermissionDenied
 from specdec.rpc.settings import ServiceSettings
 
 _T = TypeVar("_T")
@@ -98,10 +99,10 @@ class TlsFiles:
     def _check(self, client_ca: bytes | None) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        load_pair(context, "tls_cert_file, tls_key_file", self._cert_file, self._key_file)
+        _load_pair(context, "tls_", self._cert_file, self._key_file)
         if client_ca is not None:
             context.verify_mode = ssl.CERT_REQUIRED
-            load_authorities(context, "tls_client_ca_file", client_ca)
+            _load_authorities(context, "tls_client_ca_file", client_ca)
         return context
 
 
@@ -126,9 +127,9 @@ def channel_credentials(ca_file: Path | None, cert_file: Path | None, key_file: 
     def check(content: tuple[bytes | None, bytes | None, bytes | None]) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         if content[0] is not None:
-            load_authorities(context, "replica_tls_ca_file", content[0])
+            _load_authorities(context, "replica_tls_ca_file", content[0])
         if cert_file is not None and key_file is not None:
-            load_pair(context, "replica_tls_cert_file, replica_tls_key_file", cert_file, key_file)
+            _load_pair(context, "replica_tls_", cert_file, key_file)
         return context
 
     return grpc.ssl_channel_credentials(*_load_consistent(read, check)[0])
@@ -149,17 +150,15 @@ def _load_consistent(read: Callable[[], _T], check: Callable[[_T], ssl.SSLContex
     raise TlsFilesBroken("the TLS files change while they are read")
 
 
-def load_pair(context: ssl.SSLContext, settings: str, cert_file: Path, key_file: Path) -> None:
-    """Give a context its certificate and key. Raises TlsFilesBroken, which begins with `settings`."""
+def _load_pair(context: ssl.SSLContext, prefix: str, cert_file: Path, key_file: Path) -> None:
     try:
         # Without a password OpenSSL would ask the terminal for that of an encrypted key.
         context.load_cert_chain(cert_file, key_file, password="")
     except (OSError, ValueError) as error:
-        raise TlsFilesBroken(f"{settings}: {_why(error)}") from error
+        raise TlsFilesBroken(f"{prefix}cert_file, {prefix}key_file: {_why(error)}") from error
 
 
-def load_authorities(context: ssl.SSLContext, setting: str, pem: bytes) -> None:
-    """Have a context trust PEM authorities. Raises TlsFilesBroken, which begins with `setting`."""
+def _load_authorities(context: ssl.SSLContext, setting: str, pem: bytes) -> None:
     try:
         context.load_verify_locations(cadata=pem.decode("ascii"))
     except (OSError, ValueError) as error:
@@ -177,9 +176,8 @@ def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
         return "the key does not belong to the certificate"
     if isinstance(error, ssl.SSLError):
-        said = (error.reason or str(error)).partition(" (_ssl.c")[0]
-        return f"not usable PEM ({said.replace('_', ' ').lower()})"
-    return "not usable PEM (not ASCII)" if isinstance(error, UnicodeDecodeError) else str(error)
+        return f"not usable PEM ({(error.reason or str(error)).replace('_', ' ').lower()})"
+    return str(error)
 
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
