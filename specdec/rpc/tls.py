@@ -20,8 +20,7 @@ from wsgiref.simple_server import WSGIServer
 import grpc
 import structlog
 
-from specdec.rpc.abort import abort_with
-from specdec.rpc.errors import PermissionDenied
+from specdec.rpc.errors import PermissionDenied, abort_with
 from specdec.rpc.settings import ServiceSettings
 
 _T = TypeVar("_T")
