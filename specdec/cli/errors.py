@@ -31,7 +31,6 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: EXIT_USAGE,
-    grpc.StatusCode.OUT_OF_RANGE: EXIT_USAGE,
     grpc.StatusCode.NOT_FOUND: 3,
     grpc.StatusCode.ALREADY_EXISTS: 4,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 5,
