@@ -167,5 +167,6 @@ def _why(error: Exception) -> str:
     if isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH":
         return "the key does not belong to the certificate"
     if isinstance(error, ssl.SSLError):
-        return f"not usable PEM ({(error.reason or str(error)).replace('_', ' ').lower()})"
-    return str(error)
+        said = (error.reason or str(error)).partition(" (_ssl.c")[0]
+        return f"not usable PEM ({said.replace('_', ' ').lower()})"
+    return "not usable PEM (not ASCII)" if isinstance(error, UnicodeDecodeError) else str(error)

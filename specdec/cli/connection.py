@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import ssl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specdec.client import ClientSettings
+from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -74,41 +72,20 @@ def client_settings(
     """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
-    authorities = None if tls_ca is None else _read(tls_ca, "--tls-ca")
-    pair = None
-    if tls_key is not None and tls_cert is not None:
-        pair = (_read(tls_key, "--tls-key"), _read(tls_cert, "--tls-cert"))
     # gRPC would take broken files, and only say that it cannot connect.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    if authorities is not None:
-        with _named_fault("--tls-ca"):
-            context.load_verify_locations(cadata=authorities.decode("ascii"))
-    if tls_key is not None and tls_cert is not None:
-        with _named_fault("--tls-cert, --tls-key"):
-            # Without a password OpenSSL would ask the terminal for that of an encrypted key.
-            context.load_cert_chain(tls_cert, tls_key, password="")
+    try:
+        files = TlsFiles(
+            client_context,
+            certificate=TlsFile.of("--tls-cert", tls_cert),
+            key=TlsFile.of("--tls-key", tls_key),
+            authorities=TlsFile.of("--tls-ca", tls_ca),
+        ).current()
+    except TlsFilesBroken as error:
+        raise typer.BadParameter(str(error)) from error
     return ClientSettings(
         timeout_s=timeout_s,
         tls=tls,
-        root_certificates=authorities,
-        client_certificate=pair,
+        root_certificates=files.authorities,
+        client_certificate=None if files.key is None or files.chain is None else (files.key, files.chain),
         api_key=os.environ.get(API_KEY_VARIABLE),
     )
-
-
-def _read(path: Path, flag: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=flag) from error
-
-
-@contextmanager
-def _named_fault(flags: str) -> Iterator[None]:
-    """Make what is wrong with a file that is read here the fault of these flags."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        does_not_match = isinstance(error, ssl.SSLError) and error.reason == "KEY_VALUES_MISMATCH"
-        why = "the key does not belong to the certificate" if does_not_match else "not usable PEM"
-        raise typer.BadParameter(f"{flags}: {why}") from error
