@@ -72,7 +72,6 @@ def client_settings(
     """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
-    # gRPC would take broken files, and only say that it cannot connect.
     try:
         files = TlsFiles(
             client_context,
@@ -81,6 +80,7 @@ def client_settings(
             authorities=TlsFile.of("--tls-ca", tls_ca),
         ).current()
     except TlsFilesBroken as error:
+        # gRPC would take broken files, and only say that it cannot connect.
         raise typer.BadParameter(str(error)) from error
     return ClientSettings(
         timeout_s=timeout_s,
