@@ -101,7 +101,7 @@ class RedisStore:
         calls: list[_Call] = [(self._keys.prefix_holders(digest), []) for digest in digests]
         answers = await self._run_all(scripts.PREFIX_HOLDERS, calls)
         with _readable():
-            return [frozenset(holder.decode() for holder in answer) for answer in answers]
+            return [frozenset(holder.decode(errors="replace") for holder in answer) for answer in answers]
 
     async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
         """See Store."""
