@@ -42,6 +42,7 @@ class ReplicaLink:
         self.channel = channel
         self.detail = ""
         self.is_retired = False
+        self._is_ending = False
         self.identity: pb.ModelIdentity | None = None
         self.instance_id = ""
         """Of the replica's process, as it said last; empty when it says none."""
@@ -92,6 +93,11 @@ class ReplicaLink:
         self._standing = standing
         self._show_state()
 
+    def end(self) -> None:
+        """Let the stream that is up end in order, after what is queued; then `run` returns."""
+        self._is_ending = True
+        self._wake_writer()
+
     async def run(self) -> None:
         """Open the stream, again and again, with growing and jittered waits between attempts that fail."""
         backoff_s = self._settings.backoff_min_s
@@ -99,6 +105,7 @@ class ReplicaLink:
             started_s = time.monotonic()
             try:
                 await self._run_stream()
+                return
             except (SpecdecError, grpc.RpcError, TimeoutError) as error:
                 self._go_down(error)
             except asyncio.CancelledError:
@@ -129,13 +136,17 @@ class ReplicaLink:
         if not self.is_up:
             return
         self._outbox.append(entry)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        self._wake_writer()
         if len(self._outbox) > _MAX_QUEUED_ENTRIES:
             self._outbox.clear()
             self.reset("the replica does not read")
 
+    def _wake_writer(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
     async def _run_stream(self) -> None:
+        """Returns when the stream has ended as `end` asked; raises why it did otherwise."""
         async with asyncio.timeout(self._settings.connect_timeout_s):
             await self._check_instance()
         call = self._call = self._open_call()
@@ -159,6 +170,8 @@ class ReplicaLink:
             while frame is not grpc.aio.EOF:
                 self._handle_frame(frame)
                 frame = await call.read()
+            if self._is_ending:
+                return
             raise await _end_of(call)
         finally:
             self._call = None
@@ -198,11 +211,13 @@ class ReplicaLink:
     async def _write_frames(self, call: Any) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while True:
-                if not self._outbox:
+            while self._outbox or not self._is_ending:
+                if self._outbox:
+                    await call.write(self._frame(self._take_entries()))
+                else:
                     self._wake = loop.create_future()
                     await self._wake
-                await call.write(self._frame(self._take_entries()))
+            await call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
             call.cancel()  # the reader learns the status
 

@@ -22,6 +22,7 @@ from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 EOS = 1
 NUM_SPECIAL = 3
+PATIENCE_S = 60.0
 
 
 def make_tokenizer() -> Tokenizer:
@@ -78,7 +79,7 @@ class ScriptedSession:
 
 
 class Stream:
-    """One coordinator's stream: a queue of responses."""
+    """One coordinator's stream: a queue of responses, and of how it ends."""
 
     def __init__(self) -> None:
         self.responses: asyncio.Queue[Any] = asyncio.Queue()
@@ -88,7 +89,10 @@ class Stream:
         self.responses.put_nowait(response)
 
     def abort(self) -> None:
-        self.responses.put_nowait(None)
+        self.responses.put_nowait(grpc.StatusCode.UNAVAILABLE)
+
+    def end(self) -> None:
+        self.responses.put_nowait(grpc.StatusCode.OK)
 
 
 class ScriptedReplica:
@@ -133,7 +137,7 @@ class ScriptedReplica:
         for stream in self.streams:
             stream.abort()
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Wait for a condition on what this replica has seen."""
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)
@@ -155,9 +159,10 @@ class ScriptedReplica:
         self.streams.append(stream)
         reader = asyncio.create_task(self._read(requests, stream, response_type))
         try:
-            while (response := await stream.responses.get()) is not None:
+            while not isinstance(response := await stream.responses.get(), grpc.StatusCode):
                 yield response
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
+            if response is not grpc.StatusCode.OK:
+                await context.abort(response, "the stream broke")
         finally:
             reader.cancel()
             if stream in self.streams:
@@ -174,6 +179,7 @@ class ScriptedReplica:
             for entry in request.entries:
                 self.handle(entry, stream)
             await self.notify()
+        stream.end()
 
     def attach(self, attach: pb.Attach, stream: Stream, response_type: Any) -> None:
         stream.owner_id = attach.owner_id

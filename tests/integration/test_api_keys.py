@@ -30,7 +30,7 @@ from specdec.rpc.errors import (
 from specdec.v1 import coordinator_pb2 as api
 from tests.integration.conftest import TIMEOUTS
 from tests.integration.coordinator_harness import collect, request, running
-from tests.integration.scripted_replicas import ScriptedTarget
+from tests.integration.scripted_replicas import PATIENCE_S, ScriptedTarget
 from tests.integration.tiny_pair import ModelPair
 
 KEYS = {
@@ -217,7 +217,7 @@ def test_a_coordinator_whose_key_file_is_wrong_does_not_start(tmp_path: Path, ti
 
 async def until(client: Client, accepted: bool) -> None:
     """Ask until a key is accepted, or until it no longer is."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 await client.status()

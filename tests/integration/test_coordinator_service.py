@@ -27,6 +27,7 @@ from specdec.v1 import coordinator_pb2_grpc as api_grpc
 from tests.integration.coordinator_harness import Harness, collect, expected_ids, request, running
 from tests.integration.scripted_replicas import (
     EOS,
+    PATIENCE_S,
     ScriptedDraft,
     ScriptedTarget,
     identity,
@@ -317,7 +318,7 @@ async def test_overload_is_refused_with_a_time_to_retry_and_priorities_go_first(
 
 async def wait_for_status(harness: Harness, **wanted: int) -> None:
     """Ask for the status until it is so."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             status = await harness.stub.GetStatus(api.GetStatusRequest())
             if all(getattr(status, name) == value for name, value in wanted.items()):

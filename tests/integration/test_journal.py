@@ -27,17 +27,20 @@ from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
-from tests.chaos.faults import another, eventually, scrape
+from tests.chaos.faults import PATIENCE_S, another, eventually, scrape
 from tests.integration.coordinator_harness import Harness, Result, collect, expected_ids, request, running
 from tests.integration.redis_server import RedisServer
 from tests.integration.scripted_replicas import ScriptedTarget
 from tests.integration.test_coordinator_failures import finish, read_tokens, resumed
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 SECRET = "a secret that two coordinators share"
-LEASE_S = 1.0
-PATIENT = RedisOptions(timeout_s=10.0)
+# Longer than any test takes.
+LONG_S = 600.0
+# Renewed every second: so a coordinator that has nothing to write learns what became of Redis, and of its requests.
+SHORT_LEASE_S = 3.0
+PATIENT = RedisOptions(timeout_s=20.0)
 
 
 @pytest.fixture
@@ -51,7 +54,7 @@ async def coordinators(
     target: ScriptedTarget, redis_server: RedisServer, **changes: Any
 ) -> AsyncIterator[tuple[Harness, Harness]]:
     """Two coordinators on one target and one Redis."""
-    settings = {"redis_url": redis_server.url, "redis_timeout_s": 2.0, "journal_lease_s": LEASE_S, **changes}
+    settings = {"redis_url": redis_server.url, "redis_timeout_s": 20.0, "journal_lease_s": LONG_S, **changes}
     async with (
         running([target], owner_id="one", **settings) as one,
         running([target], owner_id="two", **settings) as two,
@@ -139,7 +142,7 @@ async def test_a_resume_at_another_coordinator_ends_the_stream_that_is_still_liv
     target = ScriptedTarget()
     target.limit = 10
     body = request(max_tokens=60, request_id="mine")
-    async with coordinators(target, redis_server) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S) as (one, two):
         old = one.stub.Generate(body)
         first = await read_tokens(old, 10)
         new = two.stub.Generate(resumed(first, body))
@@ -178,7 +181,7 @@ async def test_a_request_can_be_aborted_at_any_coordinator_by_its_tenant(redis_s
     target = ScriptedTarget()
     target.limit = 10
     body = request(request_id="mine", n=2)
-    async with coordinators(target, redis_server) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S) as (one, two):
         call = one.stub.Generate(body)
         result = await read_tokens(call, 10)
         abort = api.AbortRequest(request_id="mine")
@@ -200,7 +203,7 @@ async def test_a_request_can_be_aborted_at_any_coordinator_by_its_tenant(redis_s
 async def test_a_request_in_the_queue_of_one_coordinator_can_be_aborted_at_the_other(redis_server: RedisServer) -> None:
     target = ScriptedTarget()
     target.limit = 10
-    async with coordinators(target, redis_server, max_running=1) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S, max_running=1) as (one, two):
         running_call = one.stub.Generate(request())
         await read_tokens(running_call, 10)
         waiting = one.stub.Generate(request(request_id="mine"))
@@ -232,7 +235,7 @@ async def test_a_client_that_cancels_while_its_request_is_being_journalled_leave
     target = ScriptedTarget()
     body = request(request_id="mine")
     # Far longer than the test may take: neither a lease that runs out nor a timeout makes it pass.
-    async with coordinators(target, redis_server, redis_timeout_s=600.0, journal_lease_s=600.0) as (one, _):
+    async with coordinators(target, redis_server, redis_timeout_s=LONG_S) as (one, _):
         await collect(one.stub.Generate(request()))
         redis_server.pause()
         call = one.stub.Generate(body)
@@ -261,7 +264,7 @@ async def test_a_request_that_waits_for_the_journal_when_its_coordinator_drains_
 ) -> None:
     target = ScriptedTarget()
     body = request(request_id="mine")
-    async with coordinators(target, redis_server, redis_timeout_s=600.0) as (one, _):
+    async with coordinators(target, redis_server, redis_timeout_s=LONG_S) as (one, _):
         first = await collect(one.stub.Generate(body))
         redis_server.pause()
         store, is_loading = one.service.store, asyncio.Event()
@@ -315,7 +318,7 @@ async def test_redis_killed_and_restarted_empty_costs_no_stream_a_token(redis_se
     target.limit = 10
     body = request(max_tokens=60, request_id="mine")
     with capture_logs() as logs:
-        async with coordinators(target, redis_server) as (one, two):
+        async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S) as (one, two):
             call = one.stub.Generate(body)
             result = await read_tokens(call, 10)
             await journal_has(redis_server, "mine", result.ids())
@@ -367,12 +370,12 @@ async def test_no_token_waits_for_a_redis_that_hangs(redis_server: RedisServer) 
     target = ScriptedTarget()
     target.limit = 10
     # Far longer than the test may take: a token that waits for Redis fails it.
-    async with coordinators(target, redis_server, redis_timeout_s=600.0) as (one, _):
+    async with coordinators(target, redis_server, redis_timeout_s=LONG_S) as (one, _):
         call = one.stub.Generate(request(max_tokens=60))
         result = await read_tokens(call, 10)
         redis_server.pause()
         target.set_limit(None)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while result.finished is None:
                 result.add(await call.read())
         redis_server.resume()
@@ -384,7 +387,7 @@ async def test_a_redis_that_hangs_holds_up_a_new_request_for_no_longer_than_its_
     redis_server: RedisServer,
 ) -> None:
     target = ScriptedTarget()
-    async with coordinators(target, redis_server, redis_timeout_s=0.2) as (one, _):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S, redis_timeout_s=0.2) as (one, _):
         await collect(one.stub.Generate(request()))
         redis_server.pause()
         for _ in range(5):
@@ -399,7 +402,7 @@ async def test_a_coordinator_that_starts_without_redis_joins_it_later(redis_serv
     target.limit = 10
     redis_server.stop()
     body = request(request_id="mine")
-    async with coordinators(target, redis_server) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S) as (one, two):
         await metric_is(one, "store_up", 0)
         call = one.stub.Generate(body)
         result = await read_tokens(call, 10)
@@ -435,7 +438,7 @@ async def test_a_tenants_tokens_count_at_all_coordinators_and_at_each_while_redi
 ) -> None:
     target = ScriptedTarget()
     quota: dict[str, Any] = {"quota_tokens_per_s": 0.001, "quota_burst_tokens": 20.0}
-    async with coordinators(target, redis_server, **quota) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S, **quota) as (one, two):
         await collect(one.stub.Generate(request()))
         store = connect(redis_server.url, PATIENT)
 
@@ -467,9 +470,9 @@ async def test_a_client_whose_coordinator_was_killed_gets_everything_from_anothe
     settings: dict[str, Any] = {
         "targets": [target.address],
         "redis_url": redis_server.url,
-        "redis_timeout_s": 2.0,
+        "redis_timeout_s": 20.0,
         "resume_secret": SECRET,
-        "journal_lease_s": 60.0,
+        "journal_lease_s": LONG_S,
     }
     body = request(max_tokens=100, request_id="mine")
     opened = [
@@ -483,7 +486,7 @@ async def test_a_client_whose_coordinator_was_killed_gets_everything_from_anothe
             first = await read_tokens(first_stub.Generate(body), 40)
             await journal_has(redis_server, "mine", first.ids())
             await asyncio.to_thread(one.kill, "coordinator")
-            # Without the token it is an id that runs: the lease of its owner has most of its minute to go.
+            # Without the token it is an id that runs: the lease of its owner has most of its time to go.
             assert isinstance(await error_of(second_stub.Generate(body)), RequestExists)
             target.set_limit(None)
             nothing = Result(started=first.started)

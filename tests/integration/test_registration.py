@@ -16,7 +16,7 @@ from tests.chaos.faults import eventually, scrape
 from tests.integration.redis_server import RedisServer
 from tests.unit.echo_process import echo_process, ready_echo, verify_stream
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
@@ -29,13 +29,14 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 async def store(redis: RedisServer) -> AsyncIterator[Store]:
-    store = connect(redis.url, RedisOptions(timeout_s=5.0))
+    store = connect(redis.url, RedisOptions(timeout_s=20.0))
     yield store
     await store.close()
 
 
 def flags(redis: RedisServer, *more: str) -> list[str]:
-    return ["--redis-url", redis.url, "--registry-ttl-s", "1.5", "--redis-timeout-s", "2", *more]
+    """Registered for longer than any test takes, unless it says otherwise."""
+    return ["--redis-url", redis.url, "--registry-ttl-s", "600", "--redis-timeout-s", "20", *more]
 
 
 async def registered(store: Store) -> list[ReplicaRecord]:
@@ -53,7 +54,7 @@ async def until_states(store: Store, states: list[str]) -> None:
 
 
 async def test_a_replica_is_announced_with_the_port_it_got_and_what_it_serves(redis: RedisServer, store: Store) -> None:
-    async with ready_echo(*flags(redis)) as (process, channel):
+    async with ready_echo(*flags(redis, "--registry-ttl-s", "3")) as (process, channel):
         await until_states(store, ["ready"])
         [record] = await store.replicas()
         port = next(event["port"] for event in process.events if event["event"] == "listening")
@@ -82,8 +83,7 @@ async def test_a_replica_that_loads_is_announced_as_loading(redis: RedisServer, 
 async def test_a_replica_that_drains_says_so_at_once_and_is_withdrawn_when_it_ends(
     redis: RedisServer, store: Store
 ) -> None:
-    long_ttl = ["--registry-ttl-s", "600", "--no-drained-at-once"]
-    async with ready_echo(*flags(redis, *long_ttl)) as (process, channel):
+    async with ready_echo(*flags(redis, "--no-drained-at-once")) as (process, channel):
         await until_states(store, ["ready"])
         stream = verify_stream(channel)
         await stream.write(b"hello")
@@ -96,7 +96,8 @@ async def test_a_replica_that_drains_says_so_at_once_and_is_withdrawn_when_it_en
 
 
 async def test_the_registration_of_a_replica_that_was_killed_expires(redis: RedisServer, store: Store) -> None:
-    async with ready_echo(*flags(redis)) as (process, _), ready_echo(*flags(redis)) as (other, _):
+    short = flags(redis, "--registry-ttl-s", "1.5")
+    async with ready_echo(*short) as (process, _), ready_echo(*flags(redis)) as (other, _):
         await until_states(store, ["ready", "ready"])
         os.kill(process.pid, signal.SIGKILL)
         await until_states(store, ["ready"])
