@@ -3,21 +3,39 @@
 from __future__ import annotations
 
 import os
+import ssl
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specdec.client import ClientSettings
+from specdec.rpc.tls import TlsFilesBroken, load_authorities, load_pair
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
 """There is no flag for the key: process lists would show it."""
 _PANEL = "Connection"
+_NAME_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+"""How names begin that gRPC itself takes apart."""
+
+
+def parse_address(address: str) -> str:
+    """Return the address. Raises typer.BadParameter if it is neither host:port nor a name that gRPC takes apart."""
+    host, _, port = address.rpartition(":")
+    if not address.startswith(_NAME_SCHEMES) and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise typer.BadParameter(f"{address!r} is not HOST:PORT")
+    return address
+
 
 Address = Annotated[
     str,
-    typer.Option(envvar="SPECDEC_ADDRESS", help="The coordinator's host:port.", rich_help_panel=_PANEL),
+    typer.Option(
+        envvar="SPECDEC_ADDRESS",
+        help="The coordinator's host:port.",
+        rich_help_panel=_PANEL,
+        callback=parse_address,
+    ),
 ]
 TimeoutS = Annotated[
     float | None,
@@ -51,17 +69,26 @@ def client_settings(
 ) -> ClientSettings:
     """Return the client's settings; the API key comes from SPECDEC_API_KEY.
 
-    Raises typer.BadParameter when a file is missing or cannot be read.
+    Raises typer.BadParameter when a file is missing, cannot be read, or is not what it should be.
     """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
-    pair = None
-    if tls_key is not None and tls_cert is not None:
-        pair = (_read(tls_key, "--tls-key"), _read(tls_cert, "--tls-cert"))
+    authorities, pair = None, None
+    # gRPC would take broken files, and only say that it cannot connect.
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if tls_ca is not None:
+            authorities = _read(tls_ca, "--tls-ca")
+            load_authorities(context, "--tls-ca", authorities)
+        if tls_key is not None and tls_cert is not None:
+            pair = (_read(tls_key, "--tls-key"), _read(tls_cert, "--tls-cert"))
+            load_pair(context, "--tls-cert, --tls-key", tls_cert, tls_key)
+    except TlsFilesBroken as error:
+        raise typer.BadParameter(str(error)) from error
     return ClientSettings(
         timeout_s=timeout_s,
         tls=tls,
-        root_certificates=_read(tls_ca, "--tls-ca") if tls_ca is not None else None,
+        root_certificates=authorities,
         client_certificate=pair,
         api_key=os.environ.get(API_KEY_VARIABLE),
     )

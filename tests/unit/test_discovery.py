@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -16,9 +15,11 @@ from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.roster import Roster
 from coordinator.service import CoordinatorService
 from specdec.config import CoordinatorSettings
-from specdec.rpc.tls import TlsFilesBroken
+from specdec.rpc.channel import ReplicaChannel
+from specdec.rpc.settings import ClientSettings
+from specdec.tls_files import TlsFilesBroken
 from tests.integration.coordinator_harness import collect, expected_ids, request, running
-from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
+from tests.integration.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
 
 
 class Names:
@@ -104,7 +105,7 @@ class IdleLink(ReplicaLink):
     role = "target"
 
     def __init__(self, endpoint: Endpoint) -> None:
-        channel = grpc.aio.insecure_channel(endpoint.address)
+        channel = ReplicaChannel(endpoint.address, ClientSettings())
         super().__init__(endpoint.address, channel, None, None)  # type: ignore[arg-type]
         self.has_stream = False
 
@@ -171,24 +172,6 @@ async def test_a_replica_that_is_registered_and_configured_is_retired_as_a_confi
     await roster.close()
 
 
-async def test_a_replica_whose_link_cannot_be_made_is_tried_again() -> None:
-    links: list[IdleLink] = []
-    is_broken = True
-
-    def make(endpoint: Endpoint) -> IdleLink:
-        if is_broken:
-            raise TlsFilesBroken("replica_tls_ca_file: half written")
-        return IdleLink(endpoint)
-
-    roster = Roster(make, lambda now: links.__setitem__(slice(None), now), lambda link: None)
-    roster.update([Endpoint("127.0.0.1:1")])
-    assert links == []
-    is_broken = False
-    roster.update([Endpoint("127.0.0.1:1")])
-    assert [link.address for link in links] == ["127.0.0.1:1"]
-    await roster.close()
-
-
 async def test_a_replica_that_is_listed_again_is_used_again() -> None:
     links: list[IdleLink] = []
     roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)
@@ -209,7 +192,7 @@ async def test_a_coordinator_finds_its_replicas_by_name() -> None:
     names = {role: (f"dns:///localhost:{r.port}",) for role, r in (("targets", target), ("drafts", draft))}
     async with running([target], [draft], wait_for_draft=False, discovery_s=0.05, **names) as harness:
         while not any(link.is_ready for link in harness.service.fleet.drafts):
-            await harness.service.fleet.wait_changed(10.0)
+            await harness.service.fleet.wait_changed(PATIENCE_S)
         result = await collect(harness.stub.Generate(request()))
         assert [link.address for link in harness.service.fleet.targets if link.is_ready] == [target.address]
     assert result.ids() == expected_ids(target, 20)
