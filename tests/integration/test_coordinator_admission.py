@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import grpc
-import pytest
 
 from specdec.rpc.errors import (
     Overloaded,
@@ -23,7 +22,8 @@ from tests.integration.coordinator_harness import (
     request,
     running,
 )
-from tests.integration.scripted_replicas import PATIENCE_S, (
+from tests.integration.scripted_replicas import (
+    PATIENCE_S,
     ScriptedDraft,
     ScriptedTarget,
 )

@@ -17,8 +17,6 @@ from tests.integration.coordinator_harness import Harness, collect, expected_ids
 from tests.integration.scripted_replicas import ScriptedTarget, identity
 from tests.integration.test_coordinator_failures import read_tokens, resumed
 
-pytestmark = pytest.mark.timeout(30)
-
 FOR_EVER_S = 600.0
 """Far longer than a test may take: one that waits for it fails."""
 
