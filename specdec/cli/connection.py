@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import ssl
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from specdec.client import ClientSettings
-from specdec.rpc.tls import TlsFilesBroken, load_authorities, load_pair
+from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
@@ -73,29 +72,20 @@ def client_settings(
     """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
-    authorities, pair = None, None
-    # gRPC would take broken files, and only say that it cannot connect.
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        if tls_ca is not None:
-            authorities = _read(tls_ca, "--tls-ca")
-            load_authorities(context, "--tls-ca", authorities)
-        if tls_key is not None and tls_cert is not None:
-            pair = (_read(tls_key, "--tls-key"), _read(tls_cert, "--tls-cert"))
-            load_pair(context, "--tls-cert, --tls-key", tls_cert, tls_key)
+        files = TlsFiles(
+            client_context,
+            certificate=TlsFile.of("--tls-cert", tls_cert),
+            key=TlsFile.of("--tls-key", tls_key),
+            authorities=TlsFile.of("--tls-ca", tls_ca),
+        ).current()
     except TlsFilesBroken as error:
+        # gRPC would take broken files, and only say that it cannot connect.
         raise typer.BadParameter(str(error)) from error
     return ClientSettings(
         timeout_s=timeout_s,
         tls=tls,
-        root_certificates=authorities,
-        client_certificate=pair,
+        root_certificates=files.authorities,
+        client_certificate=None if files.key is None or files.chain is None else (files.key, files.chain),
         api_key=os.environ.get(API_KEY_VARIABLE),
     )
-
-
-def _read(path: Path, flag: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=flag) from error
