@@ -85,6 +85,22 @@ def held_back(address: str) -> Client:
     return Client(address, SmallBuffers())
 
 
+async def speculated(client: Client, body: api.GenerateRequest) -> Completion:
+    """The answer to a request in each of whose choices the draft had a part.
+
+    It is asked for again until that is so: on a busy machine a draft may be too late for all of a short stream.
+    """
+    completions: list[Completion] = []
+
+    async def has_part() -> bool:
+        completions[:] = [await client.complete(body)]
+        finished = [choice.finished for choice in completions[0].choices.values()]
+        return all(end is not None and end.stats.num_accepted > 0 for end in finished)
+
+    await eventually(has_part, "the draft has a part in the answer")
+    return completions[0]
+
+
 class Reading:
     """A stream that a test reads step by step. Leaving the context cancels what is left."""
 

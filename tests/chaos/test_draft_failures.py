@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
@@ -9,11 +10,22 @@ import pytest
 from specdec.cli.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from tests.chaos.conftest import HOLD_OFF_MS
-from tests.chaos.faults import Reading, eventually, freeze, held_back, make_request, scrape, thaw
+from tests.chaos.faults import (
+    POLL_S,
+    Reading,
+    eventually,
+    freeze,
+    held_back,
+    make_request,
+    scrape,
+    speculated,
+    thaw,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 BEFORE = 20
+NUM_TOKENS = 200
 
 
 def metrics_of(cluster: Cluster) -> dict[str, float]:
@@ -28,8 +40,7 @@ async def test_killing_the_draft_in_the_middle_of_a_stream_changes_no_token(whol
     body = make_request(temperature=temperature)
     broken = "specdec_coordinator_draft_fallbacks_total{cause=stream_broken}"
     async with held_back(whole.address) as client:
-        undisturbed = await client.complete(body)
-        assert undisturbed.require_finished().stats.num_accepted > 0
+        undisturbed = await speculated(client, body)
         before = metrics_of(whole).get(broken, 0.0)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
@@ -45,10 +56,9 @@ async def test_killing_the_draft_in_the_middle_of_a_stream_changes_no_token(whol
 
 
 async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(whole: Cluster) -> None:
-    body = make_request()
+    body = make_request(max_tokens=NUM_TOKENS)
     async with held_back(whole.address) as client:
-        undisturbed = await client.complete(body)
-        assert undisturbed.require_finished().stats.num_accepted > 0
+        undisturbed = await speculated(client, body)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
             freeze(whole, "target")
@@ -56,6 +66,9 @@ async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(w
             whole.restart("draft")
             whole.wait_connected()
             thaw(whole, "target")
+            for num_tokens in range(BEFORE, NUM_TOKENS, 4):
+                await stream.until(num_tokens)
+                await asyncio.sleep(POLL_S)  # the draft, which starts anew, may be slower than the stream
             completion = await stream.rest()
     assert completion.identity == undisturbed.identity
     origins = [token.origin for token in completion.choices[0].tokens]
@@ -65,8 +78,7 @@ async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(w
 async def test_a_hung_draft_is_waited_for_a_few_times_and_then_no_more(whole: Cluster) -> None:
     body = make_request()
     async with held_back(whole.address) as client:
-        undisturbed = await client.complete(body)
-        assert undisturbed.require_finished().stats.num_accepted > 0
+        undisturbed = await speculated(client, body)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
             freeze(whole, "draft")
