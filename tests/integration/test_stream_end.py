@@ -14,9 +14,8 @@ from specdec.rpc.errors import NotReady, Overloaded, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
 from tests.chaos.faults import eventually
-from tests.integration.coordinator_harness import expected_ids, request, running
+from tests.integration.coordinator_harness import expected_ids, finish, read_tokens, request, running
 from tests.integration.scripted_replicas import PATIENCE_S, ScriptedTarget
-from tests.integration.test_coordinator_failures import finish, read_tokens
 
 NUM_ENDS = 30
 """Without StreamEnd most of them have another status."""
