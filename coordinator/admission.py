@@ -21,6 +21,10 @@ class _Waiter:
     arrival: int
     admitted: asyncio.Future[None] = field(compare=False)
 
+    @property
+    def has_place(self) -> bool:
+        return self.admitted.done() and not self.admitted.cancelled() and self.admitted.exception() is None
+
 
 class AdmissionQueue:
     """A bounded priority queue in front of a bounded number of places.
@@ -74,6 +78,8 @@ class AdmissionQueue:
             async with asyncio.timeout(self._queue_timeout_s):
                 await waiter.admitted
         except TimeoutError:
+            if waiter.has_place:  # it came in the same turn
+                return
             self._remove(waiter)
             raise Overloaded(
                 f"no place became free within {self._queue_timeout_s} s",
@@ -81,8 +87,8 @@ class AdmissionQueue:
                 reason="QUEUE_TIMEOUT",
             ) from None
         except asyncio.CancelledError:
-            if waiter.admitted.done() and not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
-                self._give_back()  # the place came in the same turn
+            if waiter.has_place:  # it came in the same turn
+                self._give_back()
             self._remove(waiter)
             raise
 

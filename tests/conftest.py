@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import HealthCheck, settings
 
 PROCESS_FOLDERS = [Path(__file__).parent / name for name in ("integration", "e2e", "chaos")]
 
@@ -19,6 +20,9 @@ for name in [name for name in os.environ if name.startswith("SPECDEC_") or name 
     del os.environ[name]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# The same examples in every run, and no verdict on how long one takes: a test fails or passes by what is tested.
+settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("repeatable")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,27 +13,35 @@ class Outbox:
     """A queue with one reader. What is queued within one turn of the event loop is taken at once, for one frame."""
 
     def __init__(self) -> None:
+        self.has_ended = False
         self._entries: list[Any] = []
         self._wake: asyncio.Future[None] | None = None
 
     def put(self, entry: Any) -> bool:
         """Queue an entry; False when so many are queued that the reader must be stuck."""
         self._entries.append(entry)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
+        self._wake_reader()
         return len(self._entries) <= _MAX_QUEUED_ENTRIES
 
     def clear(self) -> None:
         """Forget what is queued."""
         self._entries.clear()
 
+    def end(self) -> None:
+        """Nothing comes after what is queued."""
+        self.has_ended = True
+        self._wake_reader()
+
     async def take(self) -> list[Any]:
-        """Wait for entries; return those of the next frame, which is bounded unless one entry alone is larger."""
-        while not self._entries:
+        """Wait for entries; return those of the next frame, which is bounded unless one entry alone is larger.
+
+        Returns none at the end.
+        """
+        while not self._entries and not self.has_ended:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
         entries, self._entries = self._entries, []
-        if len(entries) == 1:
+        if len(entries) <= 1:
             return entries
         size = 0
         for index, entry in enumerate(entries):
@@ -42,3 +50,7 @@ class Outbox:
                 self._entries = entries[index:]
                 return entries[:index]
         return entries
+
+    def _wake_reader(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)

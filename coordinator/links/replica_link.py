@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import grpc
 import structlog
@@ -92,22 +92,29 @@ class ReplicaLink:
         self._standing = standing
         self._show_state()
 
+    def end(self) -> None:
+        """Let the stream that is up end in order, after what is queued; then `run` returns."""
+        self._outbox.end()
+
     async def run(self) -> None:
         """Open the stream, again and again, with growing and jittered waits between attempts that fail."""
         back_off = BackOff(self._settings.backoff_min_s, self._settings.backoff_max_s)
         while True:
             started_s = time.monotonic()
             error = await self._fault_of_stream()
+            if error is None:
+                return
             try:
                 self._go_down(error)
             except Exception as fault:  # of those who are told; the replica is not given up for it
                 self._log_fault(fault)
             await asyncio.sleep(back_off.wait_s(time.monotonic() - started_s, in_need=bool(self.sessions)))
 
-    async def _fault_of_stream(self) -> Exception:
-        """Open the stream; return why it ended."""
+    async def _fault_of_stream(self) -> Exception | None:
+        """Open the stream; return why it ended, None when that was asked for."""
         try:
             await self._run_stream()
+            return None
         except (SpecdecError, grpc.RpcError, TimeoutError) as error:
             return error
         except asyncio.CancelledError:
@@ -137,7 +144,8 @@ class ReplicaLink:
             self._outbox.clear()
             self.reset("the replica does not read")
 
-    async def _run_stream(self) -> NoReturn:
+    async def _run_stream(self) -> None:
+        """Returns when the stream has ended as `end` asked; raises why it did otherwise."""
         await self.channel.renew()  # no call is under way
         self._stub = self._make_stub(self.channel.current)
         async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -164,6 +172,8 @@ class ReplicaLink:
             while frame is not grpc.aio.EOF:
                 self._handle_frame(frame)
                 frame = await call.read()
+            if self._outbox.has_ended:
+                return
             raise end.error(Unavailable(_CLOSED))
         except (grpc.RpcError, asyncio.InvalidStateError) as error:
             raise end.error(error) from error
@@ -204,8 +214,9 @@ class ReplicaLink:
 
     async def _write_frames(self, call: Any) -> None:
         try:
-            while True:
-                await call.write(self._frame(await self._outbox.take()))
+            while entries := await self._outbox.take():
+                await call.write(self._frame(entries))
+            await call.done_writing()
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # the stream has ended, and its reader learns how
         except Exception as error:

@@ -12,6 +12,8 @@ import structlog
 from coordinator.discovery import Endpoint
 from coordinator.links.replica_link import ReplicaLink
 
+_GOODBYE_S = 1.0
+"""For how long a replica is waited for that does not read to the end."""
 _log = structlog.get_logger(__name__)
 _Link = TypeVar("_Link", bound=ReplicaLink)
 
@@ -80,8 +82,12 @@ class Roster(Generic[_Link]):
             closing.add_done_callback(self._closing.discard)
 
     async def close(self) -> None:
-        """End all links; replicas see the streams end."""
+        """End all links; replicas that listen get what is queued for them, and see the streams end."""
         members, self._members = list(self._members.values()), {}
+        for member in members:
+            member.link.end()
+        if listening := [member.task for member in members if member.link.is_up]:
+            await asyncio.wait(listening, timeout=_GOODBYE_S)
         for member in members:
             member.task.cancel()
         for member in members:

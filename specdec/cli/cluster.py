@@ -48,10 +48,21 @@ class RoleSettings:
 
 
 def free_port() -> int:
-    """Return a TCP port of loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    """Return a TCP port of loopback that is free, and that nobody who asks for just any port gets for a minute.
+
+    What keeps it is a connection that was closed on its side (TIME_WAIT). Servers can listen there all the same, for
+    they set SO_REUSEADDR or SO_REUSEPORT.
+    """
+    with socket.socket() as server:
+        for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # Those who listen later need them here, too.
+            server.setsockopt(socket.SOL_SOCKET, option, 1)
+        server.bind((HOST, 0))
+        server.listen()
+        with socket.create_connection(server.getsockname()) as client:
+            accepted, _ = server.accept()
+            accepted.close()  # Before the other end: the port stays with who closes first.
+            client.recv(1)
+        return server.getsockname()[1]
 
 
 def port_is_free(port: int) -> bool:

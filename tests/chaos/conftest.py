@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from specdec.cli.cluster import Cluster, free_port
-from tests.chaos.faults import ROLES, thaw
+from tests.chaos.faults import CREDIT_WINDOW, ROLES, thaw
 from tests.integration.conftest import (  # noqa: F401  pytest finds fixtures by name
     shipped_pair,
     start_cluster,
@@ -18,6 +18,8 @@ from tests.integration.conftest import (  # noqa: F401  pytest finds fixtures by
 from tests.integration.tiny_pair import ModelPair, make_tiny_pair
 
 NEVER_S = 600.0
+DRAIN_S = 120.0
+"""Longer than any stream takes; a replica without sessions ends at once."""
 HOLD_OFF_MS = 200
 """Long enough for a draft on a busy machine; the tests need it used, not fast."""
 
@@ -39,23 +41,31 @@ def steady_cluster(
     long_pair: ModelPair, metrics_ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """A cluster of which nothing is killed; other coordinators may use its replicas."""
-    settings = {f"{role}_settings": {"metrics_port": port} for role, port in metrics_ports.items()}
+    settings: dict[str, dict[str, object]] = {
+        f"{role}_settings": {"metrics_port": port} for role, port in metrics_ports.items()
+    }
+    settings["coordinator_settings"]["credit_window_tokens"] = CREDIT_WINDOW
     with start_cluster(long_pair, tmp_path_factory.mktemp("steady"), **settings) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
 def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:  # noqa: F811
-    """A cluster of the shipped pair to kill services of. Steps wait for the draft, so streams take seconds.
+    """A cluster of the shipped pair to kill services of. Steps wait for the draft.
 
-    Connections to replicas that are frozen are kept.
+    Connections to replicas that are frozen are kept, and streams wait for a target however long it takes to start.
     """
     cluster = start_cluster(
         shipped_pair,
         tmp_path_factory.mktemp("battered"),
-        target_settings={"hold_off_ms": HOLD_OFF_MS, "keepalive_time_s": NEVER_S},
-        draft_settings={"keepalive_time_s": NEVER_S},
-        coordinator_settings={"keepalive_time_s": NEVER_S, "metrics_port": free_port()},
+        target_settings={"hold_off_ms": HOLD_OFF_MS, "keepalive_time_s": NEVER_S, "drain_s": DRAIN_S},
+        draft_settings={"keepalive_time_s": NEVER_S, "drain_s": DRAIN_S},
+        coordinator_settings={
+            "keepalive_time_s": NEVER_S,
+            "target_timeout_s": NEVER_S,
+            "credit_window_tokens": CREDIT_WINDOW,
+            "metrics_port": free_port(),
+        },
     )
     with cluster:
         try:

@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +18,7 @@ import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec.cli.cluster import Cluster, RoleSettings, free_port, service_spec
-from specdec.client import Client, Completion
+from specdec.client import Client, ClientSettings, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -26,6 +27,8 @@ from tests.integration.conftest import TIMEOUTS
 ROLES = ("target", "draft", "coordinator")
 PATIENCE_S = 60.0
 POLL_S = 0.05
+CREDIT_WINDOW = 16
+"""Of coordinators whose streams are to stand still: see `held_back`."""
 PROMPT = "def read_all(path):\n    with open(path) as file:\n"
 
 
@@ -64,6 +67,38 @@ async def eventually(condition: Callable[[], Awaitable[bool]], what: str, timeou
     while not await condition():
         assert time.monotonic() < ends_s, f"not within {timeout_s:g} s: {what}"
         await asyncio.sleep(POLL_S)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallBuffers(ClientSettings):
+    """Settings of a client whose connection takes in little of what is not read."""
+
+    def channel_options(self) -> list[tuple[str, str | int]]:
+        return [*super().channel_options(), ("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0)]
+
+
+def held_back(address: str) -> Client:
+    """A client whose streams stand still while they are not read, however long a busy machine lets the test wait.
+
+    At a coordinator with `CREDIT_WINDOW` a stream is then at most a hundred tokens ahead of what was read of it.
+    """
+    return Client(address, SmallBuffers())
+
+
+async def speculated(client: Client, body: api.GenerateRequest) -> Completion:
+    """The answer to a request in each of whose choices the draft had a part.
+
+    It is asked for again until that is so: on a busy machine a draft may be too late for all of a short stream.
+    """
+    completions: list[Completion] = []
+
+    async def has_part() -> bool:
+        completions[:] = [await client.complete(body)]
+        finished = [choice.finished for choice in completions[0].choices.values()]
+        return all(end is not None and end.stats.num_accepted > 0 for end in finished)
+
+    await eventually(has_part, "the draft has a part in the answer")
+    return completions[0]
 
 
 class Reading:

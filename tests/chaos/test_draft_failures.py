@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
 
 from specdec.cli.cluster import Cluster
-from specdec.client import Client
 from specdec.v1 import common_pb2 as pb
 from tests.chaos.conftest import HOLD_OFF_MS
-from tests.chaos.faults import Reading, eventually, freeze, make_request, scrape, thaw
+from tests.chaos.faults import (
+    POLL_S,
+    Reading,
+    eventually,
+    freeze,
+    held_back,
+    make_request,
+    scrape,
+    speculated,
+    thaw,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 BEFORE = 20
+NUM_TOKENS = 200
 
 
 def metrics_of(cluster: Cluster) -> dict[str, float]:
@@ -28,23 +39,26 @@ def metrics_of(cluster: Cluster) -> dict[str, float]:
 async def test_killing_the_draft_in_the_middle_of_a_stream_changes_no_token(whole: Cluster, temperature: float) -> None:
     body = make_request(temperature=temperature)
     broken = "specdec_coordinator_draft_fallbacks_total{cause=stream_broken}"
-    async with Client(whole.address) as client:
-        undisturbed = await client.complete(body)
-        assert undisturbed.require_finished().stats.num_accepted > 0
+    async with held_back(whole.address) as client:
+        undisturbed = await speculated(client, body)
         before = metrics_of(whole).get(broken, 0.0)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
             whole.kill("draft")
+
+            async def is_noticed() -> bool:
+                return metrics_of(whole).get(broken, 0.0) > before
+
+            await eventually(is_noticed, "the coordinator knows that the draft is gone")
             completion = await stream.rest()
         assert metrics_of(whole)[broken] == before + 1
     assert completion.identity == undisturbed.identity
 
 
 async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(whole: Cluster) -> None:
-    body = make_request()
-    async with Client(whole.address) as client:
-        undisturbed = await client.complete(body)
-        assert undisturbed.require_finished().stats.num_accepted > 0
+    body = make_request(max_tokens=NUM_TOKENS)
+    async with held_back(whole.address) as client:
+        undisturbed = await speculated(client, body)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
             freeze(whole, "target")
@@ -52,6 +66,9 @@ async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(w
             whole.restart("draft")
             whole.wait_connected()
             thaw(whole, "target")
+            for num_tokens in range(BEFORE, NUM_TOKENS, 4):
+                await stream.until(num_tokens)
+                await asyncio.sleep(POLL_S)  # the draft, which starts anew, may be slower than the stream
             completion = await stream.rest()
     assert completion.identity == undisturbed.identity
     origins = [token.origin for token in completion.choices[0].tokens]
@@ -60,9 +77,8 @@ async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(w
 
 async def test_a_hung_draft_is_waited_for_a_few_times_and_then_no_more(whole: Cluster) -> None:
     body = make_request()
-    async with Client(whole.address) as client:
-        undisturbed = await client.complete(body)
-        assert undisturbed.require_finished().stats.num_accepted > 0
+    async with held_back(whole.address) as client:
+        undisturbed = await speculated(client, body)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
             freeze(whole, "draft")

@@ -16,12 +16,14 @@ from specdec.rpc.errors import Overloaded, Unavailable, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
 from tests.chaos.faults import (
+    CREDIT_WINDOW,
     Reading,
     addresses_of,
     all_blocks_free,
     another,
     eventually,
     freeze,
+    held_back,
     make_request,
     thaw,
 )
@@ -34,7 +36,8 @@ LONG = 2000
 @pytest.fixture(scope="module")
 def narrow(steady_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A coordinator with one place, and room for one more request to wait."""
-    settings = {**addresses_of(steady_cluster), "max_running": 1, "max_waiting": 1}
+    settings: dict[str, object] = {**addresses_of(steady_cluster), "max_running": 1, "max_waiting": 1}
+    settings["credit_window_tokens"] = CREDIT_WINDOW
     with another("coordinator", tmp_path_factory.mktemp("narrow"), **settings) as coordinator:
         yield coordinator
 
@@ -51,7 +54,7 @@ async def test_a_request_too_many_is_told_when_to_try_again_and_the_others_end_w
     steady_cluster: Cluster, narrow: Cluster
 ) -> None:
     short = make_request(max_tokens=10, temperature=1.0)
-    async with Client(narrow.address) as client:
+    async with held_back(narrow.address) as client:
         expected = await client.complete(short)
         async with Reading(client, make_request(max_tokens=LONG)) as stream:
             await stream.until(1)
@@ -75,7 +78,7 @@ async def test_a_more_urgent_request_takes_the_place_in_line_of_a_less_urgent_on
 ) -> None:
     patient, urgent = make_request(max_tokens=10), make_request(max_tokens=10)
     patient.priority, urgent.priority = 5, -5
-    async with Client(narrow.address) as client:
+    async with held_back(narrow.address) as client:
         async with Reading(client, make_request(max_tokens=LONG)) as stream:
             await stream.until(1)
             freeze(steady_cluster, "target")
@@ -93,7 +96,7 @@ async def test_a_more_urgent_request_takes_the_place_in_line_of_a_less_urgent_on
 async def test_a_request_that_waits_can_be_aborted(steady_cluster: Cluster, narrow: Cluster) -> None:
     body = make_request(max_tokens=10)
     body.request_id = "in-line"
-    async with Client(narrow.address) as client:
+    async with held_back(narrow.address) as client:
         async with Reading(client, make_request(max_tokens=LONG)) as stream:
             await stream.until(1)
             freeze(steady_cluster, "target")
@@ -115,9 +118,10 @@ async def test_a_coordinator_that_is_told_to_leave_ends_what_runs_and_refuses_wh
     steady_cluster: Cluster, tmp_path: Path
 ) -> None:
     body = make_request(max_tokens=LONG, temperature=1.0)
-    with another("coordinator", tmp_path, **addresses_of(steady_cluster)) as leaving:
+    settings = {**addresses_of(steady_cluster), "credit_window_tokens": CREDIT_WINDOW}
+    with another("coordinator", tmp_path, **settings) as leaving:
         service = leaving.services["coordinator"]
-        async with Client(leaving.address) as client, grpc.aio.insecure_channel(leaving.address) as channel:
+        async with held_back(leaving.address) as client, grpc.aio.insecure_channel(leaving.address) as channel:
             undisturbed = await client.complete(body)
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

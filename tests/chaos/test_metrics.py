@@ -141,7 +141,12 @@ async def test_tokens_by_origin_add_up_to_what_clients_got(
     def total() -> float:
         return scrape(metrics_ports["coordinator"])["specdec_coordinator_tokens_total"]
 
-    before = total()
     async with Client(steady_cluster.address) as client:
+
+        async def is_idle() -> bool:
+            return (await client.status()).num_running == 0
+
+        await eventually(is_idle, "streams of other tests have ended")
+        before = total()
         completion = await client.complete(make_request(temperature=1.0, n=3))
     assert total() - before == completion.num_tokens

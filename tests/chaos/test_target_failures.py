@@ -12,9 +12,18 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.cluster import Cluster
-from specdec.client import Client
 from specdec.rpc.errors import Unavailable
-from tests.chaos.faults import Reading, addresses_of, another, freeze, make_request, resumed, thaw
+from tests.chaos.faults import (
+    CREDIT_WINDOW,
+    Reading,
+    addresses_of,
+    another,
+    freeze,
+    held_back,
+    make_request,
+    resumed,
+    thaw,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -23,7 +32,7 @@ BEFORE = 20
 
 async def test_a_target_that_is_killed_and_restarted_goes_on_with_the_same_tokens(whole: Cluster) -> None:
     body = make_request(temperature=1.0, n=2)
-    async with Client(whole.address) as client:
+    async with held_back(whole.address) as client:
         undisturbed = await client.complete(body)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
@@ -35,7 +44,7 @@ async def test_a_target_that_is_killed_and_restarted_goes_on_with_the_same_token
 
 async def test_target_and_draft_killed_together_and_restarted_go_on_with_the_same_tokens(whole: Cluster) -> None:
     body = make_request(temperature=0.7)
-    async with Client(whole.address) as client:
+    async with held_back(whole.address) as client:
         undisturbed = await client.complete(body)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
@@ -49,7 +58,7 @@ async def test_target_and_draft_killed_together_and_restarted_go_on_with_the_sam
 
 async def test_a_target_that_hangs_for_a_while_goes_on_with_the_same_tokens(whole: Cluster) -> None:
     body = make_request()
-    async with Client(whole.address) as client:
+    async with held_back(whole.address) as client:
         undisturbed = await client.complete(body)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)
@@ -64,8 +73,9 @@ async def test_a_target_that_stays_away_ends_the_stream_so_that_it_can_be_resume
     whole: Cluster, tmp_path: Path
 ) -> None:
     body = make_request(temperature=1.0)
-    with another("coordinator", tmp_path, target_timeout_s=1.0, **addresses_of(whole)) as impatient:
-        async with Client(impatient.address) as client:
+    settings = {**addresses_of(whole), "target_timeout_s": 1.0, "credit_window_tokens": CREDIT_WINDOW}
+    with another("coordinator", tmp_path, **settings) as impatient:
+        async with held_back(impatient.address) as client:
             undisturbed = await client.complete(body)
             async with Reading(client, body) as stream:
                 held = await stream.until(BEFORE)
@@ -104,7 +114,7 @@ async def test_a_replica_whose_engine_dies_stops_serving_and_exits_with_an_error
 
 async def test_requests_wait_for_a_target_that_is_starting(whole: Cluster) -> None:
     body = make_request(max_tokens=20)
-    async with Client(whole.address) as client:
+    async with held_back(whole.address) as client:
         undisturbed = await client.complete(body)
         whole.kill("target")
         waiting = asyncio.create_task(client.complete(body))
@@ -116,7 +126,7 @@ async def test_requests_wait_for_a_target_that_is_starting(whole: Cluster) -> No
 @pytest.mark.parametrize("name", ["target", "draft"])
 async def test_a_replica_that_drains_lets_its_sessions_end(whole: Cluster, name: str) -> None:
     body = make_request()
-    async with Client(whole.address) as client:
+    async with held_back(whole.address) as client:
         undisturbed = await client.complete(body)
         async with Reading(client, body) as stream:
             await stream.until(BEFORE)

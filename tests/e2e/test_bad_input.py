@@ -14,6 +14,7 @@ from specdec.cli.cluster import Cluster
 from specdec.client import Client
 from specdec.rpc.errors import InvalidRequest, ModelNotFound, RequestExists, from_rpc_error
 from specdec.v1 import coordinator_pb2 as api
+from tests.chaos.faults import freeze, thaw
 
 pytestmark = pytest.mark.integration
 
@@ -93,13 +94,19 @@ async def test_an_unknown_model_is_not_found(tiny_client: Client) -> None:
     assert caught.value.reason == "MODEL_NOT_FOUND"
 
 
-async def test_a_request_id_that_is_running_is_taken_and_is_free_again_afterwards(tiny_client: Client) -> None:
+async def test_a_request_id_that_is_running_is_taken_and_is_free_again_afterwards(
+    tiny_cluster: Cluster, tiny_client: Client
+) -> None:
     body = prompted(prompt="x", request_id="mine")
     body.sampling.max_tokens, body.sampling.ignore_eos = 400, True
     first = tiny_client.generate(body)
-    await anext(first)
-    with pytest.raises(RequestExists, match="request_id 'mine'") as caught:
-        await tiny_client.complete(body)
+    freeze(tiny_cluster, "target")
+    try:
+        await anext(first)
+        with pytest.raises(RequestExists, match="request_id 'mine'") as caught:
+            await tiny_client.complete(body)
+    finally:
+        thaw(tiny_cluster, "target")
     assert caught.value.reason == "REQUEST_EXISTS"
     async for _ in first:
         pass

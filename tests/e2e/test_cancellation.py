@@ -13,7 +13,7 @@ from specdec.client import Client, ClientSettings
 from specdec.rpc.errors import DeadlineExceeded
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import PATIENCE_S, Reading, all_blocks_free, eventually, make_request
+from tests.chaos.faults import PATIENCE_S, Reading, all_blocks_free, eventually, held_back, make_request
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -94,10 +94,10 @@ async def test_a_client_that_goes_away_frees_both_sides(tiny_cluster: Cluster, c
     await leaving.close()
 
 
-async def test_abort_ends_the_stream_in_order(client: Client) -> None:
+async def test_abort_ends_the_stream_in_order(tiny_cluster: Cluster, client: Client) -> None:
     body = make_request(max_tokens=MAX_TOKENS, temperature=1.0, n=8)
     body.request_id = "to-abort"
-    async with Reading(client, body) as stream:
+    async with held_back(tiny_cluster.address) as reader, Reading(reader, body) as stream:
         await stream.until(8)
         assert await client.abort("to-abort")
         completion = await asyncio.wait_for(stream.rest(), PATIENCE_S)

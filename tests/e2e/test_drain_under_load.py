@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,7 +22,16 @@ from specdec.client import Client, ClientSettings, Completion
 from specdec.resuming import generate_resuming
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import POLL_S, Reading, addresses_of, another, eventually, scrape
+from tests.chaos.faults import (
+    CREDIT_WINDOW,
+    POLL_S,
+    Reading,
+    addresses_of,
+    another,
+    eventually,
+    held_back,
+    scrape,
+)
 from tests.integration.conftest import start_cluster
 from tests.integration.tiny_pair import make_tiny_pair
 
@@ -34,13 +44,14 @@ NUM_PROMPT_TOKENS = 16
 """Too few to be sent where they are cached: the load alone decides, also when a replica comes back with nothing."""
 NUM_TOKENS = 80
 NUM_LONG = 4
-NUM_LONG_TOKENS = 800
+NUM_LONG_TOKENS = 300
 NUM_BEFORE = 20
 NUM_PLAIN = 4
 NUM_PLAIN_TOKENS = 300
-WINDOW = 16
 CONTEXT = 1536
-REPLICA_DRAIN_S = 2.0
+REPLICA_DRAIN_S = 5.0
+SETTLED_S = 1.0
+"""By then a replica has opened what was on its way when a coordinator learnt that it drains."""
 COORDINATOR_DRAIN_S = 1.0
 LONG_DRAIN_S = 120.0
 EXIT_S = 60.0
@@ -124,11 +135,12 @@ class Load:
 
 
 class LongStream:
-    """A stream that goes on while services leave."""
+    """A stream that stands still after some tokens until it is told to go on."""
 
     def __init__(self, client: Client, body: api.GenerateRequest) -> None:
         self._completion = Completion()
         self._has_begun = asyncio.Event()
+        self._goes_on = asyncio.Event()
         self.task = asyncio.create_task(self._read(client, body))
 
     async def has_begun(self) -> None:
@@ -137,11 +149,16 @@ class LongStream:
         await asyncio.wait({begun, self.task}, return_when=asyncio.FIRST_COMPLETED)
         assert begun.done(), self.task.exception()
 
+    def go_on(self) -> None:
+        """Read the rest."""
+        self._goes_on.set()
+
     async def _read(self, client: Client, body: api.GenerateRequest) -> Completion:
         async for chunk in generate_resuming(client, body):
             self._completion.add(chunk)
             if self._completion.num_tokens >= NUM_BEFORE:
                 self._has_begun.set()
+                await self._goes_on.wait()
         return self._completion
 
 
@@ -170,7 +187,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 COORDINATOR: dict[str, object] = {
     "resume_secret": SECRET,
-    "credit_window_tokens": WINDOW,
+    "credit_window_tokens": CREDIT_WINDOW,
     "drain_s": COORDINATOR_DRAIN_S,
     "reconnect_backoff_max_s": 0.5,
 }
@@ -201,9 +218,12 @@ async def replica_leaves(replica: Service, role: str, seen_by: Service) -> None:
     num_opened = set()
     async with replica.draining():
         await wait_for_state(seen_by, replica.address, {"draining", "down"})
+        settled_at_s = time.monotonic() + SETTLED_S
         while replica.is_running:
             with suppress(OSError, HTTPException):
-                num_opened.add(replica.count(f"{role}_sessions_opened_total"))
+                count = replica.count(f"{role}_sessions_opened_total")
+                if time.monotonic() > settled_at_s:
+                    num_opened.add(count)
             await asyncio.sleep(POLL_S)
     await wait_for_state(seen_by, replica.address, {"down"})
     assert len(num_opened) == 1 or (role == "draft" and not num_opened)
@@ -238,24 +258,28 @@ async def test_no_stream_notices_that_one_of_each_leaves_and_comes_back(replicas
     with one_more_coordinator(replicas, tmp_path / "leaving") as leaving, capture_logs() as logs:
         work += [(coordinator, "coordinator_requests_total{outcome=OK}") for coordinator in (staying, leaving)]
         both = f"ipv4:{staying.address},{leaving.address}"
-        async with Client(staying.address) as direct, Client(both) as client:
+        async with Client(staying.address) as direct, held_back(both) as client:
             undisturbed = await asyncio.gather(*(direct.complete(body) for body in [*bodies, *long_bodies]))
             wanted = [completion.identity for completion in undisturbed]
             load = Load(both, wanted)
+            await until_connected_to_both(client)
+            # One after the other, with nothing else: so each coordinator has one on each target and draft.
+            streams = []
+            for body in long_bodies:
+                streams.append(LongStream(client, body))
+                await streams[-1].has_begun()
             async with asyncio.TaskGroup() as group:
                 for number in range(NUM_LOADERS):
                     group.create_task(load.run(number))
                 await gets_work(work)
-                await until_connected_to_both(client)
-                streams = [LongStream(client, body) for body in long_bodies]
-                for stream in streams:
-                    await stream.has_begun()
 
                 before_leaving = {role: staying.num_reopens(role) for role in ("target", "draft")}
                 async with leaving.draining():
                     await asyncio.gather(
                         replica_leaves(target, "target", staying), replica_leaves(draft, "draft", staying)
                     )
+                for stream in streams:
+                    stream.go_on()
                 ends = await asyncio.gather(*(stream.task for stream in streams))
                 await asyncio.gather(target.come_back(), draft.come_back(), leaving.come_back())
                 await gets_work(work)
@@ -274,7 +298,7 @@ async def test_streams_of_plain_clients_end_within_the_time_that_their_coordinat
     body = make_body(7, NUM_PLAIN_TOKENS)
     with one_more_coordinator(replicas, tmp_path / "plain", drain_s=LONG_DRAIN_S) as leaving:
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(Client(leaving.address))
+            client = await stack.enter_async_context(held_back(leaving.address))
             whole = await client.complete(body)
             streams = [await stack.enter_async_context(Reading(client, body)) for _ in range(NUM_PLAIN)]
             await asyncio.gather(*(stream.until(NUM_BEFORE) for stream in streams))

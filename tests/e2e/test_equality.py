@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdec.cli.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.v1 import coordinator_pb2 as api
+from tests.chaos.faults import eventually
 from tests.e2e.architectures import CONFIGS, make_pair
 from tests.e2e.pairwise import all_cases, pairwise_cases
 from tests.integration.conftest import start_cluster
@@ -93,36 +94,42 @@ def random_cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         yield cluster
 
 
-async def check_cases(address: str, cases: list[dict[str, Any]]) -> int:
+async def check_cases(address: str, cases: list[dict[str, Any]], *, least_accepted: int) -> None:
+    """Check all cases; again until so many tokens of drafts were accepted, which on a busy machine may be too late."""
     accepted = 0
     async with Client(address) as client:
-        for case in cases:
-            fast = await run_case(client, case, speculate=True)
-            assert_equal(case, fast, await run_case(client, case, speculate=False))
-            accepted += sum(completion.require_finished().stats.num_accepted for completion in fast)
-    return accepted
+
+        async def is_enough() -> bool:
+            nonlocal accepted
+            for case in cases:
+                fast = await run_case(client, case, speculate=True)
+                assert_equal(case, fast, await run_case(client, case, speculate=False))
+                accepted += sum(completion.require_finished().stats.num_accepted for completion in fast)
+            return accepted > least_accepted
+
+        await eventually(is_enough, f"more than {least_accepted} tokens are accepted")
 
 
 @pytest.mark.timeout(300)
 async def test_tokens_with_speculation_equal_tokens_without_on_the_shipped_pair(shipped_cluster: Cluster) -> None:
-    assert await check_cases(shipped_cluster.address, pairwise_cases(PARAMETERS)) > 100
+    await check_cases(shipped_cluster.address, pairwise_cases(PARAMETERS), least_accepted=100)
 
 
 @pytest.mark.timeout(300)
 async def test_tokens_with_speculation_equal_tokens_without_on_random_architectures(random_cluster: Cluster) -> None:
-    assert await check_cases(random_cluster.address, pairwise_cases(PARAMETERS)) > 100
+    await check_cases(random_cluster.address, pairwise_cases(PARAMETERS), least_accepted=100)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 async def test_all_combinations_are_equal_on_the_shipped_pair(shipped_cluster: Cluster) -> None:
-    assert await check_cases(shipped_cluster.address, all_cases(PARAMETERS)) > 1000
+    await check_cases(shipped_cluster.address, all_cases(PARAMETERS), least_accepted=1000)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3000)
 async def test_all_combinations_are_equal_on_random_architectures(random_cluster: Cluster) -> None:
-    assert await check_cases(random_cluster.address, all_cases(PARAMETERS)) > 1000
+    await check_cases(random_cluster.address, all_cases(PARAMETERS), least_accepted=1000)
 
 
 def greedy_differences(folder: Path, prompt: str, token_ids: list[int], repetition_penalty: float) -> tuple[int, float]:

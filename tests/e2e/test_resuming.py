@@ -16,13 +16,12 @@ from specdec.client import Client, Completion
 from specdec.resuming import generate_resuming
 from specdec.rpc.errors import InvalidRequest, Unavailable
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import addresses_of, another, make_request
+from tests.chaos.faults import CREDIT_WINDOW, SmallBuffers, addresses_of, another, held_back, make_request
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 SECRET = "a secret that two coordinators share"
 NUM_TOKENS = 300
-WINDOW = 16
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def coordinators(tiny_cluster: Cluster, tmp_path: Path) -> Iterator[list[Cluster
         **addresses_of(tiny_cluster),
         "resume_secret": SECRET,
         "drain_s": 0.2,
-        "credit_window_tokens": WINDOW,
+        "credit_window_tokens": CREDIT_WINDOW,
     }
     with ExitStack() as stack:
         yield [stack.enter_context(another("coordinator", tmp_path / str(i), **settings)) for i in range(2)]
@@ -61,7 +60,7 @@ async def test_a_stream_outlives_its_coordinator(coordinators: list[Cluster], en
     completion = Completion()
     num_started = 0
     has_ended = False
-    async with Client(",".join([f"ipv4:{coordinators[0].address}", coordinators[1].address])) as client:
+    async with held_back(",".join([f"ipv4:{coordinators[0].address}", coordinators[1].address])) as client:
         whole = await client.complete(body)
         async for chunk in generate_resuming(client, body):
             num_started += chunk.HasField("started")
@@ -79,7 +78,8 @@ async def test_a_cut_off_stream_says_how_to_resume_it(coordinators: list[Cluster
     body = make_request(max_tokens=NUM_TOKENS, temperature=1.0)
     started: api.GenerateStarted | None = None
     num_tokens = 0
-    async with grpc.aio.insecure_channel(coordinators[0].address) as channel:
+    options = SmallBuffers().channel_options()
+    async with grpc.aio.insecure_channel(coordinators[0].address, options=options) as channel:
         generate = channel.unary_stream(
             "/specdec.v1.CoordinatorService/Generate",
             request_serializer=api.GenerateRequest.SerializeToString,

@@ -85,10 +85,13 @@ async def test_a_client_that_reads_one_chunk_a_second_does_not_slow_another(clus
             return used[-1] > 0 and len(used) > SAME and len(set(used[-SAME:])) == 1
 
         await eventually(stands_still, "the slow stream's session is out of credit")
-        beside_s = await best_time(client, fast_body)
         assert (await client.complete(fast_body)).identity == alone.identity
-        assert beside_s < 2 * alone_s + 0.2
-        assert slow.num_tokens < 100
+
+        async def is_as_fast() -> bool:  # in some attempt: a machine may be slower for a while
+            return await best_time(client, fast_body) < 2 * alone_s + 0.2
+
+        await eventually(is_as_fast, f"a stream beside the slow one takes no more than twice its {alone_s:.2f} s")
+        assert slow.finished is None
         assert (await load_of("target", target)).kv_blocks_used * 16 < LONG
         reader.cancel()
         await asyncio.wait([reader])

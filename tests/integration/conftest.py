@@ -22,7 +22,7 @@ from specdec.client import Client
 from tests.integration.redis_server import RedisServer
 from tests.integration.tiny_pair import ModelPair, make_tiny_pair
 
-TIMEOUTS = ClusterTimeouts(start_s=100.0, connect_s=30.0, stop_s=10.0)
+TIMEOUTS = ClusterTimeouts(start_s=200.0, connect_s=100.0, stop_s=10.0)
 TINY_HOLD_OFF_MS = 50
 MakeCluster = Callable[..., Cluster]
 

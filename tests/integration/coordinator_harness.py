@@ -17,7 +17,7 @@ from specdec.rpc.errors import SpecdecError, from_rpc_error
 from specdec.rpc.server import build_server
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
-from tests.integration.scripted_replicas import ScriptedDraft, ScriptedReplica, ScriptedTarget, next_token
+from tests.integration.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedReplica, ScriptedTarget, next_token
 
 
 @dataclass
@@ -35,13 +35,19 @@ class Harness:
         """A sample's value; 0 when it is not there."""
         return self.registry.get_sample_value(f"specdec_coordinator_{name}", labels) or 0.0
 
-    async def replica_until(self, role: str, state: str, timeout_s: float = 10.0) -> api.ReplicaStatus:
+    async def replica_until(self, role: str, state: str, timeout_s: float = PATIENCE_S) -> api.ReplicaStatus:
         """Wait until some replica of a role is in a state."""
         link = next(link for link in self.service.fleet.links if link.role == role)
         while str(link.state) != state:
             await self.service.fleet.wait_changed(timeout_s)
         status = await self.stub.GetStatus(api.GetStatusRequest())
         return next(r for r in status.replicas if r.role == role)
+
+    async def all_ready(self, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until all replicas are ready; the coordinator serves as soon as one target is."""
+        for link in self.service.fleet.links:
+            while not link.is_ready:
+                await self.service.fleet.wait_changed(timeout_s)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from specdec.cli.cluster import free_port
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus"
 INTERVAL = "500ms"
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 class PrometheusServer:
@@ -108,4 +108,4 @@ def prometheus_server(folder: Path, ports: Mapping[str, int]) -> Iterator[Promet
             yield server
         finally:
             process.terminate()
-            process.wait(10.0)
+            process.wait(DEADLINE_S)

@@ -181,10 +181,15 @@ class SentinelSetup:
             _, port = client.sentinel_get_master_addr_by_name(SERVICE)
         return next(server for server in self.servers if server.port == port)
 
+    def fail_over(self) -> None:
+        """Let the sentinel promote the replica, as it does when it has missed the master for long."""
+        with self.sentinel.client() as client:
+            client.execute_command("SENTINEL", "FAILOVER", SERVICE)
+
 
 @contextmanager
 def redis_sentinel(folder: Path, tls: SecretVolume | None = None) -> Iterator[SentinelSetup]:
-    """A sentinel that fails over after a second without the master."""
+    """A sentinel that fails over when it is told to, and not by itself, which a slow machine might bring about."""
     with ExitStack() as stack:
         shared = [] if tls is None else ["--tls-replication", "yes"]
         master = stack.enter_context(RedisServer(folder, "--repl-diskless-sync-delay", "0", *shared, tls=tls))
@@ -195,7 +200,7 @@ def redis_sentinel(folder: Path, tls: SecretVolume | None = None) -> Iterator[Se
         config = folder / "sentinel.conf"
         config.write_text(
             f"sentinel monitor {SERVICE} 127.0.0.1 {master.port} 1\n"
-            f"sentinel down-after-milliseconds {SERVICE} 1000\n"
+            f"sentinel down-after-milliseconds {SERVICE} 600000\n"
             f"sentinel failover-timeout {SERVICE} 10000\n"
         )
         sentinel = stack.enter_context(SentinelServer(folder, config, tls))

@@ -24,6 +24,7 @@ from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 EOS = 1
 NUM_SPECIAL = 3
+PATIENCE_S = 60.0
 
 
 def make_tokenizer() -> Tokenizer:
@@ -80,7 +81,7 @@ class ScriptedSession:
 
 
 class Stream:
-    """One coordinator's stream: a queue of responses."""
+    """One coordinator's stream: a queue of responses, and of how it ends."""
 
     def __init__(self) -> None:
         self.responses: asyncio.Queue[Any] = asyncio.Queue()
@@ -91,6 +92,9 @@ class Stream:
 
     def abort(self, error: SpecdecError | None = None) -> None:
         self.responses.put_nowait(error or Unavailable("the stream broke"))
+
+    def end(self) -> None:
+        self.responses.put_nowait(None)
 
 
 class ScriptedReplica:
@@ -139,7 +143,7 @@ class ScriptedReplica:
         for stream in self.streams:
             stream.abort(error)
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Wait for a condition on what this replica has seen."""
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)
@@ -161,9 +165,10 @@ class ScriptedReplica:
         self.streams.append(stream)
         reader = asyncio.create_task(self._read(requests, stream, response_type))
         try:
-            while not isinstance(response := await stream.responses.get(), SpecdecError):
+            while not isinstance(response := await stream.responses.get(), SpecdecError | None):
                 yield response
-            await abort_with(context, response)
+            if response is not None:
+                await abort_with(context, response)
         finally:
             reader.cancel()
             if stream in self.streams:
@@ -180,6 +185,7 @@ class ScriptedReplica:
             for entry in request.entries:
                 self.handle(entry, stream)
             await self.notify()
+        stream.end()
 
     def attach(self, attach: pb.Attach, stream: Stream, response_type: Any) -> None:
         stream.owner_id = attach.owner_id

@@ -13,8 +13,11 @@ from tests.integration.coordinator_harness import Harness, running
 from tests.integration.redis_server import RedisServer
 from tests.integration.scripted_replicas import ScriptedTarget
 
-LEASE_S = 1.0
-PATIENT = RedisOptions(timeout_s=10.0)
+# Longer than any test takes.
+LONG_S = 600.0
+# Renewed every second: so a coordinator that has nothing to write learns what became of Redis, and of its requests.
+SHORT_LEASE_S = 3.0
+PATIENT = RedisOptions(timeout_s=20.0)
 
 
 @asynccontextmanager
@@ -22,7 +25,7 @@ async def coordinators(
     target: ScriptedTarget, redis_server: RedisServer, **changes: Any
 ) -> AsyncIterator[tuple[Harness, Harness]]:
     """Two coordinators on one target and one Redis."""
-    settings = {"redis_url": redis_server.url, "redis_timeout_s": 2.0, "journal_lease_s": LEASE_S, **changes}
+    settings = {"redis_url": redis_server.url, "redis_timeout_s": 20.0, "journal_lease_s": LONG_S, **changes}
     async with (
         running([target], owner_id="one", **settings) as one,
         running([target], owner_id="two", **settings) as two,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -85,20 +84,18 @@ async def test_a_long_text_is_tokenised_without_holding_up_the_event_loop() -> N
         max_stop_string_bytes=1, max_logprobs=1, max_logit_bias=1, max_prompt_bytes=2**24,
     )  # fmt: skip
     text = "été 🙂 the quick brown fox " * 20_000
-    turns_s = [time.monotonic()]
+    num_turns = 0
 
     async def turn() -> None:
+        nonlocal num_turns
         while True:
-            turns_s.append(time.monotonic())
             await asyncio.sleep(0.001)
+            num_turns += 1
 
     turning = asyncio.create_task(turn())
     token_ids = await PromptReader(tokenizer, limits).encode("text", text, add_special_tokens=True)
-    turns_s.append(time.monotonic())
     turning.cancel()
-    longest_s = max(later - earlier for earlier, later in itertools.pairwise(turns_s))
-    took_s = turns_s[-1] - turns_s[0]
-    assert longest_s < took_s / 2
+    assert num_turns > 10
     assert token_ids == tokenizer.encode(text)
 
 

@@ -16,6 +16,7 @@ from specdec.cli.app import app
 from specdec.cli.cluster import Cluster
 from specdec.client import Client
 from specdec.v1 import common_pb2, coordinator_pb2
+from tests.chaos.faults import speculated
 from tests.integration.conftest import MakeCluster
 from tests.integration.tiny_pair import ModelPair
 
@@ -35,11 +36,10 @@ def request(*, speculate: bool = True, temperature: float = 1.0, seed: int = 7) 
 
 async def test_speculation_changes_no_token(tiny_client: Client) -> None:
     for temperature in (0.0, 1.0):
-        speculative = await tiny_client.complete(request(temperature=temperature))
+        speculative = await speculated(tiny_client, request(temperature=temperature))
         plain = await tiny_client.complete(request(temperature=temperature, speculate=False))
         assert speculative.identity == plain.identity
         assert speculative.num_tokens == 48
-        assert speculative.require_finished().stats.num_accepted > 0
         assert plain.require_finished().stats.num_verify_steps == 0
 
 
@@ -69,9 +69,8 @@ async def test_a_killed_draft_changes_no_token_and_comes_back(make_cluster: Make
         assert without.identity == before.identity
         cluster.restart("draft")
         cluster.wait_connected()
-        after = await client.complete(request())
+        after = await speculated(client, request())
         assert after.identity == before.identity
-        assert after.require_finished().stats.num_verify_steps > 0
 
 
 async def test_a_restarted_target_gives_the_same_tokens(make_cluster: MakeCluster) -> None:

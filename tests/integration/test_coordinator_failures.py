@@ -19,7 +19,7 @@ from tests.integration.coordinator_harness import (
     resumed,
     running,
 )
-from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget, identity
+from tests.integration.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget, identity
 
 
 async def test_a_restarted_target_gets_the_session_again_with_all_its_tokens() -> None:
@@ -42,6 +42,7 @@ async def test_a_target_gone_too_long_is_replaced_by_another_of_the_same_model()
     for target in targets:
         target.limit = 10
     async with running(targets, target_timeout_s=0.05) as harness:
+        await harness.all_ready()
         call = harness.stub.Generate(request(max_tokens=40))
         result = await read_tokens(call, 10)
         holder = next(t for t in targets if t.opened)
@@ -197,22 +198,32 @@ async def test_a_draft_that_never_answers_is_no_obstacle() -> None:
     assert result.ids() == expected_ids(target, 20)
 
 
-async def test_draining_refuses_newcomers_lets_running_requests_end_and_cuts_off_the_rest() -> None:
+async def test_draining_refuses_newcomers_and_lets_running_requests_end() -> None:
     target = ScriptedTarget()
     target.limit = 10
     async with running([target]) as harness:
-        quick = harness.stub.Generate(request(max_tokens=20))
-        stuck = harness.stub.Generate(request(max_tokens=40))
-        await read_tokens(quick, 10)
-        await read_tokens(stuck, 10)
-        drain = asyncio.create_task(harness.service.drain(0.5))
+        call = harness.stub.Generate(request(max_tokens=20))
+        result = await read_tokens(call, 10)
+        drain = asyncio.create_task(harness.service.drain(PATIENCE_S))
         error = await error_of(harness.stub.Generate(request()))
         assert isinstance(error, Unavailable)
         assert error.reason == "DRAINING"
-        target.set_limit(20)
-        await collect(quick)
+        target.set_limit(None)
+        await finish(call, result)
         await drain
-        error = await error_of(stuck)
+    assert result.ids() == expected_ids(target, 20)
+
+
+async def test_draining_cuts_off_what_still_runs_in_the_end_and_replicas_are_told_before_their_streams_end() -> None:
+    target, draft = ScriptedTarget(), ScriptedDraft()
+    target.limit = 10
+    async with running([target], [draft]) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        await read_tokens(call, 10)
+        await harness.service.drain(0.05)
+        await harness.service.stop()
+        assert [len(replica.closed) for replica in (target, draft)] == [1, 1]
+        error = await error_of(call)
     assert isinstance(error, Unavailable)
     assert error.reason == "DRAINING"
 
@@ -223,6 +234,6 @@ async def test_a_target_that_refuses_a_session_a_thousand_times_may_still_take_i
     waits = {"reconnect_backoff_min_s": 1e-6, "reconnect_backoff_max_s": 1e-5}
     async with running([target], **waits, target_timeout_s=600.0) as harness:
         call = harness.stub.Generate(request())
-        await target.until(lambda: len(target.opened) > 1100, timeout_s=60.0)
+        await target.until(lambda: len(target.opened) > 1100)
         target.refuse = None
         assert (await collect(call)).ids() == expected_ids(target, 20)

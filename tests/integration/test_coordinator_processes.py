@@ -20,10 +20,19 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.cluster import Cluster, free_port, port_is_free
-from specdec.client import Client, ClientSettings, Completion
+from specdec.client import Client, Completion
 from specdec.resuming import generate_resuming
 from specdec.rpc.errors import RequestExists, Unavailable
-from tests.chaos.faults import Reading, addresses_of, another, eventually, make_request, scrape
+from tests.chaos.faults import (
+    CREDIT_WINDOW,
+    Reading,
+    SmallBuffers,
+    addresses_of,
+    another,
+    eventually,
+    make_request,
+    scrape,
+)
 from tests.integration.redis_server import RedisServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -33,7 +42,6 @@ OWNERS = {f"{NAME}-0", f"{NAME}-1"}
 MOST_CONNECTIONS = 64
 NUM_TOKENS = 300
 NUM_BEFORE = 20
-WINDOW = 16
 EXIT_S = 60.0
 PREFIX = "specdec_coordinator_"
 COORDINATOR = [sys.executable, "-m", "coordinator", "--host=127.0.0.1", "--port=0", "--metrics-port=null"]
@@ -59,9 +67,9 @@ def start(tiny_cluster: Cluster, redis: RedisServer, tmp_path_factory: pytest.Te
             **addresses_of(tiny_cluster),
             "num_processes": 2,
             "redis_url": redis.url,
-            "redis_timeout_s": 10.0,
+            "redis_timeout_s": 20.0,
             "owner_id": NAME,
-            "credit_window_tokens": WINDOW,
+            "credit_window_tokens": CREDIT_WINDOW,
             "log_format": "json",
             "metrics_port": metrics_port,
             "health_port": health_port,
@@ -115,12 +123,15 @@ class Running:
 
 @asynccontextmanager
 async def clients_of_both(cluster: Cluster) -> AsyncIterator[dict[str, list[Client]]]:
-    """Clients by the process they are connected to, at least two of each; every client has its own connection."""
+    """Clients by the process they are connected to, at least two of each; every client has its own connection.
+
+    Their streams stand still while they are not read.
+    """
     clients: dict[str, list[Client]] = defaultdict(list)
     async with AsyncExitStack() as stack:
         for number in range(MOST_CONNECTIONS):
             # Channels with equal arguments share a connection.
-            settings = ClientSettings(keepalive_s=60.0 + number)
+            settings = SmallBuffers(keepalive_s=60.0 + number)
             client = await stack.enter_async_context(Client(cluster.address, settings))
             clients[(await client.status()).owner_id].append(client)
             if clients.keys() == OWNERS and min(map(len, clients.values())) >= 2:

@@ -169,9 +169,7 @@ async def test_each_choice_has_a_session_span(collector: Collector) -> None:
 async def moved(targets: list[ScriptedTarget], endpoint: str) -> tuple[str, str]:
     """One request that goes on at another target after five tokens; returns the addresses of both."""
     async with running(targets, otlp_endpoint=endpoint) as harness:
-        for link in harness.service.fleet.links:
-            while not link.is_ready:
-                await harness.service.fleet.wait_changed(10.0)
+        await harness.all_ready()
         call = harness.stub.Generate(request())
         await read_tokens(call, 5)
         first, second = sorted(targets, key=lambda target: not target.opened)

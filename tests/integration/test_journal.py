@@ -34,9 +34,9 @@ from tests.integration.coordinator_harness import (
 )
 from tests.integration.redis_server import RedisServer
 from tests.integration.scripted_replicas import ScriptedTarget
-from tests.integration.shared_redis import coordinators, journal_has, metric_is
+from tests.integration.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 SECRET = "a secret that two coordinators share"
 
@@ -89,7 +89,7 @@ async def test_a_resume_at_another_coordinator_ends_the_stream_that_is_still_liv
     target = ScriptedTarget()
     target.limit = 10
     body = request(max_tokens=60, request_id="mine")
-    async with coordinators(target, redis_server) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S) as (one, two):
         old = one.stub.Generate(body)
         first = await read_tokens(old, 10)
         new = two.stub.Generate(resumed(first, body))
@@ -128,7 +128,7 @@ async def test_a_request_can_be_aborted_at_any_coordinator_by_its_tenant(redis_s
     target = ScriptedTarget()
     target.limit = 10
     body = request(request_id="mine", n=2)
-    async with coordinators(target, redis_server) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S) as (one, two):
         call = one.stub.Generate(body)
         result = await read_tokens(call, 10)
         abort = api.AbortRequest(request_id="mine")
@@ -150,7 +150,7 @@ async def test_a_request_can_be_aborted_at_any_coordinator_by_its_tenant(redis_s
 async def test_a_request_in_the_queue_of_one_coordinator_can_be_aborted_at_the_other(redis_server: RedisServer) -> None:
     target = ScriptedTarget()
     target.limit = 10
-    async with coordinators(target, redis_server, max_running=1) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S, max_running=1) as (one, two):
         running_call = one.stub.Generate(request())
         await read_tokens(running_call, 10)
         waiting = one.stub.Generate(request(request_id="mine"))
@@ -201,9 +201,9 @@ async def test_a_client_whose_coordinator_was_killed_gets_everything_from_anothe
     settings: dict[str, Any] = {
         "targets": [target.address],
         "redis_url": redis_server.url,
-        "redis_timeout_s": 2.0,
+        "redis_timeout_s": 20.0,
         "resume_secret": SECRET,
-        "journal_lease_s": 60.0,
+        "journal_lease_s": LONG_S,
     }
     body = request(max_tokens=100, request_id="mine")
     opened = [
@@ -217,7 +217,7 @@ async def test_a_client_whose_coordinator_was_killed_gets_everything_from_anothe
             first = await read_tokens(first_stub.Generate(body), 40)
             await journal_has(redis_server, "mine", first.ids())
             await asyncio.to_thread(one.kill, "coordinator")
-            # Without the token it is an id that runs: the lease of its owner has most of its minute to go.
+            # Without the token it is an id that runs: the lease of its owner has most of its time to go.
             assert isinstance(await error_of(second_stub.Generate(body)), RequestExists)
             target.set_limit(None)
             nothing = Result(started=first.started)

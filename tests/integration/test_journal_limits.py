@@ -20,9 +20,9 @@ from tests.integration.coordinator_harness import (
 )
 from tests.integration.redis_server import RedisServer
 from tests.integration.scripted_replicas import ScriptedTarget
-from tests.integration.shared_redis import PATIENT, coordinators, metric_is
+from tests.integration.shared_redis import PATIENT, SHORT_LEASE_S, coordinators, metric_is
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 async def test_a_tenants_requests_count_at_all_coordinators(redis_server: RedisServer) -> None:
@@ -48,7 +48,7 @@ async def test_a_tenants_tokens_count_at_all_coordinators_and_at_each_while_redi
 ) -> None:
     target = ScriptedTarget()
     quota: dict[str, Any] = {"quota_tokens_per_s": 0.001, "quota_burst_tokens": 20.0}
-    async with coordinators(target, redis_server, **quota) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S, **quota) as (one, two):
         await collect(one.stub.Generate(request()))
         store = connect(redis_server.url, PATIENT)
 

@@ -14,7 +14,7 @@ from specdec.rpc.errors import (
 from specdec.store.interface import JournalRecord, RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import eventually
+from tests.chaos.faults import PATIENCE_S, eventually
 from tests.integration.coordinator_harness import (
     collect,
     error_of,
@@ -26,9 +26,9 @@ from tests.integration.coordinator_harness import (
 )
 from tests.integration.redis_server import RedisServer
 from tests.integration.scripted_replicas import ScriptedTarget
-from tests.integration.shared_redis import coordinators, journal_has, metric_is
+from tests.integration.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 async def test_while_redis_is_away_only_the_coordinator_of_a_request_can_abort_it(redis_server: RedisServer) -> None:
@@ -51,7 +51,7 @@ async def test_a_client_that_cancels_while_its_request_is_being_journalled_leave
     target = ScriptedTarget()
     body = request(request_id="mine")
     # Far longer than the test may take: neither a lease that runs out nor a timeout makes it pass.
-    async with coordinators(target, redis_server, redis_timeout_s=600.0, journal_lease_s=600.0) as (one, _):
+    async with coordinators(target, redis_server, redis_timeout_s=LONG_S) as (one, _):
         await collect(one.stub.Generate(request()))
         redis_server.pause()
         call = one.stub.Generate(body)
@@ -80,7 +80,7 @@ async def test_a_request_that_waits_for_the_journal_when_its_coordinator_drains_
 ) -> None:
     target = ScriptedTarget()
     body = request(request_id="mine")
-    async with coordinators(target, redis_server, redis_timeout_s=600.0) as (one, _):
+    async with coordinators(target, redis_server, redis_timeout_s=LONG_S) as (one, _):
         first = await collect(one.stub.Generate(body))
         redis_server.pause()
         store, is_loading = one.service.store, asyncio.Event()
@@ -105,7 +105,7 @@ async def test_redis_killed_and_restarted_empty_costs_no_stream_a_token(redis_se
     target.limit = 10
     body = request(max_tokens=60, request_id="mine")
     with capture_logs() as logs:
-        async with coordinators(target, redis_server) as (one, two):
+        async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S) as (one, two):
             call = one.stub.Generate(body)
             result = await read_tokens(call, 10)
             await journal_has(redis_server, "mine", result.ids())
@@ -128,6 +128,7 @@ async def test_redis_killed_and_restarted_empty_costs_no_stream_a_token(redis_se
             await journal_has(redis_server, "new", expected_ids(target, 20))
             await metric_is(one, "requests_unjournalled", 0)
             await metric_is(one, "store_up", 1)
+            await metric_is(two, "store_up", 1)
             assert isinstance(await error_of(two.stub.Generate(body)), RequestExists)
             assert not (await one.stub.GetStatus(api.GetStatusRequest())).degraded
             target.set_limit(None)
@@ -180,12 +181,12 @@ async def test_no_token_waits_for_a_redis_that_hangs(redis_server: RedisServer) 
     target = ScriptedTarget()
     target.limit = 10
     # Far longer than the test may take: a token that waits for Redis fails it.
-    async with coordinators(target, redis_server, redis_timeout_s=600.0) as (one, _):
+    async with coordinators(target, redis_server, redis_timeout_s=LONG_S) as (one, _):
         call = one.stub.Generate(request(max_tokens=60))
         result = await read_tokens(call, 10)
         redis_server.pause()
         target.set_limit(None)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while result.finished is None:
                 result.add(await call.read())
         redis_server.resume()
@@ -197,7 +198,7 @@ async def test_a_redis_that_hangs_holds_up_a_new_request_for_no_longer_than_its_
     redis_server: RedisServer,
 ) -> None:
     target = ScriptedTarget()
-    async with coordinators(target, redis_server, redis_timeout_s=0.2) as (one, _):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S, redis_timeout_s=0.2) as (one, _):
         await collect(one.stub.Generate(request()))
         redis_server.pause()
         for _ in range(5):
@@ -212,7 +213,7 @@ async def test_a_coordinator_that_starts_without_redis_joins_it_later(redis_serv
     target.limit = 10
     redis_server.stop()
     body = request(request_id="mine")
-    async with coordinators(target, redis_server) as (one, two):
+    async with coordinators(target, redis_server, journal_lease_s=SHORT_LEASE_S) as (one, two):
         await metric_is(one, "store_up", 0)
         call = one.stub.Generate(body)
         result = await read_tokens(call, 10)

@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from coordinator.process import reserved_port
 from specdec.addresses import join_address
+from specdec.cli.cluster import free_port
 from specdec.rpc.listening import bound_sockets
 from tests.integration.secured import CALL_TIMEOUT_S, check_health, ready_server, secure
 from tests.unit.echo_process import echo_process
@@ -64,11 +65,14 @@ async def test_a_wildcard_stands_for_ipv4_and_ipv6_on_every_port(wildcard: str) 
 
 @pytest.mark.parametrize("host", [V4, pytest.param(V6, marks=needs_ipv6), pytest.param("[::1]", marks=needs_ipv6)])
 async def test_one_address_is_listened_on_and_no_other(host: str) -> None:
-    async with echo_process("--host", host, *PORTS) as process:
+    # Of ports that are given out at one address, some other server may have one at the other.
+    ports = {name: str(free_port()) for name in ("port", "health_port", "metrics_port")}
+    flags = [flag for name, port in ports.items() for flag in (f"--{name.replace('_', '-')}", port)]
+    async with echo_process("--host", host, *flags) as process:
         listening = await process.event("listening")
         await process.event("ready")
         await assert_answers(host.strip("[]"), listening)
-        for name in ("port", "health_port", "metrics_port"):
+        for name in ports:
             with pytest.raises(OSError, match=r"\[Errno"):
                 socket.create_connection((V6 if host == V4 else V4, listening[name]), CALL_TIMEOUT_S)
 

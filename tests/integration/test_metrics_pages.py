@@ -21,7 +21,7 @@ from tests.integration.tiny_pair import ModelPair
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 ROLES = ("coordinator", "target", "draft")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ RENDERS = Path(__file__).parents[1] / "chart" / "golden"
 CLUSTER_LABELS = re.compile(r'{namespace="[^"]*",service="[^"]*"}')
 MAX_RUNNING = 4
 BURST = 16
-LOAD_S = 120.0
+LOAD_S = 200.0
 VARIABLES = {"$__rate_interval": "2m", "$instance": ".*"}
 Query = tuple[str, str, str]
 

@@ -15,18 +15,19 @@ from tests.chaos.faults import eventually, scrape
 from tests.integration.redis_server import RedisServer
 from tests.unit.echo_process import echo_process, ready_echo, verify_stream
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[Store]:
-    store = connect(redis_server.url, RedisOptions(timeout_s=5.0))
+    store = connect(redis_server.url, RedisOptions(timeout_s=20.0))
     yield store
     await store.close()
 
 
 def flags(redis_server: RedisServer, *more: str) -> list[str]:
-    return ["--redis-url", redis_server.url, "--registry-ttl-s", "1.5", "--redis-timeout-s", "2", *more]
+    """Registered for longer than any test takes, unless it says otherwise."""
+    return ["--redis-url", redis_server.url, "--registry-ttl-s", "600", "--redis-timeout-s", "20", *more]
 
 
 async def registered(store: Store) -> list[ReplicaRecord]:
@@ -46,7 +47,7 @@ async def until_states(store: Store, states: list[str]) -> None:
 async def test_a_replica_is_announced_with_the_port_it_got_and_what_it_serves(
     redis_server: RedisServer, store: Store
 ) -> None:
-    async with ready_echo(*flags(redis_server)) as (process, channel):
+    async with ready_echo(*flags(redis_server, "--registry-ttl-s", "3")) as (process, channel):
         await until_states(store, ["ready"])
         [record] = await store.replicas()
         port = next(event["port"] for event in process.events if event["event"] == "listening")
@@ -75,8 +76,7 @@ async def test_a_replica_that_loads_is_announced_as_loading(redis_server: RedisS
 async def test_a_replica_that_drains_says_so_at_once_and_is_withdrawn_when_it_ends(
     redis_server: RedisServer, store: Store
 ) -> None:
-    long_ttl = ["--registry-ttl-s", "600", "--no-drained-at-once"]
-    async with ready_echo(*flags(redis_server, *long_ttl)) as (process, channel):
+    async with ready_echo(*flags(redis_server, "--no-drained-at-once")) as (process, channel):
         await until_states(store, ["ready"])
         stream = verify_stream(channel)
         await stream.write(b"hello")
@@ -89,7 +89,8 @@ async def test_a_replica_that_drains_says_so_at_once_and_is_withdrawn_when_it_en
 
 
 async def test_the_registration_of_a_replica_that_was_killed_expires(redis_server: RedisServer, store: Store) -> None:
-    async with ready_echo(*flags(redis_server)) as (process, _), ready_echo(*flags(redis_server)) as (other, _):
+    short = flags(redis_server, "--registry-ttl-s", "1.5")
+    async with ready_echo(*short) as (process, _), ready_echo(*flags(redis_server)) as (other, _):
         await until_states(store, ["ready", "ready"])
         os.kill(process.pid, signal.SIGKILL)
         await until_states(store, ["ready"])

@@ -33,7 +33,7 @@ BLOCK_TOKENS = 32
 
 @pytest.fixture
 async def store(redis_server: RedisServer) -> AsyncIterator[Store]:
-    options = RedisOptions(timeout_s=5.0)
+    options = RedisOptions(timeout_s=20.0)
     # Tries again soon: a test waits for what is there once Redis is back.
     store = GuardedStore(connect(redis_server.url, options), back_off=BackOff(first_s=0.05, longest_s=0.05))
     yield store
@@ -42,13 +42,13 @@ async def store(redis_server: RedisServer) -> AsyncIterator[Store]:
 
 def settings(redis_server: RedisServer, **more: Any) -> dict[str, Any]:
     """Settings of a coordinator that finds its replicas quickly."""
-    fast = {"targets": (), "drafts": (), "discovery_s": 0.05, "redis_timeout_s": 2.0}
+    fast = {"targets": (), "drafts": (), "discovery_s": 0.05, "redis_timeout_s": 20.0}
     return {"redis_url": redis_server.url, **fast, **more}
 
 
 @asynccontextmanager
 async def announced(
-    store: Store, replica: ScriptedReplica, state: AnnouncedState = AnnouncedState.READY, ttl_s: float = 3.0
+    store: Store, replica: ScriptedReplica, state: AnnouncedState = AnnouncedState.READY, ttl_s: float = 60.0
 ) -> AsyncIterator[Announcer]:
     """A scripted replica in the registry."""
     role = "target" if isinstance(replica, ScriptedTarget) else "draft"
@@ -239,7 +239,7 @@ async def states(store: Store) -> dict[str, str]:
 async def test_processes_find_each_other_in_redis_and_outlive_it(
     make_cluster: MakeCluster, redis_server: RedisServer, store: Store
 ) -> None:
-    registry = {"registry_ttl_s": 2.0, "redis_timeout_s": 1.0}
+    registry = {"registry_ttl_s": 2.0, "redis_timeout_s": 20.0}
     cluster = make_cluster(
         num_targets=2,
         redis_url=redis_server.url,
@@ -319,9 +319,9 @@ async def test_the_second_turn_at_another_coordinator_finds_the_first_ones_token
     make_cluster: MakeCluster, redis_server: RedisServer, store: Store, tmp_path: Path
 ) -> None:
     # On a busy machine a look-up may take longer than one should wait for it in earnest.
-    patient = {"redis_timeout_s": 10.0}
+    patient = {"redis_timeout_s": 20.0}
     cluster = make_cluster(num_targets=2, num_drafts=0, redis_url=redis_server.url, coordinator_settings=patient)
-    fast = {"redis-url": redis_server.url, "redis-timeout-s": 10.0, "discovery-s": 0.2}
+    fast = {"redis-url": redis_server.url, "redis-timeout-s": 20.0, "discovery-s": 0.2}
     with another("coordinator", tmp_path / "second", **fast) as second:
         address = second.services["coordinator"].spec.address
         async with Client(cluster.address) as one, Client(address) as two:

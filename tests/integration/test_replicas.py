@@ -17,7 +17,7 @@ from specdec.v1 import draft_pb2, target_pb2
 from tests.chaos.faults import eventually, sampled_request
 from tests.integration.conftest import MakeCluster
 from tests.integration.coordinator_harness import collect, expected_ids, finish, read_tokens, request, running
-from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
+from tests.integration.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -44,9 +44,7 @@ async def test_requests_spread_over_targets_and_drafts() -> None:
     for target in targets:
         target.limit = 5
     async with running(targets, drafts) as harness:
-        for link in harness.service.fleet.links:
-            while not link.is_ready:
-                await harness.service.fleet.wait_changed(10.0)
+        await harness.all_ready()
         calls = [harness.stub.Generate(request((seed, 6, 7), max_tokens=20)) for seed in range(8)]
         for replica in (*targets, *drafts):
             await replica.until(lambda replica=replica: len(replica.opened) == 4)  # type: ignore[misc]
@@ -59,9 +57,7 @@ async def test_a_draft_hears_of_each_target_by_name_and_a_session_names_its_own(
     for target in targets:
         target.limit = 5
     async with running(targets, [draft]) as harness:
-        for link in harness.service.fleet.links:
-            while not link.is_ready:
-                await harness.service.fleet.wait_changed(10.0)
+        await harness.all_ready()
         for credit, (target, link) in enumerate(zip(targets, harness.service.fleet.targets, strict=True), start=1):
             target.streams[-1].send(load_response(credit))
 
@@ -88,9 +84,7 @@ async def test_a_target_whose_stream_ends_is_left_at_once() -> None:
     for target in targets:
         target.limit = 10
     async with running(targets, target_timeout_s=600.0) as harness:
-        for link in harness.service.fleet.links:
-            while not link.is_ready:
-                await harness.service.fleet.wait_changed(10.0)
+        await harness.all_ready()
         call = asyncio.create_task(collect(harness.stub.Generate(request(max_tokens=40))))
 
         async def is_open() -> bool:
@@ -101,20 +95,18 @@ async def test_a_target_whose_stream_ends_is_left_at_once() -> None:
         other = next(t for t in targets if t is not holder)
         other.limit = None
         await holder.stop()
-        result = await asyncio.wait_for(call, 30.0)
+        result = await asyncio.wait_for(call, PATIENCE_S)
     assert result.ids() == expected_ids(holder, 40)
 
 
 async def test_a_draining_target_gets_no_new_sessions_and_keeps_those_it_has() -> None:
     targets = [ScriptedTarget(), ScriptedTarget()]
     async with running(targets) as harness:
-        for link in harness.service.fleet.links:
-            while not link.is_ready:
-                await harness.service.fleet.wait_changed(10.0)
+        await harness.all_ready()
         targets[0].streams[-1].send(load_response(1, draining=True))
         link = harness.service.fleet.targets[0]
         while str(link.state) != "draining":
-            await harness.service.fleet.wait_changed(10.0)
+            await harness.service.fleet.wait_changed(PATIENCE_S)
         for seed in range(4):
             await collect(harness.stub.Generate(request((seed, 6, 7))))
         assert harness.metric("replicas", role="target", state="draining") == 1
@@ -131,9 +123,7 @@ async def test_a_target_that_keeps_failing_is_ejected_and_trusted_again_after_a_
     bad.refuse = status_pb2.Status(code=code_pb2.UNAVAILABLE, message="out of order")
     async with running(targets, ejection_failures=2, ejection_s=0.2, ejection_max_s=0.2) as harness:
         fleet = harness.service.fleet
-        for link in fleet.links:
-            while not link.is_ready:
-                await fleet.wait_changed(10.0)
+        await harness.all_ready()
         link = next(link for link in fleet.targets if link.address == bad.address)
         states = {str(link.state)}
         for seed in range(200):
@@ -142,7 +132,7 @@ async def test_a_target_that_keeps_failing_is_ejected_and_trusted_again_after_a_
             states.add(str(link.state))
             if str(link.state) == "ejected":
                 bad.refuse = None
-                await fleet.wait_changed(10.0)
+                await fleet.wait_changed(PATIENCE_S)
                 states.add(str(link.state))
             if states >= {"ejected", "probation"} and link.is_ready:
                 break
@@ -156,7 +146,7 @@ async def test_a_target_on_probation_gets_one_session_at_a_time() -> None:
     async with running(targets) as harness:
         fleet = harness.service.fleet
         while not all(link.is_ready for link in fleet.links):
-            await fleet.wait_changed(10.0)
+            await fleet.wait_changed(PATIENCE_S)
         fleet.targets[0].set_standing(LinkState.PROBATION)
         calls = [harness.stub.Generate(request((seed, 6, 7))) for seed in range(4)]
         results = [await read_tokens(call, 5) for call in calls]
@@ -173,9 +163,7 @@ async def test_a_session_that_another_coordinator_holds_ends_at_once_and_its_tar
     status = status_pb2.Status(code=code_pb2.FAILED_PRECONDITION, message="held elsewhere")
     status.details.add().Pack(error_details_pb2.ErrorInfo(reason=reason, domain="specdec"))
     async with running(targets, ejection_failures=1, target_timeout_s=600.0) as harness:
-        for link in harness.service.fleet.links:
-            while not link.is_ready:
-                await harness.service.fleet.wait_changed(10.0)
+        await harness.all_ready()
         for target in targets:
             target.refuse = status
         with pytest.raises(grpc.aio.AioRpcError) as caught:

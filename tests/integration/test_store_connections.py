@@ -193,7 +193,7 @@ async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path) -> None:
         # A sentinel that hangs comes first, and does not use up the time of the others.
         url = setup.url.replace("127.0.0.1:", f"127.0.0.1:{hanging.port},127.0.0.1:", 1)
         hanging.pause()
-        guarded = GuardedStore(connect(url, RedisOptions(timeout_s=2)), back_off=BackOff(0.05, 2, 0.2))
+        guarded = GuardedStore(connect(url, RedisOptions(timeout_s=6)), back_off=BackOff(0.05, 2, 0.2))
         await until_up(guarded)
         await guarded.add_prefixes("a:1", [b"digest"], LONG_S)
         master = setup.master()
@@ -202,6 +202,7 @@ async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path) -> None:
         master.stop()
         with pytest.raises(StoreUnavailable):
             await guarded.ping()
+        setup.fail_over()
         await until_up(guarded)
         assert setup.master() is not master
         assert await guarded.prefix_holders([b"digest"]) == [frozenset({"a:1"})]

@@ -13,7 +13,7 @@ from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
 from tests.integration.redis_server import RedisServer
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 KEY = RequestKey("tenant", "request")
 
@@ -24,7 +24,7 @@ async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
         yield MemoryStore()
         return
     with RedisServer(tmp_path) as server:
-        store = connect(server.url, RedisOptions(timeout_s=5.0))
+        store = connect(server.url, RedisOptions(timeout_s=20.0))
         yield store
         await store.close()
 

@@ -20,7 +20,7 @@ from specdec.engine.model_runner import ModelRunner
 from specdec.engine.sampling import Sampler
 from specdec.sampling_params import SamplingParams
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import Reading, eventually, make_request, plain, scrape
+from tests.chaos.faults import CREDIT_WINDOW, Reading, eventually, held_back, make_request, plain, scrape, speculated
 from tests.integration.conftest import start_cluster
 from tests.integration.rank_probe import (
     RANDOM,
@@ -56,6 +56,8 @@ NUM_BLOCKS = 20
 """Half of what the streams need at once: some are preempted."""
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n" * 3
 PATIENCE_S = 60.0
+LONG_S = 600.0
+"""Longer than a stream, or the start of a replica, takes."""
 
 
 # --- logits
@@ -133,8 +135,12 @@ def split_cluster(
         "metrics_port": target_metrics_port,
         "hold_off_ms": 100,
         "log_format": "json",
+        "drain_s": LONG_S,
     }
-    with start_cluster(shipped_pair, tmp_path_factory.mktemp("split"), target_settings=settings) as cluster:
+    waits = {"target_timeout_s": LONG_S, "credit_window_tokens": CREDIT_WINDOW}
+    with start_cluster(
+        shipped_pair, tmp_path_factory.mktemp("split"), target_settings=settings, coordinator_settings=waits
+    ) as cluster:
         yield cluster
 
 
@@ -165,7 +171,7 @@ async def test_tokens_with_speculation_equal_tokens_without_through_trees_preemp
             return False
 
         await eventually(is_preempting, "a stream is preempted")
-    assert sum(c.require_finished().stats.num_accepted for c in fast) > 0
+        await speculated(client, bodies()[0])
     assert all(c.require_finished().stats.num_proposed == 0 for c in slow)
     samples = scrape(target_metrics_port)
     assert samples["specdec_target_prefix_cache_hits_total"] > 0
@@ -201,7 +207,7 @@ async def test_a_rank_that_is_killed_in_mid_stream_ends_the_replica_and_the_stre
     target = split_cluster.services["target"]
     body = make_request(max_tokens=200, temperature=1.0)
     processes = processes_of(split_cluster)
-    async with Client(split_cluster.address) as client:
+    async with held_back(split_cluster.address) as client:
         undisturbed = await client.complete(body)
         async with Reading(client, body) as stream:
             await stream.until(20)
@@ -219,10 +225,10 @@ async def test_a_replica_of_two_ranks_drains_and_exits_with_0(split_cluster: Clu
     target = split_cluster.services["target"]
     processes = processes_of(split_cluster)
     log_size = target.log_path.stat().st_size
-    async with Client(split_cluster.address) as client, Reading(client, make_request(max_tokens=60)) as stream:
+    async with held_back(split_cluster.address) as client, Reading(client, make_request(max_tokens=200)) as stream:
         await stream.until(5)
         target.terminate()
-        assert (await stream.rest()).num_tokens == 60
+        assert (await stream.rest()).num_tokens == 200
     assert await exit_code(split_cluster) == 0
     await all_gone(*processes)
     log = target.log_path.read_bytes()[log_size:].decode()

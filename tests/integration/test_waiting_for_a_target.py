@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
 from specdec.rpc.errors import Cancelled, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -22,8 +20,6 @@ from tests.integration.coordinator_harness import (
     running,
 )
 from tests.integration.scripted_replicas import ScriptedTarget, identity
-
-pytestmark = pytest.mark.timeout(30)
 
 FOR_EVER_S = 600.0
 """Far longer than a test may take: one that waits for it fails."""

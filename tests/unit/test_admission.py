@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 
@@ -94,4 +95,15 @@ async def test_a_place_given_to_one_that_is_cancelled_in_the_same_turn_goes_to_t
     release()
     first.cancel()
     await second
+    assert queue.num_running == 1
+
+
+async def test_a_place_that_comes_in_the_turn_in_which_the_wait_ends_is_not_lost() -> None:
+    queue = AdmissionQueue(1, 1, 0.05)
+    release = await queue.acquire(0)
+    (task,) = await waiting(queue, 0)
+    loop = asyncio.get_running_loop()
+    loop.call_soon(time.sleep, 0.06)
+    loop.call_soon(loop.call_soon, release)  # in the next turn, in which the loop finds the wait's timer due
+    await task
     assert queue.num_running == 1

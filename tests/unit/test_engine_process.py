@@ -15,6 +15,8 @@ from specdec.rpc.engine_process import EngineProcess
 from tests.unit.echo_process import echo_process, gone, ready_echo, stop_process, verify_stream
 from tests.unit.echo_service import TOKENIZER_BYTES, EchoSettings
 
+PATIENCE_S = 60.0
+
 
 class Sink:
     """Collects what the engine sends to one stream."""
@@ -32,7 +34,7 @@ class Sink:
         self.received.put_nowait(reason)
 
     async def next(self) -> Any:
-        return await asyncio.wait_for(self.received.get(), 20)
+        return await asyncio.wait_for(self.received.get(), PATIENCE_S)
 
 
 @asynccontextmanager
@@ -110,7 +112,7 @@ async def test_sender_waits_while_the_engine_does_not_read() -> None:
         done, _ = await asyncio.wait({sending}, timeout=0.3)
         assert not done
         os.kill(process.pid, signal.SIGCONT)
-        await asyncio.wait_for(sending, 20)
+        await asyncio.wait_for(sending, PATIENCE_S)
         for _ in range(20):
             assert await sink.next() == bytes(1024 * 1024)
 
@@ -157,7 +159,7 @@ async def test_drain_waits_for_the_last_session() -> None:
         sink = Sink()
         stream_id = process.open_stream(sink, "peer")
         assert not await process.drain(0.05)
-        draining = asyncio.create_task(process.drain(20))
+        draining = asyncio.create_task(process.drain(PATIENCE_S))
         await process.send_message(stream_id, b"drained")
         assert await draining
 
@@ -192,7 +194,7 @@ async def test_engine_dies_with_its_servicer(is_frozen: bool) -> None:
 
         process.kill()
 
-        await asyncio.wait_for(gone(engine_pid), 10)
+        await asyncio.wait_for(gone(engine_pid), PATIENCE_S)
 
 
 async def test_process_exits_with_1_when_the_engine_cannot_load() -> None:

@@ -151,5 +151,5 @@ async def test_error_of_a_peer_that_is_not_there_is_unavailable() -> None:
     async with open_channel("127.0.0.1:1", ClientSettings()) as opened:
         channel: Any = opened
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/specdec.test/Invalid")(b"", timeout=10)
+            await channel.unary_unary("/specdec.test/Invalid")(b"", timeout=60)
     assert isinstance(from_rpc_error(caught.value), errors.Unavailable)

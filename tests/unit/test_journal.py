@@ -288,7 +288,7 @@ async def test_what_does_not_fit_into_one_batch_is_written_by_the_next_without_a
         record = await store.load(others[1].key)
         return record is not None and record.token_ids == ((0, 1, 2),)
 
-    await eventually(is_written, "the second request's tokens are there", timeout_s=10.0)
+    await eventually(is_written, "the second request's tokens are there")
     await journal.close()
     assert store.batches == [BATCH_TOKENS, 3]
 

@@ -187,10 +187,14 @@ from specdec.engine.native.kernels import NativeKernels
 kernels = NativeKernels(4)
 packed = kernels.pack(torch.ones(256, 256), None)
 packed(torch.ones(8, 256))
-time.sleep(0.05)
-start = time.process_time()
-time.sleep(0.5)
-print(time.process_time() - start)
+
+def used_while_idle():
+    start = time.process_time()
+    time.sleep(0.1)
+    return time.process_time() - start
+
+# On a busy machine it may take a while until every thread has had the processor on which to find that it is idle.
+print(min(used_while_idle() for _ in range(8)))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert float(done.stdout) < 0.05
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.01

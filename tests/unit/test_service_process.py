@@ -19,7 +19,7 @@ from specdec.cli.service_process import ServiceProcess, ServiceSpec
 # Modules of the standard library that do what a service could do.
 LISTENS = "http.server"
 ENDS_AT_ONCE = "this"
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def spec(module: str, *arguments: str, name: str = "target", cores: tuple[int, ...] = ()) -> ServiceSpec:
