@@ -24,6 +24,7 @@ from specdec.v1 import common_pb2 as pb
 _MAX_FRAME_BYTES = 4 * 2**20
 _MAX_QUEUED_ENTRIES = 16_384
 _MOST_BACKOFFS_IN_NEED = 5
+_EXPECTED_STATES = (LinkState.CONNECTING, LinkState.READY, LinkState.DRAINING)
 _log = structlog.get_logger(__name__)
 
 
@@ -253,7 +254,7 @@ class ReplicaLink:
         if shown == self._shown:
             return
         self._shown = shown
-        log = _log.info if state is LinkState.READY else _log.warning
+        log = _log.info if state in _EXPECTED_STATES else _log.warning
         log("replica_state", role=self.role, address=self.address, state=str(state), detail=detail)
         self._events.on_state(self)
 

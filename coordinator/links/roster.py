@@ -73,7 +73,7 @@ class Roster(Generic[_Link]):
             task = asyncio.create_task(link.run(), name=f"link {link.address}")
             self._members[link.address] = _Member(link, endpoint, task)
         for member in removed:
-            _log.info("replica_removed", address=member.link.address)
+            _log.info("replica_removed", role=member.link.role, address=member.link.address)
             self._on_removed(member.link)
             closing = asyncio.create_task(_end(member))
             self._closing.add(closing)
@@ -94,7 +94,7 @@ class Roster(Generic[_Link]):
         except TlsFilesBroken as error:  # tried again with the next update
             _log.error("replica_not_added", address=endpoint.address, reason=str(error))
             return None
-        _log.info("replica_added", address=endpoint.address)
+        _log.info("replica_added", role=link.role, address=link.address)
         return link
 
 

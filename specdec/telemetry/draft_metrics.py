@@ -13,7 +13,9 @@ class DraftMetrics(EngineMetrics):
 
     _prefix = "draft"
     _kinds = "draft, prefill"
+    _step_kinds = ("draft", "prefill")
     _outcomes = "closed"
+    _ends = ("closed",)
     _stale = "Commits that told nothing new."
     _loop = "Time of a commit: following it in the tree, rolling back, planning."
 

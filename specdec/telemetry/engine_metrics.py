@@ -11,7 +11,9 @@ class EngineMetrics(MetricGroup):
     """What targets and drafts have in common: steps, KV cache, sessions."""
 
     _kinds: str
+    _step_kinds: tuple[str, ...]
     _outcomes: str
+    _ends: tuple[str, ...]
     _stale: str
     _loop: str
 
@@ -24,7 +26,11 @@ class EngineMetrics(MetricGroup):
     def _make_step_metrics(self) -> None:
         kind = {"kind": self._kinds}
         self.steps = self._counter(
-            "steps_total", "Steps, by kind of their rows.", kind, promql="sum by (kind) (rate($steps_total[5m]))"
+            "steps_total",
+            "Steps, by kind of their rows.",
+            kind,
+            promql="sum by (kind) (rate($steps_total[5m]))",
+            initial=self._step_kinds,
         )
         self.step_seconds = self._histogram(
             "step_seconds",
@@ -67,6 +73,7 @@ class EngineMetrics(MetricGroup):
             "Sessions that ended.",
             {"outcome": self._outcomes},
             promql="sum by (outcome) (rate($requests_total[5m]))",
+            initial=self._ends,
         )
         self.opened = self._counter(
             "sessions_opened_total",

@@ -109,9 +109,24 @@ class MetricGroup:
         self._registry = registry
         self.docs: list[MetricDoc] = []
 
-    def _counter(self, name: str, text: str, labels: Mapping[str, str] | None = None, *, promql: str) -> Counter:
+    def _counter(
+        self,
+        name: str,
+        text: str,
+        labels: Mapping[str, str] | None = None,
+        *,
+        promql: str,
+        initial: Iterable[str] = (),
+    ) -> Counter:
+        """`initial` are values of the only label that are exported as 0 from the start.
+
+        A series that appears at 5 has a rate of 0 to Prometheus: a burst of first failures would not be seen.
+        """
         doc = self._document("counter", name, text, labels, promql)
-        return Counter(doc.name, text, tuple(doc.labels), registry=self._registry)
+        counter = Counter(doc.name, text, tuple(doc.labels), registry=self._registry)
+        for value in initial:
+            counter.labels(value)
+        return counter
 
     def _gauge(
         self,

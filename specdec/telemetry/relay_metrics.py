@@ -23,6 +23,7 @@ class RelayMetrics(MetricGroup):
             "Streams that ended.",
             {"outcome": "closed, cancelled, aborted"},
             promql="sum by (outcome) (rate($streams_total[5m]))",
+            initial=("closed", "cancelled", "aborted"),
         )
         self.messages = self._counter(
             "messages_total",

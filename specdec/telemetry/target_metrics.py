@@ -15,9 +15,11 @@ class TargetMetrics(EngineMetrics):
 
     _prefix = "target"
     _kinds = "verify (with a tree), plain, prefill"
+    _step_kinds = ("verify", "plain", "prefill")
     _outcomes = (
         "stop, length; abort: closed before, by the coordinator (a stop string, a client that left), an error or expiry"
     )
+    _ends = ("stop", "length", "abort")
     _stale = "Draft tokens that came too late: verdicts had decided their positions."
     _loop = "Time of a step's turn outside the step: merging proposals before it, verdicts after it."
 
@@ -28,6 +30,7 @@ class TargetMetrics(EngineMetrics):
             "Committed tokens, by origin.",
             {"origin": "prefill, draft, recovered, bonus, decode"},
             promql="sum by (origin) (rate($tokens_total[5m]))",
+            initial=("prefill", "draft", "recovered", "bonus", "decode"),
         )
         self._make_speculation_metrics()
         self._make_latency_metrics()
