@@ -19,6 +19,7 @@ from specdec.cli.cluster import free_port
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus"
 INTERVAL = "500ms"
+NAMESPACE = "llm"
 DEADLINE_S = 30.0
 
 
@@ -85,7 +86,12 @@ def prometheus_server(folder: Path, ports: Mapping[str, int]) -> Iterator[Promet
         "global": {"scrape_interval": INTERVAL, "scrape_timeout": INTERVAL, "evaluation_interval": INTERVAL},
         "rule_files": [str(RULES / "recording.yml"), str(RULES / "alerts.yml")],
         "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]} for job, port in ports.items()
+            # As in a cluster, where every scrape is given the namespace it is of.
+            {
+                "job_name": job,
+                "static_configs": [{"targets": [f"127.0.0.1:{port}"], "labels": {"namespace": NAMESPACE}}],
+            }
+            for job, port in ports.items()
         ],
     }
     folder.mkdir()

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import code_pb2, status_pb2
+from structlog.testing import capture_logs
 
 from coordinator.discovery import Endpoint
 from specdec.rpc.errors import Cancelled, DataLoss, InvalidRequest, SpecdecError, Unavailable, from_rpc_error
@@ -122,9 +123,12 @@ async def test_a_lost_target_without_replacement_is_unavailable_and_the_request_
         assert isinstance(error, Unavailable)
         assert error.reason == "TARGET_LOST"
         assert error.retry_after_s > 0
-        with pytest.raises(grpc.RpcError) as caught:
+        with capture_logs() as logs, pytest.raises(grpc.RpcError) as caught:
             await collect(harness.stub.Generate(body))
         assert isinstance(from_rpc_error(caught.value), Unavailable)
+        (told,) = [line for line in logs if line["event"] == "request_failed"]
+        assert (told["log_level"], told["code"], told["reason"]) == ("warning", "UNAVAILABLE", "NO_TARGET")
+        assert told["request_id"] and told["error"]
         target.set_limit(None)
         await target.start()
         await harness.replica_until("target", "ready")

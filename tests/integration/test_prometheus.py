@@ -27,7 +27,7 @@ CLUSTER_LABELS = re.compile(r'{namespace="[^"]*",service="[^"]*"}')
 MAX_RUNNING = 4
 BURST = 16
 LOAD_S = 120.0
-VARIABLES = {"$__rate_interval": "2m", "$instance": ".*"}
+VARIABLES = {"$__rate_interval": "2m", "$instance": ".*", "$namespace": ".*"}
 Query = tuple[str, str, str]
 
 
@@ -107,6 +107,9 @@ async def load(cluster: Cluster, server: PrometheusServer, redis_server: RedisSe
                 # Two samples at least, so that there is a rate.
                 await asyncio.to_thread(server.wait_for, f"rate(specdec_coordinator_{counter}_total[1m])")
             await asyncio.to_thread(server.wait_for, "rate(specdec_draft_committed_tokens_total[1m]) > 0")
+            # A scrape may time out where processors are short: look at a moment at which none had. Here, because the
+            # services that were started again end with the loop's threads.
+            server.moment_s = await asyncio.to_thread(server.wait_for, "count(up == 1) == 3")
         finally:
             for worker in workers:
                 worker.cancel()
@@ -144,8 +147,6 @@ def scraped(
         prometheus_server(folder / "server", ports) as server,
     ):
         asyncio.run(asyncio.wait_for(load(cluster, server, redis_server), LOAD_S))
-        # A scrape may time out where processors are short: look at a moment at which none had.
-        server.moment_s = server.wait_for("count(up == 1) == 3")
         yield server
 
 
