@@ -195,11 +195,19 @@ def wrong_names(expr: str, exported: dict[str, dict[str, set[str]]]) -> list[str
     for aggregate in nodes(tree):
         if not isinstance(aggregate, promql_parser.AggregateExpr) or aggregate.modifier is None:
             continue
+        made = set(labels_made(aggregate.expr))
         for inner in nodes(aggregate.expr):
             if isinstance(inner, promql_parser.VectorSelector):
-                known = exported.get(str(inner.name), {})
+                known = exported.get(str(inner.name), {}).keys() | made
                 wrong += [f"{inner.name}: by {label}" for label in aggregate.modifier.labels if label not in known]
     return wrong
+
+
+def labels_made(expr: object) -> Iterator[str]:
+    """Labels that label_replace gives the series of an expression."""
+    for node in nodes(expr):
+        if isinstance(node, promql_parser.Call) and node.func.name == "label_replace":
+            yield node.args[1].val
 
 
 def test_every_query_and_rule_names_what_is_exported(exported: dict[str, dict[str, set[str]]]) -> None:
@@ -214,6 +222,8 @@ def expressions() -> list[Query]:
 def test_a_wrong_metric_label_or_value_would_be_noticed(exported: dict[str, dict[str, set[str]]]) -> None:
     assert wrong_names("sum(rate(specdec_target_misspelt_total[5m]))", exported)
     assert wrong_names("sum by (nothing) (rate(specdec_target_hits_total[5m]))", exported)
+    made = 'label_replace(specdec_target_info, "tier", "target", "", "")'
+    assert wrong_names(f"sum by (role) ({made})", exported) and not wrong_names(f"sum by (tier) ({made})", exported)
     assert wrong_names('specdec_coordinator_replicas{roll="draft"}', exported)
     assert wrong_names('specdec_coordinator_replicas{role="drafts"}', exported)
     assert not wrong_names('specdec_coordinator_replicas{role="draft"}', exported)
