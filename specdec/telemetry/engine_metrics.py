@@ -48,7 +48,7 @@ class EngineMetrics(MetricGroup):
         self.step_sequences = self._histogram(
             "step_sequences",
             "Sequences of a step.",
-            TOKENS,
+            BATCH_TOKENS,
             promql="sum(rate($step_sequences_sum[5m])) / sum(rate($step_sequences_count[5m]))",
         )
         self.loop_seconds = self._histogram(
