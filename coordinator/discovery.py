@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import structlog
 
+from specdec.addresses import join_address
+
 _DNS_PREFIX = "dns:///"
 _log = structlog.get_logger(__name__)
 
@@ -70,7 +72,7 @@ class Discovery:
         except OSError as error:
             _log.warning("lookup_failed", name=name, error=str(error))
             return
-        addresses = sorted({_join(str(where[0]), int(where[1])) for *_, where in found})
+        addresses = sorted({join_address(str(where[0]), int(where[1])) for *_, where in found})
         self._found[entry] = [Endpoint(address, name) for address in addresses]
 
 
@@ -85,7 +87,3 @@ async def keep_finding(
         except Exception as error:
             _log.error("discovery_fault", exc_info=error)
         await asyncio.sleep(interval_s)
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -19,7 +19,7 @@ from coordinator.outliers import EjectionSettings, OutlierDetector, Standing
 from coordinator.router import PrefixRouter, block_digests
 from coordinator.sessions import Session
 from coordinator.tokenizer import TextTokenizer
-from specdec.rpc.errors import IncompatibleReplica, NotReady, Unavailable
+from specdec.rpc.errors import IncompatibleReplica, NoTarget, NotReady
 from specdec.v1 import common_pb2 as pb
 
 _STATES = {
@@ -105,8 +105,10 @@ class Fleet:
             raise NotReady("no target has answered yet")
         return self.served
 
-    async def pick_target(self, token_ids: Sequence[int], salt: bytes, timeout_s: float) -> TargetLink:
-        """The target for a prompt; waits for one if none is ready.
+    async def pick_target(
+        self, model: pb.ModelIdentity, token_ids: Sequence[int], salt: bytes, timeout_s: float
+    ) -> TargetLink:
+        """The target for a prompt, of those that serve the model; waits for one if none is ready.
 
         Raises:
             Unavailable: none was ready in time.
@@ -114,21 +116,17 @@ class Fleet:
         digests = block_digests(token_ids, salt)
         try:
             async with asyncio.timeout(timeout_s):
-                usable = await self._usable_targets()
+                usable = await self._usable_targets(model)
                 known_to_others = await self._router.ask_others(digests, [link.holder for link in usable])
-                usable = await self._usable_targets()  # they may have changed meanwhile
+                usable = await self._usable_targets(model)  # they may have changed meanwhile
         except TimeoutError:
-            raise Unavailable(f"no target was ready within {timeout_s:g} s", reason="NO_TARGET") from None
+            raise NoTarget(f"no target was ready within {timeout_s:g} s") from None
         holder = self._router.pick(digests, {link.holder: len(link.sessions) for link in usable}, known_to_others)
         return next(link for link in usable if link.holder == holder)
 
     def find_target(self, model: pb.ModelIdentity, besides: TargetLink) -> TargetLink | None:
         """Another target that serves a model and takes sessions, the least loaded."""
-        fit = [
-            link
-            for link in self.targets
-            if link is not besides and link.identity is not None and same_model(link.identity, model)
-        ]
+        fit = [link for link in self._of_model(model) if link is not besides]
         return min(_usable(fit), key=lambda link: len(link.sessions), default=None)
 
     def pick_draft(self, position: int) -> DraftLink | None:
@@ -261,8 +259,11 @@ class Fleet:
         if standing is Standing.EJECTED:  # ejected anew meanwhile, or the timer came a little early
             asyncio.get_running_loop().call_later(detector.remaining_s(link.address), self._update_standing, link)
 
-    async def _usable_targets(self) -> list[TargetLink]:
-        while not (usable := _usable(self.targets)):
+    def _of_model(self, model: pb.ModelIdentity) -> list[TargetLink]:
+        return [link for link in self.targets if link.identity is not None and same_model(link.identity, model)]
+
+    async def _usable_targets(self, model: pb.ModelIdentity) -> list[TargetLink]:
+        while not (usable := _usable(self._of_model(model))):
             await self._next_change()
         return usable
 

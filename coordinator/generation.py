@@ -16,6 +16,7 @@ from coordinator.client_stream import ClientStream
 from coordinator.decode_loop import DecodeLoop
 from coordinator.fleet import Fleet
 from coordinator.journal import Journal
+from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.planning import Caller, Plan, Planner
 from coordinator.quotas import TenantLease, TenantLimits
@@ -124,8 +125,7 @@ class Generator:
 
     def _abort(self, request: Request) -> None:
         request.is_aborted = True
-        if request.admission is not None:
-            request.admission.cancel()
+        request.end_wait()
         self._decode_loop.abort(request)
 
     async def _run(self, body: api.GenerateRequest, caller: Caller, request: Request, write: Write) -> None:
@@ -166,8 +166,7 @@ class Generator:
 
     def _take_over(self, request: Request) -> None:
         """Another stream, here or at another coordinator, goes on with the request."""
-        if request.admission is not None:
-            request.admission.cancel()
+        request.end_wait()
         error = Cancelled("the request was taken over by another stream", reason="TAKEN_OVER")
         self._decode_loop.fail(request, error)
 
@@ -199,23 +198,23 @@ class Generator:
             return
         metrics = self._observer.metrics
         started_s = time.monotonic()
-        request.admission = asyncio.create_task(self._admission.acquire(request.priority))
+        request.waiting = admission = asyncio.create_task(self._admission.acquire(request.priority))
         release: Callable[[], None] | None = None
         try:
             with request.trace.phase("admission"):
-                release = await request.admission
+                release = await admission
         except Overloaded as error:
             metrics.admission_rejects.labels(error.reason.lower()).inc()
             raise
         except asyncio.CancelledError:
-            if request.admission.done() and not request.admission.cancelled():
-                request.admission.result()()  # the place came in the same turn
+            if admission.done() and not admission.cancelled():
+                admission.result()()  # the place came in the same turn
             if request.stream.is_closed:  # taken over while waiting: raises why
                 await request.stream.take()
             if not request.is_aborted:
                 raise
         finally:
-            request.admission = None
+            request.waiting = None
         metrics.queue_seconds.observe(time.monotonic() - started_s)
         try:
             yield
@@ -241,13 +240,28 @@ class Generator:
 
     async def _open(self, request: Request, sessions: list[Session]) -> None:
         first = sessions[0]
-        target = await self._fleet.pick_target(first.token_ids, request.cache_salt, self._target_timeout_s)
+        target = await self._target(request, first)
+        if target is None:
+            return
         draft = self._fleet.pick_draft(first.position) if first.speculate else None
         for session in sessions:
             if session.finish is None:
                 is_fork = session is not first and session.position == first.position == session.num_prompt_tokens
                 session.fork_from = first.session_id if is_fork else ""
                 self._decode_loop.open(session, target, draft)
+
+    async def _target(self, request: Request, first: Session) -> TargetLink | None:
+        """Wait for a target; None: the request was ended meanwhile."""
+        picked = self._fleet.pick_target(request.model, first.token_ids, request.cache_salt, self._target_timeout_s)
+        request.waiting = waiting = asyncio.create_task(picked)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if request.num_unfinished:  # the client left
+                raise
+            return None
+        finally:
+            request.waiting = None
 
     async def _stream(self, request: Request, write: Write, lease: TenantLease | None = None) -> None:
         while (chunk := await request.stream.take()) is not None:

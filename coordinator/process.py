@@ -15,7 +15,9 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from coordinator.process_main import SERVING_LINE, Launch
+from specdec.addresses import join_address
 from specdec.config import CoordinatorSettings
+from specdec.rpc.listening import bound_sockets
 from specdec.rpc.startup import StartupFailed
 from specdec.telemetry import forget_gauges
 
@@ -104,33 +106,19 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            held = stack.enter_context(_bound(host, port))
+            if port:
+                # A server that shares its port, too, would let us in without a word: another supervisor's, for example.
+                for probe in bound_sockets(host, port, socket.SO_REUSEADDR):
+                    probe.close()
+            # They never listen, so they get no connections.
+            held = [
+                stack.enter_context(made)
+                for made in bound_sockets(host, port, socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+            ]
         except OSError as error:
-            raise StartupFailed(f"host, port: cannot listen on {host}:{port}: {error.strerror}") from error
-        yield held.getsockname()[1]
-
-
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket with the address; it never listens, so it gets no connections."""
-    family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-    if port:
-        _check_unused(family, address)
-    held = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(address)
-    except OSError:
-        held.close()
-        raise
-    return held
-
-
-def _check_unused(family: int, address: tuple[object, ...]) -> None:
-    """A server that shares its port, too, would let us in without a word: another supervisor's, for example."""
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(address)
+            address = join_address(host, port)
+            raise StartupFailed(f"host, port: cannot listen on {address}: {error.strerror}") from error
+        yield held[0].getsockname()[1]
 
 
 def as_json(launch: object) -> bytes:

@@ -14,8 +14,6 @@ draft drains              its sessions get another draft, if there is one
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,17 +22,17 @@ from google.rpc import code_pb2, error_details_pb2
 
 from coordinator.decode_loop import DecodeLoop
 from coordinator.draft_recovery import DraftRecovery
-from coordinator.fleet import Fleet, same_model
+from coordinator.fleet import Fleet
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkState
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.sessions import Session, SessionTable
-from specdec.rpc.errors import Cancelled, SpecdecError, Unavailable, from_status, internal_error
+from coordinator.target_recovery import TargetRecovery
+from specdec.rpc.errors import Cancelled, Unavailable, from_status, internal_error
 from specdec.v1 import common_pb2 as pb
 
-_MOST_DOUBLINGS = 30
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
 _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED})
 """What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
@@ -64,13 +62,19 @@ class Recovery:
         decode_loop: DecodeLoop,
         observer: Observer,
     ) -> None:
-        self._settings = settings
         self._sessions = sessions
         self._fleet = fleet
         self._decode_loop = decode_loop
         self._observer = observer
         self._drafts = DraftRecovery(settings.draft_reopen_s, fleet, observer)
-        self._give_ups: dict[str, asyncio.TimerHandle] = {}
+        self._targets = TargetRecovery(
+            fleet,
+            decode_loop,
+            observer,
+            timeout_s=settings.target_timeout_s,
+            backoff_min_s=settings.backoff_min_s,
+            backoff_max_s=settings.backoff_max_s,
+        )
         decode_loop.on_desync = self.on_desync
         decode_loop.on_bad_draft = self.on_bad_draft
 
@@ -87,8 +91,7 @@ class Recovery:
     def on_removed(self, link: ReplicaLink) -> None:
         """A link, which has no sessions, is gone for good."""
         self._fleet.on_removed(link)
-        if (timer := self._give_ups.pop(link.address, None)) is not None:
-            timer.cancel()
+        self._targets.forget(link)
 
     def check_instance(self, link: ReplicaLink, instance_id: str) -> None:
         """See `LinkEvents.check_instance`."""
@@ -103,7 +106,7 @@ class Recovery:
         self._fleet.on_state(link)
         self._observer.replicas(self._fleet.links)
         if link.state is LinkState.INCOMPATIBLE and isinstance(link, TargetLink):
-            self._give_up(link)
+            self._targets.give_up(link)
         if isinstance(link, DraftLink) and link.state is LinkState.DRAINING:
             self._drafts.leave(link)
 
@@ -120,7 +123,7 @@ class Recovery:
         if link.num_streams > 1:
             self._observer.metrics.stream_reconnects.labels(link.role).inc()
         if isinstance(link, TargetLink):
-            self._on_target_up(link, lost)
+            self._targets.came_up(link, lost)
         else:
             for session in self._sessions:
                 session.num_draft_failures = 0
@@ -139,12 +142,7 @@ class Recovery:
         if is_fault:
             self._fleet.failed(link)
         if isinstance(link, TargetLink):
-            for session in list(link.sessions.values()):
-                if (other := self._fleet.find_target(session.request.model, besides=link)) is not None:
-                    self._move_to(session, link, other)
-            if link.sessions and link.address not in self._give_ups:
-                loop = asyncio.get_running_loop()
-                self._give_ups[link.address] = loop.call_later(self._settings.target_timeout_s, self._give_up, link)
+            self._targets.went_down(link)
         else:
             for session in list(link.sessions.values()):
                 self._drafts.drop(session, "stream_broken")
@@ -169,7 +167,7 @@ class Recovery:
             if session.draft is not None:
                 self._fleet.failed(session.draft)
             self._drafts.failed(session, "bad_proposal")
-            self._reopen_target(session)
+            self._targets.reopen(session)
         elif reason in _HELD_ELSEWHERE:
             failure = Cancelled("another coordinator holds the session", reason="TAKEN_OVER")
             self._decode_loop.fail(session.request, failure)
@@ -178,7 +176,7 @@ class Recovery:
         else:
             if _is_fault(error.status.code, reason):
                 self._fleet.failed(link)
-            self._retry_target(session, from_status(error.status))
+            self._targets.retry(session, from_status(error.status))
 
     def on_fault(self, session: Session, error: Exception) -> None:
         """See `LinkEvents.on_fault`."""
@@ -190,7 +188,7 @@ class Recovery:
         session.request.trace.session_failed("target", session, "TARGET_DESYNC")
         if session.target is not None:
             self._fleet.failed(session.target)
-        self._retry_target(session, Unavailable(cause, reason="TARGET_DESYNC"))
+        self._targets.retry(session, Unavailable(cause, reason="TARGET_DESYNC"))
 
     def on_bad_draft(self, session: Session, cause: str) -> None:
         """The target refused a proposal: the draft starts anew after a while."""
@@ -198,115 +196,6 @@ class Recovery:
         if session.draft is not None:
             self._fleet.failed(session.draft)
             self._drafts.failed(session, "bad_proposal")
-
-    def _on_target_up(self, link: TargetLink, lost: Sequence[Session]) -> None:
-        timer = self._give_ups.pop(link.address, None)
-        if timer is not None:
-            timer.cancel()
-        opened_again = {session.session_id for session in lost}
-        for session in list(link.sessions.values()):
-            if link.identity is not None and not same_model(session.request.model, link.identity):
-                self._move(session, link)
-            elif session.session_id in opened_again:
-                self._reopen_target(session)
-            else:
-                link.give_credit(session)
-        if link.is_draining or link.identity is None:
-            return
-        for other in self._fleet.targets:
-            if other is not link and not other.is_up:
-                for session in [s for s in other.sessions.values() if same_model(s.request.model, link.identity)]:
-                    self._move_to(session, other, link)
-
-    def _give_up(self, link: TargetLink) -> None:
-        """A target is gone for too long, or serves something else now."""
-        timer = self._give_ups.pop(link.address, None)
-        if timer is not None:
-            timer.cancel()
-        for session in list(link.sessions.values()):
-            self._move(session, link)
-
-    def _move(self, session: Session, link: TargetLink) -> None:
-        if session.finish is not None:
-            return
-        link.sessions.pop(session.session_id, None)
-        other = self._fleet.find_target(session.request.model, besides=link)
-        if other is None:
-            error = Unavailable(
-                f"target {link.address} is gone and no other serves the model",
-                retry_after_s=self._settings.backoff_max_s,
-                reason="TARGET_LOST",
-            )
-            self._decode_loop.fail(session.request, error)
-            return
-        self._move_to(session, link, other)
-
-    def _move_to(self, session: Session, link: TargetLink, other: TargetLink) -> None:
-        if session.finish is not None:
-            return
-        link.release(session)
-        _note_move(session, link, other)
-        session.target = other
-        self._reopen_target(session)
-        self._follow_target(session)
-
-    def _retry_target(self, session: Session, error: SpecdecError) -> None:
-        """Open a session again after a while, unless it has been failing for too long."""
-        now_s = time.monotonic()
-        if session.target_failing_s is None:
-            session.target_failing_s = now_s
-        doublings = min(session.num_target_failures, _MOST_DOUBLINGS)
-        wait_s = min(self._settings.backoff_max_s, self._settings.backoff_min_s * 2**doublings)
-        session.num_target_failures += 1
-        if session.target is not None:
-            session.target.supersede(session)
-        if now_s + wait_s - session.target_failing_s > self._settings.target_timeout_s:
-            failure = Unavailable(
-                f"the target keeps refusing the session: {error.message}",
-                retry_after_s=wait_s,
-                reason="TARGET_REFUSES",
-            )
-            self._decode_loop.fail(session.request, failure)
-            return
-        _cancel(session.target_retry)
-        session.target_retry = asyncio.get_running_loop().call_later(wait_s, self._reopen_target, session)
-
-    def _reopen_target(self, session: Session) -> None:
-        _cancel(session.target_retry)
-        session.target_retry = None
-        if session.finish is None and session.target is not None:
-            self._leave_unfit_target(session, session.target)
-            self._observer.metrics.session_reopens.labels("target").inc()
-            session.target.open(session)
-
-    def _leave_unfit_target(self, session: Session, link: TargetLink) -> None:
-        """A session that has to be opened again is not opened where new ones would not be."""
-        if link.is_ready or not link.is_up:
-            return
-        other = self._fleet.find_target(session.request.model, besides=link)
-        if other is not None and other.is_ready:
-            link.release(session)
-            _note_move(session, link, other)
-            session.target = other
-            self._follow_target(session)
-
-    def _follow_target(self, session: Session) -> None:
-        """The draft goes by the load of the session's target, which it is told at opening."""
-        if session.draft is not None and session.draft.is_up:
-            self._observer.metrics.session_reopens.labels("draft").inc()
-            session.draft.open(session)
-
-
-def _note_move(session: Session, link: TargetLink, other: TargetLink) -> None:
-    _log.info("session_moved", **session.log_fields, target=other.address)
-    session.request.trace.event(
-        "session_moved", choice=session.choice, source=link.address, target=other.address, position=session.position
-    )
-
-
-def _cancel(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
 
 
 def _is_fault(code: int, reason: str) -> bool:

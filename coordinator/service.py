@@ -40,14 +40,16 @@ from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
 from specdec import __version__
 from specdec.config import CoordinatorSettings
-from specdec.rpc.channel import check_client_tls, open_channel
+from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import run_service
 from specdec.rpc.startup import StartupFailed
+from specdec.rpc.tls import replica_tls_files
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics
 from specdec.telemetry.tracing import Tracing
+from specdec.tls_files import TlsFiles, TlsFilesBroken
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -138,8 +140,7 @@ class CoordinatorService:
         for request in self._sessions.requests:
             error = NotReady("the coordinator is shutting down", retry_after_s=_DRAIN_RETRY_S, reason="DRAINING")
             self.decode_loop.fail(request, error)
-            if request.admission is not None:
-                request.admission.cancel()
+            request.end_wait()
         await asyncio.sleep(0)
 
     async def stop(self) -> None:
@@ -213,13 +214,14 @@ class CoordinatorService:
         recovery = Recovery(recovery_settings, self._sessions, self.fleet, self.decode_loop, self._observer)
         loop = self.decode_loop
 
+        files = replica_tls_files(settings)
+
         def target(at: Endpoint) -> TargetLink:
-            return TargetLink(at.address, self._channel(at), link_settings, recovery, loop)
+            return TargetLink(at.address, self._channel(at, files), link_settings, recovery, loop)
 
         def draft(at: Endpoint) -> DraftLink:
-            return DraftLink(at.address, self._channel(at), link_settings, recovery, loop)
+            return DraftLink(at.address, self._channel(at, files), link_settings, recovery, loop)
 
-        check_client_tls(settings)
         targets = Roster(target, recovery.set_targets, recovery.on_removed)
         drafts = Roster(draft, recovery.set_drafts, recovery.on_removed)
         self.rosters = {"target": targets, "draft": drafts}
@@ -259,11 +261,11 @@ class CoordinatorService:
             instance_id=self._owner_id,
         )
 
-    def _channel(self, endpoint: Endpoint) -> grpc.aio.Channel:
+    def _channel(self, endpoint: Endpoint, files: TlsFiles | None) -> ReplicaChannel:
         settings = self._settings
         if endpoint.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
             settings = settings.model_copy(update={"replica_tls_server_name": endpoint.server_name})
-        return open_channel(endpoint.address, settings)
+        return ReplicaChannel(endpoint.address, settings, files)
 
     def _build_planner(self) -> Planner:
         secret = self._settings.resume_secret
@@ -298,7 +300,11 @@ async def run_coordinator(
     """
     registry = CollectorRegistry()
     BuildInfo(registry, "coordinator")
-    service = CoordinatorService(settings, registry)
+    try:
+        service = CoordinatorService(settings, registry)
+    except TlsFilesBroken as error:
+        _log.error("startup_failed", reason=str(error))
+        return 1
     return await run_service(
         service,
         settings,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from coordinator.client_stream import ClientStream
 from coordinator.detokenizer import DetokenizerFactory
@@ -43,10 +43,15 @@ class Request:
     num_unfinished: int = 0
     num_cached_tokens: int = 0
     has_output: bool = False
-    admission: asyncio.Task[Callable[[], None]] | None = None
-    """Set while it waits for a place, so that Abort can end the wait."""
+    waiting: asyncio.Task[Any] | None = None
+    """Set while it waits for a place or a target; see `end_wait`."""
     is_aborted: bool = False
     trace: RequestTrace = field(default_factory=RequestTrace)
+
+    def end_wait(self) -> None:
+        """It has been ended (aborted, taken over, drained): nobody need wait for a place or a target any more."""
+        if self.waiting is not None:
+            self.waiting.cancel()
 
     def deadline_ms(self) -> int | None:
         """What is left of the deadline; None: there is none."""

@@ -35,8 +35,8 @@ from specdec.rpc.metrics_endpoint import metrics_endpoint
 from specdec.rpc.readiness import Readiness, plaintext_health
 from specdec.rpc.server import install_signals
 from specdec.rpc.startup import StartupFailed
-from specdec.rpc.tls import TlsFilesBroken
 from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
+from specdec.tls_files import TlsFilesBroken
 
 _METRICS_NAME = "supervisor"
 _MAX_HOST_CHARS = 40

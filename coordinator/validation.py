@@ -120,7 +120,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
         include_stop_in_output=params.include_stop_in_output,
         skip_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
         prompt_logprobs=_count(params, "prompt_logprobs", limits.max_logprobs),
-        truncate_prompt_tokens=_count(params, "truncate_prompt_tokens", 2**32, lowest=1),
+        truncate_prompt_tokens=_count(params, "truncate_prompt_tokens", 2**32 - 1, lowest=1),
     )
 
 

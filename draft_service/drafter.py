@@ -257,9 +257,14 @@ class Drafter:
         head.is_over = is_end
 
     def _ends_choice(self, session: DraftSession, token_id: int, num_tokens: int) -> bool:
+        """Whether nothing is drafted after `token_id`. In rejection mode only its position may decide that: chains that
+        their own tokens cut short would be ready sooner, so that what is verified would depend on the tokens drawn
+        (`specdec.engine.rejection`)."""
         params = session.params
-        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
         is_full = num_tokens - session.body.num_prompt_tokens >= params.max_tokens
+        if session.mode is VerifyMode.REJECTION:
+            return is_full
+        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
         return is_full or is_eos or token_id in params.stop_token_ids
 
     def _plan(self, session: DraftSession) -> None:

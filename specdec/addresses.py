@@ -1,4 +1,4 @@
-"""How addresses are written in settings."""
+"""How addresses are written in settings and on the wire."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def check_address(address: str) -> str:
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not host:port")
     return address
+
+
+def join_address(host: str, port: int) -> str:
+    """host:port, with an IPv6 address in brackets, whether it has them already or not."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 Address = Annotated[str, BeforeValidator(check_address)]

@@ -19,8 +19,8 @@ from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _T = TypeVar("_T")
 
-# gRPC retries by itself what was refused or never reached a server. A stream is retried only before its first
-# chunk, so no token is ever delivered twice.
+# gRPC retries by itself what was refused or never reached a server, unless the server says that it has waited already
+# (see specdec.rpc.abort). A stream is retried only before its first chunk, so no token is ever delivered twice.
 RETRY_POLICY = {
     "maxAttempts": 4,
     "initialBackoff": "0.1s",

@@ -81,6 +81,8 @@ class Pacing:
         """Learn from the nodes whose parents were accepted."""
         accepted = {chosen[index] for index in walk.path}
         reached = {ROOT, *accepted}
+        if walk.finish_reason and len(walk.path) == len(walk.token_ids):
+            reached.discard(chosen[walk.path[-1]])  # the choice ends there: nothing below was asked for
         branched = set()
         for node in chosen:
             parent = session.tree.tokens.parents[node]

@@ -3,6 +3,10 @@
 Invariants: children of one node have different tokens; every node hangs, through its ancestors, from the last committed
 token; a node's payload (score, distribution) is the one of the proposal that brought it first. The tree is data only:
 it holds no KV, and dropping any of it costs speed, never correctness.
+
+Rejection verification takes chains only, and of two that differ at a place the one that came first. Kept side by side,
+neither could be verified there, so that whether a token is verified would depend on which tokens were drawn: the output
+would be biased (`specdec.engine.rejection`).
 """
 
 from __future__ import annotations
@@ -37,9 +41,10 @@ class Node:
 
 @dataclass(slots=True)
 class SpeculationTree:
-    """Proposed tokens below the last committed one."""
+    """Proposed tokens below the last committed one; with `is_chain`, for rejection verification."""
 
     vocab_size: int
+    is_chain: bool = False
     tokens: TokenTree = field(default_factory=TokenTree)
     nodes: list[Node] = field(default_factory=list)
     num_stale: int = 0
@@ -61,7 +66,8 @@ class SpeculationTree:
         Cost: linear in the proposal.
 
         Raises:
-            SessionFailure: it starts past the committed tokens, is no tree, is too large, or holds an unknown id.
+            SessionFailure: it starts past the committed tokens, is no tree, is too large, or holds an unknown id; or,
+                for rejection verification, is no chain or lacks distributions.
         """
         num_committed = len(committed)
         if not 1 <= proposal.start_position <= num_committed:
@@ -84,7 +90,7 @@ class SpeculationTree:
         for node, (token, parent) in enumerate(zip(below.token_ids, below.parents, strict=True)):
             above = ROOT if parent < 0 else placed[parent]
             existing = self.tokens.child(above, token)
-            if existing is None and len(self.tokens) - before >= room:
+            if existing is None and (len(self.tokens) - before >= room or self._is_taken(above)):
                 break
             placed.append(self.tokens.add(above, token) if existing is None else existing)
             if len(self.tokens) > len(self.nodes):
@@ -130,6 +136,10 @@ class SpeculationTree:
         )
         return tree, order
 
+    def _is_taken(self, node: int) -> bool:
+        """Whether a chain has another child of `node` already, which stays its only one."""
+        return self.is_chain and node + 1 < len(self.tokens)
+
     def _parse(self, proposal: pb.Proposal, num_committed: int) -> TokenTree:
         parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))
         try:
@@ -142,6 +152,10 @@ class SpeculationTree:
                 field=f"proposal.{error.field}",
                 expected_position=num_committed,
             ) from error
+        if self.is_chain and not offered.is_chain:
+            raise invalid("proposal.parents", "rejection verification takes a chain")
+        if self.is_chain and len(proposal.distributions) != len(offered):
+            raise invalid("proposal.distributions", "rejection verification needs one per node")
         for name in ("scores", "distributions"):
             if len(getattr(proposal, name)) not in (0, len(offered)):
                 raise invalid(f"proposal.{name}", "must be empty or have one entry per node")

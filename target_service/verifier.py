@@ -80,6 +80,8 @@ class Verifier:
         history.append(body.token_ids[body.num_prompt_tokens :])
         mode = VERIFY_MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
         limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+        if params.is_greedy:
+            mode = VerifyMode.COUPLED
         session = TargetSession(
             session_id=session_id,
             epoch=epoch,
@@ -87,10 +89,10 @@ class Verifier:
             seq=None,
             body=body,
             params=params,
-            mode=VerifyMode.COUPLED if params.is_greedy else mode,
+            mode=mode,
             end=EndOfChoice(params, body.num_prompt_tokens, identity.max_model_len),
             history=history,
-            tree=SpeculationTree(identity.vocab_size),
+            tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
             max_nodes=min(limit, settings.max_proposal_nodes) if body.speculate else 0,
             credit_position=body.credit_position,
             opened_at_s=time.monotonic(),
@@ -327,8 +329,6 @@ class Verifier:
         depth_before = session.tree.max_depth
         try:
             proposal = pb.Proposal.FromString(encoded)
-            if session.mode is VerifyMode.REJECTION and len(proposal.distributions) != len(proposal.token_ids):
-                raise invalid("proposal.distributions", "rejection verification needs one per node")
             session.tree.merge(proposal, session.token_ids)
         except DecodeError:
             self._reject(session, invalid("proposal", "does not parse"))

@@ -10,6 +10,7 @@ import grpc
 from coordinator.links.link_events import LinkEvents, LinkSettings
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions import Session
+from specdec.rpc.channel import ReplicaChannel
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
@@ -32,13 +33,12 @@ class DraftLink(ReplicaLink):
     def __init__(
         self,
         address: str,
-        channel: grpc.aio.Channel,
+        channel: ReplicaChannel,
         settings: LinkSettings,
         events: LinkEvents,
         proposals: ProposalHandler,
     ) -> None:
         super().__init__(address, channel, settings, events)
-        self._stub: Any = draft_pb2_grpc.DraftServiceStub(channel)
         self._proposals = proposals
         self._target_loads: dict[str, pb.LoadReport] = {}
 
@@ -77,6 +77,9 @@ class DraftLink(ReplicaLink):
 
     def _close_entry(self, session_id: str, epoch: int) -> draft_pb2.DraftEntry:
         return draft_pb2.DraftEntry(session_id=session_id, epoch=epoch, close=pb.CloseSession(reason="replaced"))
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        return draft_pb2_grpc.DraftServiceStub(channel)
 
     def _open_call(self) -> Any:
         return self._stub.Draft()

@@ -17,14 +17,16 @@ import grpc
 import structlog
 
 from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
+from coordinator.links.outbox import Outbox
+from coordinator.links.stream_end import StreamEnd
 from coordinator.sessions import Session
+from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 
-_MAX_FRAME_BYTES = 4 * 2**20
-_MAX_QUEUED_ENTRIES = 16_384
 _MOST_BACKOFFS_IN_NEED = 5
 _EXPECTED_STATES = (LinkState.CONNECTING, LinkState.READY, LinkState.DRAINING)
+_CLOSED = "the replica closed the stream"
 _log = structlog.get_logger(__name__)
 
 
@@ -38,7 +40,7 @@ class ReplicaLink:
     role: ClassVar[str]
     _stub: Any
 
-    def __init__(self, address: str, channel: grpc.aio.Channel, settings: LinkSettings, events: LinkEvents) -> None:
+    def __init__(self, address: str, channel: ReplicaChannel, settings: LinkSettings, events: LinkEvents) -> None:
         self.address = address
         self.channel = channel
         self.detail = ""
@@ -54,8 +56,7 @@ class ReplicaLink:
         self._shown: tuple[LinkState, str] | None = None
         self._settings = settings
         self._events = events
-        self._outbox: list[Any] = []
-        self._wake: asyncio.Future[None] | None = None
+        self._outbox = Outbox()
         self._call: Any = None
         self._reset_reason = ""
         self._listed: list[tuple[Session, int]] = []
@@ -129,17 +130,17 @@ class ReplicaLink:
         """Send an entry with the next frame; dropped while the stream is down: attaching makes up for it."""
         if not self.is_up:
             return
-        self._outbox.append(entry)
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-        if len(self._outbox) > _MAX_QUEUED_ENTRIES:
+        if not self._outbox.put(entry):
             self._outbox.clear()
             self.reset("the replica does not read")
 
     async def _run_stream(self) -> None:
+        await self.channel.renew()  # no call is under way
+        self._stub = self._make_stub(self.channel.current)
         async with asyncio.timeout(self._settings.connect_timeout_s):
             await self._check_instance()
         call = self._call = self._open_call()
+        end = StreamEnd(call)
         writer: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -149,7 +150,7 @@ class ReplicaLink:
                 await call.write(self._attach_frame(sessions))
                 first = await call.read()
             if first is grpc.aio.EOF:
-                raise await _end_of(call)
+                raise end.error(Unavailable(_CLOSED))
             if not first.HasField("attached"):
                 raise Unavailable("the replica's first frame is no answer to attach")
             if first.HasField("load"):
@@ -160,7 +161,9 @@ class ReplicaLink:
             while frame is not grpc.aio.EOF:
                 self._handle_frame(frame)
                 frame = await call.read()
-            raise await _end_of(call)
+            raise end.error(Unavailable(_CLOSED))
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise end.error(error) from error
         finally:
             self._call = None
             call.cancel()
@@ -197,27 +200,14 @@ class ReplicaLink:
         self._events.on_up(self, lost)
 
     async def _write_frames(self, call: Any) -> None:
-        loop = asyncio.get_running_loop()
         try:
             while True:
-                if not self._outbox:
-                    self._wake = loop.create_future()
-                    await self._wake
-                await call.write(self._frame(self._take_entries()))
+                await call.write(self._frame(await self._outbox.take()))
         except (grpc.RpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reader learns the status
-
-    def _take_entries(self) -> list[Any]:
-        entries, self._outbox = self._outbox, []
-        if len(entries) <= 1:
-            return entries
-        size = 0
-        for index, entry in enumerate(entries):
-            size += entry.ByteSize()
-            if size > _MAX_FRAME_BYTES and index > 0:
-                self._outbox = entries[index:]
-                return entries[:index]
-        return entries
+            pass  # the stream has ended, and its reader learns how
+        except Exception as error:
+            _log.error("link_fault", role=self.role, address=self.address, exc_info=error)
+            self.reset("writing failed")
 
     def _handle_frame(self, frame: Any) -> None:
         for result in frame.results:
@@ -264,6 +254,9 @@ class ReplicaLink:
         """End a session on the replica."""
         raise NotImplementedError
 
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        raise NotImplementedError
+
     def _open_call(self) -> Any:
         raise NotImplementedError
 
@@ -299,14 +292,6 @@ class ReplicaLink:
 def _is_task_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-async def _end_of(call: Any) -> SpecdecError:
-    """Why a stream ended."""
-    if await call.code() is grpc.StatusCode.OK:
-        return Unavailable("the replica closed the stream")
-    trailing = await call.trailing_metadata()
-    return from_rpc_error(grpc.aio.AioRpcError(await call.code(), trailing, trailing, await call.details()))
 
 
 def _describe(error: Exception) -> str:

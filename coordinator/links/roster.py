@@ -11,7 +11,6 @@ import structlog
 
 from coordinator.discovery import Endpoint
 from coordinator.links.replica_link import ReplicaLink
-from specdec.rpc.tls import TlsFilesBroken
 
 _log = structlog.get_logger(__name__)
 _Link = TypeVar("_Link", bound=ReplicaLink)
@@ -56,9 +55,9 @@ class Roster(Generic[_Link]):
         """Start links to new endpoints, retire those of vanished ones, and remove retired ones that are of no use."""
         wanted = {endpoint.address: endpoint for endpoint in endpoints}
         started = [
-            (endpoint, link)
+            (endpoint, self._make_link(endpoint))
             for address, endpoint in wanted.items()
-            if address not in self._members and (link := self._start(endpoint)) is not None
+            if address not in self._members
         ]
         removed = []
         for address, member in list(self._members.items()):
@@ -72,6 +71,7 @@ class Roster(Generic[_Link]):
         for endpoint, link in started:
             task = asyncio.create_task(link.run(), name=f"link {link.address}")
             self._members[link.address] = _Member(link, endpoint, task)
+            _log.info("replica_added", role=link.role, address=link.address)
         for member in removed:
             _log.info("replica_removed", role=member.link.role, address=member.link.address)
             self._on_removed(member.link)
@@ -87,15 +87,6 @@ class Roster(Generic[_Link]):
         for member in members:
             await _end(member)
         await asyncio.gather(*self._closing)
-
-    def _start(self, endpoint: Endpoint) -> _Link | None:
-        try:
-            link = self._make_link(endpoint)
-        except TlsFilesBroken as error:  # tried again with the next update
-            _log.error("replica_not_added", address=endpoint.address, reason=str(error))
-            return None
-        _log.info("replica_added", role=link.role, address=link.address)
-        return link
 
 
 async def _end(member: _Member[_Link]) -> None:

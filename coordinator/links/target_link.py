@@ -10,6 +10,7 @@ import grpc
 from coordinator.links.link_events import LinkEvents, LinkSettings
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions import Session
+from specdec.rpc.channel import ReplicaChannel
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
 
@@ -32,13 +33,12 @@ class TargetLink(ReplicaLink):
     def __init__(
         self,
         address: str,
-        channel: grpc.aio.Channel,
+        channel: ReplicaChannel,
         settings: LinkSettings,
         events: LinkEvents,
         verdicts: VerdictHandler,
     ) -> None:
         super().__init__(address, channel, settings, events)
-        self._stub: Any = target_pb2_grpc.TargetServiceStub(channel)
         self._verdicts = verdicts
 
     @property
@@ -97,6 +97,9 @@ class TargetLink(ReplicaLink):
 
     def _close_entry(self, session_id: str, epoch: int) -> target_pb2.TargetEntry:
         return target_pb2.TargetEntry(session_id=session_id, epoch=epoch, close=pb.CloseSession(reason="replaced"))
+
+    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
+        return target_pb2_grpc.TargetServiceStub(channel)
 
     def _open_call(self) -> Any:
         return self._stub.Verify()

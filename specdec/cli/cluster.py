@@ -33,6 +33,8 @@ class ClusterTimeouts:
     """For the coordinator to have connected to every replica."""
     stop_s: float = 15.0
     """For a service to leave after SIGTERM, before it is killed."""
+    patience_s: float = 5.0
+    """After so long, whoever waits for a service is told what its log says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +152,7 @@ class Cluster:
         """Start all services and return when all are healthy and the coordinator has reached every replica.
 
         Args:
-            on_wait: Told what is being waited for, whenever that changes.
+            on_wait: Told what is being waited for, whenever that changes; after a while with the last line of its log.
 
         Raises:
             ClusterFailed: A service ended or took too long; says which and why. Nothing is left running.
@@ -164,8 +166,7 @@ class Cluster:
                 service.log_path.write_bytes(b"")
                 service.start()
             for name in self.services:
-                on_wait(f"{name} to become healthy")
-                self.wait_healthy(name)
+                self.wait_healthy(name, on_wait)
             if "coordinator" in self.services:
                 on_wait("coordinator to reach every replica")
                 self.wait_connected()
@@ -173,9 +174,11 @@ class Cluster:
             self.stop()
             raise
 
-    def wait_healthy(self, name: str) -> None:
+    def wait_healthy(self, name: str, on_wait: Callable[[str], None] = lambda what: None) -> None:
         """Return when a service answers SERVING. Raises ClusterFailed when it ends, or does not in time."""
-        service = self.services[name]
+        service, what, told = self.services[name], f"{name} to become healthy", ""
+        on_wait(what)
+        began_s = time.monotonic()
         request = health_pb2.HealthCheckRequest()
         with self._channel(service.spec.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
@@ -183,6 +186,10 @@ class Cluster:
                 with contextlib.suppress(grpc.RpcError):
                     if check(request, timeout=1.0).status == health_pb2.HealthCheckResponse.SERVING:
                         return
+                said = "".join(service.last_log_lines(1))
+                if time.monotonic() > began_s + self.timeouts.patience_s and said != told:
+                    on_wait(f"{what}; its log ends: {said}")
+                    told = said
 
     def wait_connected(self, num_ready: int | None = None) -> None:
         """Return when the coordinator reports every replica (or this many) ready. Raises ClusterFailed."""

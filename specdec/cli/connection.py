@@ -9,15 +9,32 @@ from typing import Annotated
 import typer
 
 from specdec.client import ClientSettings
+from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
 """There is no flag for the key: process lists would show it."""
 _PANEL = "Connection"
+_NAME_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+"""How names begin that gRPC itself takes apart."""
+
+
+def parse_address(address: str) -> str:
+    """Return the address. Raises typer.BadParameter if it is neither host:port nor a name that gRPC takes apart."""
+    host, _, port = address.rpartition(":")
+    if not address.startswith(_NAME_SCHEMES) and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise typer.BadParameter(f"{address!r} is not HOST:PORT")
+    return address
+
 
 Address = Annotated[
     str,
-    typer.Option(envvar="SPECDEC_ADDRESS", help="The coordinator's host:port.", rich_help_panel=_PANEL),
+    typer.Option(
+        envvar="SPECDEC_ADDRESS",
+        help="The coordinator's host:port.",
+        rich_help_panel=_PANEL,
+        callback=parse_address,
+    ),
 ]
 TimeoutS = Annotated[
     float | None,
@@ -51,24 +68,24 @@ def client_settings(
 ) -> ClientSettings:
     """Return the client's settings; the API key comes from SPECDEC_API_KEY.
 
-    Raises typer.BadParameter when a file is missing or cannot be read.
+    Raises typer.BadParameter when a file is missing, cannot be read, or is not what it should be.
     """
     if (tls_key is None) != (tls_cert is None):
         raise typer.BadParameter("--tls-key and --tls-cert go together")
-    pair = None
-    if tls_key is not None and tls_cert is not None:
-        pair = (_read(tls_key, "--tls-key"), _read(tls_cert, "--tls-cert"))
+    try:
+        files = TlsFiles(
+            client_context,
+            certificate=TlsFile.of("--tls-cert", tls_cert),
+            key=TlsFile.of("--tls-key", tls_key),
+            authorities=TlsFile.of("--tls-ca", tls_ca),
+        ).current()
+    except TlsFilesBroken as error:
+        # gRPC would take broken files, and only say that it cannot connect.
+        raise typer.BadParameter(str(error)) from error
     return ClientSettings(
         timeout_s=timeout_s,
         tls=tls,
-        root_certificates=_read(tls_ca, "--tls-ca") if tls_ca is not None else None,
-        client_certificate=pair,
+        root_certificates=files.authorities,
+        client_certificate=None if files.key is None or files.chain is None else (files.key, files.chain),
         api_key=os.environ.get(API_KEY_VARIABLE),
     )
-
-
-def _read(path: Path, flag: str) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint=flag) from error

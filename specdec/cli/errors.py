@@ -31,7 +31,6 @@ EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 EXIT_CODES = {
     grpc.StatusCode.INVALID_ARGUMENT: EXIT_USAGE,
-    grpc.StatusCode.OUT_OF_RANGE: EXIT_USAGE,
     grpc.StatusCode.NOT_FOUND: 3,
     grpc.StatusCode.ALREADY_EXISTS: 4,
     grpc.StatusCode.RESOURCE_EXHAUSTED: 5,
@@ -78,12 +77,17 @@ def describe(error: SpecdecError, address: str = "") -> Text:
         text.append(f"\n  cannot connect to {address}: {failure}")
         text.append(f"\n  {error.message}", style="dim")
         return text
+    if address and error.code is grpc.StatusCode.UNIMPLEMENTED:
+        text.append(f"\n  {address} does not know the call: what listens there is no coordinator")
+        return text
     if isinstance(error, InvalidRequest):
         text.append("\n  ")
         text.append(error.field, style="bold")
         text.append(f": {error.description}")
     else:
         text.append(f"\n  {error.message}")
+    if error.reason == "NO_API_KEY":
+        text.append("\n  this command sends the key that is in SPECDEC_API_KEY", style="dim")
     if isinstance(error, Overloaded | Unavailable):
         text.append(f"\n  try again in {error.retry_after_s:g} s", style="dim")
     for key, value in sorted(error.metadata.items()):

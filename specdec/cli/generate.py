@@ -81,8 +81,8 @@ def generate(
         ),
     ] = False,
     model: Annotated[str, typer.Option(help="The model's name; empty: the one that is served.")] = "",
-    request_id: Annotated[str, typer.Option(help="An id of your own, to abort or resume it.")] = "",
-    priority: Annotated[int, typer.Option(help="Lower runs first.")] = 0,
+    request_id: Annotated[str, typer.Option(help="An id of your own, for Abort and logs.")] = "",
+    priority: Annotated[int, typer.Option(help="Lower runs first.", min=-(2**31), max=2**31 - 1)] = 0,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = None,
     tls: connection.Tls = False,
@@ -92,7 +92,7 @@ def generate(
 ) -> None:
     """Complete a prompt, as it comes.
 
-    Text goes to standard output, everything else to standard error.
+    Text goes to standard output, everything else to standard error. An API key is read from SPECDEC_API_KEY.
     """
     if as_json and compare:
         raise typer.BadParameter("--json and --compare exclude each other")
@@ -147,6 +147,8 @@ async def run_request(
         completion.require_finished()
         if display.as_json:
             return
+        if completion.prompt_logprobs is not None:
+            notes.print(prompt_logprobs_table(completion.prompt_logprobs))
         if request.sampling.HasField("logprobs"):
             for choice in completion.choices.values():
                 notes.print(logprobs_table(choice))
@@ -197,6 +199,19 @@ def logprobs_table(choice: CompletedChoice) -> Table:
     """Return each token of a choice with its log-probability and its alternatives."""
     table = tables.make_table("Log-probabilities", "token", "id", "logprob", "likeliest")
     for token in choice.tokens:
-        top = "  ".join(f"{entry.token_id}: {entry.logprob:.2f}" for entry in token.logprobs.top)
-        table.add_row(repr(token.text), str(token.id), f"{token.logprobs.logprob:.3f}", top)
+        table.add_row(repr(token.text), str(token.id), *_logprob_cells(token.logprobs))
     return table
+
+
+def prompt_logprobs_table(prompt: coordinator_pb2.PromptLogprobs) -> Table:
+    """Return each token of the prompt with its log-probability and its alternatives; the first one has none."""
+    table = tables.make_table("Log-probabilities of the prompt", "id", "logprob", "likeliest")
+    if prompt.token_ids:
+        table.add_row(str(prompt.token_ids[0]), "", "")
+    for token_id, logprobs in zip(prompt.token_ids[1:], prompt.positions, strict=True):
+        table.add_row(str(token_id), *_logprob_cells(logprobs))
+    return table
+
+
+def _logprob_cells(logprobs: common_pb2.PositionLogprobs) -> tuple[str, str]:
+    return f"{logprobs.logprob:.3f}", "  ".join(f"{entry.token_id}: {entry.logprob:.2f}" for entry in logprobs.top)

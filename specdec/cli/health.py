@@ -8,7 +8,7 @@ import grpc
 import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.connection import DEFAULT_ADDRESS
+from specdec.cli.connection import DEFAULT_ADDRESS, parse_address
 from specdec.cli.errors import EXIT_CODES, EXIT_FAILURE, connect_failure
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -16,7 +16,10 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 def health(
     address: Annotated[
-        str, typer.Option(help="host:port that answers in plaintext, such as a service's health_port.")
+        str,
+        typer.Option(
+            help="host:port that answers in plaintext, such as a service's health_port.", callback=parse_address
+        ),
     ] = DEFAULT_ADDRESS,
     service: Annotated[str, typer.Option(help="Full name of a gRPC service; empty: all of them.")] = "",
     timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest wait, in seconds.", min=0.001)] = 2.0,

@@ -26,7 +26,7 @@ def models(
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
 ) -> None:
-    """Show what is served, and what is loaded where."""
+    """Show what is served, and what is loaded where. An API key is read from SPECDEC_API_KEY."""
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
     with reported_errors(errors, address), errors.status(f"asking {address}"):

@@ -181,9 +181,12 @@ def set_repeated(
     sampling.stop.extend(stop or [])
     try:
         sampling.logit_bias.update(bias)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--logit-bias") from error
+    try:
         sampling.stop_token_ids.extend(stop_token_ids or [])
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--logit-bias, --stop-token-id") from error
+        raise typer.BadParameter(str(error), param_hint="--stop-token-id") from error
 
 
 def _parse(parse: Callable[[str], _T], text: str, what: str, flag: str) -> _T:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from specdec.cli.cluster import Cluster
 from specdec.cli.errors import reported_errors
@@ -81,7 +82,9 @@ def up(
         )
         with running_cluster(plan, console, log_dir) as cluster:
             console.print(f"Ready at {cluster.address}. Try:", style="bold")
-            console.print(f'  specdec generate --address {cluster.address} --show-origin "def fibonacci(n):"')
+            console.print(
+                f'  specdec generate --address {cluster.address} --show-origin --max-tokens 100 "def fibonacci(n):"'
+            )
             console.print("Ctrl-C stops all.", style="dim")
             _watch(cluster, LogView(cluster, console) if logs else None)
 
@@ -109,10 +112,11 @@ def running_cluster(plan: LocalPlan, console: Console, log_dir: Path | None = No
         with console.status("starting") as status:
 
             def show(what: str) -> None:
+                waiting = escape(f"waiting for {what}")
                 if console.is_terminal:
-                    status.update(f"waiting for {what}")
+                    status.update(waiting)
                 else:
-                    console.print(f"waiting for {what}")
+                    console.print(waiting)
 
             cluster.start(show)
         try:

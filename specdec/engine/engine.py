@@ -224,7 +224,6 @@ class Engine:
             items=outputs,
             preempted=scheduled.preempted,
             num_tokens=scheduled.num_tokens,
-            num_context_tokens=sum(item.start + item.num_new_tokens for item in scheduled.items),
             started_s=started_s,
             elapsed_s=time.perf_counter() - started_s,
         )

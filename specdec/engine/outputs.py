@@ -36,16 +36,14 @@ class ItemOutput:
 class StepOutput:
     """Logits [R, V] float32 on the runner's device, and whose they are.
 
-    `num_tokens` is the rows of the batch, `num_context_tokens` the tokens that its sequences hold.
-    `elapsed_s` runs from `started_s` (of time.perf_counter) until the runner returned: on a GPU the kernels
-    may still run.
+    `num_tokens` is the rows of the batch. `elapsed_s` runs from `started_s` (of time.perf_counter) until the runner
+    returned: on a GPU the kernels may still run.
     """
 
     logits: torch.Tensor
     items: list[ItemOutput]
     preempted: list[Sequence]
     num_tokens: int
-    num_context_tokens: int
     started_s: float
     elapsed_s: float
 

@@ -6,8 +6,10 @@ Algorithm 1; Chen et al., arXiv:2302.01318, Algorithm 2.
 
 The guarantee rests on three things. The pairs the draft sends *are* q: it draws from them after they were rounded
 for the wire, and both sides divide them by the same sum. The draft's draw, the accept test and the residual draw
-use independent random numbers (`Purpose`). And whether a position is drafted, sent or verified may depend on
-tokens before it and on its q, never on the token drawn there: dropping a token for its own low q is biased.
+use independent random numbers (`Purpose`). And whether the token drawn at a position is verified may depend on
+committed tokens and on its q, never on that token or on what is drafted after it: dropping a token for its own low q
+is biased, and so is a chain that is sent sooner because of a token in it. docs/rejection.md has the argument and lists
+all decisions that it concerns.
 """
 
 import math

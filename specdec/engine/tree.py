@@ -46,7 +46,7 @@ class TokenTree:
     ) -> TokenTree:
         """Check a proposal's lists and build its tree; node indices stay those of the lists.
 
-        Equal children of one parent stay apart here (`child` finds the first); `graft` merges them.
+        Equal children of one parent stay apart here (`child` finds the first); `add` returns the one that is there.
 
         Raises:
             TreeError: too many nodes, lists of unequal length, an id outside the vocabulary, or a parent that
@@ -102,13 +102,6 @@ class TokenTree:
             raise TreeError("parent", f"no node {parent} in a tree of {len(self.token_ids)}")
         existing = self._children.get((parent, token_id))
         return self._append(parent, token_id) if existing is None else existing
-
-    def graft(self, other: TokenTree, parent: int = ROOT) -> list[int]:
-        """Hang `other` below `parent`, merging equal children; returns where each of its nodes went."""
-        placed: list[int] = []
-        for token, above in zip(other.token_ids, other.parents, strict=True):
-            placed.append(self.add(parent if above < 0 else placed[above], token))
-        return placed
 
     def subtree(self, root: int) -> tuple[TokenTree, dict[int, int]]:
         """What hangs below `root`, re-hung from `ROOT`; and where each of those nodes went."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import grpc
 
 from specdec.rpc.settings import ClientSettings, WireSettings
-from specdec.rpc.tls import channel_credentials
+from specdec.rpc.tls import channel_credentials, replica_tls_files
+from specdec.tls_files import TlsFiles, TlsMaterial
 
 _MAX_RECONNECT_BACKOFF_MS = 2000
 _MIN_RECONNECT_BACKOFF_MS = 100
@@ -26,11 +27,12 @@ def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
     ]
 
 
-def open_channel(address: str, settings: ClientSettings) -> grpc.aio.Channel:
+def open_channel(address: str, settings: ClientSettings, tls: TlsMaterial | None = None) -> grpc.aio.Channel:
     """A channel to host:port; connects lazily and reconnects by itself, at most two seconds apart.
 
-    Never goes through an HTTP proxy, and shares its connection with no other channel. TLS files are read
-    once, here; raises TlsFilesBroken, which names the setting, when they cannot be used.
+    Never goes through an HTTP proxy, and shares its connection with no other channel. `tls` is what it uses for as
+    long as it lives, where settings demand TLS; without it the files are read now. Raises TlsFilesBroken, which names
+    the setting, when they cannot be used.
     """
     options: list[tuple[str, int | str]] = [
         *wire_options(settings),
@@ -40,22 +42,41 @@ def open_channel(address: str, settings: ClientSettings) -> grpc.aio.Channel:
         ("grpc.min_reconnect_backoff_ms", _MIN_RECONNECT_BACKOFF_MS * 10),
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
     ]
-    credentials = _credentials(settings)
-    if credentials is None:
+    if tls is None and (files := replica_tls_files(settings)) is not None:
+        tls = files.current()
+    if tls is None or not settings.replica_tls:
         return grpc.aio.insecure_channel(address, options=options)
     if settings.replica_tls_server_name:
         options.append(("grpc.ssl_target_name_override", settings.replica_tls_server_name))
-    return grpc.aio.secure_channel(address, credentials, options=options)
+    return grpc.aio.secure_channel(address, channel_credentials(tls), options=options)
 
 
-def check_client_tls(settings: ClientSettings) -> None:
-    """Raises TlsFilesBroken, which names the setting, when TLS files for channels cannot be used."""
-    _credentials(settings)
+class ReplicaChannel:
+    """The channel to one replica, which `renew` exchanges for one with the TLS files as they are now.
 
+    gRPC's channels for Python keep the certificate that they were opened with, also when they reconnect after it has
+    expired.
+    """
 
-def _credentials(settings: ClientSettings) -> grpc.ChannelCredentials | None:
-    if not settings.replica_tls:
-        return None
-    return channel_credentials(
-        settings.replica_tls_ca_file, settings.replica_tls_cert_file, settings.replica_tls_key_file
-    )
+    def __init__(self, address: str, settings: ClientSettings, files: TlsFiles | None = None) -> None:
+        """Open it. `files` are those of the settings, read once for all replicas; None without TLS."""
+        self._address = address
+        self._settings = settings
+        self._files = files
+        self._tls = None if files is None else files.current()
+        self.current = open_channel(address, settings, self._tls)
+        """The channel for calls to come."""
+
+    async def renew(self) -> bool:
+        """Exchange the channel if files have changed since it was opened; whether it was. Ends calls of the old one."""
+        latest = None if self._files is None else self._files.current()
+        if latest is self._tls:
+            return False
+        former, self.current = self.current, open_channel(self._address, self._settings, latest)
+        self._tls = latest
+        await former.close()
+        return True
+
+    async def close(self) -> None:
+        """Close it; calls under way are cancelled."""
+        await self.current.close()

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import os
 import secrets
-import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,12 +14,11 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from specdec.rpc.engine_child import Launch
+from specdec.rpc.engine_launch import describe_exit, launch_engine
 from specdec.rpc.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
 from specdec.rpc.frame_writer import FrameWriter
 from specdec.rpc.frames import EnginePort
 from specdec.rpc.settings import ReplicaServiceSettings
-from specdec.store.settings import StoreSettings
 from specdec.v1 import common_pb2
 
 __all__ = ["EnginePort", "EngineProcess", "StreamSink"]
@@ -32,8 +27,6 @@ _RECEIVE_BYTES = 256 * 1024
 # Requests kept for an engine that is in a long step; senders wait above it.
 _HIGH_WATER_BYTES = 8 * 1024 * 1024
 _EXIT_AFTER_CLOSE_S = 5.0
-# An engine uses neither the store nor the collector, and gets no secrets.
-_NOT_FOR_ENGINES = {*StoreSettings.model_fields, "otlp_headers"}
 _log = structlog.get_logger(__name__)
 
 
@@ -116,7 +109,14 @@ class EngineProcess:
         self._connection = ours
         self._writer = FrameWriter(ours)
         with theirs:
-            self._process = self._spawn(theirs.fileno())
+            self._process = launch_engine(
+                self._entry,
+                self._settings,
+                socket_fd=theirs.fileno(),
+                service=self._service,
+                cores=self._cores,
+                instance_id=self.instance_id,
+            )
         self._is_connected = True
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(ours, self._on_readable)
@@ -182,33 +182,6 @@ class EngineProcess:
         if not self._room.is_set():
             await self._room.wait()
         self._write(FrameKind.MESSAGE, stream_id, payload)
-
-    def _spawn(self, socket_fd: int) -> subprocess.Popen[bytes]:
-        cls = type(self._settings)
-        launch: Launch = {
-            "entry": self._entry,
-            "settings_class": f"{cls.__module__}:{cls.__qualname__}",
-            "settings": self._settings.model_dump_json(exclude=_NOT_FOR_ENGINES),
-            "socket_fd": socket_fd,
-            "parent_pid": os.getpid(),
-            "cores": None if self._cores is None else sorted(self._cores),
-            "service": self._service,
-            "log_level": self._settings.log_level,
-            "log_format": self._settings.log_format,
-            "instance_id": self.instance_id,
-        }
-        # A program of its own and not a fork or multiprocessing's spawn: it imports nothing of the servicer.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "specdec.rpc.engine_child"],
-            stdin=subprocess.PIPE,
-            pass_fds=[socket_fd],
-            env=environment,
-        )
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-            stdin.write(json.dumps(launch).encode())
-        return process
 
     def _write(self, kind: FrameKind, stream_id: int, payload: bytes) -> None:
         if not self._is_connected:
@@ -311,7 +284,7 @@ class EngineProcess:
         while self._is_connected and self._on_readable():
             pass  # What it said last, FATAL above all, is still in the socket.
         self._disconnect()
-        self.exit_reason = self.fatal_reason or _describe_exit(code)
+        self.exit_reason = self.fatal_reason or describe_exit(code)
         _log.log(
             20 if self._is_stopping else 40,
             "engine_exited",
@@ -324,9 +297,3 @@ class EngineProcess:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink.on_engine_gone(self.exit_reason)
-
-
-def _describe_exit(code: int) -> str:
-    if code < 0:
-        return f"the engine process was killed by {signal.Signals(-code).name}"
-    return f"the engine process exited with code {code}"

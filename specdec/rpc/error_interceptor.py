@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from specdec.rpc.errors import abort_with
+from specdec.rpc.abort import abort_with
 
 _OWN_METHODS = "/specdec."
 

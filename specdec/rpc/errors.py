@@ -9,12 +9,10 @@ SpecdecError                    domain "specdec", a stable reason
 ├── RequestExists               ALREADY_EXISTS
 ├── Overloaded                  RESOURCE_EXHAUSTED   RetryInfo
 ├── FailedPrecondition          FAILED_PRECONDITION
-│   ├── LeaseLost
-│   ├── TokenMismatch
 │   └── IncompatibleReplica
-├── OutOfRange                  OUT_OF_RANGE
 ├── Unavailable                 UNAVAILABLE          RetryInfo
-│   └── NotReady
+│   ├── NotReady
+│   └── NoTarget                                     gRPC's own retries are called off
 ├── Cancelled                   CANCELLED
 ├── DeadlineExceeded            DEADLINE_EXCEEDED
 ├── DataLoss                    DATA_LOSS
@@ -29,14 +27,13 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import grpc
 import structlog
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
 
 DOMAIN = "specdec"
 # gRPC carries a status in HTTP/2 metadata, which peers limit to about 8 KiB in all.
@@ -155,12 +152,21 @@ class Unavailable(_Retryable):
 
     code = grpc.StatusCode.UNAVAILABLE
     default_reason = "UNAVAILABLE"
+    has_waited: ClassVar[bool] = False
+    """The service has waited already for what is missing: a client's gRPC is told not to call again by itself."""
 
 
 class NotReady(Unavailable):
     """The service is starting (its model is loading) or draining."""
 
     default_reason = "NOT_READY"
+
+
+class NoTarget(Unavailable):
+    """No target was to be had for as long as the service waits for one."""
+
+    default_reason = "NO_TARGET"
+    has_waited = True
 
 
 class FailedPrecondition(SpecdecError):
@@ -170,29 +176,10 @@ class FailedPrecondition(SpecdecError):
     default_reason = "FAILED_PRECONDITION"
 
 
-class LeaseLost(FailedPrecondition):
-    """Another coordinator holds a higher generation of the lease."""
-
-    default_reason = "LEASE_LOST"
-
-
-class TokenMismatch(FailedPrecondition):
-    """Tokens that both sides hold differ."""
-
-    default_reason = "TOKEN_MISMATCH"
-
-
 class IncompatibleReplica(FailedPrecondition):
     """Models or tokenizers of two replicas do not go together."""
 
     default_reason = "INCOMPATIBLE_REPLICA"
-
-
-class OutOfRange(SpecdecError):
-    """A position that is not the next one."""
-
-    code = grpc.StatusCode.OUT_OF_RANGE
-    default_reason = "OUT_OF_RANGE"
 
 
 class Cancelled(SpecdecError):
@@ -309,15 +296,3 @@ def _rich_status(error: grpc.RpcError) -> status_pb2.Status | None:
         if key == "grpc-status-details-bin":
             return status_pb2.Status.FromString(value)
     return None
-
-
-async def abort_with(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
-    """Ends the call with the error's status. Never returns: raises grpc.aio.AbortError."""
-    await abort_with_status(context, to_status(error))
-
-
-async def abort_with_status(context: grpc.aio.ServicerContext, status: status_pb2.Status) -> NoReturn:
-    """Ends the call with a status, typed details included. Never returns: raises grpc.aio.AbortError."""
-    call_status = rpc_status.to_status(status)
-    await context.abort(call_status.code, call_status.details, call_status.trailing_metadata)
-    raise AssertionError("context.abort returned")

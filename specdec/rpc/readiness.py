@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from specdec.addresses import join_address
 from specdec.rpc.settings import ServiceSettings
 from specdec.rpc.startup import StartupFailed
 from specdec.store.announcer import AnnouncedState, Announcer
@@ -59,10 +60,11 @@ async def plaintext_health(settings: ServiceSettings, readiness: Readiness) -> A
         return
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
     await readiness.register(server)
+    address = join_address(settings.host, settings.health_port)
     try:
-        port = server.add_insecure_port(f"{settings.host}:{settings.health_port}")
+        port = server.add_insecure_port(address)
     except RuntimeError as error:
-        raise StartupFailed(f"health_port: cannot listen on {settings.host}:{settings.health_port}") from error
+        raise StartupFailed(f"health_port: cannot listen on {address}") from error
     await server.start()
     try:
         yield port

@@ -25,6 +25,7 @@ from specdec.store.guarded import GuardedStore
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, RelayMetrics, enable_multiprocess_metrics, setup_logging
 from specdec.telemetry.tracing import Tracing
+from specdec.tls_files import TlsFilesBroken
 from specdec.v1 import common_pb2
 
 TOKENIZER_PIECE_BYTES = 1024 * 1024
@@ -165,7 +166,7 @@ async def _run(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
     registry = CollectorRegistry()
     try:
         service = ReplicaService(role, settings, registry)
-    except StartupFailed as error:
+    except (StartupFailed, TlsFilesBroken) as error:
         _log.error("startup_failed", reason=str(error))
         return 1
     BuildInfo(registry, role.name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,14 +27,17 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from specdec import __version__
+from specdec.addresses import join_address
 from specdec.rpc.channel import wire_options
 from specdec.rpc.error_interceptor import ErrorInterceptor
+from specdec.rpc.listening import is_wildcard
 from specdec.rpc.metrics_endpoint import metrics_endpoint
 from specdec.rpc.readiness import Readiness, plaintext_health
 from specdec.rpc.settings import ServiceSettings
 from specdec.rpc.startup import StartupFailed
-from specdec.rpc.tls import ClientNameInterceptor, TlsFilesBroken, server_credentials, server_tls_files
+from specdec.rpc.tls import ClientNameInterceptor, server_credentials, server_tls_files
 from specdec.store.announcer import Announcer
+from specdec.tls_files import TlsFilesBroken
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
 # Over the drain's own limit: a drain that hangs must not hold the process.
@@ -165,11 +167,7 @@ def advertised_address(settings: ServiceSettings, port: int) -> str:
     """host:port under which others reach a process that listens on `port`."""
     if settings.advertise_address is not None:
         return settings.advertise_address
-    try:
-        is_wildcard = ipaddress.ip_address(settings.host.strip("[]")).is_unspecified
-    except ValueError:
-        is_wildcard = False
-    return f"{socket.gethostname() if is_wildcard else settings.host}:{port}"
+    return join_address(socket.gethostname() if is_wildcard(settings.host) else settings.host, port)
 
 
 async def _serve(
@@ -219,7 +217,7 @@ def install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
 
 
 def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
-    address = f"{settings.host}:{settings.port}"
+    address = join_address(settings.host, settings.port)
     tls = server_tls_files(settings)
     try:
         if tls is None:

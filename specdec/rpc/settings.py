@@ -124,9 +124,7 @@ class ClientSettings(WireSettings):
         default=None,
         description="PEM authorities that replicas' certificates must come from; null: those gRPC trusts.",
     )
-    replica_tls_cert_file: Path | None = Field(
-        default=None, description="PEM client certificate chain (mTLS); read once for each replica."
-    )
+    replica_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
     replica_tls_key_file: Path | None = Field(default=None, description="PEM private key of the client certificate.")
     replica_tls_server_name: str | None = Field(
         default=None, description="Name expected in replicas' certificates; null: the host called."

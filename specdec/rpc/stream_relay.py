@@ -15,8 +15,9 @@ import grpc
 import structlog
 from google.rpc import status_pb2
 
+from specdec.rpc.abort import abort_with_status
 from specdec.rpc.engine_process import EngineProcess
-from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, abort_with_status, to_status
+from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, to_status
 from specdec.rpc.frame_codec import NO_STREAM
 from specdec.telemetry import RelayMetrics
 

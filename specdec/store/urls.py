@@ -19,6 +19,8 @@ from specdec.store.errors import StoreUrlError
 from specdec.store.interface import StoreLimits
 from specdec.store.keys import DEFAULT_PREFIX, StoreKeys
 from specdec.store.redis_store import RedisStore
+from specdec.store.tls import follow_files, redis_tls_files
+from specdec.tls_files import TlsFiles
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 REDIS_PORT = 6379
@@ -73,6 +75,7 @@ def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits |
     target = _target(parts)
     if not options.timeout_s > 0:
         raise StoreUrlError("redis_timeout_s: must be above 0")
+    tls = _tls(target, options)
     arguments: dict[str, Any] = {
         "username": options.username or _decoded(parts.username),
         "password": options.password.get_secret_value() if options.password else _decoded(parts.password),
@@ -80,9 +83,10 @@ def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits |
         "socket_connect_timeout": options.timeout_s,
         # A pooled connection may be dead after a restart: the next one is tried once, without a pause.
         "retry": Retry(NoBackoff(), 1),
-        **_tls(target, options),
+        "ssl": tls is not None,
     }
     client: Redis | RedisCluster
+    sentinels: list[Redis] = []
     close_others = None
     if target.scheme.endswith("+cluster"):
         nodes = [ClusterNode(host, port) for host, port in target.hosts]
@@ -112,14 +116,18 @@ def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits |
             **arguments,
         )
         client = sentinel.master_for(target.service or "")
+        sentinels = sentinel.sentinels
 
         async def close_sentinels() -> None:
-            await asyncio.gather(*(one.aclose() for one in sentinel.sentinels))
+            await asyncio.gather(*(one.aclose() for one in sentinels))
 
         close_others = close_sentinels
     else:
         [(host, port)] = target.hosts
         client = Redis(host=host, port=port, db=target.database, **arguments)
+    if tls is not None:
+        for one in (client, *sentinels):
+            follow_files(one, tls)
     return RedisStore(client, StoreKeys(options.key_prefix), options.timeout_s, limits, close_others)
 
 
@@ -167,7 +175,7 @@ def _host(text: str, default_port: int) -> tuple[str, int]:
     return host, port or default_port
 
 
-def _tls(target: _Target, options: RedisOptions) -> dict[str, Any]:
+def _tls(target: _Target, options: RedisOptions) -> TlsFiles | None:
     files = {
         "redis_tls_ca_file": options.tls_ca_file,
         "redis_tls_cert_file": options.tls_cert_file,
@@ -177,24 +185,10 @@ def _tls(target: _Target, options: RedisOptions) -> dict[str, Any]:
         for name, path in files.items():
             if path is not None:
                 raise StoreUrlError(f"{name}: needs a redis_url that begins with rediss")
-        return {}
-    for name, path in files.items():
-        if path is not None and not path.is_file():
-            raise StoreUrlError(f"{name}: {path} is not a file")
+        return None
     if (options.tls_cert_file is None) != (options.tls_key_file is None):
         raise StoreUrlError("redis_tls_cert_file: certificate and key need each other")
-    return {
-        "ssl": True,
-        "ssl_cert_reqs": "required",
-        "ssl_check_hostname": True,
-        "ssl_ca_certs": _text(options.tls_ca_file),
-        "ssl_certfile": _text(options.tls_cert_file),
-        "ssl_keyfile": _text(options.tls_key_file),
-    }
-
-
-def _text(path: Path | None) -> str | None:
-    return None if path is None else str(path)
+    return redis_tls_files(options.tls_ca_file, options.tls_cert_file, options.tls_key_file)
 
 
 def _decoded(text: str | None) -> str | None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
+from collections.abc import Sequence
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import grpc
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from specdec import __version__
 from specdec.telemetry.tracing_settings import TracingSettings
+from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsMaterial, client_context
 
 
 class Pipeline:
@@ -24,7 +28,8 @@ class Pipeline:
     """
 
     def __init__(self, settings: TracingSettings, service: str, sample_ratio: float) -> None:
-        self._exporter = _exporter(settings)
+        """Start its thread. Raises TlsFilesBroken."""
+        self._exporter = _FollowingExporter(settings)
         sampler = ParentBased(TraceIdRatioBased(sample_ratio))
         # Not at exit: `flush_and_stop` is bounded, the SDK's own is not.
         self._provider = TracerProvider(sampler, _resource(service), shutdown_on_exit=False)
@@ -40,14 +45,70 @@ class Pipeline:
         self._exporter.shutdown()
 
 
-def _exporter(settings: TracingSettings) -> OTLPSpanExporter:
-    endpoint = settings.otlp_endpoint
-    is_plain = urlsplit(endpoint or "").scheme == "http"
-    ca = settings.otlp_ca_file
-    credentials = None if ca is None else grpc.ssl_channel_credentials(root_certificates=ca.read_bytes())
+class _FollowingExporter(SpanExporter):
+    """Exports with the TLS files as they are: OpenTelemetry's exporter keeps what it was made with."""
+
+    def __init__(self, settings: TracingSettings) -> None:
+        self._settings = settings
+        self._files = _tls_files(settings)
+        self._tls = None if self._files is None else self._files.current()
+        self._exporter = _exporter(settings, self._tls)
+        self._lock = threading.Lock()
+        self._is_shut_down = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Export them; called by one thread at a time."""
+        self._renew()
+        return self._exporter.export(spans)
+
+    def shutdown(self) -> None:
+        """Break off the export under way and refuse others. May be called by any thread, and again."""
+        with self._lock:
+            if not self._is_shut_down:
+                self._is_shut_down = True
+                self._exporter.shutdown()
+
+    def _renew(self) -> None:
+        latest = None if self._files is None else self._files.current()
+        with self._lock:
+            if latest is self._tls or self._is_shut_down:
+                return
+            former, self._exporter = self._exporter, _exporter(self._settings, latest)
+            self._tls = latest
+        former.shutdown()
+
+
+def _exporter(settings: TracingSettings, tls: TlsMaterial | None) -> OTLPSpanExporter:
+    credentials = None if tls is None else grpc.ssl_channel_credentials(tls.authorities, tls.key, tls.chain)
     return OTLPSpanExporter(
-        endpoint=endpoint, insecure=is_plain, credentials=credentials, headers=settings.otlp_metadata() or None
+        endpoint=settings.otlp_endpoint,
+        insecure=not _is_encrypted(settings),
+        credentials=credentials,
+        headers=settings.otlp_metadata() or None,
     )
+
+
+def _tls_files(settings: TracingSettings) -> TlsFiles | None:
+    """The files of our setting and of OpenTelemetry's variables; None where there are none. Raises TlsFilesBroken."""
+    ca, chain, key = (_variable_file(name) for name in ("CERTIFICATE", "CLIENT_CERTIFICATE", "CLIENT_KEY"))
+    ca = TlsFile.of("otlp_ca_file", settings.otlp_ca_file) or ca
+    if not _is_encrypted(settings) or (ca, chain, key) == (None, None, None):
+        return None
+    alone = chain if key is None else key if chain is None else None
+    if alone is not None:
+        raise TlsFilesBroken(f"{alone.setting}: certificate and key need each other")
+    return TlsFiles(client_context, certificate=chain, key=key, authorities=ca)
+
+
+def _variable_file(name: str) -> TlsFile | None:
+    for variable in (f"OTEL_EXPORTER_OTLP_TRACES_{name}", f"OTEL_EXPORTER_OTLP_{name}"):
+        if path := os.environ.get(variable):
+            return TlsFile(variable, Path(path))
+    return None
+
+
+def _is_encrypted(settings: TracingSettings) -> bool:
+    return urlsplit(settings.otlp_endpoint or "").scheme == "https"
 
 
 def _resource(service: str) -> Resource:

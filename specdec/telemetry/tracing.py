@@ -34,7 +34,7 @@ class Tracing:
     """A service's tracing, from its start to its stop. Off (no thread, no exporter) without `otlp_endpoint`."""
 
     def __init__(self, settings: TracingSettings, service: str, sample_ratio: float = 1.0) -> None:
-        """Start it.
+        """Start it. Raises TlsFilesBroken, which names the setting or the variable.
 
         Args:
             service: coordinator, target or draft; exported as service.name specdec-<service>.

@@ -73,8 +73,8 @@ def _check_protocol() -> None:
         if value := os.environ.get(name, "").strip():
             if value != "grpc":
                 raise ValueError(
-                    f"otlp_endpoint: spans are exported by OTLP over gRPC only, but {name} is {value!r}: name the gRPC port"
-                    " of a collector (4317 by default), and set the variable to grpc"
+                    f"otlp_endpoint: spans are exported by OTLP over gRPC only, but {name} is {value!r}: name the"
+                    " gRPC port of a collector (4317 by default), and set the variable to grpc"
                 )
             return
 

@@ -95,6 +95,7 @@ class EngineWorker:
         self._outbox: dict[int, list[Any]] = defaultdict(list)
         self._attached: dict[int, pb.Attached] = {}
         self._next_load_s = 0.0
+        self._told_load: pb.LoadReport | None = None
         self._draining = False
         self._leaving = False
         self._stopping = False
@@ -169,8 +170,9 @@ class EngineWorker:
             load = self._load()
             self.port.send(FrameKind.LOAD, 0, load.SerializeToString())
         streams = set(self._outbox) | set(self._attached)
-        if self._leaving and load is not None:
-            streams.update(self.sessions.streams)  # also those who have no session here must look elsewhere
+        if load is not None and load != self._told_load:
+            streams.update(self.sessions.streams)  # also those who have no session here, or none any more
+            self._told_load = load
         for stream_id in streams:
             response = self._wire.response(results=self._outbox.pop(stream_id, ()))
             if (attached := self._attached.pop(stream_id, None)) is not None:

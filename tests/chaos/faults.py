@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +37,17 @@ def make_request(
     body.sampling.MergeFrom(api.SamplingParams(ignore_eos=True, **sampling))
     body.sampling.max_tokens, body.sampling.temperature, body.sampling.seed = max_tokens, temperature, seed
     return body
+
+
+def sampled_request(seed: int, prompt: Sequence[int] | None = None, max_tokens: int = 300) -> api.GenerateRequest:
+    """A request at temperature 1 that decodes to max_tokens; each seed has a prompt of its own, unless one is given."""
+    message = api.GenerateRequest()
+    message.prompt_token_ids.token_ids.extend(prompt or [10 + (seed * 7 + i * 3) % 200 for i in range(48)])
+    message.sampling.temperature = 1.0
+    message.sampling.seed = seed
+    message.sampling.max_tokens = max_tokens
+    message.sampling.ignore_eos = True
+    return message
 
 
 def plain(body: api.GenerateRequest) -> api.GenerateRequest:

@@ -16,9 +16,9 @@ import typer.main
 from prometheus_client import CollectorRegistry
 
 from coordinator.servicer import SERVICE_NAME
+from specdec.cli.app import app
 from specdec.cli.cluster import MODULES
 from specdec.cli.connection import API_KEY_VARIABLE
-from specdec.cli.main import app
 from specdec.config import load_settings
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import draft_pb2, target_pb2

@@ -56,6 +56,8 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.exports: list[bytes] = []
         self.metadata: list[dict[str, str]] = []
+        self.clients: list[str] = []
+        """Common names in the certificates that were shown."""
         self.spans: list[ReceivedSpan] = []
         self.num_calls = 0
         self.gate = threading.Event()
@@ -70,6 +72,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         self.gate.wait()
         with self._changed:
             self.exports.append(request.SerializeToString())
+            self.clients += [name.decode() for name in context.auth_context().get("x509_common_name", ())]
             self.metadata.append({key: str(value) for key, value in context.invocation_metadata()})
             for resource_spans in request.resource_spans:
                 resource = _values(resource_spans.resource.attributes)

@@ -19,6 +19,7 @@ import pytest
 from specdec.cli.cluster import Cluster, ClusterTimeouts
 from specdec.cli.local_plan import LocalPlan, plan_services, shipped_model
 from specdec.client import Client
+from tests.integration.redis_server import RedisServer
 from tests.integration.tiny_pair import ModelPair, make_tiny_pair
 
 TIMEOUTS = ClusterTimeouts(start_s=100.0, connect_s=30.0, stop_s=10.0)
@@ -98,3 +99,10 @@ async def shipped_client(shipped_cluster: Cluster) -> AsyncIterator[Client]:
     """A client of the shared cluster of the shipped pair."""
     async with Client(shipped_cluster.address) as client:
         yield client
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis of the test's own, to pause, stop and start."""
+    with RedisServer(tmp_path) as server:
+        yield server

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+import pytest
 from prometheus_client import CollectorRegistry
 
 from coordinator.service import CoordinatorService
 from specdec.config import CoordinatorSettings
+from specdec.rpc.errors import SpecdecError, from_rpc_error
 from specdec.rpc.server import build_server
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
@@ -81,6 +83,31 @@ async def collect(call: Any) -> Result:
     return result
 
 
+async def read_tokens(call: Any, num: int) -> Result:
+    """Read a stream until this many tokens of the first choice have come."""
+    result = Result()
+    while len(result.ids()) < num:
+        result.add(await call.read())
+    return result
+
+
+async def finish(call: Any, result: Result) -> Result:
+    """Read the rest of a stream."""
+    while (chunk := await call.read()) is not grpc.aio.EOF:
+        result.add(chunk)
+    return result
+
+
+async def error_of(call: Any) -> SpecdecError:
+    """The typed error that a call, or what is left of a stream, ends with."""
+    with pytest.raises(grpc.RpcError) as caught:
+        if hasattr(call, "read"):
+            await collect(call)
+        else:
+            await call
+    return from_rpc_error(caught.value)
+
+
 def request(prompt_ids: Sequence[int] = (5, 6, 7), **fields: Any) -> api.GenerateRequest:
     """A request by token ids, seeded; keyword arguments are sampling parameters or fields of the request."""
     names = {f.name for f in api.SamplingParams.DESCRIPTOR.fields}
@@ -90,6 +117,23 @@ def request(prompt_ids: Sequence[int] = (5, 6, 7), **fields: Any) -> api.Generat
     if body.WhichOneof("input") is None:
         body.prompt_token_ids.token_ids.extend(prompt_ids)
     return body
+
+
+def resumed(first: Result, body: api.GenerateRequest, **held: Any) -> api.GenerateRequest:
+    """The request that takes up a stream where `first` ends."""
+    assert first.started is not None
+    again = api.GenerateRequest()
+    again.CopyFrom(body)
+    again.request_id = first.started.request_id
+    again.sampling.seed = first.started.seed
+    again.resume.resume_token = first.started.resume_token
+    for index in first.tokens:
+        text = first.texts[index].encode()
+        choice = api.ResumeChoice(index=index, token_ids=first.ids(index), text_offset_bytes=len(text))
+        again.resume.choices.append(choice)
+    for name, value in held.items():
+        setattr(again.resume.choices[0], name, value)
+    return again
 
 
 def expected_ids(

@@ -119,7 +119,8 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        return "redis+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in [*self.masters, self.replica])
+        scheme = self.replica.url.partition(":")[0]
+        return f"{scheme}+cluster://" + ",".join(f"127.0.0.1:{node.port}" for node in [*self.masters, self.replica])
 
     def promote_replica(self) -> None:
         """Make the replica the master of its slots, as a cluster does when it has lost the first master."""
@@ -129,7 +130,7 @@ class RedisCluster:
 
 
 @contextmanager
-def redis_cluster(folder: Path) -> Iterator[RedisCluster]:
+def redis_cluster(folder: Path, tls: SecretVolume | None = None) -> Iterator[RedisCluster]:
     """A cluster whose nodes all agree on who has which slots. It fails over only when told to."""
     with ExitStack() as stack:
         nodes = []
@@ -140,7 +141,9 @@ def redis_cluster(folder: Path) -> Iterator[RedisCluster]:
             arguments += ["--cluster-port", str(bus_ports[-1]), "--cluster-config-file", f"nodes-{number}.conf"]
             # No fail-over by itself, which a slow machine might bring about.
             arguments += ["--cluster-node-timeout", "60000", "--repl-diskless-sync-delay", "0"]
-            nodes.append(stack.enter_context(RedisServer(folder, *arguments)))
+            if tls is not None:
+                arguments += ["--tls-cluster", "yes", "--tls-replication", "yes"]
+            nodes.append(stack.enter_context(RedisServer(folder, *arguments, tls=tls)))
         *masters, replica = nodes
         clients = [stack.enter_context(node.client()) for node in nodes]
         for number, client in enumerate(clients[:-1]):
@@ -169,7 +172,8 @@ class SentinelSetup:
 
     @property
     def url(self) -> str:
-        return f"redis+sentinel://127.0.0.1:{self.sentinel.port}/{SERVICE}"
+        scheme = self.sentinel.url.partition(":")[0]
+        return f"{scheme}+sentinel://127.0.0.1:{self.sentinel.port}/{SERVICE}"
 
     def master(self) -> RedisServer:
         """The server that the sentinel takes for the master now."""
@@ -179,11 +183,13 @@ class SentinelSetup:
 
 
 @contextmanager
-def redis_sentinel(folder: Path) -> Iterator[SentinelSetup]:
+def redis_sentinel(folder: Path, tls: SecretVolume | None = None) -> Iterator[SentinelSetup]:
     """A sentinel that fails over after a second without the master."""
     with ExitStack() as stack:
-        master = stack.enter_context(RedisServer(folder, "--repl-diskless-sync-delay", "0"))
-        replica = stack.enter_context(RedisServer(folder, "--replicaof", "127.0.0.1", str(master.port)))
+        shared = [] if tls is None else ["--tls-replication", "yes"]
+        master = stack.enter_context(RedisServer(folder, "--repl-diskless-sync-delay", "0", *shared, tls=tls))
+        following = ["--replicaof", "127.0.0.1", str(master.port)]
+        replica = stack.enter_context(RedisServer(folder, *following, *shared, tls=tls))
         with replica.client() as client:
             wait_until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
         config = folder / "sentinel.conf"
@@ -192,7 +198,7 @@ def redis_sentinel(folder: Path) -> Iterator[SentinelSetup]:
             f"sentinel down-after-milliseconds {SERVICE} 1000\n"
             f"sentinel failover-timeout {SERVICE} 10000\n"
         )
-        sentinel = stack.enter_context(SentinelServer(folder, config))
+        sentinel = stack.enter_context(SentinelServer(folder, config, tls))
         with sentinel.client() as client:
             wait_until(lambda: client.sentinel_master(SERVICE)["num-slaves"] == 1, "the sentinel knows the replica")
         yield SentinelSetup([master, replica], sentinel)
@@ -201,6 +207,10 @@ def redis_sentinel(folder: Path) -> Iterator[SentinelSetup]:
 class SentinelServer(RedisServer):
     """A redis-server that is a sentinel."""
 
-    def __init__(self, folder: Path, config: Path) -> None:
-        super().__init__(folder)
-        self._command = [str(config), "--sentinel", "--port", str(self.port), "--bind", "127.0.0.1"]
+    def __init__(self, folder: Path, config: Path, tls: SecretVolume | None) -> None:
+        shared = [] if tls is None else ["--tls-replication", "yes"]
+        super().__init__(folder, *shared, tls=tls)
+        persistence = self._command.index("--save")
+        # The configuration file comes first, and a sentinel knows nothing of persistence.
+        del self._command[persistence : persistence + 4]
+        self._command = [str(config), "--sentinel", *self._command]

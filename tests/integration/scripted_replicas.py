@@ -17,6 +17,8 @@ import grpc
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from specdec.rpc.abort import abort_with
+from specdec.rpc.errors import SpecdecError, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
@@ -87,8 +89,8 @@ class Stream:
     def send(self, response: Any) -> None:
         self.responses.put_nowait(response)
 
-    def abort(self) -> None:
-        self.responses.put_nowait(None)
+    def abort(self, error: SpecdecError | None = None) -> None:
+        self.responses.put_nowait(error or Unavailable("the stream broke"))
 
 
 class ScriptedReplica:
@@ -130,8 +132,12 @@ class ScriptedReplica:
 
     def break_streams(self) -> None:
         """The network fails; sessions survive."""
+        self.end_streams(Unavailable("the stream broke"))
+
+    def end_streams(self, error: SpecdecError) -> None:
+        """The replica ends all streams, with a status; sessions survive."""
         for stream in self.streams:
-            stream.abort()
+            stream.abort(error)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         """Wait for a condition on what this replica has seen."""
@@ -155,9 +161,9 @@ class ScriptedReplica:
         self.streams.append(stream)
         reader = asyncio.create_task(self._read(requests, stream, response_type))
         try:
-            while (response := await stream.responses.get()) is not None:
+            while not isinstance(response := await stream.responses.get(), SpecdecError):
                 yield response
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the stream broke")
+            await abort_with(context, response)
         finally:
             reader.cancel()
             if stream in self.streams:

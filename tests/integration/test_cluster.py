@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import psutil
 from typer.testing import CliRunner
 
+from specdec.cli.app import app
 from specdec.cli.cluster import Cluster
-from specdec.cli.main import app
 from specdec.client import Client
 from specdec.v1 import common_pb2, coordinator_pb2
 from tests.integration.conftest import MakeCluster

@@ -1,30 +1,23 @@
-"""The coordinator over real sockets, between replicas that follow a script.
-
-What a client gets when all goes well, and what it is told when it asks for the impossible.
-"""
+"""The coordinator over real sockets, between replicas that follow a script: what a client gets when all goes well."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import math
-from typing import Any
 
-import grpc
 import pytest
 
 from specdec.rpc.errors import (
     InvalidRequest,
-    ModelNotFound,
-    Overloaded,
-    RequestExists,
-    SpecdecError,
-    from_rpc_error,
 )
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from specdec.v1 import coordinator_pb2_grpc as api_grpc
-from tests.integration.coordinator_harness import Harness, collect, expected_ids, request, running
+from tests.integration.coordinator_harness import (
+    collect,
+    error_of,
+    expected_ids,
+    request,
+    running,
+)
 from tests.integration.scripted_replicas import (
     EOS,
     ScriptedDraft,
@@ -32,16 +25,6 @@ from tests.integration.scripted_replicas import (
     identity,
     make_tokenizer,
 )
-
-
-async def error_of(call: Any) -> SpecdecError:
-    """The typed error that a call ends with."""
-    with pytest.raises(grpc.RpcError) as caught:
-        if hasattr(call, "read"):
-            await collect(call)
-        else:
-            await call
-    return from_rpc_error(caught.value)
 
 
 async def test_a_request_without_a_draft_streams_the_targets_tokens() -> None:
@@ -196,218 +179,6 @@ async def test_conversations_are_rendered_by_the_chat_template() -> None:
     assert list(tokens.token_ids) == ids
     assert result.ids() == expected_ids(target, 20, prompt=ids)
     assert info.has_chat_template
-
-
-async def test_conversations_without_a_chat_template_are_refused_clearly() -> None:
-    async with running([ScriptedTarget()]) as harness:
-        messages = api.ChatMessages(messages=[api.ChatMessage(role="user", content="hi")])
-        error = await error_of(harness.stub.Generate(request(messages=messages)))
-    assert isinstance(error, InvalidRequest)
-    assert error.field == "messages"
-    assert "chat template" in error.description
-
-
-BAD_REQUESTS: list[tuple[str, dict[str, Any]]] = [
-    ("prompt_token_ids", {"prompt_token_ids": api.TokenIds()}),
-    ("prompt", {"prompt": ""}),
-    ("prompt_token_ids", {"prompt_token_ids": api.TokenIds(token_ids=[5] * 4096)}),
-    ("prompt_token_ids.token_ids[1]", {"prompt_token_ids": api.TokenIds(token_ids=[5, 99999])}),
-    ("sampling.temperature", {"temperature": -0.1}),
-    ("sampling.temperature", {"temperature": math.nan}),
-    ("sampling.temperature", {"temperature": math.inf}),
-    ("sampling.top_p", {"top_p": 0.0}),
-    ("sampling.top_p", {"top_p": 1.5}),
-    ("sampling.top_p", {"top_p": math.nan}),
-    ("sampling.min_p", {"min_p": -0.1}),
-    ("sampling.repetition_penalty", {"repetition_penalty": 0.0}),
-    ("sampling.presence_penalty", {"presence_penalty": 2.5}),
-    ("sampling.frequency_penalty", {"frequency_penalty": -2.5}),
-    ("sampling.logit_bias[99999]", {"logit_bias": {99999: 1.0}}),
-    ("sampling.logit_bias[5]", {"logit_bias": {5: 101.0}}),
-    ("sampling.logit_bias[5]", {"logit_bias": {5: math.nan}}),
-    ("sampling.max_tokens", {"max_tokens": 0}),
-    ("sampling.max_tokens", {"max_tokens": 4097}),
-    ("sampling.min_tokens", {"min_tokens": 21}),
-    ("sampling.n", {"n": 0}),
-    ("sampling.n", {"n": 17}),
-    ("sampling.stop", {"stop": ["x"] * 10_000}),
-    ("sampling.stop[1]", {"stop": ["x", ""]}),
-    ("sampling.stop[0]", {"stop": ["x" * 257]}),
-    ("sampling.stop_token_ids[0]", {"stop_token_ids": [99999]}),
-    ("sampling.logprobs", {"logprobs": 21}),
-    ("sampling.prompt_logprobs", {"prompt_logprobs": 21}),
-    ("sampling.truncate_prompt_tokens", {"truncate_prompt_tokens": 0}),
-    (
-        "speculation.verify_mode",
-        {"speculation": api.SpeculationParams(verify_mode=pb.VerifyMode.ValueType(9))},
-    ),
-    ("request_id", {"request_id": "x" * 300}),
-    ("request_id", {"request_id": "a\nb"}),
-    ("resume.resume_token", {"request_id": "a", "resume": api.Resume(resume_token=b"forged")}),
-]
-
-
-async def test_every_bad_request_is_refused_with_the_field_at_fault() -> None:
-    target = ScriptedTarget()
-    async with running([target]) as harness:
-        for field, fields in BAD_REQUESTS:
-            error = await error_of(harness.stub.Generate(request(**fields)))
-            assert isinstance(error, InvalidRequest), (fields, error)
-            assert error.field == field, (fields, error)
-        error = await error_of(harness.stub.Generate(api.GenerateRequest()))
-        assert isinstance(error, InvalidRequest)
-        assert error.field == "input"
-        assert isinstance(await error_of(harness.stub.Generate(request(model="another"))), ModelNotFound)
-        assert (await collect(harness.stub.Generate(request()))).ids() == expected_ids(target, 20)
-    assert len(target.opened) == 1
-
-
-@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
-async def test_a_message_that_does_not_parse_is_an_invalid_argument(method: str) -> None:
-    bad_utf8 = b"\x1a\x02\xff\xfe" if method == "Generate" else b"\x12\x02\xff\xfe"  # field 3 / 2, two bytes
-    async with running([ScriptedTarget()]) as harness:
-        make = harness.channel.unary_stream if method == "Generate" else harness.channel.unary_unary
-        call = make(f"/specdec.v1.CoordinatorService/{method}")(bad_utf8)
-        error = await error_of(call)
-    assert isinstance(error, InvalidRequest)
-    assert error.reason == "MALFORMED_MESSAGE"
-
-
-async def started(harness: Harness, body: api.GenerateRequest) -> Any:
-    """A running request, read up to its first delta."""
-    call = harness.stub.Generate(body)
-    while (await call.read()).WhichOneof("chunk") != "delta":
-        pass
-    return call
-
-
-async def test_a_live_request_id_is_taken_but_only_for_its_tenant() -> None:
-    target = ScriptedTarget()
-    target.limit = 3
-    async with running([target]) as harness:
-        call = await started(harness, request(request_id="same"))
-        assert isinstance(await error_of(harness.stub.Generate(request(request_id="same"))), RequestExists)
-        other = harness.stub.Generate(request(request_id="same"), metadata=(("specdec-tenant", "other"),))
-        assert (await other.read()).HasField("started")
-        other.cancel()
-        target.set_limit(None)
-        await collect(call)
-        result = await collect(harness.stub.Generate(request(request_id="same")))
-    assert result.ids() == expected_ids(target, 20)
-
-
-async def test_overload_is_refused_with_a_time_to_retry_and_priorities_go_first() -> None:
-    target = ScriptedTarget()
-    target.limit = 1
-    async with running([target], max_running=1, max_waiting=1) as harness:
-        first = await started(harness, request())
-        low = harness.stub.Generate(request(priority=5, request_id="low"))
-        await wait_for_status(harness, num_waiting=1)
-        refused = await error_of(harness.stub.Generate(request(priority=5)))
-        assert isinstance(refused, Overloaded)
-        assert refused.retry_after_s > 0
-        high = harness.stub.Generate(request(priority=-1, request_id="high"))
-        evicted = await error_of(low)
-        assert isinstance(evicted, Overloaded)
-        assert harness.metric("admission_rejects_total", cause="overloaded") == 2
-        assert harness.metric("request_seconds_count") == 0  # what was refused says nothing of how long requests take
-        target.set_limit(None)
-        await collect(first)
-        assert (await collect(high)).ids() == expected_ids(target, 20)
-
-
-async def wait_for_status(harness: Harness, **wanted: int) -> None:
-    """Ask for the status until it is so."""
-    async with asyncio.timeout(10):
-        while True:
-            status = await harness.stub.GetStatus(api.GetStatusRequest())
-            if all(getattr(status, name) == value for name, value in wanted.items()):
-                return
-
-
-async def test_a_place_in_the_queue_is_lost_after_the_queue_timeout() -> None:
-    target = ScriptedTarget()
-    target.limit = 1
-    async with running([target], max_running=1, queue_timeout_s=0.05) as harness:
-        await started(harness, request())
-        error = await error_of(harness.stub.Generate(request()))
-    assert isinstance(error, Overloaded)
-    assert error.reason == "QUEUE_TIMEOUT"
-
-
-async def test_aborting_ends_the_stream_in_order_and_frees_both_sides() -> None:
-    target, draft = ScriptedTarget(), ScriptedDraft()
-    target.limit = 4
-    async with running([target], [draft]) as harness:
-        call = await started(harness, request(request_id="a", n=2))
-        assert (await harness.stub.Abort(api.AbortRequest(request_id="a"))).aborted
-        result = await collect(call)
-        await target.until(lambda: not target.sessions)
-        await draft.until(lambda: not draft.sessions)
-        assert not (await harness.stub.Abort(api.AbortRequest(request_id="a"))).aborted
-    assert {e.reason for e in result.ended.values()} == {pb.FINISH_REASON_ABORT}
-    assert len(result.ended) == 2
-    assert result.chunks[-1] == "finished"
-
-
-async def test_aborting_a_waiting_request_ends_its_stream_in_order() -> None:
-    target = ScriptedTarget()
-    target.limit = 1
-    async with running([target], max_running=1) as harness:
-        await started(harness, request())
-        waiting = harness.stub.Generate(request(request_id="w"))
-        await wait_for_status(harness, num_waiting=1)
-        assert (await harness.stub.Abort(api.AbortRequest(request_id="w"))).aborted
-        result = await collect(waiting)
-        await wait_for_status(harness, num_waiting=0, num_running=1)
-    assert result.chunks == ["started", "choice_finished", "finished"]
-    assert result.ended[0].reason == pb.FINISH_REASON_ABORT
-
-
-@pytest.mark.parametrize("how", ["cancel", "deadline"])
-async def test_a_client_that_goes_away_frees_both_sides_and_its_place(how: str) -> None:
-    target, draft = ScriptedTarget(), ScriptedDraft()
-    target.limit = 4
-    async with running([target], [draft]) as harness:
-        call = harness.stub.Generate(request(n=2), timeout=0.3 if how == "deadline" else None)
-        await target.until(lambda: len(target.sessions) == 2)
-        if how == "deadline":
-            assert 0 < next(iter(target.sessions.values())).body.deadline_ms <= 310  # gRPC rounds up
-            assert (await error_of(call)).code == grpc.StatusCode.DEADLINE_EXCEEDED
-        else:
-            call.cancel()
-        await target.until(lambda: not target.sessions)
-        await draft.until(lambda: not draft.sessions)
-        await wait_for_status(harness, num_running=0)
-
-
-async def test_a_cancelled_waiting_request_leaves_the_queue() -> None:
-    target = ScriptedTarget()
-    target.limit = 1
-    async with running([target], max_running=1) as harness:
-        first = await started(harness, request())
-        waiting = harness.stub.Generate(request())
-        await wait_for_status(harness, num_waiting=1)
-        waiting.cancel()
-        await wait_for_status(harness, num_waiting=0)
-        first.cancel()
-        await wait_for_status(harness, num_running=0)
-    assert len(target.opened) == 1
-
-
-async def test_a_slow_client_slows_its_own_session_only() -> None:
-    target = ScriptedTarget()
-    async with running([target], credit_window_tokens=32) as harness:
-        # Every token carries twenty alternatives, and the client's window does not grow: it fills soon.
-        options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16384)]
-        async with grpc.aio.insecure_channel(harness.address, options=options) as channel:
-            slow = api_grpc.CoordinatorServiceStub(channel).Generate(request(max_tokens=4000, logprobs=20))
-            assert (await slow.read()).HasField("started")
-            fast = await collect(harness.stub.Generate(request(max_tokens=4000, seed=12)))
-            assert fast.ids() == expected_ids(target, 4000, seed=12)
-            assert 0 < target.num_output() < 4000
-            result = await collect(slow)
-    assert result.ids() == expected_ids(target, 4000)
 
 
 async def test_tokenize_and_detokenize_are_inverse() -> None:

@@ -18,8 +18,11 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from coordinator.servicer import TENANT_KEY
 from specdec.cli.cluster import free_port
+from specdec.telemetry.tracing import Tracing
+from specdec.telemetry.tracing_settings import TracingSettings
+from specdec.tls_files import TlsFilesBroken
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.certificates import Authority
+from tests.integration.certificates import Authority, Certificate, SecretVolume
 from tests.integration.collector import Collector, ReceivedSpan, collecting, only
 from tests.integration.coordinator_harness import Result, collect, expected_ids, request, running
 from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
@@ -300,6 +303,45 @@ async def test_what_settings_leave_open_is_read_from_opentelemetrys_variables(
         await traced(collector)
     assert {span.service for span in collector.spans} == {"our-own-name"}
     assert collector.metadata[0]["x-key"] == "7"
+
+
+async def test_a_renewed_client_certificate_is_shown_to_the_collector_and_a_broken_one_never(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    authority = Authority("authority")
+    own, first, second = (authority.issue(name) for name in ("collector", "first", "second"))
+    volume = SecretVolume(tmp_path / "client", first, authority.certificate)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CLIENT_KEY", str(volume.key))
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_CLIENT_CERTIFICATE", str(volume.certificate))
+    target = ScriptedTarget()
+    credentials = grpc.ssl_server_credentials([(own.key, own.chain)], authority.certificate, True)
+    with collecting(credentials) as collector:
+        changes = {"otlp_endpoint": collector.endpoint, "otlp_ca_file": volume.authority}
+        async with running([target], **changes) as harness:
+            for shown in (first, Certificate(first.key, second.chain)):
+                volume.write(shown, authority.certificate)
+                num_before = len(collector.clients)
+                await collect(harness.stub.Generate(request()))
+                await asyncio.to_thread(collector.until, lambda num=num_before: len(collector.clients) > num)
+            assert set(collector.clients) == {"first"}
+            volume.write(second, authority.certificate)
+            await collect(harness.stub.Generate(request()))
+            await asyncio.to_thread(collector.until, lambda: "second" in collector.clients)
+
+
+@pytest.mark.parametrize("missing", ["CLIENT_KEY", "CLIENT_CERTIFICATE"])
+async def test_half_a_client_certificate_for_the_collector_is_refused_with_the_variable_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, missing: str
+) -> None:
+    pair = Authority("authority").issue("coordinator")
+    present = {"CLIENT_KEY": pair.key, "CLIENT_CERTIFICATE": pair.chain}
+    del present[missing]
+    for name, content in present.items():
+        (tmp_path / name).write_bytes(content)
+        monkeypatch.setenv(f"OTEL_EXPORTER_OTLP_{name}", str(tmp_path / name))
+    with pytest.raises(TlsFilesBroken, match=f"OTEL_EXPORTER_OTLP_{next(iter(present))}: "):
+        Tracing(TracingSettings(otlp_endpoint="https://127.0.0.1:1"), "target")
 
 
 async def test_a_collector_that_is_gone_changes_nothing_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:

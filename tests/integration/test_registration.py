@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -20,22 +19,14 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-async def store(redis: RedisServer) -> AsyncIterator[Store]:
-    store = connect(redis.url, RedisOptions(timeout_s=5.0))
+async def store(redis_server: RedisServer) -> AsyncIterator[Store]:
+    store = connect(redis_server.url, RedisOptions(timeout_s=5.0))
     yield store
     await store.close()
 
 
-def flags(redis: RedisServer, *more: str) -> list[str]:
-    return ["--redis-url", redis.url, "--registry-ttl-s", "1.5", "--redis-timeout-s", "2", *more]
+def flags(redis_server: RedisServer, *more: str) -> list[str]:
+    return ["--redis-url", redis_server.url, "--registry-ttl-s", "1.5", "--redis-timeout-s", "2", *more]
 
 
 async def registered(store: Store) -> list[ReplicaRecord]:
@@ -52,8 +43,10 @@ async def until_states(store: Store, states: list[str]) -> None:
     await eventually(is_so, f"the registry has {states}")
 
 
-async def test_a_replica_is_announced_with_the_port_it_got_and_what_it_serves(redis: RedisServer, store: Store) -> None:
-    async with ready_echo(*flags(redis)) as (process, channel):
+async def test_a_replica_is_announced_with_the_port_it_got_and_what_it_serves(
+    redis_server: RedisServer, store: Store
+) -> None:
+    async with ready_echo(*flags(redis_server)) as (process, channel):
         await until_states(store, ["ready"])
         [record] = await store.replicas()
         port = next(event["port"] for event in process.events if event["event"] == "listening")
@@ -71,8 +64,8 @@ async def test_a_replica_is_announced_with_the_port_it_got_and_what_it_serves(re
         stream.cancel()
 
 
-async def test_a_replica_that_loads_is_announced_as_loading(redis: RedisServer, store: Store) -> None:
-    async with echo_process(*flags(redis, "--load", "hang")) as process:
+async def test_a_replica_that_loads_is_announced_as_loading(redis_server: RedisServer, store: Store) -> None:
+    async with echo_process(*flags(redis_server, "--load", "hang")) as process:
         await until_states(store, ["loading"])
         process.terminate()
         assert await process.exit_code() == 0
@@ -80,10 +73,10 @@ async def test_a_replica_that_loads_is_announced_as_loading(redis: RedisServer, 
 
 
 async def test_a_replica_that_drains_says_so_at_once_and_is_withdrawn_when_it_ends(
-    redis: RedisServer, store: Store
+    redis_server: RedisServer, store: Store
 ) -> None:
     long_ttl = ["--registry-ttl-s", "600", "--no-drained-at-once"]
-    async with ready_echo(*flags(redis, *long_ttl)) as (process, channel):
+    async with ready_echo(*flags(redis_server, *long_ttl)) as (process, channel):
         await until_states(store, ["ready"])
         stream = verify_stream(channel)
         await stream.write(b"hello")
@@ -95,8 +88,8 @@ async def test_a_replica_that_drains_says_so_at_once_and_is_withdrawn_when_it_en
         assert await store.replicas() == []
 
 
-async def test_the_registration_of_a_replica_that_was_killed_expires(redis: RedisServer, store: Store) -> None:
-    async with ready_echo(*flags(redis)) as (process, _), ready_echo(*flags(redis)) as (other, _):
+async def test_the_registration_of_a_replica_that_was_killed_expires(redis_server: RedisServer, store: Store) -> None:
+    async with ready_echo(*flags(redis_server)) as (process, _), ready_echo(*flags(redis_server)) as (other, _):
         await until_states(store, ["ready", "ready"])
         os.kill(process.pid, signal.SIGKILL)
         await until_states(store, ["ready"])
@@ -105,10 +98,10 @@ async def test_the_registration_of_a_replica_that_was_killed_expires(redis: Redi
         assert record.address.endswith(f":{port}")
 
 
-async def test_a_restarted_replica_has_another_instance(redis: RedisServer, store: Store) -> None:
+async def test_a_restarted_replica_has_another_instance(redis_server: RedisServer, store: Store) -> None:
     instances = set()
     for _ in range(2):
-        async with ready_echo(*flags(redis)) as (process, _):
+        async with ready_echo(*flags(redis_server)) as (process, _):
             await until_states(store, ["ready"])
             instances.update(record.instance_id for record in await store.replicas())
             process.terminate()
@@ -117,10 +110,10 @@ async def test_a_restarted_replica_has_another_instance(redis: RedisServer, stor
 
 
 async def test_without_redis_a_replica_starts_and_serves_and_registers_once_redis_is_there(
-    redis: RedisServer, store: Store
+    redis_server: RedisServer, store: Store
 ) -> None:
-    redis.stop()
-    async with ready_echo(*flags(redis)) as (process, channel):
+    redis_server.stop()
+    async with ready_echo(*flags(redis_server)) as (process, channel):
         metrics_port = next(event["metrics_port"] for event in process.events if event["event"] == "listening")
         stream = verify_stream(channel)
         await stream.write(b"hello")
@@ -132,7 +125,7 @@ async def test_without_redis_a_replica_starts_and_serves_and_registers_once_redi
             return samples["specdec_target_store_up"] == 0 and samples["specdec_target_announce_failures_total"] > 1
 
         await eventually(is_counted, "the metrics tell that Redis is down")
-        redis.start()
+        redis_server.start()
         await until_states(store, ["ready"])
 
         async def is_up() -> bool:
@@ -144,9 +137,9 @@ async def test_without_redis_a_replica_starts_and_serves_and_registers_once_redi
         assert [event["event"] for event in process.events].count("store_down") == 1
 
 
-async def test_a_replica_stops_though_redis_is_gone(redis: RedisServer, store: Store) -> None:
-    async with ready_echo(*flags(redis)) as (process, _):
+async def test_a_replica_stops_though_redis_is_gone(redis_server: RedisServer, store: Store) -> None:
+    async with ready_echo(*flags(redis_server)) as (process, _):
         await until_states(store, ["ready"])
-        redis.stop()
+        redis_server.stop()
         process.terminate()
         assert await process.exit_code() == 0

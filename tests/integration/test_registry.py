@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from specdec.store.interface import Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import Reading, another, eventually
+from tests.chaos.faults import Reading, another, eventually, sampled_request
 from tests.integration.conftest import MakeCluster
 from tests.integration.coordinator_harness import Harness, collect, expected_ids, request, running
 from tests.integration.redis_server import RedisServer
@@ -32,26 +32,18 @@ BLOCK_TOKENS = 32
 
 
 @pytest.fixture
-def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    server = RedisServer(tmp_path)
-    server.start()
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-async def store(redis: RedisServer) -> AsyncIterator[Store]:
+async def store(redis_server: RedisServer) -> AsyncIterator[Store]:
     options = RedisOptions(timeout_s=5.0)
     # Tries again soon: a test waits for what is there once Redis is back.
-    store = GuardedStore(connect(redis.url, options), back_off=BackOff(first_s=0.05, longest_s=0.05))
+    store = GuardedStore(connect(redis_server.url, options), back_off=BackOff(first_s=0.05, longest_s=0.05))
     yield store
     await store.close()
 
 
-def settings(redis: RedisServer, **more: Any) -> dict[str, Any]:
+def settings(redis_server: RedisServer, **more: Any) -> dict[str, Any]:
     """Settings of a coordinator that finds its replicas quickly."""
     fast = {"targets": (), "drafts": (), "discovery_s": 0.05, "redis_timeout_s": 2.0}
-    return {"redis_url": redis.url, **fast, **more}
+    return {"redis_url": redis_server.url, **fast, **more}
 
 
 @asynccontextmanager
@@ -83,20 +75,20 @@ async def until_ready(harness: Harness, *replicas: ScriptedReplica) -> None:
 
 
 async def test_a_coordinator_with_an_empty_registry_waits_for_a_target_and_uses_it_at_once(
-    redis: RedisServer, store: Store
+    redis_server: RedisServer, store: Store
 ) -> None:
     target, draft = ScriptedTarget(), ScriptedDraft()
     has_started = asyncio.Event()
 
     async def coordinate() -> None:
-        async with running([], **settings(redis)) as harness:
+        async with running([], **settings(redis_server)) as harness:
             has_started.set()
             await until_ready(harness, target, draft)
             result = await collect(harness.stub.Generate(request()))
             assert result.ids() == expected_ids(target, 20)
 
     async def has_asked() -> bool:
-        with redis.client() as client:
+        with redis_server.client() as client:
             return client.info("commandstats").get("cmdstat_zrangebyscore", {}).get("calls", 0) >= 3
 
     coordinating = asyncio.create_task(coordinate())
@@ -107,11 +99,11 @@ async def test_a_coordinator_with_an_empty_registry_waits_for_a_target_and_uses_
 
 
 async def test_registered_replicas_join_configured_ones_and_leave_when_they_are_gone(
-    redis: RedisServer, store: Store
+    redis_server: RedisServer, store: Store
 ) -> None:
     configured, first, second = ScriptedTarget(), ScriptedTarget(), ScriptedTarget()
     await configured.start()
-    async with running([configured], **settings(redis, targets=(configured.address,))) as harness:
+    async with running([configured], **settings(redis_server, targets=(configured.address,))) as harness:
         await until_ready(harness, configured)
         async with announced(store, first):
             await until_ready(harness, configured, first)
@@ -125,11 +117,11 @@ async def test_registered_replicas_join_configured_ones_and_leave_when_they_are_
         await until_ready(harness, configured)
 
 
-async def test_a_replica_that_only_lost_its_registration_is_used_on(redis: RedisServer, store: Store) -> None:
+async def test_a_replica_that_only_lost_its_registration_is_used_on(redis_server: RedisServer, store: Store) -> None:
     target = ScriptedTarget()
     target.limit = 10
     await target.start()
-    async with announced(store, target) as announcer, running([], **settings(redis)) as harness:
+    async with announced(store, target) as announcer, running([], **settings(redis_server)) as harness:
         call = harness.stub.Generate(request(max_tokens=40))
         await target.until(lambda: target.num_output() == 10)
         await announcer.stop()  # as if its way to Redis were cut; nothing else happens to it
@@ -148,13 +140,15 @@ async def test_a_replica_that_only_lost_its_registration_is_used_on(redis: Redis
         assert (await collect(harness.stub.Generate(request()))).ids() == expected_ids(target, 20)
 
 
-async def test_a_registered_replica_that_does_not_fit_is_named_in_the_status(redis: RedisServer, store: Store) -> None:
+async def test_a_registered_replica_that_does_not_fit_is_named_in_the_status(
+    redis_server: RedisServer, store: Store
+) -> None:
     target, loading = ScriptedTarget(), ScriptedTarget()
     other_model = ScriptedTarget(identity("other", weights_digest="w2"))
     other_tokenizer = ScriptedDraft(identity("draft", tokenizer_digest="t2"))
     async with (
         announced(store, target),
-        running([], **settings(redis)) as harness,
+        running([], **settings(redis_server)) as harness,
         announced(store, other_model),
         announced(store, other_tokenizer),
         announced(store, loading, AnnouncedState.LOADING),
@@ -179,21 +173,21 @@ async def test_a_registered_replica_that_does_not_fit_is_named_in_the_status(red
 
 
 async def test_a_redis_that_is_down_when_a_coordinator_starts_is_used_once_it_is_there(
-    redis: RedisServer, store: Store
+    redis_server: RedisServer, store: Store
 ) -> None:
     configured, registered = ScriptedTarget(), ScriptedTarget()
     await configured.start()
-    redis.stop()
-    async with running([configured], **settings(redis, targets=(configured.address,))) as harness:
+    redis_server.stop()
+    async with running([configured], **settings(redis_server, targets=(configured.address,))) as harness:
         result = await collect(harness.stub.Generate(request()))
         assert result.ids() == expected_ids(configured, 20)
-        redis.start()
+        redis_server.start()
         async with announced(store, registered):
             await until_ready(harness, configured, registered)
 
 
 async def test_the_turns_of_a_conversation_meet_at_one_target_whichever_coordinator_they_go_through(
-    redis: RedisServer, store: Store
+    redis_server: RedisServer, store: Store
 ) -> None:
     targets = [ScriptedTarget(), ScriptedTarget()]
     for number, target in enumerate(targets):
@@ -202,8 +196,8 @@ async def test_the_turns_of_a_conversation_meet_at_one_target_whichever_coordina
     async with (
         announced(store, targets[0]),
         announced(store, targets[1]),
-        running([], **settings(redis, owner_id="one")) as one,
-        running([], **settings(redis, owner_id="two")) as two,
+        running([], **settings(redis_server, owner_id="one")) as one,
+        running([], **settings(redis_server, owner_id="two")) as two,
     ):
         for harness in (one, two):
             await until_ready(harness, *targets)
@@ -234,16 +228,6 @@ async def until_known(store: Store, token_ids: list[int], holders: set[str]) -> 
     await eventually(is_so, "other coordinators can know what is cached")
 
 
-def body(seed: int, prompt: list[int] | None = None, max_tokens: int = 300) -> api.GenerateRequest:
-    message = api.GenerateRequest()
-    message.prompt_token_ids.token_ids.extend(prompt or [10 + (seed * 7 + i * 3) % 200 for i in range(48)])
-    message.sampling.temperature = 1.0
-    message.sampling.seed = seed
-    message.sampling.max_tokens = max_tokens
-    message.sampling.ignore_eos = True
-    return message
-
-
 async def states(store: Store) -> dict[str, str]:
     """What the registry says, by address."""
     try:
@@ -253,12 +237,12 @@ async def states(store: Store) -> dict[str, str]:
 
 
 async def test_processes_find_each_other_in_redis_and_outlive_it(
-    make_cluster: MakeCluster, redis: RedisServer, store: Store
+    make_cluster: MakeCluster, redis_server: RedisServer, store: Store
 ) -> None:
     registry = {"registry_ttl_s": 2.0, "redis_timeout_s": 1.0}
     cluster = make_cluster(
         num_targets=2,
-        redis_url=redis.url,
+        redis_url=redis_server.url,
         target_settings=registry,
         draft_settings=registry,
         coordinator_settings=registry,
@@ -276,13 +260,13 @@ async def test_processes_find_each_other_in_redis_and_outlive_it(
             return [(c.address, c.state) for c in listed] == [(cluster.address, "ready")]
 
         await eventually(is_listed, "the coordinator lists itself")
-        undisturbed = await asyncio.gather(*(client.complete(body(seed)) for seed in range(6)))
+        undisturbed = await asyncio.gather(*(client.complete(sampled_request(seed)) for seed in range(6)))
 
-        readings = [Reading(client, body(seed)) for seed in range(6)]
+        readings = [Reading(client, sampled_request(seed)) for seed in range(6)]
         await asyncio.gather(*(reading.until(10) for reading in readings))
-        redis.stop()
-        without = await client.complete(body(0))
-        redis.start()  # empty
+        redis_server.stop()
+        without = await client.complete(sampled_request(0))
+        redis_server.start()  # empty
         disturbed = await asyncio.gather(*(reading.rest() for reading in readings))
         assert [c.identity for c in disturbed] == [c.identity for c in undisturbed]
         assert without.identity == undisturbed[0].identity
@@ -316,7 +300,7 @@ async def replicas_come_and_go(cluster: Cluster, client: Client, store: Store, e
         await eventually(is_used, "the target that came later is used")
         [stays] = [r.address for r in (await client.status()).replicas if r.role == "target" and r.address != address]
         assert stays == target.address
-        readings = [Reading(client, body(1)) for _ in range(4)]
+        readings = [Reading(client, sampled_request(1)) for _ in range(4)]
         await asyncio.gather(*(reading.until(5) for reading in readings))
         late.services["target"].terminate()
         seen = set()
@@ -332,12 +316,12 @@ async def replicas_come_and_go(cluster: Cluster, client: Client, store: Store, e
 
 
 async def test_the_second_turn_at_another_coordinator_finds_the_first_ones_tokens_cached(
-    make_cluster: MakeCluster, redis: RedisServer, store: Store, tmp_path: Path
+    make_cluster: MakeCluster, redis_server: RedisServer, store: Store, tmp_path: Path
 ) -> None:
     # On a busy machine a look-up may take longer than one should wait for it in earnest.
     patient = {"redis_timeout_s": 10.0}
-    cluster = make_cluster(num_targets=2, num_drafts=0, redis_url=redis.url, coordinator_settings=patient)
-    fast = {"redis-url": redis.url, "redis-timeout-s": 10.0, "discovery-s": 0.2}
+    cluster = make_cluster(num_targets=2, num_drafts=0, redis_url=redis_server.url, coordinator_settings=patient)
+    fast = {"redis-url": redis_server.url, "redis-timeout-s": 10.0, "discovery-s": 0.2}
     with another("coordinator", tmp_path / "second", **fast) as second:
         address = second.services["coordinator"].spec.address
         async with Client(cluster.address) as one, Client(address) as two:
@@ -347,13 +331,13 @@ async def test_the_second_turn_at_another_coordinator_finds_the_first_ones_token
 
             await eventually(both_ready, "the second coordinator has found both targets")
             instances = {record.instance_id for record in await store.replicas() if record.role == "target"}
-            bodies = [body(seed, max_tokens=100) for seed in range(6)]
+            bodies = [sampled_request(seed, max_tokens=100) for seed in range(6)]
             # All first turns at once, so that both targets get some.
             firsts = await asyncio.gather(*(one.complete(first_body) for first_body in bodies))
             for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
                 prompt = [*first_body.prompt_token_ids.token_ids, *first.choices[0].token_ids]
                 await until_known(store, prompt, instances)
-                turn = await two.complete(body(seed, [*prompt, 40, 41, 42], max_tokens=4))
+                turn = await two.complete(sampled_request(seed, [*prompt, 40, 41, 42], max_tokens=4))
                 assert turn.require_finished().usage.cached_tokens > len(first_body.prompt_token_ids.token_ids)
             coordinators = {coordinator.address for coordinator in (await two.status()).coordinators}
             assert coordinators == {cluster.address, address}

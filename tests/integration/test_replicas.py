@@ -12,9 +12,8 @@ from coordinator.links.target_link import TargetLink
 from specdec.client import Client
 from specdec.rpc.errors import Cancelled, from_rpc_error
 from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, target_pb2
-from tests.chaos.faults import eventually
+from tests.chaos.faults import eventually, sampled_request
 from tests.integration.conftest import MakeCluster
 from tests.integration.coordinator_harness import collect, expected_ids, request, running
 from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
@@ -24,28 +23,18 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 NUM_TOKENS = 300
 
 
-def body(seed: int, prompt: list[int] | None = None, max_tokens: int = NUM_TOKENS) -> api.GenerateRequest:
-    message = api.GenerateRequest()
-    message.prompt_token_ids.token_ids.extend(prompt or [10 + (seed * 7 + i * 3) % 200 for i in range(48)])
-    message.sampling.temperature = 1.0
-    message.sampling.seed = seed
-    message.sampling.max_tokens = max_tokens
-    message.sampling.ignore_eos = True
-    return message
-
-
 async def test_the_second_turn_of_a_conversation_finds_the_first_ones_tokens_cached(
     make_cluster: MakeCluster,
 ) -> None:
     cluster = make_cluster(num_targets=2, num_drafts=0)
     async with Client(cluster.address) as client:
-        bodies = [body(seed, max_tokens=100) for seed in range(6)]
+        bodies = [sampled_request(seed, max_tokens=100) for seed in range(6)]
         # All first turns at once, so that both targets get some.
         firsts = await asyncio.gather(*(client.complete(first_body) for first_body in bodies))
         for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
             output = [token.id for token in first.choices[0].tokens]
             prompt = [*first_body.prompt_token_ids.token_ids, *output, 40, 41, 42]
-            second = await client.complete(body(seed, prompt, max_tokens=4))
+            second = await client.complete(sampled_request(seed, prompt, max_tokens=4))
             assert second.require_finished().usage.cached_tokens > len(first_body.prompt_token_ids.token_ids)
 
 

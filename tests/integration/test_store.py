@@ -113,6 +113,16 @@ async def test_holders_of_a_prefix_are_bounded_and_expire(store: Store) -> None:
     await eventually(is_forgotten, "the holder expires")
 
 
+async def test_each_holder_of_a_prefix_expires_by_itself(store: Store) -> None:
+    await store.add_prefixes("lasting", [b"d"], LONG_S)
+    await store.add_prefixes("brief", [b"d"], 0.05)
+
+    async def is_alone() -> bool:
+        return await store.prefix_holders([b"d"]) == [frozenset({"lasting"})]
+
+    await eventually(is_alone, "one holder expires and the other does not")
+
+
 async def test_prefixes_anywhere_in_a_cluster_are_answered_in_the_order_asked(store: Store) -> None:
     digests = [bytes([number]) * 8 for number in range(64)]
     await store.add_prefixes("even", digests[::2], LONG_S)
@@ -254,6 +264,18 @@ async def test_a_bucket_grants_its_burst_and_then_asks_to_wait(store: Store) -> 
     assert await store.take_tokens("t", 5, 0.01, 10, force=True) == 0
     assert await store.take_tokens("t", 1, 0.01, 10) == pytest.approx(600, abs=10)
     assert await store.take_tokens("other", 50, 1, 10) == 0
+
+
+async def test_a_bucket_refills_at_its_rate(store: Store) -> None:
+    # It would be forgotten, and so be full again, in 101 s.
+    assert await store.take_tokens("t", 1000, 10, 1000) == 0
+    assert await store.take_tokens("t", 1, 10, 1000) == pytest.approx(0.1, abs=0.1)
+
+    async def has_a_token() -> bool:
+        return await store.take_tokens("t", 1, 10, 1000) == 0
+
+    await eventually(has_a_token, "the bucket has a token")
+    assert await store.take_tokens("t", 1000, 10, 1000) > 50
 
 
 async def test_what_is_out_of_bounds_is_refused_and_named(store: Store) -> None:

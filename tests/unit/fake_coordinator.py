@@ -60,6 +60,10 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         num_choices = request.sampling.n or 1
         started = coordinator_pb2.GenerateStarted(request_id="r", seed=seed, model=TARGET, notices=["a limit"])
         yield coordinator_pb2.GenerateResponse(started=started)
+        if request.sampling.HasField("prompt_logprobs"):
+            positions = [common_pb2.PositionLogprobs(logprob=logprob) for logprob in (-1.5, -2.5)]
+            prompt_logprobs = coordinator_pb2.PromptLogprobs(token_ids=[31, 32, 33], positions=positions)
+            yield coordinator_pb2.GenerateResponse(prompt_logprobs=prompt_logprobs)
         for number, (word, origin) in enumerate(zip(WORDS, ORIGINS, strict=True)):
             for choice in range(num_choices):
                 token_id = 100 + number + (self.plain_differs and not speculates and number > 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 from datetime import UTC, datetime, timedelta
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from coordinator.api_keys import ApiKey, ApiKeys, Authenticator, KeyFileInvalid, hash_key, read_key_file
 from coordinator.quotas import Allowance, QuotaRate
-from specdec.cli.main import app
+from specdec.cli.app import app
 from specdec.client import ClientSettings
 from specdec.rpc.errors import NotReady, PermissionDenied, Unauthenticated
 
@@ -62,6 +63,30 @@ def test_a_key_is_found_by_its_hash(tmp_path: Path, name: str) -> None:
         with pytest.raises(Unauthenticated) as caught:
             keys.authenticate(wrong)
         assert caught.value.reason == "INVALID_API_KEY"
+
+
+@pytest.mark.parametrize("place", [0, 31, 32, 63])
+def test_a_hash_that_differs_in_a_single_digit_is_another_keys(tmp_path: Path, place: int) -> None:
+    digits = list(hash_key(KEY))
+    digits[place] = "0" if digits[place] != "0" else "1"
+    write(tmp_path / "keys.yaml", entry() | {"sha256": "".join(digits)})
+    with pytest.raises(Unauthenticated):
+        loaded(tmp_path / "keys.yaml").authenticate(KEY)
+
+
+def test_a_key_is_held_against_every_entry_in_constant_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "keys.yaml", entry(), entry(OTHER, "other", "umbrella"))
+    keys = loaded(tmp_path / "keys.yaml")
+    compared: list[str] = []
+
+    def observed(stored: bytes, given: bytes) -> bool:
+        compared.append(stored.hex())
+        return compare(stored, given)
+
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", observed)
+    assert keys.authenticate(KEY).id == "first"
+    assert compared == [hash_key(KEY), hash_key(OTHER)]
 
 
 def test_a_key_is_good_until_it_expires(tmp_path: Path) -> None:

@@ -7,14 +7,16 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
 import specdec
-from specdec.cli.main import app
+from specdec.cli.app import app
 from specdec.v1 import common_pb2, coordinator_pb2
 from tests.unit.fake_coordinator import TEXT, FakeCoordinator, running_fake_coordinator
 
@@ -132,6 +134,13 @@ def test_the_prompt_may_be_token_ids_or_messages(command: Command) -> None:
         (["x", "--json", "--compare"], "--compare"),
         (["--prompt-file", "/nowhere/p"], "/nowhere/p"),
         (["x", "--tls-key", "k"], "--tls-cert"),
+        (["x", "--tls-ca", __file__], "--tls-ca: not usable PEM"),
+        (["x", "--tls-key", __file__, "--tls-cert", __file__], "--tls-cert, --tls-key: not usable PEM"),
+        (["x", "--priority", "99999999999"], "--priority"),
+        (["x", "--stop-token-id", "-1"], "Invalid value for --stop-token-id"),
+        (["x", "--logit-bias", "-1=2"], "Invalid value for --logit-bias"),
+        (["x", "--address", "localhost"], "'localhost' is not HOST:PORT"),
+        (["x", "--address", "localhost:99999"], "'localhost:99999' is not HOST:PORT"),
     ],
 )
 def test_a_malformed_flag_is_named_and_nothing_is_sent(command: Command, arguments: list[str], named: str) -> None:
@@ -212,7 +221,12 @@ def test_json_prints_every_chunk_as_a_line(command: Command) -> None:
 
 
 def test_logprobs_are_shown_when_asked_for(command: Command) -> None:
-    assert "-0.250" in command("generate", "x", "--logprobs", "1").stderr
+    result = command("generate", "x", "--logprobs", "1", "--prompt-logprobs", "0")
+    rows = [line.split() for line in result.stderr.splitlines()]
+    assert ["31"] in rows
+    assert ["32", "-1.500"] in rows
+    assert ["33", "-2.500"] in rows
+    assert "-0.250" in result.stderr
 
 
 def test_flags_win_over_environment_over_file_over_default(command: Command, tmp_path: Path) -> None:
@@ -284,6 +298,16 @@ def test_health_says_what_is_wrong_with_the_connection(command: Command) -> None
     result = command("health", "--address", "127.0.0.1:1")
     assert result.exit_code == 6
     assert result.stderr == "127.0.0.1:1: UNAVAILABLE: nothing listens there\n"
+
+
+def test_another_service_at_the_address_is_told_apart_from_a_coordinator(command: Command) -> None:
+    server = grpc.server(ThreadPoolExecutor(max_workers=1))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    result = command("models", "--address", address)
+    server.stop(None).wait()
+    assert result.exit_code == 1
+    assert f"{address} does not know the call: what listens there is no coordinator" in result.stderr
 
 
 @pytest.mark.parametrize("role", ["target", "draft", "coordinator"])

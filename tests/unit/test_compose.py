@@ -12,7 +12,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from specdec.cli.main import app
+from specdec.cli.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -44,6 +44,13 @@ def test_commands_load_as_settings(name: str, service: dict[str, Any]) -> None:
     load_settings(cls, arguments, env_prefix=cls.env_prefix, prog="test")
     assert role == name
     assert CliRunner().invoke(app, ["serve", role, *arguments, "--help"]).exit_code == 0
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_health_is_asked_for_by_the_images_own_command(name: str) -> None:
+    _, command, *arguments = SERVICES[name]["healthcheck"]["test"]
+    assert (command, arguments[0]) == ("specdec", "health")
+    assert CliRunner().invoke(app, [*arguments, "--help"]).exit_code == 0
 
 
 @pytest.mark.parametrize("name", SETTINGS)

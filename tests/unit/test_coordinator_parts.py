@@ -122,14 +122,20 @@ def test_accepted_tokens_that_a_stop_string_cut_off_do_not_count() -> None:
 
 
 def test_a_resume_token_belongs_to_one_id_seed_model_tenant_and_secret() -> None:
-    identity = pb.ModelIdentity(name="m", weights_digest="w")
+    parts = {"name": "m", "revision": "r", "weights_digest": "w", "tokenizer_digest": "t"}
+    identity = pb.ModelIdentity(**parts)
     token = make_resume_token(b"secret", "tenant", "id", 7, identity)
     check_resume_token(token, make_resume_token(b"secret", "tenant", "id", 7, identity))
     others = [
         make_resume_token(b"secre2", "tenant", "id", 7, identity),
+        make_resume_token(b"secret", "another", "id", 7, identity),
+        make_resume_token(b"secret", "tenant", "di", 7, identity),
         make_resume_token(b"secret", "tenan", "tid", 7, identity),
         make_resume_token(b"secret", "tenant", "id", 8, identity),
-        make_resume_token(b"secret", "tenant", "id", 7, pb.ModelIdentity(name="m", weights_digest="v")),
+        *(
+            make_resume_token(b"secret", "tenant", "id", 7, pb.ModelIdentity(**{**parts, part: "another"}))
+            for part in parts
+        ),
     ]
     for other in others:
         with pytest.raises(InvalidRequest):
@@ -191,6 +197,6 @@ def test_the_coordinator_needs_no_tensors() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'numpy')))\n"
-        "import coordinator.__main__, specdec.cli.main"
+        "import coordinator.__main__, specdec.cli.app"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

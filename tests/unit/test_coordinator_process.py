@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from coordinator.process import as_json, reserved_port
+from coordinator.process import CoordinatorProcess, as_json, reserved_port
 from coordinator.supervisor import process_settings
 from specdec.config import CoordinatorSettings
 from specdec.rpc.startup import StartupFailed
@@ -81,3 +81,18 @@ def test_settings_reach_a_process_unchanged(tmp_path: Path) -> None:
     keys.write_text("keys: []\n")
     for settings in process_settings(make_settings(api_keys_file=keys), 5000):
         assert CoordinatorSettings.model_validate(json.loads(as_json(settings.model_dump()))) == settings
+
+
+async def test_a_process_that_has_ended_leaves_its_counters_and_not_its_gauges(tmp_path: Path) -> None:
+    keys, metrics = tmp_path / "keys.yaml", tmp_path / "metrics"
+    keys.write_text("keys: 7\n")
+    metrics.mkdir()
+
+    async def on_change() -> None: ...
+
+    with reserved_port(HOST, 0) as port:
+        settings = process_settings(make_settings(api_keys_file=keys), port)[0]
+        assert await CoordinatorProcess(0, settings, str(metrics), on_change).live() == 1
+    left = {path.name for path in metrics.iterdir()}
+    assert "counter_0.db" in left
+    assert {name for name in left if name.startswith("gauge")} == set()

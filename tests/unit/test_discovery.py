@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -16,7 +15,9 @@ from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.roster import Roster
 from coordinator.service import CoordinatorService
 from specdec.config import CoordinatorSettings
-from specdec.rpc.tls import TlsFilesBroken
+from specdec.rpc.channel import ReplicaChannel
+from specdec.rpc.settings import ClientSettings
+from specdec.tls_files import TlsFilesBroken
 from tests.integration.coordinator_harness import collect, expected_ids, request, running
 from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
 
@@ -104,7 +105,7 @@ class IdleLink(ReplicaLink):
     role = "target"
 
     def __init__(self, endpoint: Endpoint) -> None:
-        channel = grpc.aio.insecure_channel(endpoint.address)
+        channel = ReplicaChannel(endpoint.address, ClientSettings())
         super().__init__(endpoint.address, channel, None, None)  # type: ignore[arg-type]
         self.has_stream = False
 
@@ -168,24 +169,6 @@ async def test_a_replica_that_is_registered_and_configured_is_retired_as_a_confi
     links[0].has_stream = True
     roster.update([])
     assert links[0].is_draining
-    await roster.close()
-
-
-async def test_a_replica_whose_link_cannot_be_made_is_tried_again() -> None:
-    links: list[IdleLink] = []
-    is_broken = True
-
-    def make(endpoint: Endpoint) -> IdleLink:
-        if is_broken:
-            raise TlsFilesBroken("replica_tls_ca_file: half written")
-        return IdleLink(endpoint)
-
-    roster = Roster(make, lambda now: links.__setitem__(slice(None), now), lambda link: None)
-    roster.update([Endpoint("127.0.0.1:1")])
-    assert links == []
-    is_broken = False
-    roster.update([Endpoint("127.0.0.1:1")])
-    assert [link.address for link in links] == ["127.0.0.1:1"]
     await roster.close()
 
 

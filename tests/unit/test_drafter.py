@@ -296,6 +296,18 @@ def test_in_rejection_mode_a_round_is_sent_whole_and_with_its_distributions(clie
         assert sum(sparse.probs) == pytest.approx(1.0, abs=1e-5)
 
 
+def test_in_rejection_mode_a_round_goes_on_past_a_stop_token(client: WorkerClient) -> None:
+    """How long a round is, and so when it comes, does not depend on the tokens in it (specdec/engine/rejection.py)."""
+    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
+    body.verify_mode = pb.VERIFY_MODE_REJECTION
+    drafting(client, body)
+    (sent,) = proposals(client)
+    body.sampling.stop_token_ids.append(sent.token_ids[1])
+    client.entry("s", epoch=2, open=body)
+    client.turn(30)
+    assert [list(proposal.token_ids) for proposal in proposals(client)] == [list(sent.token_ids)]
+
+
 @pytest.mark.parametrize("num_confirmed", [1, 2, 3, 4])
 def test_in_rejection_mode_a_confirmed_part_of_a_round_is_followed_by_the_next_round(
     client: WorkerClient, num_confirmed: int

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
-from specdec.cli.main import app
+from specdec.cli.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 
 ROOT = Path(__file__).parents[2]

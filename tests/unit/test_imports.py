@@ -81,7 +81,7 @@ def test_bookkeeping_needs_no_tensors(module: str) -> None:
     "module",
     [
         "coordinator.__main__",
-        "specdec.cli.main",
+        "specdec.cli.app",
         "specdec.client",
         "specdec.config",
         "specdec.sampling_params",

@@ -1,14 +1,15 @@
 """Models that the engine cannot page are refused at load, with a reason; real tiny models throughout."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, dynamic_module_utils
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from specdec.engine.model_gate import ModelNotSupported, check_config
+from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, check_config
 from specdec.engine.model_loader import load_model
 from specdec.engine.model_runner import ModelRunner
 from specdec.engine.settings import EngineSettings
@@ -131,8 +132,57 @@ def test_every_supported_config_passes_the_static_checks() -> None:
         check_config(make())
 
 
-def test_repository_code_is_not_run_unless_allowed(tmp_path: Path) -> None:
+def with_code(directory: Path, auto_class: str) -> Path:
+    """Give a model's folder code of its own for one of transformers' classes; returns what that leaves when it runs."""
+    trace = directory / "code-ran"
+    (directory / "of_the_repository.py").write_text(f"""
+from pathlib import Path
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({str(trace)!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    pass
+""")
+    config = json.loads((directory / "config.json").read_text())
+    own = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnModel"}[auto_class]
+    config["auto_map"] = {auto_class: f"of_the_repository.{own}"}
+    if auto_class == "AutoConfig":
+        config["model_type"] = "own"
+    (directory / "config.json").write_text(json.dumps(config))
+    return trace
+
+
+def test_a_model_that_needs_its_repositorys_code_is_refused_and_the_code_is_not_run(tmp_path: Path) -> None:
     directory = save_tiny_model("llama", tmp_path)
-    settings = EngineSettings(model=str(directory), device="cpu")
-    assert not settings.trust_remote_code
-    assert load_model(settings).identity.architecture == "LlamaForCausalLM"
+    trace = with_code(directory, "AutoConfig")
+    with pytest.raises(ModelLoadError, match="trust_remote_code"):
+        load_model(EngineSettings(model=str(directory), device="cpu"))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_code_beside_a_known_model_is_run_only_if_that_is_allowed(
+    tmp_path: Path, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tiny_model("llama", tmp_path / "model")
+    trace = with_code(directory, "AutoModelForCausalLM")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    loaded = load_model(EngineSettings(model=str(directory), device="cpu", trust_remote_code=allowed))
+    assert loaded.identity.architecture == ("OwnModel" if allowed else "LlamaForCausalLM")
+    assert trace.exists() == allowed
+
+
+def test_weights_that_are_pickled_are_refused(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    weights = load_model(EngineSettings(model=str(directory), device="cpu")).model.state_dict()
+    torch.save(weights, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        load_model(EngineSettings(model=str(directory), device="cpu"))

@@ -105,6 +105,21 @@ def test_a_service_that_never_becomes_healthy_is_reported_and_stopped(tmp_path: 
     assert not cluster.services["target"].is_running
 
 
+def test_who_waits_for_a_service_for_long_is_told_the_end_of_its_log(tmp_path: Path) -> None:
+    timeouts = ClusterTimeouts(start_s=DEADLINE_S, patience_s=0.0)
+    cluster = Cluster([spec(LISTENS, "--bind", "127.0.0.1", "0")], log_dir=tmp_path, timeouts=timeouts)
+    service = cluster.services["target"]
+
+    def leave_once_told(what: str) -> None:
+        if what.startswith("target to become healthy; its log ends: Serving HTTP"):
+            service.terminate()
+            assert service.wait(DEADLINE_S)
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        cluster.start(leave_once_told)
+
+
 def test_a_port_in_use_is_reported_before_anything_starts(tmp_path: Path) -> None:
     taken = spec(LISTENS)
     process = ServiceProcess(

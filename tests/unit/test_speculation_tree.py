@@ -147,6 +147,42 @@ def test_merging_later_equals_advancing_first() -> None:
         assert _paths(early) == _paths(late)
 
 
+def chain_of(*tokens: int, start: int = 3) -> pb.Proposal:
+    """A chain with a distribution for each token, which tells which proposal it came with."""
+    sparse = [pb.SparseDistribution(token_ids=[token, 90 + len(tokens)], probs=[0.75, 0.25]) for token in tokens]
+    return proposal(list(tokens), start=start, distributions=sparse)
+
+
+def test_for_rejection_verification_the_chain_that_came_first_stays_and_only_grows_at_its_end() -> None:
+    tree = SpeculationTree(vocab_size=100, is_chain=True)
+    for offered in (chain_of(1, 2), chain_of(3, 4, 5), chain_of(1, 6, 7), chain_of(1, 2, 8), chain_of(1, 9, 8, 9)):
+        tree.merge(offered, COMMITTED)
+    assert shape(tree) == ([1, 2, 8], [-1, 0, 1])
+    assert [node.token_ids for node in tree.nodes] == [(1, 92), (2, 92), (8, 93)]
+
+
+def test_for_rejection_verification_a_late_chain_is_walked_along_what_was_committed_since() -> None:
+    tree = SpeculationTree(vocab_size=100, is_chain=True)
+    tree.merge(chain_of(11, 50, start=1), COMMITTED)
+    assert len(tree) == 0
+    tree.merge(chain_of(11, 12, 1, start=1), COMMITTED)
+    assert shape(tree) == ([1], [-1])
+
+
+@pytest.mark.parametrize(
+    ("offered", "field"),
+    [
+        (proposal([1, 2], [-1, -1], distributions=chain_of(1, 2).distributions), "proposal.parents"),
+        (proposal([1, 2], distributions=chain_of(1).distributions), "proposal.distributions"),
+        (proposal([1, 2]), "proposal.distributions"),
+    ],
+)
+def test_for_rejection_verification_trees_and_bare_tokens_are_refused(offered: pb.Proposal, field: str) -> None:
+    with pytest.raises(SessionFailure) as refused:
+        SpeculationTree(vocab_size=100, is_chain=True).merge(offered, COMMITTED)
+    assert refused.value.field == field
+
+
 def _paths(tree: SpeculationTree) -> set[tuple[int, ...]]:
     ids = tree.tokens.token_ids
     return {tuple(ids[node] for node in tree.tokens.path(last)) for last in range(len(tree))}

@@ -79,10 +79,12 @@ def test_a_proposal_keeps_the_indices_of_the_wire() -> None:
 
 
 @given(node_lists())
-def test_grafting_merges_equal_children_and_loses_no_path(lists: tuple[list[int], list[int]]) -> None:
+def test_adding_merges_equal_children_and_loses_no_path(lists: tuple[list[int], list[int]]) -> None:
     wire = TokenTree(*lists)
     tree = TokenTree([0, 1])
-    placed = tree.graft(wire, parent=0)
+    placed: list[int] = []
+    for token, above in zip(wire.token_ids, wire.parents, strict=True):
+        placed.append(tree.add(0 if above < 0 else placed[above], token))
     for node in range(len(wire)):
         below = [tree.token_ids[i] for i in tree.path(placed[node])]
         assert below == [0] + [wire.token_ids[i] for i in wire.path(node)]

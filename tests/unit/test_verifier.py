@@ -112,6 +112,22 @@ def test_a_verdict_counts_what_was_verified_accepted_and_wasted(client: WorkerCl
     assert verdict.hit
 
 
+def test_what_was_drafted_past_the_end_of_a_choice_does_not_count_as_refused(
+    client: WorkerClient, truth: list[int]
+) -> None:
+    acceptance = client.pair.verifier.pacing.acceptance
+    before = acceptance.depth_rate
+    client.entry("s", open=a_session(stop_token_ids=[truth[21]], body={"credit_position": 21}))
+    client.turn(4)
+    client.entry("s", proposal=chain(21, truth[21:25]))
+    client.entry("s", credit=pb.Credit(position=40))
+    client.turn(5)
+    last = client.take("verdict")[-1]
+    assert (last.token_ids, last.finish_reason) == ([truth[21]], pb.FINISH_REASON_STOP)
+    assert sum(last.verified_by_depth) == 4
+    assert acceptance.depth_rate > before
+
+
 def test_max_draft_tokens_of_zero_ignores_proposals(client: WorkerClient, truth: list[int]) -> None:
     client.entry("s", open=a_session(4, body={"max_draft_tokens": 0}))
     client.entry("s", proposal=b"\xff")

@@ -294,6 +294,22 @@ def test_load_is_reported_a_few_times_a_second(client: WorkerClient) -> None:
     assert client.kinds.count(FrameKind.LOAD) == 2
 
 
+def test_every_owner_is_told_of_a_load_that_changed_and_of_no_other(client: WorkerClient) -> None:
+    client.attach(stream_id=2, owner="b")
+    opened(client)
+    client.clock.now_s += 0.3
+    client.turn()
+    assert [client.loads[stream_id].num_running for stream_id in (1, 2)] == [1, 1]
+    client.entry("s", close=pb.CloseSession())
+    client.clock.now_s += 0.3
+    client.turn()
+    assert [client.loads[stream_id].num_running for stream_id in (1, 2)] == [0, 0]
+    client.loads.clear()
+    client.clock.now_s += 0.3
+    client.turn()
+    assert client.loads == {}
+
+
 def test_one_step_of_many_sessions_costs_one_message(client: WorkerClient) -> None:
     client.attach()
     for i in range(6):

@@ -38,6 +38,7 @@ class WorkerClient:
         self.worker._clock = self.clock
         self.results: list[Any] = []
         self.attached: list[pb.Attached] = []
+        self.loads: dict[int, pb.LoadReport] = {}
         self.aborts: dict[int, status_pb2.Status] = {}
         self.kinds: list[FrameKind] = []
         self.spans: list[trace_pb2.SessionSpan] = []
@@ -78,6 +79,8 @@ class WorkerClient:
                 if response.HasField("attached"):
                     self.attached.append(response.attached)
                 self.results += response.results
+                if response.HasField("load"):
+                    self.loads[frame.stream_id] = response.load
         self.port.outbox.clear()
 
     def take(self, kind: str, session_id: str = "s") -> list[Any]:

@@ -1,0 +1,36 @@
+"""Ending a call with an error's status, on the server."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+
+from specdec.rpc.errors import Unavailable, to_status
+
+# Below zero: do not call again (https://github.com/grpc/proposal/blob/master/A6-client-retries.md).
+_NO_RETRY = ("grpc-retry-pushback-ms", "-1")
+
+
+async def abort_with(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
+    """Ends the call with the error's status. Never returns: raises grpc.aio.AbortError.
+
+    After an error for which the service has waited, gRPC's own retries, which would each wait again, are called off.
+    """
+    has_waited = isinstance(error, Unavailable) and error.has_waited
+    await abort_with_status(context, to_status(error), may_retry=not has_waited)
+
+
+async def abort_with_status(
+    context: grpc.aio.ServicerContext, status: status_pb2.Status, *, may_retry: bool = True
+) -> NoReturn:
+    """Ends the call with a status, typed details included. Never returns: raises grpc.aio.AbortError.
+
+    `may_retry`: whether a client whose gRPC retries calls may do so.
+    """
+    call_status = rpc_status.to_status(status)
+    pushback = () if may_retry else (_NO_RETRY,)
+    await context.abort(call_status.code, call_status.details, (*call_status.trailing_metadata, *pushback))
+    raise AssertionError("context.abort returned")

@@ -1,0 +1,65 @@
+"""The addresses a process listens on: one host for gRPC, health and metrics, over IPv4 and IPv6 alike."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+from contextlib import ExitStack
+from typing import Any
+
+# A name such as localhost may stand for an address of a family that the machine does not have.
+_NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def is_wildcard(host: str) -> bool:
+    """Whether a host, in brackets or not, stands for all addresses of the machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def bound_sockets(host: str, port: int, *options: int) -> list[socket.socket]:
+    """Sockets with all addresses of a host and one port, a free one for port 0. None of them listens yet.
+
+    They are those that gRPC listens on: a wildcard is one socket for IPv4 and IPv6, whichever it is written in, where
+    the kernel has both. `options` of SOL_SOCKET are switched on. Raises OSError when an address cannot be had.
+    """
+    missing: OSError | None = None
+    with ExitStack() as undo:
+        sockets: list[socket.socket] = []
+        for family, address in _addresses(host, port):
+            at = (address[0], sockets[0].getsockname()[1] if sockets else port, *address[2:])
+            try:
+                sockets.append(undo.enter_context(_bound(family, at, options)))
+            except OSError as error:
+                if error.errno not in _NO_SUCH_ADDRESS:
+                    raise
+                missing = error
+        if not sockets and missing is not None:
+            raise missing
+        undo.pop_all()
+        return sockets
+
+
+def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
+    if is_wildcard(host):
+        has_both = socket.has_dualstack_ipv6()
+        return [(socket.AF_INET6, ("::", port)) if has_both else (socket.AF_INET, ("0.0.0.0", port))]
+    found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def _bound(family: int, address: tuple[Any, ...], options: tuple[int, ...]) -> socket.socket:
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        for option in options:
+            made.setsockopt(socket.SOL_SOCKET, option, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.bind(address)
+    except OSError:
+        made.close()
+        raise
+    return made

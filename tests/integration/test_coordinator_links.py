@@ -1,0 +1,136 @@
+"""The streams between a coordinator and its replicas: broken, attached again, reset, found twice, counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.discovery import Endpoint
+from specdec.v1 import common_pb2 as pb
+from tests.integration.coordinator_harness import (
+    expected_ids,
+    finish,
+    read_tokens,
+    request,
+    running,
+)
+from tests.integration.scripted_replicas import ScriptedTarget
+
+
+async def test_a_broken_target_stream_is_attached_again_and_nothing_is_computed_twice() -> None:
+    target = ScriptedTarget()
+    target.limit = 10
+    async with running([target]) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        result = await read_tokens(call, 10)
+        target.break_streams()
+        await harness.replica_until("target", "down")
+        target.set_limit(None)
+        await finish(call, result)
+        assert harness.metric("stream_reconnects_total", role="target") == 1
+    assert result.ids() == expected_ids(target, 40)
+    assert len(target.opened) == 1
+
+
+async def test_verdicts_lost_in_a_break_are_sent_again_and_delivered_once() -> None:
+    target = ScriptedTarget()
+    async with running([target], credit_window_tokens=8) as harness:
+        call = harness.stub.Generate(request(max_tokens=400))
+        result = await read_tokens(call, 1)
+        for num in range(20, 400, 40):
+            while len(result.ids()) < num:
+                result.add(await call.read())
+            target.break_streams()
+        await finish(call, result)
+    assert result.ids() == expected_ids(target, 400)
+
+
+async def test_a_stream_that_is_reset_is_opened_again_and_goes_on() -> None:
+    target = ScriptedTarget()
+    target.limit = 10
+    async with running([target]) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        result = await read_tokens(call, 10)
+        link = harness.service.fleet.targets[0]
+        link.reset("a test")
+        while link.num_streams < 2:
+            await harness.service.fleet.wait_changed(10.0)
+        target.set_limit(None)
+        await finish(call, result)
+    assert result.ids() == expected_ids(target, 40)
+
+
+class ReluctantTarget(ScriptedTarget):
+    """Answers an attach when it is told to."""
+
+    may_answer = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer: Any = None
+
+    def attach(self, attach: pb.Attach, stream: Any, response_type: Any) -> None:
+        if self.may_answer:
+            super().attach(attach, stream, response_type)
+        else:
+            self.answer = lambda: super(ReluctantTarget, self).attach(attach, stream, response_type)
+
+
+async def test_a_session_that_left_while_its_target_was_attached_is_closed_there() -> None:
+    targets = [ReluctantTarget(), ReluctantTarget()]
+    for target in targets:
+        target.limit = 10
+        await target.start()
+    first, second = targets
+    async with running([first], target_timeout_s=600.0, connect_timeout_s=60.0) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        result = await read_tokens(call, 10)
+        [session_id] = first.sessions
+        first.may_answer = False
+        first.break_streams()
+        await first.until(lambda: first.answer is not None)
+        harness.service.rosters["target"].update([Endpoint(first.address), Endpoint(second.address)])
+        await second.until(lambda: session_id in second.sessions)
+        first.answer()
+        await first.until(lambda: session_id not in first.sessions)
+        second.set_limit(None)
+        await finish(call, result)
+    await second.stop()
+    assert first.closed == [(session_id, "replaced")]
+    assert result.ids() == expected_ids(first, 40)
+
+
+async def test_a_replica_that_is_found_under_two_addresses_is_used_once() -> None:
+    target = ScriptedTarget()
+    target.instance_id = "one"
+    target.limit = 10
+    await target.start()
+    async with running([target], targets=(target.address, f"localhost:{target.port}")) as harness:
+        fleet = harness.service.fleet
+        while sorted(str(link.state) for link in fleet.targets) != ["incompatible", "ready"]:
+            await fleet.wait_changed(10.0)
+        used, unused = sorted(fleet.targets, key=lambda link: not link.is_up)
+        call = harness.stub.Generate(request(max_tokens=40))
+        result = await read_tokens(call, 10)
+        num_streams = used.num_streams
+        num_asked = target.num_asked
+        await target.until(lambda: target.num_asked > num_asked)  # the one that is not used has tried again
+        target.set_limit(None)
+        await finish(call, result)
+        assert used.address in unused.detail
+        assert used.num_streams == num_streams
+    assert result.ids() == expected_ids(target, 40)
+
+
+async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_gone() -> None:
+    target = ScriptedTarget()
+    async with running([target]) as harness:
+        await harness.replica_until("target", "ready")
+        roster = harness.service.rosters["target"]
+        roster.update([Endpoint(target.address), Endpoint("127.0.0.1:1")])
+        assert harness.metric("replicas", role="target", state="connecting") == 1
+        link = harness.service.fleet.targets[1]
+        while str(link.state) != "down":
+            await harness.service.fleet.wait_changed(10.0)
+        assert harness.metric("replicas", role="target", state="down") == 1
+        roster.update([Endpoint(target.address)])
+        assert harness.metric("replicas", role="target", state="down") == 0
