@@ -106,9 +106,12 @@ def test_commands_start_a_role_with_settings_it_has(case: str, render: Render) -
 def test_the_services_accept_the_flags_as_rendered(
     case: str, render: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("tls.crt", "tls.key", "api-keys.yaml"):
-        (tmp_path / name).write_text("")
-    (tmp_path / "ca.crt").write_bytes(Authority("of the test").certificate)  # that of Redis is read at once
+    authority = Authority("of the test")
+    own = authority.issue("service")
+    # Files of TLS to Redis are read with the settings.
+    files = {"tls.crt": own.chain, "tls.key": own.key, "ca.crt": authority.certificate, "api-keys.yaml": b""}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
     secrets = {"REDIS_URL": "rediss+sentinel://a:26379,b:26379/main/0", "OTLP_HEADERS": "authorization=Bearer%20key"}
     for name in [name for name in os.environ if name.startswith("SPECDEC_")]:
         monkeypatch.delenv(name)

@@ -96,15 +96,18 @@ def _until_deadline(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def prometheus_server(folder: Path, ports: Mapping[str, int], rules: Path = RULES) -> Iterator[PrometheusServer]:
+def prometheus_server(
+    folder: Path, ports: Mapping[str, int], rules: Path = RULES, interval: str = INTERVAL
+) -> Iterator[PrometheusServer]:
     """Run a Prometheus with its files in `folder`.
 
     Args:
         ports: Metrics port on loopback by job.
         rules: Where recording.yml and alerts.yml are.
+        interval: Of scrapes, which may take as long, and of evaluations.
     """
     config = {
-        "global": {"scrape_interval": INTERVAL, "scrape_timeout": INTERVAL, "evaluation_interval": INTERVAL},
+        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
         "rule_files": [str(rules / "recording.yml"), str(rules / "alerts.yml")],
         "scrape_configs": [
             # As in a cluster, where every scrape is given the namespace it is of.

@@ -34,9 +34,11 @@ from tests.integration.tiny_pair import ModelPair, make_tiny_pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-WINDOW = "5s"
+WINDOW = "10s"
 # Restarts are counted over longer than it takes to start a process a few times.
 WINDOWS = {"15m": "60s"}
+# Patient scrapes: one that times out leaves a gap, and here every sample counts.
+INTERVAL = "1s"
 BAD_NOISE = 0.5
 MAX_RUNNING = 6
 MAX_WAITING = 4
@@ -100,8 +102,9 @@ def fleet(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Ite
             redis_url=redis.url,
             target_settings={
                 "metrics_port": ports["target"],
-                "num_blocks": 24,
-                "max_batch_seqs": 2,
+                # Less than those that decode at once fill, however far each is; some wait all the same.
+                "num_blocks": 20,
+                "max_batch_seqs": 4,
             },
             draft_settings={"metrics_port": ports["draft"]},
             coordinator_settings={
@@ -112,7 +115,7 @@ def fleet(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Ite
                 "target_timeout_s": 0.5,
             },
         ) as cluster,
-        prometheus_server(folder / "prometheus", ports, rules) as prometheus,
+        prometheus_server(folder / "prometheus", ports, rules, interval=INTERVAL) as prometheus,
     ):
         prometheus.wait_for('count(up{job!="stranger"} == 1) == 3')
         yield Fleet(cluster, redis, prometheus, ports)
