@@ -39,6 +39,7 @@ WINDOW = "10s"
 WINDOWS = {"15m": "60s"}
 # Patient scrapes: one that times out leaves a gap, and here every sample counts.
 INTERVAL = "1s"
+REFUSED_S = 0.25
 BAD_NOISE = 0.5
 MAX_RUNNING = 6
 MAX_WAITING = 4
@@ -144,7 +145,7 @@ async def load(fleet: Fleet, num_workers: int, *, max_tokens: int = 64, speculat
                     async for _ in stub.Generate(body(max_tokens, speculate), wait_for_ready=True):
                         pass
                 except grpc.RpcError:
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(REFUSED_S)
 
     workers = [asyncio.create_task(work(number)) for number in range(num_workers)]
     try:
@@ -211,7 +212,8 @@ async def test_a_target_that_is_gone_fails_requests(fleet: Fleet) -> None:
 
 
 async def test_a_draft_that_is_gone_leaves_its_sessions_without(fleet: Fleet) -> None:
-    async with load(fleet, 2 * MAX_RUNNING, max_tokens=24):
+    # No more than one process admits, should all connections be to it: refusals are requests that ended, too.
+    async with load(fleet, MAX_RUNNING, max_tokens=150):
         ending = f'rate(specdec_coordinator_requests_total{{outcome="OK"}}[{WINDOW}]) > 0'
         await asyncio.to_thread(fleet.prometheus.wait_for, f"{ending} and on () specdec_draft_sessions_running > 0")
         with killed(fleet, "draft"):
