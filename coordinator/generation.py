@@ -16,7 +16,6 @@ from coordinator.client_stream import ClientStream
 from coordinator.decode_loop import DecodeLoop
 from coordinator.fleet import Fleet
 from coordinator.journal import Journal
-from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.planning import Caller, Plan, Planner
 from coordinator.quotas import TenantLease, TenantLimits
@@ -235,33 +234,29 @@ class Generator:
             if not replay(self._decode_loop, session, held, plan.max_model_len):
                 unfinished.append(session)
             self._journal.append(session, held.origins[: session.position - session.num_prompt_tokens])
-        if unfinished:
-            await self._open(request, unfinished)
+        if not unfinished:
+            return
+        request.waiting = opening = asyncio.create_task(self._open(request, unfinished))
+        try:
+            await opening
+        except asyncio.CancelledError:
+            if request.num_unfinished:  # the client left; else the request was ended, and its stream says why
+                raise
+        finally:
+            request.waiting = None
 
     async def _open(self, request: Request, sessions: list[Session]) -> None:
         first = sessions[0]
-        target = await self._target(request, first)
-        if target is None:
-            return
+        target = await self._fleet.pick_target(
+            request.model, first.token_ids, request.cache_salt, self._target_timeout_s
+        )
+        # No wait from here on: who picks next is to see this one's load.
         draft = self._fleet.pick_draft(first.position) if first.speculate else None
         for session in sessions:
             if session.finish is None:
                 is_fork = session is not first and session.position == first.position == session.num_prompt_tokens
                 session.fork_from = first.session_id if is_fork else ""
                 self._decode_loop.open(session, target, draft)
-
-    async def _target(self, request: Request, first: Session) -> TargetLink | None:
-        """Wait for a target; None: the request was ended meanwhile."""
-        picked = self._fleet.pick_target(request.model, first.token_ids, request.cache_salt, self._target_timeout_s)
-        request.waiting = waiting = asyncio.create_task(picked)
-        try:
-            return await waiting
-        except asyncio.CancelledError:
-            if request.num_unfinished:  # the client left
-                raise
-            return None
-        finally:
-            request.waiting = None
 
     async def _stream(self, request: Request, write: Write, lease: TenantLease | None = None) -> None:
         while (chunk := await request.stream.take()) is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import structlog
 from google.protobuf.message import DecodeError
 
 from specdec.rpc.errors import InvalidRequest
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from coordinator.sessions import Request
 
 _DIGEST_BYTES = 32
+_log = structlog.get_logger(__name__)
 _MAX_TOKENS = StoreLimits().max_tokens
 
 
@@ -35,8 +37,8 @@ class JournalEntry:
     """Of its lease; None: it is not in the store."""
     last_lease: Lease | None = None
     """The lease that it has, or had last."""
-    can_join: bool = True
-    """Whether to put it into the store when it is not there."""
+    joins_at_s: float | None = 0.0
+    """From when on, by the monotonic clock, to put it into the store when it is not there; None: never."""
     is_closed: bool = False
     origins: list[bytearray] = field(init=False)
     num_stored: list[int] = field(init=False)
@@ -63,6 +65,15 @@ class JournalEntry:
             num_stored < min(len(origins), _MAX_TOKENS)
             for num_stored, origins in zip(self.num_stored, self.origins, strict=True)
         )
+
+    def may_join(self, now_s: float) -> bool:
+        """Whether to put it into the store now; on the monotonic clock."""
+        return self.joins_at_s is not None and self.joins_at_s <= now_s
+
+    def give_up(self, cause: str) -> None:
+        """It runs on without the store."""
+        self.joins_at_s = None
+        _log.warning("request_not_journalled", request_id=self.request.key.request_id, cause=cause)
 
     def held(self, generation: int) -> None:
         """The request was begun in the store, where nothing of it is written yet."""

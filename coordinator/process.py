@@ -12,6 +12,7 @@ import sys
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
+import structlog
 from pydantic import SecretStr
 
 from coordinator.process_main import SERVING_LINE, Launch
@@ -20,6 +21,8 @@ from specdec.config import CoordinatorSettings
 from specdec.rpc.listening import bound_sockets
 from specdec.rpc.startup import StartupFailed
 from specdec.telemetry import forget_gauges
+
+_log = structlog.get_logger(__name__)
 
 
 class CoordinatorProcess:
@@ -44,16 +47,22 @@ class CoordinatorProcess:
     async def live(self) -> int:
         """Run it once, from its start to its end; returns its exit code, negative when a signal ended it.
 
+        That of a process that could not even be started is 1.
+
         It dies with this process, and it is out of reach of the terminal's Ctrl-C, which would count twice.
         """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "coordinator.process_main", str(self.index)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=environment,
-            start_new_session=True,
-        )
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "coordinator.process_main", str(self.index)),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:  # memory or process ids are short: no reason for the others to end
+            _log.error("process_not_started", process=self.index, error=str(error))
+            return 1
         if self.told_to_end:
             self._process.terminate()
         try:

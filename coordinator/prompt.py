@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from coordinator.tokenizer import TextTokenizer
-from coordinator.validation import CheckedSampling, Limits, check_prompt, check_prompt_bytes
+from coordinator.validation import CheckedSampling, Limits, check_num_messages, check_prompt, check_prompt_bytes
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
 
@@ -28,8 +29,9 @@ class PromptReader:
         kind = body.WhichOneof("input")
         if kind is None:
             raise InvalidRequest("input", "one of prompt, prompt_token_ids and messages is required")
+        token_ids: Sequence[int]
         if kind == "prompt_token_ids":
-            token_ids = list(body.prompt_token_ids.token_ids)
+            token_ids = body.prompt_token_ids.token_ids
         elif kind == "messages":
             token_ids = await self.encode("messages", self.render(body.messages), add_special_tokens=False)
         else:
@@ -38,6 +40,7 @@ class PromptReader:
 
     def render(self, messages: api.ChatMessages) -> str:
         """The text of a conversation."""
+        check_num_messages(len(messages.messages), self._limits)
         num_bytes = sum(len(m.content.encode()) for m in messages.messages)
         if num_bytes > self._limits.max_prompt_bytes:
             check_prompt_bytes("messages", num_bytes, self._limits)
@@ -49,4 +52,4 @@ class PromptReader:
         check_prompt_bytes(field, num_bytes, self._limits)
         if num_bytes <= _INLINE_BYTES:
             return self._tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens)
+        return await asyncio.to_thread(self._tokenizer.encode_aside, text, add_special_tokens)

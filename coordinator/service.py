@@ -6,8 +6,7 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 import grpc
 import structlog
@@ -15,15 +14,12 @@ from prometheus_client import CollectorRegistry
 
 from coordinator.admission import AdmissionQueue
 from coordinator.api_keys import ApiKeys, Authenticator, KeyFileInvalid
+from coordinator.connections import Connections
 from coordinator.decode_loop import DecodeLoop
-from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.fleet import Fleet
 from coordinator.generation import Generator
-from coordinator.journal import Journal, JournalSettings
-from coordinator.links.draft_link import DraftLink
-from coordinator.links.link_events import LinkSettings
-from coordinator.links.roster import Roster
-from coordinator.links.target_link import TargetLink
+from coordinator.journal import Journal
+from coordinator.journal_upkeep import JournalSettings
 from coordinator.observer import Observer
 from coordinator.outliers import EjectionSettings
 from coordinator.planning import Planner
@@ -40,16 +36,14 @@ from coordinator.tracing import RequestTracer
 from coordinator.validation import Limits
 from specdec import __version__
 from specdec.config import CoordinatorSettings
-from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import run_service
 from specdec.rpc.startup import StartupFailed
-from specdec.rpc.tls import replica_tls_files
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics
 from specdec.telemetry.tracing import Tracing
-from specdec.tls_files import TlsFiles, TlsFilesBroken
+from specdec.tls_files import TlsFilesBroken
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -69,8 +63,6 @@ class CoordinatorService:
     def __init__(self, settings: CoordinatorSettings, registry: CollectorRegistry) -> None:
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
-        """The links, by role."""
         self._observer = Observer(CoordinatorMetrics(registry))
         is_shared = settings.redis_url is not None
         self.store = open_store(settings, *self._observer.of_store(is_shared))
@@ -97,6 +89,9 @@ class CoordinatorService:
         """Registers this process; None without redis_url."""
         self.fleet = Fleet(PrefixRouter(shared=self._shared_prefixes), settings.tokenizer, ejection)
         self.decode_loop = DecodeLoop(self._sessions, self._journal, self._observer, settings.credit_window_tokens)
+        self.connections = Connections(
+            settings, self._owner_id, self._build_recovery(), self.decode_loop, self.registry_view
+        )
         self._api_keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file)
         self._generator = self._build_generator()
         self._servicer = CoordinatorServicer(
@@ -121,12 +116,14 @@ class CoordinatorService:
         self._journal.start()
         if self._shared_quotas is not None:
             self._shared_quotas.start()
-        self._connect()
+        self.connections.open()
+        if self._shared_prefixes is not None:
+            self._tasks.append(asyncio.create_task(self._shared_prefixes.run(), name="prefixes"))
         await self.fleet.wait_served()
         self._observer.metrics.processes.set(1)
 
     async def wait_failed(self) -> str:
-        """Links never give up, so the coordinator fails only when one of their tasks does."""
+        """A coordinator does not fail by itself: links never give up, and what else it needs it can do without."""
         await asyncio.Event().wait()
         return "unreachable"
 
@@ -146,8 +143,7 @@ class CoordinatorService:
     async def stop(self) -> None:
         """Close all links, replicas see the streams end; and export the traces that are left."""
         await end_tasks(self._tasks)
-        for roster in self.rosters.values():
-            await roster.close()
+        await self.connections.close()
         await self._journal.close()
         if self._shared_quotas is not None:
             await self._shared_quotas.close()
@@ -196,58 +192,15 @@ class CoordinatorService:
         if self._settings.tls_cert_file is None:
             _log.warning("api_keys_without_tls", note="keys can be read by anyone on the way")
 
-    def _connect(self) -> None:
+    def _build_recovery(self) -> Recovery:
         settings = self._settings
-        link_settings = LinkSettings(
-            owner_id=self._owner_id,
-            lease_generation=1,
-            connect_timeout_s=settings.connect_timeout_s,
-            backoff_min_s=settings.reconnect_backoff_min_s,
-            backoff_max_s=settings.reconnect_backoff_max_s,
-        )
-        recovery_settings = RecoverySettings(
+        patience = RecoverySettings(
             target_timeout_s=settings.target_timeout_s,
             draft_reopen_s=settings.draft_reopen_s,
             backoff_min_s=settings.reconnect_backoff_min_s,
             backoff_max_s=settings.reconnect_backoff_max_s,
         )
-        recovery = Recovery(recovery_settings, self._sessions, self.fleet, self.decode_loop, self._observer)
-        loop = self.decode_loop
-
-        files = replica_tls_files(settings)
-
-        def target(at: Endpoint) -> TargetLink:
-            return TargetLink(at.address, self._channel(at, files), link_settings, recovery, loop)
-
-        def draft(at: Endpoint) -> DraftLink:
-            return DraftLink(at.address, self._channel(at, files), link_settings, recovery, loop)
-
-        targets = Roster(target, recovery.set_targets, recovery.on_removed)
-        drafts = Roster(draft, recovery.set_drafts, recovery.on_removed)
-        self.rosters = {"target": targets, "draft": drafts}
-        self._discover({"target": settings.targets, "draft": settings.drafts})
-        if self._shared_prefixes is not None:
-            self._tasks.append(asyncio.create_task(self._shared_prefixes.run(), name="prefixes"))
-
-    def _discover(self, entries: Mapping[str, Sequence[str]]) -> None:
-        """Start links to what is configured, and keep looking for what is behind names and in the registry."""
-        registry = self.registry_view
-        discoveries = {
-            role: Discovery(entries[role], None if registry is None else partial(registry.endpoints, role))
-            for role in self.rosters
-        }
-
-        def update() -> None:
-            for role, roster in self.rosters.items():
-                roster.update(discoveries[role].endpoints)
-
-        update()
-        refreshers: list[Callable[[], Awaitable[object]]] = [d.refresh for d in discoveries.values() if d.has_names]
-        if registry is not None:
-            refreshers.append(registry.refresh)
-        if refreshers:
-            looking = keep_finding(self._settings.discovery_s, refreshers, update)
-            self._tasks.append(asyncio.create_task(looking, name="discovery"))
+        return Recovery(patience, self._sessions, self.fleet, self.decode_loop, self._observer)
 
     def _build_announcer(self) -> Announcer:
         return Announcer(self.store, self._settings.registry_ttl_s, self.name, self._owner_id, self._describe)
@@ -260,12 +213,6 @@ class CoordinatorService:
             version=__version__,
             instance_id=self._owner_id,
         )
-
-    def _channel(self, endpoint: Endpoint, files: TlsFiles | None) -> ReplicaChannel:
-        settings = self._settings
-        if endpoint.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
-            settings = settings.model_copy(update={"replica_tls_server_name": endpoint.server_name})
-        return ReplicaChannel(endpoint.address, settings, files)
 
     def _build_planner(self) -> Planner:
         secret = self._settings.resume_secret

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from coordinator.planning import Caller
 from coordinator.prompt import PromptReader
 from coordinator.quotas import Allowance
 from coordinator.registry_view import RegistryView
-from coordinator.validation import Limits
+from coordinator.tokenizer import TextTokenizer
+from coordinator.validation import Limits, check_detokenized
 from specdec import __version__
 from specdec.rpc.errors import InvalidRequest, ModelNotFound
 from specdec.telemetry.tracing import TRACE_HEADERS
@@ -105,20 +107,18 @@ class CoordinatorServicer:
                 token_ids = await reader.encode("messages", reader.render(request.messages), bool(add_special))
             case _:
                 raise InvalidRequest("input", "one of text and messages is required")
-        texts = [served.tokenizer.detokenizers.token_text(token_id) for token_id in token_ids]
-        return api.TokenizeResponse(token_ids=token_ids, tokens=texts)
+        return await asyncio.to_thread(_tokenized, served.tokenizer, token_ids)
 
     async def detokenize(
         self, request: api.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.DetokenizeResponse:
         """Token ids to text."""
         served = self._served(request.model)
-        vocab_size = served.identity.vocab_size
-        for index, token_id in enumerate(request.token_ids):
-            if token_id >= vocab_size:
-                raise InvalidRequest(f"token_ids[{index}]", f"{token_id} is outside the vocabulary of {vocab_size}")
+        check_detokenized(request.token_ids, self._limits_of(served.identity))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return api.DetokenizeResponse(text=served.tokenizer.decode(request.token_ids, skip))
+        return api.DetokenizeResponse(
+            text=await asyncio.to_thread(served.tokenizer.decode, list(request.token_ids), skip)
+        )
 
     async def get_model_info(
         self, request: api.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -205,6 +205,11 @@ class CoordinatorServicer:
         if model and model != served.identity.name:
             raise ModelNotFound(f"model {model!r} is not served here, {served.identity.name!r} is")
         return served
+
+
+def _tokenized(tokenizer: TextTokenizer, token_ids: list[int]) -> api.TokenizeResponse:
+    texts = [tokenizer.detokenizers.token_text(token_id) for token_id in token_ids]
+    return api.TokenizeResponse(token_ids=token_ids, tokens=texts)
 
 
 def _tenant(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+
+import structlog
 
 from coordinator.quotas import QuotaRate, TokenQuotas, quota_exceeded
 from coordinator.tasks import end_tasks
-from specdec.store.errors import StoreUnavailable
+from specdec.store.errors import StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 
 _INTERVAL_S = 0.05
+_log = structlog.get_logger(__name__)
 
 
 class SharedQuotas:
@@ -78,5 +80,9 @@ class SharedQuotas:
     async def _take(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
         # Not tried again when it fails: it may have taken effect.
         if num_tokens and self._store.is_up:
-            with contextlib.suppress(StoreUnavailable):
+            try:
                 await self._store.take_tokens(tenant, num_tokens, rate.tokens_per_s, rate.burst_tokens, force=True)
+            except StoreUnavailable:
+                pass
+            except StoreError as error:  # of this tenant's rate; the others' tokens are still to be told
+                _log.error("quota_not_counted", tenant=tenant, reason=str(error))

@@ -50,6 +50,10 @@ class TextTokenizer:
         """Token ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_aside(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The same, for a long text in a thread: other threads go on meanwhile, which `encode` does not let them."""
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids, equal to the concatenation of streamed deltas."""
         detokenizer = self.detokenizers.create(skip_special_tokens)

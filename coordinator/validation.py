@@ -146,24 +146,45 @@ def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
         raise InvalidRequest(field, f"{num_bytes} bytes are more than the limit of {limits.max_prompt_bytes}")
 
 
+def check_num_messages(num_messages: int, limits: Limits) -> None:
+    """Each message takes a token at least."""
+    if num_messages > limits.max_model_len:
+        raise InvalidRequest(
+            "messages.messages",
+            f"{num_messages} messages are more than a context of {limits.max_model_len} tokens holds",
+        )
+
+
+def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
+    """Token ids to make text of: of the vocabulary, and no more than a context holds."""
+    if len(token_ids) > limits.max_model_len:
+        raise InvalidRequest(
+            "token_ids", f"{len(token_ids)} ids are more than a context of {limits.max_model_len} tokens holds"
+        )
+    for index, token_id in enumerate(token_ids):
+        if token_id >= limits.vocab_size:
+            raise InvalidRequest(f"token_ids[{index}]", f"{token_id} is outside the vocabulary of {limits.vocab_size}")
+
+
 def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
     """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
     if not token_ids:
         raise InvalidRequest(field, "must not be empty")
-    if max(token_ids) >= limits.vocab_size:
-        index = next(i for i, token in enumerate(token_ids) if token >= limits.vocab_size)
+    num_kept = min(len(token_ids), sampling.truncate_prompt_tokens or len(token_ids))
+    # Lengths first: looking at millions of ids would hold up others.
+    if limits.max_prompt_tokens is not None and num_kept > limits.max_prompt_tokens:
+        raise InvalidRequest(field, f"{num_kept} tokens are more than the limit of {limits.max_prompt_tokens}")
+    if num_kept >= limits.max_model_len:
         raise InvalidRequest(
-            f"{field}.token_ids[{index}]" if field == "prompt_token_ids" else field,
-            f"token id {token_ids[index]} is outside the vocabulary of {limits.vocab_size}",
+            field, f"{num_kept} tokens leave no room for output in a context of {limits.max_model_len}"
         )
-    kept = list(token_ids)
-    if sampling.truncate_prompt_tokens is not None:
-        kept = kept[-sampling.truncate_prompt_tokens :]
-    if limits.max_prompt_tokens is not None and len(kept) > limits.max_prompt_tokens:
-        raise InvalidRequest(field, f"{len(kept)} tokens are more than the limit of {limits.max_prompt_tokens}")
-    if len(kept) >= limits.max_model_len:
+    num_cut = len(token_ids) - num_kept
+    kept = list(token_ids[num_cut:])
+    if max(kept) >= limits.vocab_size:
+        index = next(i for i, token in enumerate(kept) if token >= limits.vocab_size)
         raise InvalidRequest(
-            field, f"{len(kept)} tokens leave no room for output in a context of {limits.max_model_len}"
+            f"{field}.token_ids[{num_cut + index}]" if field == "prompt_token_ids" else field,
+            f"token id {kept[index]} is outside the vocabulary of {limits.vocab_size}",
         )
     return kept
 

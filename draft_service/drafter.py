@@ -17,22 +17,22 @@ from typing import Any, cast
 from google.rpc import code_pb2
 
 from draft_service.branches import Branches
+from draft_service.commits import CommitConflict, num_known
 from draft_service.growth import GrowthPolicy
 from draft_service.guess import Guesser, Place
 from draft_service.metrics import DraftRecorder
+from draft_service.opening import new_session
 from draft_service.proposals import make_proposal
 from draft_service.session import DraftSession, Guess, Head
+from draft_service.trace import trace_end, trace_step
 from specdec.config import DraftSettings
 from specdec.engine.errors import EngineError
-from specdec.engine.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.loop import EngineWorker
-from specdec.worker.opening import VERIFY_MODES, check_open, sampling_params
 from specdec.worker.sessions import Owner, Session
-from specdec.worker.trace import SessionTrace
 
 
 class Drafter:
@@ -60,17 +60,12 @@ class Drafter:
 
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> DraftSession:
         """Check and admit a session."""
-        settings, identity = self._settings, self._identity
+        settings = self._settings
         if len(self._worker.sessions) >= settings.max_sessions:
             message = f"all {settings.max_sessions} sessions are taken"
             raise SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message)
-        check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len)
-        params = sampling_params(body, tuple(identity.eos_token_ids))
-        history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
-        history.append(body.token_ids[body.num_prompt_tokens :])
-        mode = VERIFY_MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
-        is_rejection = mode is VerifyMode.REJECTION and not params.is_greedy
-        limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+        now_s = time.monotonic()
+        session = new_session(owner, session_id, epoch, body, identity=self._identity, settings=settings, now_s=now_s)
         self._recorder.opened()
         try:
             seq = self._engine.add(
@@ -81,18 +76,6 @@ class Drafter:
             )
         except EngineError as error:
             raise invalid("open.token_ids", str(error)) from error
-        session = DraftSession(
-            session_id=session_id,
-            epoch=epoch,
-            owner=owner,
-            body=body,
-            params=params,
-            mode=VerifyMode.REJECTION if is_rejection else VerifyMode.COUPLED,
-            history=history,
-            num_committed=len(body.token_ids),
-            max_chain=limit if is_rejection or limit == 0 else None,
-            committed_at_s=time.monotonic(),
-        )
         self._branches.plant(session, seq)
         return session
 
@@ -111,12 +94,7 @@ class Drafter:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
         session = cast(DraftSession, session)
         if session.trace is not None:
-            session.trace.add(
-                num_prompt_tokens=session.body.num_prompt_tokens,
-                num_cached_tokens=session.heads[0].seq.num_cached_tokens,
-                num_kv_blocks=sum(len(head.seq.block_ids) for head in session.heads),
-                num_preemptions=0,
-            )
+            trace_end(session.trace, session)
         self._branches.free(session)
         self._recorder.closed()
 
@@ -164,7 +142,11 @@ class Drafter:
     def _commit(self, session: DraftSession, start: int, token_ids: list[int]) -> None:
         """Make tokens final: keep the part of the tree that they confirm, roll back what they contradict."""
         committed = session.num_committed
-        new = token_ids[self._check_commit(session, start, token_ids) :]
+        try:
+            new = token_ids[num_known(session, start, token_ids, self._identity.vocab_size) :]
+        except CommitConflict:
+            self._recorder.mismatch()
+            raise
         if not new:
             self._recorder.stale_commit()
             return
@@ -186,24 +168,6 @@ class Drafter:
             session.num_unsent = 0
         self._plan(session)
 
-    def _check_commit(self, session: DraftSession, start: int, token_ids: list[int]) -> int:
-        """How many of the tokens were committed before. Raises SessionFailure for a gap or a contradiction."""
-        committed = session.num_committed
-        if start > committed:
-            message = f"commit.start_position: {start} leaves a gap after {committed} committed tokens"
-            reason, code = "COMMIT_GAP", code_pb2.OUT_OF_RANGE
-            self._recorder.mismatch()
-            raise SessionFailure(code, reason, message, field="commit.start_position", expected_position=committed)
-        if any(token >= self._identity.vocab_size for token in token_ids):
-            raise invalid("commit.token_ids", "a token id is outside the vocabulary", expected_position=committed)
-        overlap = min(committed - start, len(token_ids))
-        if session.heads[0].seq.token_ids[start : start + overlap] != token_ids[:overlap]:
-            message = "commit.token_ids: contradicts tokens that were committed before"
-            reason, code = "COMMIT_MISMATCH", code_pb2.FAILED_PRECONDITION
-            self._recorder.mismatch()
-            raise SessionFailure(code, reason, message, field="commit.token_ids", expected_position=committed)
-        return overlap
-
     # --- steps
 
     def wait_s(self, now_s: float) -> float | None:
@@ -224,7 +188,7 @@ class Drafter:
         for item in output.items:
             session, head = self._branches.owner(item.seq)
             if session.trace is not None:
-                _trace_step(session.trace, started_s, item.completes)
+                trace_step(session.trace, started_s, item.completes)
             if item.completes and not head.is_over and session.max_chain != 0:
                 places.append((session, head))
                 rows.append(item.rows.stop - 1)
@@ -243,11 +207,11 @@ class Drafter:
     def _extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int) -> None:
         num_tokens = len(head.seq.token_ids)
         parent = head.node
-        is_end = self._ends_choice(session, guess.token_id, num_tokens + 1)
+        is_end = session.ends_choice(guess.token_id, num_tokens + 1)
         head.node = session.add(parent, guess.token_id, guess.score, is_end, draft_us, guess.sample)
         for token_id, score in guess.siblings:
             if len(session.tree) < self._growth.node_limit:
-                ends = self._ends_choice(session, token_id, num_tokens + 1)
+                ends = session.ends_choice(token_id, num_tokens + 1)
                 session.add(parent, token_id, score, ends, draft_us, None)
         try:
             self._engine.append(head.seq, [guess.token_id])
@@ -255,17 +219,6 @@ class Drafter:
             head.node, head.is_over = parent, True
             return
         head.is_over = is_end
-
-    def _ends_choice(self, session: DraftSession, token_id: int, num_tokens: int) -> bool:
-        """Whether nothing is drafted after `token_id`. In rejection mode only its position may decide that: chains that
-        their own tokens cut short would be ready sooner, so that what is verified would depend on the tokens drawn
-        (`specdec.engine.rejection`)."""
-        params = session.params
-        is_full = num_tokens - session.body.num_prompt_tokens >= params.max_tokens
-        if session.mode is VerifyMode.REJECTION:
-            return is_full
-        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
-        return is_full or is_eos or token_id in params.stop_token_ids
 
     def _plan(self, session: DraftSession) -> None:
         """Decide which heads grow on, start new ones, and send what is due."""
@@ -303,10 +256,3 @@ class Drafter:
             session.trace.add(num_proposals=1)
         session.committed_at_s = None
         self._worker.emit(session, proposal=make_proposal(session).SerializeToString())
-
-
-def _trace_step(trace: SessionTrace, started_s: float, completes: bool) -> None:
-    trace.stepped(started_s)
-    trace.add(num_steps=1)
-    if completes:
-        trace.prefilled()

@@ -103,6 +103,19 @@ class DraftSession(Session):
         """Estimated probability that `node` is reached; 1 for the root."""
         return self.notes[node].path_score if node >= 0 else 1.0
 
+    def ends_choice(self, token_id: int, num_tokens: int) -> bool:
+        """Whether nothing is drafted after `token_id`, which makes the sequence `num_tokens` long.
+
+        In rejection mode only the position decides: chains that their own tokens cut short would be ready sooner, so
+        that what is verified would depend on the tokens drawn (`specdec.engine.rejection`).
+        """
+        params = self.params
+        is_full = num_tokens - self.body.num_prompt_tokens >= params.max_tokens
+        if self.mode is VerifyMode.REJECTION:
+            return is_full
+        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
+        return is_full or is_eos or token_id in params.stop_token_ids
+
     def add(
         self, parent: int, token_id: int, score: float, is_end: bool, draft_us: int, sample: DraftSample | None
     ) -> int:

@@ -11,7 +11,7 @@ from specdec.rpc.frames import EnginePort
 from specdec.telemetry import DraftMetrics
 from specdec.v1 import draft_pb2
 from specdec.worker.entry import run_role
-from specdec.worker.loop import Wire
+from specdec.worker.role import Wire
 
 _WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult, "draft session", "draft")
 

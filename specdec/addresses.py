@@ -12,6 +12,8 @@ def check_address(address: str) -> str:
     host, separator, port = address.rpartition(":")
     if not separator or not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"{address!r} is not host:port")
+    if host.count(":") > 1 and not host.endswith("]"):
+        raise ValueError(f"{address!r}: an IPv6 address is written in brackets, such as [::1]:50052")
     return address
 
 

@@ -11,10 +11,10 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, SecretStr, ValidationError
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -33,6 +33,7 @@ _SERVICE_LINK_NAME = re.compile(
     r"(^|_)(service_host|service_port(_\w+)?|port_\d+_(tcp|udp|sctp)(_(proto|port|addr))?)$"
 )
 _INVALID_EXIT_CODE = 2
+_QUOTED = re.compile(r"(['\"]).*\1")
 # What --help calls the values of a Python type.
 _VALUE_NAMES = {
     "str": "TEXT",
@@ -186,8 +187,17 @@ def _read_file(path: Path) -> Any:
     except OSError as error:
         raise SettingsInvalid([f"config: cannot read {path}: {error.strerror}"]) from error
     except (yaml.YAMLError, ValueError) as error:
-        raise SettingsInvalid([f"config: {path} does not parse: {error}"]) from error
+        raise SettingsInvalid([f"config: {path} does not parse: {parse_failure(error)}"]) from None
     raise SettingsInvalid([f"config: {path} is none of .yaml, .yml, .toml, .json"])
+
+
+def parse_failure(error: yaml.YAMLError | ValueError) -> str:
+    """Why a file does not parse, and where. Quotes nothing of it: the line may hold a password."""
+    if not isinstance(error, yaml.MarkedYAMLError):
+        return str(error)
+    mark = error.problem_mark
+    where = f" (line {mark.line + 1}, column {mark.column + 1})" if mark is not None else ""
+    return f"{_QUOTED.sub('...', error.problem or 'not YAML')}{where}"
 
 
 def _describe(cls: type[BaseModel], problem: Any, env_prefix: str) -> str:
@@ -202,8 +212,15 @@ def _describe(cls: type[BaseModel], problem: Any, env_prefix: str) -> str:
             return f"{location} is required: set {spellings}"
         case "extra_forbidden":
             return f"{location} is not a setting{_nearest(cls, name)}"
+        case _ if _is_secret(cls, name):
+            return f"{location}: {message} ({spellings})"
         case _:
             return f"{location}: {message}, got {problem['input']!r} ({spellings})"
+
+
+def _is_secret(cls: type[BaseModel], name: str) -> bool:
+    field = cls.model_fields.get(name)
+    return field is not None and SecretStr in (field.annotation, *get_args(field.annotation))
 
 
 def _plain(cls: type[BaseModel], error: SettingsError) -> str:
@@ -211,6 +228,9 @@ def _plain(cls: type[BaseModel], error: SettingsError) -> str:
     message = str(error).removeprefix("error parsing CLI: ")
     if not message.startswith("unrecognized arguments: "):
         return message
-    wrong = [word.lstrip("-").split("=")[0].replace("-", "_") for word in message.split() if word.startswith("--")]
-    hints = [_nearest(cls, name, "--", lambda known: known.replace("_", "-")) for name in wrong]
-    return message + "".join(hints[:1])
+    # Without what follows a flag: of a misspelt --redis-password that is the password.
+    wrong = [word.split("=")[0] for word in message.split() if word.startswith("--")]
+    if not wrong:
+        return message
+    hint = _nearest(cls, wrong[0].lstrip("-").replace("-", "_"), "--", lambda known: known.replace("_", "-"))
+    return f"unrecognized arguments: {' '.join(wrong)}{hint}"

@@ -6,6 +6,7 @@ import torch
 
 from specdec.engine.sampling import TokenLogprobs
 from specdec.v1 import common_pb2 as pb
+from target_service.session import TargetSession
 
 
 def position_logprobs(entry: TokenLogprobs | None) -> pb.PositionLogprobs:
@@ -40,3 +41,22 @@ def prompt_logprobs(
         )
         for row, logprob in enumerate(chosen)
     ]
+
+
+def take_prompt_logprobs(session: TargetSession, logits: torch.Tensor, start: int, vocab_size: int) -> None:
+    """Add what a chunk of prefill says about the prompt to what is known of it.
+
+    Args:
+        session: one that wants log-probabilities of its prompt.
+        logits: [N, V] float32, rows of the chunk.
+        start: position of its first token; after a preemption chunks come again.
+        vocab_size: as in `prompt_logprobs`.
+    """
+    if session.has_decided:
+        return
+    body = session.body
+    num_known = len(session.prompt_logprobs) - start
+    new = logits[num_known:]
+    following = body.token_ids[start + num_known + 1 : body.num_prompt_tokens][: len(new)]
+    if following:
+        session.prompt_logprobs += prompt_logprobs(new, list(following), body.num_prompt_logprobs, vocab_size)

@@ -151,16 +151,3 @@ class Pacing:
     @staticmethod
     def _credit(session: TargetSession) -> int:
         return max(0, session.credit_position - session.num_tokens - 1)
-
-
-def depths_of(tree_depths: Sequence[int]) -> list[int]:
-    """Number of nodes at depth 1, 2, ..."""
-    counts = [0] * max(tree_depths, default=0)
-    for depth in tree_depths:
-        counts[depth - 1] += 1
-    return counts
-
-
-def end_position(verdict: pb.Verdict) -> int:
-    """Position after a verdict's last token."""
-    return int(verdict.start_position) + len(verdict.token_ids)

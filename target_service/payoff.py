@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from target_service.step_time import StepTimeModel
 
 _WEIGHT = 0.1
 _MOST_SURPRISE = 4.0
+_QUIET_S = 0.25
+"""Drafts whose last proposal came longer ago than this are not at work: they are gone, or have no session of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +76,41 @@ def step_payoff(plain_step_s: float, num_committed: Sequence[int], turn_s: float
         held_s: the longest hold-off of its sessions.
     """
     return Payoff(decode_s=len(num_committed) * (turn_s + held_s), plain_s=sum(num_committed) * plain_step_s)
+
+
+class PayoffMeter:
+    """Measures plain steps as they come along, and holds every step against them."""
+
+    def __init__(self) -> None:
+        self._plain_steps = PlainSteps()
+        self._last_proposal_at_s = -math.inf
+
+    def proposal_came(self, now_s: float) -> None:
+        """A draft is at work."""
+        self._last_proposal_at_s = now_s
+
+    def of_step(
+        self,
+        num_committed: Sequence[int],
+        turn_s: float,
+        held_s: float,
+        *,
+        is_plain: bool,
+        drafts_may_work: bool,
+        began_at_s: float,
+        step_time: StepTimeModel,
+    ) -> Payoff:
+        """The payoff of a step of decoding, which is measured, too, if it was plain.
+
+        Args:
+            num_committed, turn_s, held_s: as in `step_payoff`.
+            is_plain: the step verified nothing.
+            drafts_may_work: some session has a use for a draft.
+            began_at_s: when the step was due, by the clock of `proposal_came`.
+            step_time: predicts plain steps of a size that none was seen of.
+        """
+        is_quiet = began_at_s - self._last_proposal_at_s > _QUIET_S or not drafts_may_work
+        if is_plain:
+            self._plain_steps.observe(len(num_committed), turn_s, is_quiet)
+        plain_step_s = self._plain_steps.expected_s(len(num_committed), step_time, is_quiet)
+        return step_payoff(plain_step_s, num_committed, turn_s, held_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from typing import Any, cast
 
@@ -13,27 +12,22 @@ from specdec.config import TargetSettings
 from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
-from specdec.engine.token_history import TokenHistory
 from specdec.engine.tree import TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.loop import EngineWorker
-from specdec.worker.opening import VERIFY_MODES, check_open, sampling_params
 from specdec.worker.sessions import Owner, Session
 from target_service.decide import Candidate, Decision, decide
-from target_service.logprobs import prompt_logprobs
+from target_service.logprobs import take_prompt_logprobs
 from target_service.metrics import TargetRecorder
-from target_service.pacing import Pacing, depths_of, end_position
-from target_service.payoff import Payoff, PlainSteps, step_payoff
+from target_service.opening import may_fork, new_session
+from target_service.pacing import Pacing
+from target_service.payoff import Payoff, PayoffMeter
 from target_service.session import TargetSession
-from target_service.speculation_tree import SpeculationTree
 from target_service.trace import trace_end, trace_verdict
-from target_service.walk import EndOfChoice
-
-_QUIET_S = 0.25
-"""Drafts whose last proposal came longer ago than this are not at work: they are gone, or have no session of ours."""
+from target_service.verdicts import end_position, make_verdict
 
 
 class Verifier:
@@ -58,9 +52,8 @@ class Verifier:
         self._settings = settings
         self._recorder = recorder
         self._by_seq: dict[int, TargetSession] = {}
-        self._plain_steps = PlainSteps()
+        self._payoff = PayoffMeter()
         self._due_at_s = 0.0
-        self._last_proposal_at_s = -math.inf
         self._turn_began_s = 0.0
         self._forks: dict[str, list[TargetSession]] = {}
         """Sessions that wait for the prompt of another one, by its id."""
@@ -70,35 +63,14 @@ class Verifier:
 
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TargetSession:
         """Check and admit a session. A fork of a prompt in prefill waits for it; its KV is then shared."""
-        settings, identity = self._settings, self._identity
+        settings = self._settings
         if len(self._worker.sessions) >= settings.max_sessions:
             message = f"all {settings.max_sessions} sessions are taken"
             raise SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message)
-        check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len)
-        params = sampling_params(body, tuple(identity.eos_token_ids))
-        history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
-        history.append(body.token_ids[body.num_prompt_tokens :])
-        mode = VERIFY_MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
-        limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
-        if params.is_greedy:
-            mode = VerifyMode.COUPLED
-        session = TargetSession(
-            session_id=session_id,
-            epoch=epoch,
-            owner=owner,
-            seq=None,
-            body=body,
-            params=params,
-            mode=mode,
-            end=EndOfChoice(params, body.num_prompt_tokens, identity.max_model_len),
-            history=history,
-            tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
-            max_nodes=min(limit, settings.max_proposal_nodes) if body.speculate else 0,
-            credit_position=body.credit_position,
-            opened_at_s=time.monotonic(),
-        )
+        now_s = time.monotonic()
+        session = new_session(owner, session_id, epoch, body, identity=self._identity, settings=settings, now_s=now_s)
         self._recorder.opened()
-        if self._can_fork(session):
+        if may_fork(session, self._worker.sessions.get(body.fork_from)):
             self._forks.setdefault(body.fork_from, []).append(session)
         else:
             self._start(session)
@@ -113,7 +85,7 @@ class Verifier:
         session = cast(TargetSession, session)
         if kind == "proposal":
             session.arrived = body
-            self._last_proposal_at_s = self._due_at_s
+            self._payoff.proposal_came(self._due_at_s)
         elif kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
@@ -197,7 +169,7 @@ class Verifier:
             self._commit(decision, started_s, elapsed_s)
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
         turn_s = time.monotonic() - self._turn_began_s
-        self._recorder.turn(turn_s - elapsed_s, self._payoff(decisions, turn_s, held_s) if is_decode else None)
+        self._recorder.turn(turn_s - elapsed_s, self._payoff_of(decisions, turn_s, held_s) if is_decode else None)
         self.pacing.observe_step(output.num_tokens, turn_s)
 
     def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
@@ -207,7 +179,7 @@ class Verifier:
             if session.first_step_at_s is None:
                 session.first_step_at_s = started_s
             if item.seq.prompt_logits:
-                self._take_prompt_logprobs(session, output, item.rows, item.start)
+                take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
             if not item.completes:
                 continue
             root_row = item.rows.stop - item.tree_nodes - 1
@@ -223,29 +195,12 @@ class Verifier:
         candidate, walk = decision.candidate, decision.walk
         session, seq = candidate.session, candidate.session.seq
         assert seq is not None
-        start = session.num_tokens
         self.pacing.observe_walk(session, candidate.chosen[: candidate.num_nodes], walk)
         num_stale = session.tree.num_stale
         num_wasted = session.tree.advance(walk.token_ids) + num_stale
         if session.mode is VerifyMode.REJECTION:
             num_wasted += session.tree.clear()
-        verdict = pb.Verdict(
-            start_position=start,
-            token_ids=walk.token_ids,
-            origins=walk.origins,
-            logprobs=decision.logprobs,
-            finish_reason=walk.finish_reason,
-            stop_token_id=walk.stop_token_id,
-            verified_by_depth=depths_of(candidate.tree.depths[: candidate.num_nodes]),
-            num_accepted=len(walk.path),
-            hit=session.had_proposal,
-            step_us=int(elapsed_s * 1e6),
-            hold_off_us=int(self._held_s(session) * 1e6),
-            draft_us=session.tree.draft_us,
-            num_wasted=num_wasted,
-        )
-        if not session.has_decided:
-            _describe_prefill(session, verdict, started_s + elapsed_s)
+        verdict = make_verdict(decision, started_s, elapsed_s, self._held_s(session), num_wasted)
         session.tree.num_stale = session.tree.draft_us = 0
         decided_at_s = time.monotonic()
         self._recorder.verdict(session, verdict, num_stale, decided_at_s)
@@ -269,35 +224,22 @@ class Verifier:
 
     # --- details
 
-    def _payoff(self, decisions: list[Decision], turn_s: float, held_s: float) -> Payoff:
-        num_sessions = len(decisions)
-        is_quiet = self._due_at_s - self._last_proposal_at_s > _QUIET_S or not self._drafts_may_work()
-        if not any(decision.candidate.num_nodes for decision in decisions):
-            self._plain_steps.observe(num_sessions, turn_s, is_quiet)
-        plain_step_s = self._plain_steps.expected_s(num_sessions, self.pacing.step_time, is_quiet)
-        return step_payoff(plain_step_s, [len(decision.walk.token_ids) for decision in decisions], turn_s, held_s)
-
-    def _drafts_may_work(self) -> bool:
-        return any(cast(TargetSession, session).max_nodes for session in self._worker.sessions)
+    def _payoff_of(self, decisions: list[Decision], turn_s: float, held_s: float) -> Payoff:
+        return self._payoff.of_step(
+            [len(decision.walk.token_ids) for decision in decisions],
+            turn_s,
+            held_s,
+            is_plain=not any(decision.candidate.num_nodes for decision in decisions),
+            drafts_may_work=any(cast(TargetSession, session).max_nodes for session in self._worker.sessions),
+            began_at_s=self._due_at_s,
+            step_time=self.pacing.step_time,
+        )
 
     def _held_s(self, session: TargetSession) -> float:
         return self._due_at_s - session.held_since_s if session.held_since_s is not None else 0.0
 
     def _ready(self) -> list[TargetSession]:
         return [s for s in self._by_seq.values() if s.seq is not None and s.seq.is_ready]
-
-    def _can_fork(self, session: TargetSession) -> bool:
-        parent = self._worker.sessions.get(session.body.fork_from)
-        return (
-            isinstance(parent, TargetSession)
-            and parent.owner is session.owner
-            and parent.seq is not None
-            and not parent.has_decided
-            and len(parent.body.token_ids) == parent.body.num_prompt_tokens
-            and session.body.token_ids == parent.body.token_ids
-            and session.body.cache_salt == parent.body.cache_salt
-            and not session.body.HasField("num_prompt_logprobs")
-        )
 
     def _start(self, session: TargetSession) -> None:
         body = session.body
@@ -343,23 +285,3 @@ class Verifier:
         self._recorder.rejected_proposal()
         rejected = pb.ProposalRejected(status=failure.to_status(), expected_position=session.num_tokens)
         self._worker.emit(session, proposal_rejected=rejected)
-
-    def _take_prompt_logprobs(self, session: TargetSession, output: StepOutput, rows: slice, start: int) -> None:
-        if session.has_decided:
-            return
-        num_known = len(session.prompt_logprobs) - start  # after a preemption the chunk comes again
-        logits = output.logits[rows][num_known:]
-        following = session.body.token_ids[start + num_known + 1 : session.body.num_prompt_tokens][: len(logits)]
-        if following:
-            num_top = session.body.num_prompt_logprobs
-            vocab_size = self._identity.vocab_size
-            session.prompt_logprobs += prompt_logprobs(logits, list(following), num_top, vocab_size)
-
-
-def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s: float) -> None:
-    first_step_at_s = session.first_step_at_s or session.opened_at_s
-    verdict.queue_us = int((first_step_at_s - session.opened_at_s) * 1e6)
-    verdict.prefill_us = int((decided_at_s - first_step_at_s) * 1e6)
-    verdict.num_cached_tokens = session.seq.num_cached_tokens if session.seq is not None else 0
-    verdict.prompt_logprobs.extend(session.prompt_logprobs)
-    session.prompt_logprobs = []

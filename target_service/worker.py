@@ -9,7 +9,7 @@ from specdec.rpc.frames import EnginePort
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import target_pb2
 from specdec.worker.entry import run_role
-from specdec.worker.loop import Wire
+from specdec.worker.role import Wire
 from target_service.metrics import TargetRecorder
 from target_service.verifier import Verifier
 

@@ -8,23 +8,22 @@ at.
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import grpc
 import structlog
 
+from coordinator.links.back_off import BackOff
 from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from coordinator.links.outbox import Outbox
-from coordinator.links.stream_end import StreamEnd
+from coordinator.links.stream_end import StreamEnd, describe
 from coordinator.sessions import Session
 from specdec.rpc.channel import ReplicaChannel
-from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable, from_rpc_error
+from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable
 from specdec.v1 import common_pb2 as pb
 
-_MOST_BACKOFFS_IN_NEED = 5
 _EXPECTED_STATES = (LinkState.CONNECTING, LinkState.READY, LinkState.DRAINING)
 _CLOSED = "the replica closed the stream"
 _log = structlog.get_logger(__name__)
@@ -96,28 +95,33 @@ class ReplicaLink:
 
     async def run(self) -> None:
         """Open the stream, again and again, with growing and jittered waits between attempts that fail."""
-        backoff_s = self._settings.backoff_min_s
+        back_off = BackOff(self._settings.backoff_min_s, self._settings.backoff_max_s)
         while True:
             started_s = time.monotonic()
+            error = await self._fault_of_stream()
             try:
-                await self._run_stream()
-            except (SpecdecError, grpc.RpcError, TimeoutError) as error:
                 self._go_down(error)
-            except asyncio.CancelledError:
-                if _is_task_cancelled():
-                    raise
-                # Reading a call that was cancelled by `reset` raises this, too.
-                self._go_down(Unavailable(self._reset_reason or "the stream was reset"))
-            except Exception as error:
-                _log.error("link_fault", role=self.role, address=self.address, exc_info=error)
-                self._go_down(error)
-            if time.monotonic() - started_s > self._settings.backoff_max_s:
-                backoff_s = self._settings.backoff_min_s
-            most_s = self._settings.backoff_max_s
-            if self.sessions:  # somebody waits for this very replica
-                most_s = min(most_s, _MOST_BACKOFFS_IN_NEED * self._settings.backoff_min_s)
-            await asyncio.sleep(min(backoff_s, most_s) * random.uniform(0.75, 1.25))
-            backoff_s = min(2 * backoff_s, most_s)
+            except Exception as fault:  # of those who are told; the replica is not given up for it
+                self._log_fault(fault)
+            await asyncio.sleep(back_off.wait_s(time.monotonic() - started_s, in_need=bool(self.sessions)))
+
+    async def _fault_of_stream(self) -> Exception:
+        """Open the stream; return why it ended."""
+        try:
+            await self._run_stream()
+        except (SpecdecError, grpc.RpcError, TimeoutError) as error:
+            return error
+        except asyncio.CancelledError:
+            if _is_task_cancelled():
+                raise
+            # Reading a call that was cancelled by `reset` raises this, too.
+            return Unavailable(self._reset_reason or "the stream was reset")
+        except Exception as error:
+            self._log_fault(error)
+            return error
+
+    def _log_fault(self, fault: Exception) -> None:
+        _log.error("link_fault", role=self.role, address=self.address, exc_info=fault)
 
     def reset(self, reason: str) -> None:
         """Break the stream; it will be opened again."""
@@ -134,7 +138,7 @@ class ReplicaLink:
             self._outbox.clear()
             self.reset("the replica does not read")
 
-    async def _run_stream(self) -> None:
+    async def _run_stream(self) -> NoReturn:
         await self.channel.renew()  # no call is under way
         self._stub = self._make_stub(self.channel.current)
         async with asyncio.timeout(self._settings.connect_timeout_s):
@@ -206,7 +210,7 @@ class ReplicaLink:
         except (grpc.RpcError, asyncio.InvalidStateError):
             pass  # the stream has ended, and its reader learns how
         except Exception as error:
-            _log.error("link_fault", role=self.role, address=self.address, exc_info=error)
+            self._log_fault(error)
             self.reset("writing failed")
 
     def _handle_frame(self, frame: Any) -> None:
@@ -229,7 +233,7 @@ class ReplicaLink:
         if isinstance(error, IncompatibleReplica):
             self._set_state(LinkState.INCOMPATIBLE, error.message)
         else:
-            self._set_state(LinkState.DOWN, _describe(error))
+            self._set_state(LinkState.DOWN, describe(error))
         self._outbox.clear()
         if was_up:
             is_announced = was_draining or (isinstance(error, SpecdecError) and error.reason == "DRAINING")
@@ -292,9 +296,3 @@ class ReplicaLink:
 def _is_task_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, grpc.RpcError):
-        return from_rpc_error(error).message
-    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)

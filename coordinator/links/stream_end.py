@@ -41,6 +41,13 @@ class StreamEnd:
             self._error = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
 
 
+def describe(error: Exception) -> str:
+    """For people: why a stream ended, or did not come about."""
+    if isinstance(error, grpc.RpcError):
+        return from_rpc_error(error).message
+    return str(error) or ("no answer in time" if isinstance(error, TimeoutError) else type(error).__name__)
+
+
 def _now(coroutine: Coroutine[Any, Any, _Result]) -> _Result:
     """What a coroutine returns that has nothing to wait for, as those that ask a call that is done."""
     try:

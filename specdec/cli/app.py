@@ -18,6 +18,7 @@ from specdec.cli.keys import keys
 from specdec.cli.models import models
 from specdec.cli.serve import PASS_THROUGH, serve
 from specdec.cli.up import up
+from specdec.settings_sources import parse_failure
 
 # Every flag has a variable: SPECDEC_GENERATE_TEMPERATURE for `specdec generate --temperature`.
 app = typer.Typer(
@@ -80,7 +81,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
     except OSError as error:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="--config") from error
     except (ValueError, yaml.YAMLError) as error:
-        raise typer.BadParameter(f"{path} does not parse: {error}", param_hint="--config") from error
+        raise typer.BadParameter(f"{path} does not parse: {parse_failure(error)}", param_hint="--config") from None
     commands = {"up", "generate", "models", "demo"}
     values: dict[str, dict[str, Any]] = {}
     for command, section in (content or {}).items():

@@ -6,35 +6,16 @@ import itertools
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
-from typing import Protocol
 
-import torch
-
-from specdec.engine.batch import Batch, build_batch
+from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import KVInvariantError, SequenceStateError, TreeError
 from specdec.engine.outputs import EngineStats, ItemOutput, StepOutput
+from specdec.engine.runner import Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 
-__all__ = ["Engine", "EngineStats", "ItemOutput", "Runner", "StepOutput"]
-
-
-class Runner(Protocol):
-    """What the engine needs of a model: forward passes over a paged cache, and copies inside that cache."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where batches have to be."""
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, V] float32 of ``batch.logits_indices``; writes the rows' keys and values."""
-
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination), in order."""
-
-    def copy_slots(self, src: list[int], dst: list[int]) -> None:
-        """Copy physical slots in all layers; every source is read before any destination is written."""
+__all__ = ["Engine", "EngineStats", "ItemOutput", "StepOutput"]
 
 
 class Engine:
@@ -143,7 +124,9 @@ class Engine:
     def rollback(self, seq: Sequence, num_tokens: int) -> None:
         """Cut a sequence to its first `num_tokens` tokens; whole blocks past the end are freed.
 
-        Cost: what is dropped, whatever the length of what stays (counted in `operations`).
+        When the cut falls where a chunk of a prefill happened to end, no step has given the last token's logits; it
+        is computed once more for them. Cost: what is dropped, whatever the length of what stays (counted in
+        `operations`).
 
         Raises:
             SequenceStateError: that would drop final tokens, or the sequence is shorter.
@@ -156,6 +139,8 @@ class Engine:
         del seq.token_ids[num_tokens:]
         seq.num_computed_tokens = min(seq.num_computed_tokens, num_tokens)
         seq.num_served_tokens = min(seq.num_served_tokens, num_tokens)
+        if seq.num_served_tokens < seq.num_computed_tokens == num_tokens:
+            seq.num_computed_tokens -= 1
         self.operations += 1 + num_dropped + self._forget_nodes(seq)
         self._rollbacks += 1
         self._rollback_tokens += num_dropped

@@ -35,16 +35,18 @@ def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelLoadError(f"{model} has no config.json")
+            raise ModelLoadError(f"model: {model} has no config.json")
         return path, revision or ""
     if model.startswith(("/", ".", "~")):
-        raise ModelLoadError(f"{model}: no such directory")
+        raise ModelLoadError(f"model: no such directory: {model}")
     from huggingface_hub import snapshot_download
 
     try:
         snapshot = Path(snapshot_download(model, revision=revision, allow_patterns=_WANTED))
     except Exception as error:  # the hub client raises many unrelated types
-        raise ModelLoadError(f"{model} is neither a directory nor a model that the hub gives: {error}") from error
+        raise ModelLoadError(
+            f"model: {model} is neither a directory nor a model that the hub gives: {error}"
+        ) from error
     return snapshot, snapshot.name
 
 

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 
-from specdec.engine.attention import GatherAttention, RecordingKernel, TiledAttention
+from specdec.engine.attention import RecordingKernel
+from specdec.engine.attention_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.fusion import FusedDecoder, is_fusable
 from specdec.engine.kv_cache import KVCache, LayerGeometry

@@ -59,7 +59,7 @@ class ReplicaChannel:
     """
 
     def __init__(self, address: str, settings: ClientSettings, files: TlsFiles | None = None) -> None:
-        """Open it. `files` are those of the settings, read once for all replicas; None without TLS."""
+        """Open it. `files` are those of the settings, one object for all replicas; None without TLS."""
         self._address = address
         self._settings = settings
         self._files = files

@@ -36,8 +36,10 @@ def server_tls_files(settings: ServiceSettings) -> TlsFiles | None:
 
 
 def replica_tls_files(settings: ClientSettings) -> TlsFiles | None:
-    """The files for calls to replicas; None without TLS. Raises TlsFilesBroken: gRPC would take broken ones and only
-    fail to connect, again and again."""
+    """The files for calls to replicas; None without TLS.
+
+    Raises TlsFilesBroken: gRPC would take broken ones and only fail to connect, again and again.
+    """
     if not settings.replica_tls:
         return None
     return TlsFiles(

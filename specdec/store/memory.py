@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,8 +31,9 @@ class _Request:
     generation: int
     seed: int
     params: bytes
-    token_ids: list[list[int]]
-    origins: list[list[int]]
+    # Compact, for many requests that have ended are kept.
+    token_ids: list[array[int]]
+    origins: list[bytearray]
     lease_s: float = 0.0
     lease_until_s: float = 0.0
     expires_s: float = 0.0
@@ -151,8 +153,8 @@ class MemoryStore:
                 generation=generation,
                 seed=request.seed,
                 params=request.params,
-                token_ids=[[] for _ in range(request.num_choices)],
-                origins=[[] for _ in range(request.num_choices)],
+                token_ids=[array("I") for _ in range(request.num_choices)],
+                origins=[bytearray() for _ in range(request.num_choices)],
             )
             self._state.requests[key] = held
             self._state.ended.pop(key, None)
@@ -242,8 +244,8 @@ class MemoryStore:
         if write.start > len(token_ids):
             return Appended.GAP
         end = write.start + len(write.token_ids)
-        token_ids[write.start : end] = write.token_ids
-        request.origins[write.choice][write.start : end] = write.origins
+        token_ids[write.start : end] = array("I", write.token_ids)
+        request.origins[write.choice][write.start : end] = bytes(write.origins)
         return Appended.STORED
 
     def _request(self, key: RequestKey, now: float) -> _Request | None:

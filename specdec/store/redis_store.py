@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 from redis.asyncio import Redis
@@ -100,7 +100,8 @@ class RedisStore:
         checks.check_digests(digests, self._limits)
         calls: list[_Call] = [(self._keys.prefix_holders(digest), []) for digest in digests]
         answers = await self._run_all(scripts.PREFIX_HOLDERS, calls)
-        return [frozenset(holder.decode() for holder in answer) for answer in answers]
+        with _readable():
+            return [frozenset(holder.decode(errors="replace") for holder in answer) for answer in answers]
 
     async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
         """See Store."""
@@ -115,11 +116,12 @@ class RedisStore:
                 int(request.restart),
             ],
         )
-        if outcome == b"held":
-            raise RequestHeld(details[0].decode())
-        if outcome == b"many":
-            raise TooManyConcurrent(int(details[0]))
-        return Begun(generation=int(details[0]), record=None if details[1] is None else decode_record(details[1]))
+        with _readable():
+            if outcome == b"held":
+                raise RequestHeld(details[0].decode())
+            if outcome == b"many":
+                raise TooManyConcurrent(int(details[0]))
+            return Begun(generation=int(details[0]), record=None if details[1] is None else decode_record(details[1]))
 
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         """See Store."""
@@ -160,7 +162,8 @@ class RedisStore:
     async def load(self, key: RequestKey) -> JournalRecord | None:
         """See Store."""
         answer = await self._run(scripts.LOAD, self._keys.request(key)[:1], [])
-        return None if answer is None else decode_record(answer)
+        with _readable():
+            return None if answer is None else decode_record(answer)
 
     async def take_tokens(
         self, bucket: str, amount: float, rate_per_s: float, burst: float, force: bool = False
@@ -250,6 +253,15 @@ class RedisStore:
             self._is_topology_stale = False
         # Left to the first command, several at once would each be sent to any node.
         await client.initialize()
+
+
+@contextmanager
+def _readable() -> Iterator[None]:
+    """What others wrote, and cannot be read, is a failure of the store: requests go on without it."""
+    try:
+        yield
+    except (ValueError, TypeError, AttributeError) as error:
+        raise StoreUnavailable(f"Redis holds what cannot be read: {error}") from error
 
 
 def _ms(duration_s: float) -> int:

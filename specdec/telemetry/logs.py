@@ -9,6 +9,8 @@ from typing import Any
 import structlog
 
 _FIRST_FIELDS = ("timestamp", "level", "service", "event")
+# HTTP clients of model hubs. They log each URL, and those of files are signed: who reads one may fetch the file.
+_TELLS_URLS = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
 
 
 def setup_logging(service: str, level: str = "info", log_format: str = "json") -> None:
@@ -44,6 +46,8 @@ def setup_logging(service: str, level: str = "info", log_format: str = "json") -
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for name in _TELLS_URLS:
+        logging.getLogger(name).setLevel(logging.WARNING)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -965,7 +965,7 @@ class DetokenizeRequest(_message.Message):
     """Leave special tokens out; default true."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The ids."""
+        """The ids, as many as the model's context holds at most."""
 
     def __init__(
         self,

@@ -13,8 +13,9 @@ from specdec.engine.errors import EngineError
 from specdec.engine.model_gate import ModelLoadError, ModelNotSupported
 from specdec.rpc.frames import EnginePort, FrameKind
 from specdec.worker.build import BuiltEngine, build_engine
-from specdec.worker.loop import EngineWorker, Role, Wire
+from specdec.worker.loop import EngineWorker
 from specdec.worker.ranks import lead_ranks
+from specdec.worker.role import Role, Wire
 
 _FLUSH_TIMEOUT_S = 2.0
 

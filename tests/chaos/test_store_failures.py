@@ -246,6 +246,20 @@ async def test_foreign_values_under_our_keys_are_unavailable_not_a_crash(server:
         assert all((await outcomes(store)).values())
 
 
+async def test_a_foreign_record_in_the_journal_and_a_foreign_name_in_the_prefix_map_are_no_crash(
+    server: RedisServer,
+) -> None:
+    head, _ = StoreKeys().request(KEY)
+    [holders] = StoreKeys().prefix_holders(b"x")
+    async with connected(server.url) as store:
+        with server.client() as client:
+            client.hset(head, mapping={"owner": b"\xff", "generation": "one", "num_choices": 1})
+            client.zadd(holders, {b"\xff": time.time() * 2000})
+        with pytest.raises(StoreUnavailable):
+            await store.load(KEY)
+        assert len((await store.prefix_holders([b"x"]))[0]) == 1
+
+
 async def test_a_foreign_record_in_the_registry_is_left_out(server: RedisServer) -> None:
     async with connected(server.url) as store:
         await OPERATIONS["announce"](store)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -82,6 +83,8 @@ def keyed_cluster(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory
         device="cpu",
         free_ports=True,
         coordinator_settings={"api_keys_file": folder / "keys.yaml", "log_level": "debug"},
+        target_settings={"log_level": "debug"},
+        draft_settings={"log_level": "debug"},
     )
     services = plan_services(plan, environment={})
     with Cluster(services, log_dir=folder / "logs", timeouts=TIMEOUTS, api_key=KEYS["acme"]) as cluster:
@@ -188,6 +191,21 @@ def test_logs_hold_no_key_and_no_hash(keyed_cluster: Cluster) -> None:
     logs = "".join(path.read_text() for path in keyed_cluster.log_dir.glob("*.log"))
     assert "api_keys_loaded" in logs
     assert not [secret for secret in secrets_of_the_tests() if secret in logs or secret in str(told)]
+
+
+async def test_logs_at_level_debug_hold_no_prompt_and_no_output(keyed_cluster: Cluster) -> None:
+    prompt = "Xyzzy and plugh are what a reader of logs must not see"
+    body = api.GenerateRequest(prompt=prompt, request_id="told")
+    body.sampling.max_tokens, body.sampling.ignore_eos = 32, True
+    async with client_of(keyed_cluster.address, "acme") as client:
+        completion = await client.complete(body)
+    output = completion.choices[0].text
+    assert len(output) > 8
+    logs = "".join(path.read_text() for path in keyed_cluster.log_dir.glob("*.log"))
+    assert "request_id=told" in logs
+    for text in (prompt, output, str(list(completion.choices[0].token_ids))[1:-1]):
+        assert text not in logs
+        assert json.dumps(text)[1:-1] not in logs
 
 
 def secrets_of_the_tests() -> list[str]:

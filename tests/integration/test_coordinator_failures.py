@@ -95,6 +95,27 @@ async def test_another_model_behind_the_same_address_never_continues_a_request()
     assert result.started.model.weights_digest == "w2"
 
 
+async def test_a_request_whose_target_is_lost_is_not_moved_to_one_that_serves_another_model_by_then() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for target in targets:
+        target.limit = 10
+    async with running(targets, target_timeout_s=2.0) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        await read_tokens(call, 10)
+        holder, other = sorted(targets, key=lambda target: not target.opened)
+        await other.stop()
+        await holder.stop()
+        other.identity = identity(weights_digest="w2")
+        await other.start()
+        error = await error_of(call)
+        assert isinstance(error, Unavailable)
+        assert error.reason == "TARGET_LOST"
+        assert other.opened == []
+        result = await collect(harness.stub.Generate(request(max_tokens=5)))
+    assert result.started is not None
+    assert result.started.model.weights_digest == "w2"
+
+
 async def test_a_target_that_refuses_a_session_for_a_while_gets_it_again() -> None:
     target = ScriptedTarget()
     target.refuse = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full")

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from coordinator.discovery import Endpoint
+from coordinator.links.replica_link import ReplicaLink
+from coordinator.recovery import Recovery
 from specdec.v1 import common_pb2 as pb
 from tests.integration.coordinator_harness import (
+    collect,
     expected_ids,
     finish,
     read_tokens,
@@ -88,7 +93,7 @@ async def test_a_session_that_left_while_its_target_was_attached_is_closed_there
         first.may_answer = False
         first.break_streams()
         await first.until(lambda: first.answer is not None)
-        harness.service.rosters["target"].update([Endpoint(first.address), Endpoint(second.address)])
+        harness.service.connections.rosters["target"].update([Endpoint(first.address), Endpoint(second.address)])
         await second.until(lambda: session_id in second.sessions)
         first.answer()
         await first.until(lambda: session_id not in first.sessions)
@@ -125,7 +130,7 @@ async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_go
     target = ScriptedTarget()
     async with running([target]) as harness:
         await harness.replica_until("target", "ready")
-        roster = harness.service.rosters["target"]
+        roster = harness.service.connections.rosters["target"]
         roster.update([Endpoint(target.address), Endpoint("127.0.0.1:1")])
         assert harness.metric("replicas", role="target", state="connecting") == 1
         link = harness.service.fleet.targets[1]
@@ -134,3 +139,25 @@ async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_go
         assert harness.metric("replicas", role="target", state="down") == 1
         roster.update([Endpoint(target.address)])
         assert harness.metric("replicas", role="target", state="down") == 0
+
+
+async def test_a_fault_in_what_the_end_of_a_stream_sets_off_does_not_cost_the_replica(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = ScriptedTarget()
+    faults = [KeyError("a fault")]
+    on_down = Recovery.on_down
+
+    def faulty(recovery: Recovery, link: ReplicaLink, is_fault: bool) -> None:
+        on_down(recovery, link, is_fault)
+        if faults:
+            raise faults.pop()
+
+    monkeypatch.setattr(Recovery, "on_down", faulty)
+    async with running([target]) as harness:
+        target.break_streams()
+        link = harness.service.fleet.targets[0]
+        while link.num_streams < 2:
+            await harness.service.fleet.wait_changed(10.0)
+        assert (await collect(harness.stub.Generate(request()))).ids() == expected_ids(target, 20)
+    assert not faults

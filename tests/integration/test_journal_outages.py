@@ -139,6 +139,29 @@ async def test_redis_killed_and_restarted_empty_costs_no_stream_a_token(redis_se
     assert one.metric("journal_seconds_count") > 0
 
 
+async def test_a_redis_that_fails_over_to_what_was_there_before_takes_no_request_from_its_owner(
+    redis_server: RedisServer,
+) -> None:
+    target = ScriptedTarget()
+    body = request(request_id="mine")
+    head = "specdec:v1:{t.}:request:mine"
+    async with coordinators(target, redis_server) as (one, two):
+        await collect(one.stub.Generate(body))
+        with redis_server.client() as client:
+            before = client.dump(head)
+            target.set_limit(10)
+            call = two.stub.Generate(body)
+            result = await read_tokens(call, 10)
+            await journal_has(redis_server, "mine", result.ids())
+            client.restore(head, 600_000, before, replace=True)
+        target.set_limit(15)
+        await journal_has(redis_server, "mine", expected_ids(target, 15))
+        assert isinstance(await error_of(one.stub.Generate(body)), RequestExists)
+        target.set_limit(None)
+        await finish(call, result)
+    assert result.ids() == expected_ids(target, 20)
+
+
 async def test_tokens_that_redis_evicted_are_written_again(redis_server: RedisServer) -> None:
     target = ScriptedTarget()
     target.limit = 10

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from coordinator.links.link_events import LinkState
 from coordinator.links.target_link import TargetLink
 from specdec.client import Client
 from specdec.rpc.errors import Cancelled, from_rpc_error
@@ -15,7 +16,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
 from tests.chaos.faults import eventually, sampled_request
 from tests.integration.conftest import MakeCluster
-from tests.integration.coordinator_harness import collect, expected_ids, request, running
+from tests.integration.coordinator_harness import collect, expected_ids, finish, read_tokens, request, running
 from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -146,6 +147,24 @@ async def test_a_target_that_keeps_failing_is_ejected_and_trusted_again_after_a_
             if states >= {"ejected", "probation"} and link.is_ready:
                 break
     assert states == {"ready", "ejected", "probation"}
+
+
+async def test_a_target_on_probation_gets_one_session_at_a_time() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for target in targets:
+        target.limit = 5
+    async with running(targets) as harness:
+        fleet = harness.service.fleet
+        while not all(link.is_ready for link in fleet.links):
+            await fleet.wait_changed(10.0)
+        fleet.targets[0].set_standing(LinkState.PROBATION)
+        calls = [harness.stub.Generate(request((seed, 6, 7))) for seed in range(4)]
+        results = [await read_tokens(call, 5) for call in calls]
+        assert [len(target.opened) for target in targets] == [1, 3]
+        for target in targets:
+            target.set_limit(None)
+        for seed, (call, result) in enumerate(zip(calls, results, strict=True)):
+            assert (await finish(call, result)).ids() == expected_ids(targets[0], 20, (seed, 6, 7))
 
 
 @pytest.mark.parametrize("reason", ["STALE_LEASE", "SESSION_TAKEN_OVER"])

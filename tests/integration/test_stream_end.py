@@ -15,9 +15,8 @@ from specdec.rpc.errors import NotReady, Overloaded, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
 from tests.chaos.faults import eventually
-from tests.integration.coordinator_harness import expected_ids, request, running
+from tests.integration.coordinator_harness import expected_ids, finish, read_tokens, request, running
 from tests.integration.scripted_replicas import ScriptedTarget
-from tests.integration.test_coordinator_failures import finish, read_tokens
 
 pytestmark = pytest.mark.timeout(120)
 

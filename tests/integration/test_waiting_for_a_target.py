@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import grpc
 import pytest
 
-from specdec.rpc.errors import Cancelled, SpecdecError, Unavailable, from_rpc_error
+from specdec.rpc.errors import Cancelled, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.chaos.faults import eventually
-from tests.integration.coordinator_harness import Harness, collect, expected_ids, request, running
+from tests.integration.coordinator_harness import (
+    Harness,
+    collect,
+    error_of,
+    expected_ids,
+    read_tokens,
+    request,
+    resumed,
+    running,
+)
 from tests.integration.scripted_replicas import ScriptedTarget, identity
-from tests.integration.test_coordinator_failures import read_tokens, resumed
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -52,12 +58,6 @@ async def has_ended(harness: Harness) -> None:
         return await num_running(harness) == 0
 
     await eventually(is_free, "the place is free")
-
-
-async def error_of(call: Any) -> SpecdecError:
-    with pytest.raises(grpc.RpcError) as caught:
-        await collect(call)
-    return from_rpc_error(caught.value)
 
 
 async def test_an_abort_ends_the_wait_for_a_target_in_order() -> None:

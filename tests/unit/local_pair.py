@@ -25,7 +25,8 @@ from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
 from specdec.worker.build import BuiltEngine, build_engine
-from specdec.worker.loop import EngineWorker, Wire
+from specdec.worker.loop import EngineWorker
+from specdec.worker.role import Wire
 from target_service.metrics import TargetRecorder
 from target_service.pacing import Pacing
 from target_service.step_time import StepTimeModel

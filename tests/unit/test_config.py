@@ -72,7 +72,7 @@ def test_all_bad_settings_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_unknown_flag_and_unknown_key_are_errors(tmp_path: Path) -> None:
-    problem = "unrecognized arguments: --num-thread=x; did you mean --num-threads?"
+    problem = "unrecognized arguments: --num-thread; did you mean --num-threads?"
     assert problems_of("--model", "m", "--num-thread=x") == [problem]
     config = tmp_path / "c.yaml"
     config.write_text("model: m\nmodle: x\n")
@@ -236,3 +236,49 @@ def test_a_name_for_several_processes_leaves_room_for_their_numbers() -> None:
     (problem,) = problems_of(*arguments, "--num-processes=64", cls=CoordinatorSettings)
     assert "owner_id must be at most 61 characters" in problem
     assert len(load_settings(CoordinatorSettings, arguments, env_prefix="T_", prog="test").owner_id or "") == 62
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--resume-secret", "hunter2"),
+        ("--redis-pasword", "hunter2"),
+        ("--redis-pasword=hunter2",),
+        ("--redis-url", "hunter2"),
+        ("--redis-url", "redis://u:hunter2@h:port"),
+        ("--otlp-headers", "hunter2", "--otlp-endpoint", "http://c:1"),
+        ("--otlp-endpoint", "http://u:hunter2@c:1"),
+    ],
+)
+def test_what_is_wrong_with_a_secret_is_told_without_it(arguments: tuple[str, ...]) -> None:
+    (problem,) = problems_of("--targets", "a:1", *arguments, cls=CoordinatorSettings)
+    assert "hunter2" not in problem
+    assert arguments[0].partition("=")[0].lstrip("-").replace("-", "_") in problem.replace("-", "_")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "redis_password: hunter2: x",
+        "redis_password: [hunter2]",
+        "redis_password: *hunter2",
+        "redis_password: !hunter2",
+        'redis_password: "\\zhunter2"',
+        "redis_url: {a: hunter2}\nredis_password: [",
+        "resume_secret: hunter2",
+    ],
+)
+def test_a_file_with_a_secret_that_cannot_be_used_is_not_quoted(tmp_path: Path, text: str) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text(f"targets: a:1\n{text}\n")
+    problems = problems_of("--config", str(config), cls=CoordinatorSettings)
+    assert "hunter2" not in "".join(problems)
+
+
+def test_an_ipv6_address_needs_brackets() -> None:
+    (problem,) = problems_of("--targets", "::1:50052", cls=CoordinatorSettings)
+    assert "'::1:50052': an IPv6 address is written in brackets" in problem
+    settings = load_settings(
+        CoordinatorSettings, ["--targets", "[::1]:50052,dns:///targets:50052"], env_prefix="SPECDEC_", prog="test"
+    )
+    assert settings.targets == ("[::1]:50052", "dns:///targets:50052")

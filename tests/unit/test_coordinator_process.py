@@ -96,3 +96,14 @@ async def test_a_process_that_has_ended_leaves_its_counters_and_not_its_gauges(t
     left = {path.name for path in metrics.iterdir()}
     assert "counter_0.db" in left
     assert {name for name in left if name.startswith("gauge")} == set()
+
+
+async def test_a_process_that_the_system_does_not_start_has_ended_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def on_change() -> None:
+        raise AssertionError("it never served")
+
+    process = CoordinatorProcess(0, make_settings(), str(tmp_path), on_change)
+    monkeypatch.setattr("sys.executable", str(tmp_path / "no such program"))
+    assert await process.live() == 1

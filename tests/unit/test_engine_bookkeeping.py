@@ -172,6 +172,18 @@ def test_rolling_back_frees_blocks_past_the_end_and_keeps_the_rest_valid() -> No
     assert (stats.rollbacks, stats.rollback_tokens) == (1, 5)
 
 
+def test_a_rollback_to_where_a_chunk_of_the_prefill_ended_still_gives_the_logits_of_the_last_token() -> None:
+    engine, _ = make_engine(max_batch_tokens=len(PROMPT))
+    seq = engine.add(PROMPT, num_prompt_tokens=len(PROMPT))
+    engine.append(seq, [7, 8])
+    assert not step(engine).items[0].completes
+    engine.rollback(seq, len(PROMPT))
+    output = step(engine)
+    assert torch.equal(output.logits, fresh_logits(PROMPT)[None])
+    assert engine.step() is None
+    assert_next_logits_are_fresh(engine, seq)
+
+
 @pytest.mark.parametrize("num_tokens", [8, 11])
 def test_final_tokens_are_never_rolled_back_and_nothing_is_made_up(num_tokens: int) -> None:
     engine, _ = make_engine()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+import copy
+from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
 from coordinator.client_stream import ClientStream
 from coordinator.detokenizer import DetokenizerFactory
-from coordinator.journal import Journal, JournalSettings
+from coordinator.journal import Journal
 from coordinator.journal_entry import check_params, encode_params
+from coordinator.journal_upkeep import BATCH_TOKENS, JournalSettings
 from coordinator.output import ChoiceOutput
 from coordinator.quotas import QuotaRate
 from coordinator.sessions import Request, Session
@@ -19,7 +21,7 @@ from coordinator.shared_quotas import SharedQuotas
 from specdec.rpc.errors import InvalidRequest, Overloaded
 from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import BackOff, GuardedStore
-from specdec.store.interface import Appended, Begun, JournalWrite, NewRequest, RequestKey
+from specdec.store.interface import Appended, Begun, JournalWrite, Lease, NewRequest, RequestKey
 from specdec.store.memory import MemoryStore
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -44,15 +46,38 @@ class Store(MemoryStore):
         """For tokens."""
         self.batches: list[int] = []
         """Tokens of each append."""
+        self.num_leases: list[int] = []
+        """Of each renewal."""
+        self.may_begin: dict[str, asyncio.Event] = {}
+        """By owner: begins when this is set."""
+        self.begun: list[str] = []
+        """Owners, in the order in which the store heard of them."""
 
     async def begin(self, key: RequestKey, request: NewRequest) -> Begun:
         self._check()
+        if (may_begin := self.may_begin.get(request.owner_id)) is not None:
+            await may_begin.wait()
+        self.begun.append(request.owner_id)
         return await super().begin(key, request)
 
     async def append(self, writes: Sequence[JournalWrite]) -> list[Appended]:
         self._check()
         self.batches.append(sum(len(write.token_ids) for write in writes))
         return await super().append(writes)
+
+    async def renew(self, leases: Sequence[Lease]) -> list[bool]:
+        self._check()
+        self.num_leases.append(len(leases))
+        return await super().renew(leases)
+
+    def snapshot(self) -> Callable[[], None]:
+        """What is in the store; calling it brings that back."""
+        kept = copy.deepcopy(self._state)
+
+        def restore() -> None:
+            self._state = kept
+
+        return restore
 
     async def end(self, key: RequestKey, owner_id: str, generation: int, keep_s: float) -> bool:
         self._check()
@@ -100,8 +125,8 @@ def request() -> Request:
     return Request(KEY, "uid", ClientStream(), 0.0)
 
 
-async def begin(journal: Journal, request: Request, num_choices: int = 1) -> None:
-    await journal.begin(request, seed=7, params=b"", num_choices=num_choices)
+async def begin(journal: Journal, request: Request, num_choices: int = 1, take_over: bool = False) -> None:
+    await journal.begin(request, seed=7, params=b"", num_choices=num_choices, take_over=take_over)
     detokenizers = DetokenizerFactory(make_tokenizer())
     request.sessions = [
         Session(
@@ -223,6 +248,121 @@ async def test_a_request_that_another_took_over_is_told_so_once(store: Store, jo
     assert record is not None
     assert not record.is_ended
     assert record.token_ids == ((),)
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+async def test_a_request_whose_beginning_the_store_forgot_in_favour_of_what_was_there_before_goes_on(
+    store: Store, journal: Journal, has_ended: bool
+) -> None:
+    taken_over: list[Request] = []
+    journal.on_taken_over = taken_over.append
+    former = await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=30.0))
+    if has_ended:
+        await store.end(KEY, "two/uid", former.generation, 300.0)
+    fail_over = store.snapshot()
+    ours = request()
+    await begin(journal, ours, take_over=True)
+    decode(journal, ours.sessions[0], [4])
+    await journal_has(store, [4])
+    fail_over()
+    decode(journal, ours.sessions[0], [5])
+    await journal_has(store, [4, 5])
+    assert taken_over == []
+    assert journal.num_unjournalled == 0
+    record = await store.load(KEY)
+    assert record is not None
+    assert record.owner_id == "one/uid"
+
+
+async def test_what_does_not_fit_into_one_batch_is_written_by_the_next_without_a_new_token(
+    store: Store, shared: GuardedStore
+) -> None:
+    journal = Journal(shared, "one", JournalSettings(interval_s=0.001, retry_s=0.001))
+    others = [Request(RequestKey("a", f"other {number}"), f"uid {number}", ClientStream(), 0.0) for number in range(2)]
+    for other, num_tokens in zip(others, (BATCH_TOKENS, 3), strict=True):
+        await begin(journal, other)
+        decode(journal, other.sessions[0], list(range(num_tokens)))
+    journal.start()
+
+    async def is_written() -> bool:
+        record = await store.load(others[1].key)
+        return record is not None and record.token_ids == ((0, 1, 2),)
+
+    await eventually(is_written, "the second request's tokens are there", timeout_s=10.0)
+    await journal.close()
+    assert store.batches == [BATCH_TOKENS, 3]
+
+
+async def test_thousands_of_requests_are_written_and_renewed_in_bounded_batches(
+    store: Store, shared: GuardedStore
+) -> None:
+    journal = Journal(shared, "one", JournalSettings(lease_s=0.01, interval_s=0.001))
+    requests = [Request(RequestKey("a", f"{number}"), f"{number}", ClientStream(), 0.0) for number in range(1200)]
+    for one in requests:
+        await begin(journal, one)
+        decode(journal, one.sessions[0], [4])
+    journal.start()
+
+    async def are_all_there() -> bool:
+        return sum(store.batches) == sum(store.num_leases[:3]) == 1200
+
+    await eventually(are_all_there, "all tokens are written, and all leases renewed")
+    await journal.close()
+    assert max(store.batches) <= 512
+    assert max(store.num_leases) <= 512
+
+
+async def test_of_two_streams_of_one_request_that_begin_at_once_the_later_one_has_it(
+    store: Store, journal: Journal
+) -> None:
+    former, later = request(), request()
+    later.uid = "later"
+    store.may_begin["one/uid"] = asyncio.Event()
+    beginning = [asyncio.create_task(begin(journal, one, take_over=True)) for one in (former, later)]
+    for _ in range(50):  # turns of the loop, in which the later one would reach the store if it did not wait
+        await asyncio.sleep(0)
+    store.may_begin["one/uid"].set()
+    await asyncio.gather(*beginning)
+    assert store.begun == ["one/uid", "one/later"]
+    record = await store.load(KEY)
+    assert record is not None
+    assert record.owner_id == "one/later"
+
+
+async def test_a_resume_that_began_while_the_store_was_away_joins_when_the_lease_of_its_former_owner_is_over(
+    store: Store, shared: GuardedStore
+) -> None:
+    journal = Journal(shared, "one", JournalSettings(lease_s=0.05, interval_s=0.001, retry_s=0.001))
+    journal.start()
+    dead = await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=0.2))
+    store.is_away = True
+    await begin(journal, ours := request(), take_over=True)
+    decode(journal, ours.sessions[0], [4])
+    store.is_away = False
+    await until_up(shared, True)
+    assert (await store.load(KEY)) is not None
+    await journal_has(store, [4])
+    record = await store.load(KEY)
+    assert record is not None
+    assert (record.owner_id, record.generation > dead.generation) == ("one/uid", True)
+    await journal.close()
+
+
+async def test_a_resume_that_joins_late_takes_nothing_from_a_later_resume(store: Store, shared: GuardedStore) -> None:
+    journal = Journal(shared, "one", JournalSettings(lease_s=0.02, interval_s=0.001, retry_s=0.001))
+    journal.start()
+    store.is_away = True
+    await begin(journal, ours := request(), take_over=True)
+    store.is_away = False
+    later = await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=600.0, take_over=True))
+    decode(journal, ours.sessions[0], [4])
+
+    async def has_tried_again() -> bool:
+        return store.begun.count("one/uid") >= 3
+
+    await eventually(has_tried_again, "it has tried to join")
+    assert await store.renew([Lease(KEY, "two/uid", later.generation)]) == [True]
+    await journal.close()
 
 
 async def test_a_request_that_was_aborted_elsewhere_is_told_so_once_and_its_id_is_free_when_it_has_ended(
@@ -372,3 +512,16 @@ async def test_while_the_store_is_away_each_counts_for_itself_and_that_is_forgot
     await quotas.admit("a", RATE, 40)
     with pytest.raises(Overloaded):
         await quotas.admit("a", RATE, 1)
+
+
+async def test_what_of_one_tenant_cannot_be_counted_does_not_keep_the_others_from_it(store: Store) -> None:
+    quotas = SharedQuotas(guarded(store))
+    quotas.start()
+    quotas.charge("b", RATE, 100)
+    quotas.charge("a", QuotaRate(tokens_per_s=float("inf"), burst_tokens=100.0), 100)
+
+    async def is_counted() -> bool:
+        return await store.take_tokens("b", 1, 0.001, 100.0) > 0
+
+    await eventually(is_counted, "the tokens of b are counted")
+    await quotas.close()

@@ -1,6 +1,7 @@
 """Models that the engine cannot page are refused at load, with a reason; real tiny models throughout."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +187,17 @@ def test_weights_that_are_pickled_are_refused(tmp_path: Path) -> None:
     (directory / "model.safetensors").unlink()
     with pytest.raises(ModelLoadError, match="safetensors"):
         load_model(EngineSettings(model=str(directory), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("/nowhere/model", "model: no such directory: /nowhere/model"),
+        ("./nowhere", "model: no such directory: ./nowhere"),
+        ("nobody/nothing", "model: nobody/nothing is neither a directory nor a model that the hub gives"),
+        (str(Path(__file__).parent), "has no config.json"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_with_the_settings_name(model: str, why: str) -> None:
+    with pytest.raises(ModelLoadError, match=re.escape(why)):
+        load_model(EngineSettings(model=model, device="cpu"))

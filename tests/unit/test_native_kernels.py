@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.attention import AttentionOptions, ForwardContext, GatherAttention, TiledAttention
+from specdec.engine.attention import AttentionOptions, ForwardContext
+from specdec.engine.attention_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.kv_cache import KVCache, LayerGeometry
 from specdec.engine.linear import OneDnnWeight

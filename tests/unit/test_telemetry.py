@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import structlog
 from prometheus_client import CollectorRegistry, generate_latest
@@ -74,6 +75,19 @@ def test_tracebacks_never_show_local_variables(capsys: pytest.CaptureFixture[str
     output = capsys.readouterr().err
     assert "ValueError" in output
     assert prompt not in output
+
+
+@pytest.mark.usefixtures("restored_logging")
+@pytest.mark.parametrize("level", ["info", "debug"])
+def test_urls_that_models_are_fetched_from_are_not_logged(capsys: pytest.CaptureFixture[str], level: str) -> None:
+    setup_logging("target-engine", level)
+    library = type(huggingface_hub.get_session()).__module__.partition(".")[0]
+    log = logging.getLogger(library)
+    log.info("HTTP Request: GET %s", "https://hub/file?X-Amz-Signature=hunter2")
+    log.warning("no answer")
+    logged = capsys.readouterr().err
+    assert "hunter2" not in logged
+    assert "no answer" in logged
 
 
 ON_EVERY_SERVICE = ["requests_total", "tokens_total", "queue_length", "steps_total"]

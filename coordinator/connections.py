@@ -1,0 +1,98 @@
+"""The coordinator's connections: finds replicas, and runs a link to each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+from coordinator.decode_loop import DecodeLoop
+from coordinator.discovery import Discovery, Endpoint, keep_finding
+from coordinator.links.draft_link import DraftLink
+from coordinator.links.link_events import LinkSettings
+from coordinator.links.roster import Roster
+from coordinator.links.target_link import TargetLink
+from coordinator.recovery import Recovery
+from coordinator.registry_view import RegistryView
+from coordinator.tasks import end_tasks
+from specdec.config import CoordinatorSettings
+from specdec.rpc.channel import ReplicaChannel
+from specdec.rpc.tls import replica_tls_files
+from specdec.tls_files import TlsFiles
+
+
+class Connections:
+    """Links to what is configured, to what is behind names, and to what is in the registry."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        owner_id: str,
+        recovery: Recovery,
+        decode_loop: DecodeLoop,
+        registry: RegistryView | None,
+    ) -> None:
+        """Connect to nothing yet. `recovery` is told what becomes of the links, `decode_loop` what comes over them."""
+        self._settings = settings
+        self._recovery = recovery
+        self._decode_loop = decode_loop
+        self._registry = registry
+        self._link_settings = LinkSettings(
+            owner_id=owner_id,
+            lease_generation=1,
+            connect_timeout_s=settings.connect_timeout_s,
+            backoff_min_s=settings.reconnect_backoff_min_s,
+            backoff_max_s=settings.reconnect_backoff_max_s,
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
+        """The links, by role; none before `open`."""
+
+    def open(self) -> None:
+        """Start links to what is configured, and keep looking for more. Raises TlsFilesBroken."""
+        links, recovery, loop = self._link_settings, self._recovery, self._decode_loop
+        files = replica_tls_files(self._settings)
+
+        def target(at: Endpoint) -> TargetLink:
+            return TargetLink(at.address, self._channel(at, files), links, recovery, loop)
+
+        def draft(at: Endpoint) -> DraftLink:
+            return DraftLink(at.address, self._channel(at, files), links, recovery, loop)
+
+        self.rosters = {
+            "target": Roster(target, recovery.set_targets, recovery.on_removed),
+            "draft": Roster(draft, recovery.set_drafts, recovery.on_removed),
+        }
+        self._discover()
+
+    async def close(self) -> None:
+        """Close all links; replicas see the streams end."""
+        await end_tasks(self._tasks)
+        for roster in self.rosters.values():
+            await roster.close()
+
+    def _discover(self) -> None:
+        settings, registry = self._settings, self._registry
+        entries = {"target": settings.targets, "draft": settings.drafts}
+        discoveries = {
+            role: Discovery(entries[role], None if registry is None else partial(registry.endpoints, role))
+            for role in self.rosters
+        }
+
+        def update() -> None:
+            for role, roster in self.rosters.items():
+                roster.update(discoveries[role].endpoints)
+
+        update()
+        refreshers: list[Callable[[], Awaitable[object]]] = [d.refresh for d in discoveries.values() if d.has_names]
+        if registry is not None:
+            refreshers.append(registry.refresh)
+        if refreshers:
+            looking = keep_finding(settings.discovery_s, refreshers, update)
+            self._tasks.append(asyncio.create_task(looking, name="discovery"))
+
+    def _channel(self, endpoint: Endpoint, files: TlsFiles | None) -> ReplicaChannel:
+        settings = self._settings
+        if endpoint.server_name is not None and settings.replica_tls and settings.replica_tls_server_name is None:
+            settings = settings.model_copy(update={"replica_tls_server_name": endpoint.server_name})
+        return ReplicaChannel(endpoint.address, settings, files)

@@ -1,0 +1,26 @@
+"""What the engine needs of a model."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from specdec.engine.batch import Batch
+
+
+class Runner(Protocol):
+    """Forward passes over a paged cache, and copies inside that cache."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches have to be."""
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [R, V] float32 of ``batch.logits_indices``; writes the rows' keys and values."""
+
+    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination), in order."""
+
+    def copy_slots(self, src: list[int], dst: list[int]) -> None:
+        """Copy physical slots in all layers; every source is read before any destination is written."""

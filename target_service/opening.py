@@ -1,0 +1,70 @@
+"""From an OpenSession to a session of the target."""
+
+from __future__ import annotations
+
+from specdec.config import TargetSettings
+from specdec.engine.token_history import TokenHistory
+from specdec.sampling_params import VerifyMode
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.opening import VERIFY_MODES, check_open, sampling_params
+from specdec.worker.sessions import Owner, Session
+from target_service.session import TargetSession
+from target_service.speculation_tree import SpeculationTree
+from target_service.walk import EndOfChoice
+
+
+def new_session(
+    owner: Owner,
+    session_id: str,
+    epoch: int,
+    body: pb.OpenSession,
+    *,
+    identity: pb.ModelIdentity,
+    settings: TargetSettings,
+    now_s: float,
+) -> TargetSession:
+    """Check an OpenSession and make the session that it asks for, which has no sequence yet.
+
+    Greedy decoding is equality in both modes of verification, so greedy sessions are coupled ones. `now_s` is of
+    time.monotonic.
+
+    Raises:
+        SessionFailure: a field is out of range; names it.
+    """
+    check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len)
+    params = sampling_params(body, tuple(identity.eos_token_ids))
+    history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
+    history.append(body.token_ids[body.num_prompt_tokens :])
+    mode = VERIFY_MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
+    if params.is_greedy:
+        mode = VerifyMode.COUPLED
+    limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+    return TargetSession(
+        session_id=session_id,
+        epoch=epoch,
+        owner=owner,
+        seq=None,
+        body=body,
+        params=params,
+        mode=mode,
+        end=EndOfChoice(params, body.num_prompt_tokens, identity.max_model_len),
+        history=history,
+        tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
+        max_nodes=min(limit, settings.max_proposal_nodes) if body.speculate else 0,
+        credit_position=body.credit_position,
+        opened_at_s=now_s,
+    )
+
+
+def may_fork(session: TargetSession, parent: Session | None) -> bool:
+    """Whether `parent` is about to compute the very prompt of `session`, so that it may wait and share the KV."""
+    return (
+        isinstance(parent, TargetSession)
+        and parent.owner is session.owner
+        and parent.seq is not None
+        and not parent.has_decided
+        and len(parent.body.token_ids) == parent.body.num_prompt_tokens
+        and session.body.token_ids == parent.body.token_ids
+        and session.body.cache_salt == parent.body.cache_salt
+        and not session.body.HasField("num_prompt_logprobs")
+    )
