@@ -239,7 +239,7 @@ class Fleet:
             tokenizer = await asyncio.to_thread(TextTokenizer, tokenizer_json, json.loads(config or "{}"))
         former, self.served = self.served, ServedModel(identity, tokenizer)
         self._has_served.set()
-        _log.info("model_served", model=identity.name, revision=identity.revision, numerics=identity.numerics_id)
+        _log.info("model_served", model=identity.name, revision=identity.revision, numerics_id=identity.numerics_id)
         if former is not None and former.identity.tokenizer_digest != identity.tokenizer_digest:
             for draft in self.drafts:
                 draft.reset("the target's tokenizer changed")

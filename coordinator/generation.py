@@ -35,6 +35,8 @@ from specdec.store.interface import RequestKey
 from specdec.v1 import coordinator_pb2 as api
 
 Write = Callable[[api.GenerateResponse], Awaitable[None]]
+# What the objective of the alerts counts against the server.
+_FAULTS = (StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.UNAVAILABLE, StatusCode.DATA_LOSS)
 _log = structlog.get_logger(__name__)
 
 
@@ -80,25 +82,35 @@ class Generator:
             SpecdecError: the request is bad, cannot be admitted, or failed on the way.
         """
         arrived_s = time.monotonic()
-        code, reason = StatusCode.UNKNOWN, ""
+        code, reason, message = StatusCode.INTERNAL, "INTERNAL", "see internal_error"
         request = Request(RequestKey(caller.tenant, body.request_id), uuid.uuid4().hex[:16], ClientStream(), arrived_s)
         request.trace = self._tracer.begin(body, caller.tenant, caller.trace_headers)
         # For all that is logged in the call's task, which ends with the call.
         structlog.contextvars.bind_contextvars(**request.trace.log_fields)
         try:
             await self._run(body, caller, request, write)
-            code = StatusCode.OK
+            code, reason, message = StatusCode.OK, "", ""
         except SpecdecError as error:
-            code, reason = error.code, error.reason
+            code, reason, message = error.code, error.reason, error.message
             raise
         except asyncio.CancelledError:
-            code = StatusCode.CANCELLED
+            code, reason, message = StatusCode.CANCELLED, "", ""
             raise
         finally:
             self._decode_loop.drop(request, "cancelled" if code is StatusCode.CANCELLED else "failed")
             self._observer.request_ended(request, code.name, time.monotonic())
             request.trace.end(request, code, reason)
-            _log.debug("request_ended", request_id=request.key[1], code=code.name, reason=reason)
+            # What clients did, and want of capacity, are for metrics: under overload they would fill the log.
+            log = _log.warning if code in _FAULTS else _log.debug
+            log(
+                "request_failed" if code in _FAULTS else "request_ended",
+                request_id=request.key[1],
+                tenant=caller.tenant,
+                code=code.name,
+                reason=reason,
+                error=message,
+                duration_s=round(time.monotonic() - arrived_s, 3),
+            )
             await self._journal.end(request)
 
     async def abort(self, tenant: str, request_id: str) -> bool:
@@ -120,6 +132,7 @@ class Generator:
         plan = await self._planner.plan(body, request, caller)
         self._check_draining()  # nobody would wait for it any more
         self._register(request, plan.is_resume)
+        structlog.contextvars.bind_contextvars(request_id=request.key[1])
         try:
             limits_of_tenant = self._tenant_limits.lease(*request.key, caller.allowance, len(plan.prompt))
             async with limits_of_tenant as lease, self._journalled(request, plan, caller), self._admitted(request):

@@ -24,8 +24,8 @@ class Observer:
 
     def __init__(self, metrics: CoordinatorMetrics) -> None:
         self.metrics = metrics
-        names = pb.Origin.items()
-        self._tokens = {value: metrics.tokens.labels(name.removeprefix("ORIGIN_").lower()) for name, value in names}
+        names = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items() if value}
+        self._tokens = {value: metrics.tokens.labels(name) for value, name in names.items()}
         self._verify, self._plain, self._prefill = (
             metrics.steps.labels(kind) for kind in ("verify", "plain", "prefill")
         )
@@ -39,7 +39,7 @@ class Observer:
     ) -> None:
         """Tokens are about to go out."""
         for origin in origins:
-            self._turn.inc(self._tokens[origin])
+            self._turn.inc(self._tokens.get(origin) or self.metrics.tokens.labels("unspecified"))
         request = session.request
         if not request.has_output:
             request.has_output = True
@@ -87,7 +87,8 @@ class Observer:
     def request_ended(self, request: Request, outcome: str, now_s: float) -> None:
         """A stream ended; the outcome is a gRPC code's name."""
         self.metrics.requests.labels(outcome).inc()
-        self.metrics.e2e_seconds.observe(now_s - request.arrived_s)
+        if request.sessions:  # one that was refused took no time, and would hide how long the others took
+            self.metrics.e2e_seconds.observe(now_s - request.arrived_s)
         self._count_sessions()
 
     def replicas(self, links: Sequence[ReplicaLink]) -> None:

@@ -109,7 +109,7 @@ class Session:
     @property
     def log_fields(self) -> dict[str, str]:
         """What log lines about it carry."""
-        return {"session": self.session_id, **self.request.trace.log_fields}
+        return {"request_id": self.request.key[1], "session": self.session_id, **self.request.trace.log_fields}
 
     @property
     def position(self) -> int:

@@ -24,6 +24,7 @@ from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable
 from specdec.v1 import common_pb2 as pb
 
+_EXPECTED_STATES = (LinkState.CONNECTING, LinkState.READY, LinkState.DRAINING)
 _CLOSED = "the replica closed the stream"
 _log = structlog.get_logger(__name__)
 
@@ -258,7 +259,7 @@ class ReplicaLink:
         if shown == self._shown:
             return
         self._shown = shown
-        log = _log.info if state is LinkState.READY else _log.warning
+        log = _log.info if state in _EXPECTED_STATES else _log.warning
         log("replica_state", role=self.role, address=self.address, state=str(state), detail=detail)
         self._events.on_state(self)
 

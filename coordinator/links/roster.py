@@ -73,9 +73,9 @@ class Roster(Generic[_Link]):
         for endpoint, link in started:
             task = asyncio.create_task(link.run(), name=f"link {link.address}")
             self._members[link.address] = _Member(link, endpoint, task)
-            _log.info("replica_added", address=link.address)
+            _log.info("replica_added", role=link.role, address=link.address)
         for member in removed:
-            _log.info("replica_removed", address=member.link.address)
+            _log.info("replica_removed", role=member.link.role, address=member.link.address)
             self._on_removed(member.link)
             closing = asyncio.create_task(_end(member))
             self._closing.add(closing)

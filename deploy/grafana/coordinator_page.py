@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from panels import Panel, Row, dashboard
-from promql import mean, quantiles, rate, rate_or_zero, ratio
+from promql import OF_INSTANCE, TOKENS_PER_S, mean, quantiles, rate, ratio
 
 _C = "specdec_coordinator"
-_OF = '{instance=~"$instance"}'
+_OF = OF_INSTANCE
 
 
 def coordinator() -> dict[str, Any]:
@@ -31,27 +31,34 @@ def _clients() -> list[Panel]:
     return [
         Panel(
             "Requests by outcome",
-            "Requests that ended, per second, by gRPC code.",
+            "Requests that ended, per second, by gRPC code. UNAVAILABLE, INTERNAL, UNKNOWN and DATA_LOSS are faults "
+            "of the server, and spend the error budget; the others are the client's, or want of capacity.",
             {"{{outcome}}": rate(f"{_C}_requests_total{_OF}", "outcome")},
             "reqps",
+            alert="SpecdecErrorBudgetBurnFast",
         ),
         Panel(
             "Requests running and waiting",
-            "By coordinator.",
+            "By coordinator. Waiting now and then is what a queue is for; always, it is want of capacity, or "
+            "max_running is too low.",
             {
                 "running {{instance}}": f"{_C}_requests_running{_OF}",
                 "waiting {{instance}}": f"{_C}_queue_length{_OF}",
             },
+            alert="SpecdecRequestsWait",
         ),
         Panel(
             "Not admitted",
-            "Requests refused per second, by cause.",
-            {"{{cause}}": rate_or_zero(f"{_C}_admission_rejects_total{_OF}", "cause")},
+            "Requests refused per second, by cause: the queue is full (overloaded) or too slow (queue_timeout), or a "
+            "tenant has used up its own limit (quota, concurrency).",
+            {"{{cause}}": rate(f"{_C}_admission_rejects_total{_OF}", "cause")},
             "reqps",
+            alert="SpecdecAdmissionRejects",
         ),
         Panel(
             "Time to first token",
-            "From a request's arrival to its first token, waiting included.",
+            "From a request's arrival to its first token. If it rises, compare *Wait for a place*, then the targets' "
+            "own time to first token.",
             quantiles(f"{_C}_time_to_first_token_seconds", _OF),
             "s",
         ),
@@ -61,22 +68,31 @@ def _clients() -> list[Panel]:
             quantiles(f"{_C}_inter_token_seconds", _OF),
             "s",
         ),
-        Panel("Wait for a place", "Time in the queue.", quantiles(f"{_C}_queue_seconds", _OF), "s"),
+        Panel(
+            "Wait for a place",
+            "Time in the queue, of requests that got a place. It is part of the time to first token.",
+            quantiles(f"{_C}_queue_seconds", _OF),
+            "s",
+        ),
         Panel(
             "Prompt tokens",
-            "Of admitted requests, per second.",
+            "Of admitted requests, per second: all, and those that a target had in its prefix cache, which cost "
+            "nothing.",
             {"prompt": rate(f"{_C}_prompt_tokens_total{_OF}"), "cached": rate(f"{_C}_cached_tokens_total{_OF}")},
+            TOKENS_PER_S,
         ),
         Panel(
             "Prompt found in a prefix cache",
-            "Share of prompt tokens that a target had in its prefix cache.",
+            "Share of prompt tokens that a target had in its prefix cache. Conversations should find their earlier "
+            "turns; low where they exist means that they are routed to targets that do not know them, or evicted.",
             {"cached": ratio(f"{_C}_cached_tokens_total{_OF}", f"{_C}_prompt_tokens_total{_OF}")},
             "percentunit",
         ),
         Panel(
             "Output tokens by origin",
-            "Per second.",
+            "Tokens sent to clients per second. Draft tokens are those that speculation won; all decode: it is off.",
             {"{{origin}}": rate(f"{_C}_tokens_total{_OF}", "origin")},
+            TOKENS_PER_S,
         ),
     ]
 
@@ -84,19 +100,37 @@ def _clients() -> list[Panel]:
 def _replicas() -> list[Panel]:
     return [
         Panel(
-            "Replicas by state",
-            "As each coordinator sees them.",
-            {"{{role}} {{state}} {{instance}}": f"{_C}_replicas{_OF}"},
+            "Ready replicas",
+            "Replicas that each coordinator can use. Without a ready target requests fail; without a draft they are "
+            "slower.",
+            {"{{role}} {{instance}}": f'{_C}_replicas{{state="ready",{_OF[1:]}'},
+            width=12,
+            alert="SpecdecTargetTierDown",
         ),
-        Panel("Open sessions", "By role of the replica.", {"{{role}} {{instance}}": f"{_C}_sessions{_OF}"}),
+        Panel(
+            "Replicas that are not ready",
+            "By role and state, as the coordinator sees them that sees the most. Draining is planned; ejected and "
+            "probation: it kept failing; incompatible: it serves something else. The coordinator's log tells why.",
+            {"{{role}} {{state}}": f'max by (role, state) ({_C}_replicas{{state!="ready",{_OF[1:]})'},
+            width=12,
+            alert="SpecdecReplicaIncompatible",
+        ),
+        Panel(
+            "Open sessions",
+            "By role of the replica and coordinator. Fewer at drafts than at targets: requests decode plainly.",
+            {"{{role}} {{instance}}": f"{_C}_sessions{_OF}"},
+            width=12,
+        ),
         Panel(
             "Repairs",
-            "Sessions and streams opened again, per second, by role.",
+            "Sessions and streams opened again, per second, by role. Clients lose nothing by them but time; a steady "
+            "rate means replicas that restart, or a network that drops streams.",
             {
-                "session {{role}}": rate_or_zero(f"{_C}_session_reopens_total{_OF}", "role"),
-                "stream {{role}}": rate_or_zero(f"{_C}_stream_reconnects_total{_OF}", "role"),
+                "session {{role}}": rate(f"{_C}_session_reopens_total{_OF}", "role"),
+                "stream {{role}}": rate(f"{_C}_stream_reconnects_total{_OF}", "role"),
             },
             "ops",
+            width=12,
         ),
     ]
 
@@ -105,9 +139,11 @@ def _redis() -> list[Panel]:
     return [
         Panel(
             "Redis answers",
-            "1: the last operation that reached it was answered; 0: it is away, each coordinator goes on by itself. "
-            "Always 1 without Redis.",
+            "Whether the last operation that reached it was answered. While it is away each coordinator goes on by "
+            "itself. Without Redis always yes.",
             {"{{instance}}": f"{_C}_store_up{_OF}"},
+            words={0: "no", 1: "yes"},
+            alert="SpecdecJournalFailing",
         ),
         Panel(
             "Requests not in the journal",
@@ -123,7 +159,8 @@ def _redis() -> list[Panel]:
         ),
         Panel(
             "Journal latency",
-            "Time of one journal operation in Redis. A request waits for two: before its admission, and at its end.",
+            "Time of one journal operation in Redis. A request waits for two: before its admission, and at its end. "
+            "Near redis_timeout_s it is about to fail.",
             quantiles(f"{_C}_journal_seconds", _OF),
             "s",
         ),
@@ -136,7 +173,7 @@ def _redis() -> list[Panel]:
         Panel(
             "Redis errors by operation",
             "Operations that failed or were not answered in time, per second.",
-            {"{{operation}}": rate_or_zero(f"{_C}_store_errors_total{_OF}", "operation")},
+            {"{{operation}}": rate(f"{_C}_store_errors_total{_OF}", "operation")},
             "ops",
         ),
     ]
@@ -146,9 +183,10 @@ def _output() -> list[Panel]:
     return [
         Panel(
             "Token mismatches",
-            "Verdicts whose overlap differed from what was delivered, per second. Must be 0.",
+            "Verdicts whose overlap differed from what was delivered, per second. Must be 0: output may be wrong.",
             {"mismatches": rate(f"{_C}_token_mismatches_total{_OF}")},
             "ops",
+            alert="SpecdecTokenMismatches",
         ),
     ]
 
@@ -159,11 +197,13 @@ def _processes() -> list[Panel]:
             "Serving processes",
             "Processes behind the port that serve: num_processes of them, when all is well.",
             {"{{instance}}": f"{_C}_processes{_OF}"},
+            alert="SpecdecCoordinatorDown",
         ),
         Panel(
             "Processes that ended",
             "In the last 15 minutes, without being told to; each took its streams with it, and was started again. "
             "Only where num_processes is above 1.",
             {"{{instance}}": f"increase({_C}_process_restarts_total{_OF}[15m])"},
+            alert="SpecdecCoordinatorProcessesRestart",
         ),
     ]

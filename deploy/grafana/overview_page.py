@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from panels import Panel, Row, dashboard
-from promql import mean, quantiles, rate, rate_or_zero
+from promql import OF_NAMESPACE, TIMES, TOKENS_PER_S, mean, quantiles, rate
 
 _C = "specdec_coordinator"
+_OF = OF_NAMESPACE
+_ROLES = ("target", "draft")
 _GOOD_ABOVE_ZERO = ((None, "red"), (1, "green"))
 _BAD_ABOVE_ZERO = ((None, "green"), (1, "red"))
 
@@ -18,7 +20,12 @@ def overview() -> dict[str, Any]:
         "specdec-overview",
         "specdec / Overview",
         "For on-call: healthy, fast, saturated? The other pages tell why.",
-        [Row("Are we healthy?", _healthy()), Row("Are we fast?", _fast()), Row("What is saturated?", _saturated())],
+        [
+            Row("Are we healthy?", _healthy()),
+            Row("Are we fast?", _fast()),
+            Row("What is saturated?", _saturated()),
+            Row("What runs?", _running()),
+        ],
     )
 
 
@@ -26,76 +33,94 @@ def _healthy() -> list[Panel]:
     return [
         Panel(
             "Failing requests",
-            "Share of requests of the last 5 minutes that ended with a fault of the server. The objective is 0.1%.",
-            {"failing": "specdec:request_errors:ratio_rate5m"},
+            "Share of requests of the last 5 minutes that ended with a fault of the server, of the worst namespace. "
+            "The objective is 0.1%.",
+            {"failing": f"max(specdec:request_errors:ratio_rate5m{_OF})"},
             "percentunit",
             "stat",
             4,
             ((None, "green"), (0.001, "orange"), (0.0144, "red")),
+            "SpecdecErrorBudgetBurnFast",
         ),
         Panel(
             "Error budget burn, 1 h",
             "Pace at which the error budget of 30 days is spent; 1 spends it in exactly 30 days, 14.4 pages.",
-            {"pace": "specdec:request_errors:ratio_rate1h / 0.001"},
-            "short",
+            {"pace": f"max(specdec:request_errors:ratio_rate1h{_OF}) / 0.001"},
+            TIMES,
             "stat",
             4,
             ((None, "green"), (1, "orange"), (14.4, "red")),
+            "SpecdecErrorBudgetBurnSlow",
         ),
         Panel(
             "Ready targets",
-            "Targets that the worst-off coordinator can use.",
-            {"targets": f'min({_C}_replicas{{role="target",state="ready"}})'},
+            "Targets that the worst-off coordinator can use; at 0 its requests fail or wait.",
+            {"targets": f'min({_C}_replicas{{role="target",state="ready",{_OF[1:]})'},
             "short",
             "stat",
             4,
             _GOOD_ABOVE_ZERO,
+            "SpecdecTargetTierDown",
         ),
         Panel(
             "Ready drafts",
             "Drafts that the worst-off coordinator can use; at 0 requests are answered by plain decoding.",
-            {"drafts": f'min({_C}_replicas{{role="draft",state="ready"}})'},
+            {"drafts": f'min({_C}_replicas{{role="draft",state="ready",{_OF[1:]})'},
             "short",
             "stat",
             4,
             ((None, "orange"), (1, "green")),
+            "SpecdecDraftTierDown",
         ),
         Panel(
             "Incompatible replicas",
             "Replicas that coordinators refuse: another model or tokenizer, or in use under another address.",
-            {"replicas": f'sum({_C}_replicas{{state="incompatible"}})'},
+            {"replicas": f'sum({_C}_replicas{{state="incompatible",{_OF[1:]})'},
             "short",
             "stat",
             4,
             _BAD_ABOVE_ZERO,
+            "SpecdecReplicaIncompatible",
         ),
         Panel(
             "Token mismatches, 1 h",
-            "Verdicts whose overlap differed from what was delivered. Must be 0.",
-            {"mismatches": f"sum(increase({_C}_token_mismatches_total[1h]))"},
+            "Verdicts whose overlap differed from what was delivered. Must be 0: output may be wrong.",
+            {"mismatches": f"sum(increase({_C}_token_mismatches_total{_OF}[1h]))"},
             "short",
             "stat",
             4,
             _BAD_ABOVE_ZERO,
+            "SpecdecTokenMismatches",
         ),
         Panel(
             "Requests by outcome",
-            "Requests that ended, per second, by gRPC code.",
-            {"{{outcome}}": rate(f"{_C}_requests_total", "outcome")},
+            "Requests that ended, per second, by gRPC code. UNAVAILABLE, INTERNAL, UNKNOWN and DATA_LOSS are faults "
+            "of the server; the others are the client's, or want of capacity.",
+            {"{{outcome}}": rate(f"{_C}_requests_total{_OF}", "outcome")},
             "reqps",
-            width=12,
+            width=8,
         ),
         Panel(
             "Losses and repairs",
-            "Sessions that lost their draft, sessions opened again, streams to replicas opened again, journal errors.",
+            "Sessions that lost their draft, sessions opened again, streams to replicas opened again, journal errors. "
+            "Clients lose nothing by them but time. Peaks are restarts; a steady rate is a fault to look for.",
             {
-                "draft lost": rate_or_zero(f"{_C}_draft_fallbacks_total"),
-                "sessions reopened": rate_or_zero(f"{_C}_session_reopens_total"),
-                "streams reconnected": rate_or_zero(f"{_C}_stream_reconnects_total"),
-                "journal errors": rate(f"{_C}_journal_errors_total"),
+                "draft lost": rate(f"{_C}_draft_fallbacks_total{_OF}"),
+                "sessions reopened": rate(f"{_C}_session_reopens_total{_OF}"),
+                "streams reconnected": rate(f"{_C}_stream_reconnects_total{_OF}"),
+                "journal errors": rate(f"{_C}_journal_errors_total{_OF}"),
             },
             "ops",
-            width=12,
+            width=8,
+            alert="SpecdecDraftFallbacks",
+        ),
+        Panel(
+            "Redis answers",
+            "Whether each coordinator's last operation was answered. While Redis is away streams go on, unjournalled.",
+            {"{{instance}}": f"{_C}_store_up{_OF}"},
+            width=8,
+            alert="SpecdecJournalFailing",
+            words={0: "no", 1: "yes"},
         ),
     ]
 
@@ -104,35 +129,38 @@ def _fast() -> list[Panel]:
     return [
         Panel(
             "Time to first token",
-            "From a request's arrival to its first token, waiting included.",
-            quantiles(f"{_C}_time_to_first_token_seconds"),
+            "From a request's arrival to its first token, waiting included. If it rises, see *Wait for a place*, then "
+            "*Sessions waiting for a first step*, then the targets' page.",
+            quantiles(f"{_C}_time_to_first_token_seconds", _OF),
             "s",
         ),
         Panel(
             "Time between tokens",
             "Of a choice; tokens that come as a burst of n share its gap.",
-            quantiles(f"{_C}_inter_token_seconds"),
+            quantiles(f"{_C}_inter_token_seconds", _OF),
             "s",
         ),
         Panel(
             "Request duration",
-            "From arrival to the end of the stream.",
-            quantiles(f"{_C}_request_seconds"),
+            "From arrival to the end of the stream, of requests that were admitted.",
+            quantiles(f"{_C}_request_seconds", _OF),
             "s",
         ),
         Panel(
             "Output tokens",
             "Tokens sent to clients per second, by origin: draft tokens are those that speculation won.",
-            {"{{origin}}": rate(f"{_C}_tokens_total", "origin")},
-            "short",
+            {"{{origin}}": rate(f"{_C}_tokens_total{_OF}", "origin")},
+            TOKENS_PER_S,
             width=12,
         ),
         Panel(
             "Speed-up over plain decoding",
             "Time that plain decoding would have taken for the same tokens, by the time taken; below 1 it costs.",
-            {"{{instance}}": "specdec:speedup:ratio_rate5m"},
-            "short",
+            {"{{instance}}": f"specdec:speedup:ratio_rate5m{_OF}"},
+            TIMES,
             width=12,
+            steps=((None, "red"), (1, "transparent")),
+            alert="SpecdecSpeculationNotPaying",
         ),
     ]
 
@@ -141,30 +169,63 @@ def _saturated() -> list[Panel]:
     return [
         Panel(
             "Requests",
-            "Requests that run, and requests that wait for a place.",
-            {"running": f"sum({_C}_requests_running)", "waiting": f"sum({_C}_queue_length)"},
+            "Requests that run, and requests that wait for a place. Always waiting: more targets, or a higher "
+            "max_running.",
+            {"running": f"sum({_C}_requests_running{_OF})", "waiting": f"sum({_C}_queue_length{_OF})"},
+            alert="SpecdecRequestsWait",
         ),
         Panel(
             "Not admitted",
-            "Requests refused per second, by cause.",
-            {"{{cause}}": rate_or_zero(f"{_C}_admission_rejects_total", "cause")},
+            "Requests refused per second, by cause: overloaded and queue_timeout are want of capacity, quota and "
+            "concurrency a tenant's own limits.",
+            {"{{cause}}": rate(f"{_C}_admission_rejects_total{_OF}", "cause")},
             "reqps",
+            alert="SpecdecAdmissionRejects",
         ),
-        Panel("Wait for a place", "Mean time in the queue.", {"mean": mean(f"{_C}_queue_seconds")}, "s"),
+        Panel("Wait for a place", "Mean time in the queue.", {"mean": mean(f"{_C}_queue_seconds", _OF)}, "s"),
         Panel(
             "Sessions waiting for a first step",
             "By target and draft; above 0 for minutes means that the tier is too small.",
             {
-                "target {{instance}}": "specdec_target_queue_length",
-                "draft {{instance}}": "specdec_draft_queue_length",
+                "target {{instance}}": f"specdec_target_queue_length{_OF}",
+                "draft {{instance}}": f"specdec_draft_queue_length{_OF}",
             },
             width=12,
+            alert="SpecdecTargetSaturated",
         ),
         Panel(
             "KV cache in use",
             "Share of KV blocks in use; free blocks that cache a prefix do not count. Above 90% is pressure.",
-            {"{{tier}} {{instance}}": "specdec:kv_used:ratio"},
+            {"{{tier}} {{instance}}": f"specdec:kv_used:ratio{_OF}"},
             "percentunit",
             width=12,
+            steps=((None, "transparent"), (0.9, "red")),
+            alert="SpecdecKvPressure",
+        ),
+    ]
+
+
+def _running() -> list[Panel]:
+    return [
+        Panel(
+            "Versions",
+            "Replicas by service and version of specdec. Two versions for longer than a roll-out takes: finish it, or "
+            "go back.",
+            {"": f"count by (namespace, service, version, python) (specdec_build_info{_OF})"},
+            kind="table",
+            width=12,
+            alert="SpecdecVersionSkew",
+        ),
+        Panel(
+            "Models",
+            "Replicas by what they serve. Of one role all should be equal; tokenizers of both roles must be.",
+            {
+                "": "count by (namespace, role, model, dtype, device, tokenizer, numerics_id) ("
+                + " or ".join(f'label_replace(specdec_{role}_info{_OF}, "role", "{role}", "", "")' for role in _ROLES)
+                + ")"
+            },
+            kind="table",
+            width=12,
+            alert="SpecdecReplicaIncompatible",
         ),
     ]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 SCHEMA_VERSION = 39
 GRID_WIDTH = 24
 _HEIGHTS = {"stat": 4, "timeseries": 8, "table": 6}
+_RUNBOOKS = "docs/operations.md"
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -21,7 +22,9 @@ class Panel:
         queries: PromQL by legend; `{{label}}` in a legend is replaced by Grafana.
         unit: Of Grafana's units: s, percentunit, reqps, short and so on.
         width: In columns of 24.
-        steps: Colour from a value on, ascending; the first colour holds below them.
+        steps: Colour from a value on, ascending; the first colour holds below them. A time series has a line at each.
+        alert: Whose runbook tells what to do when this looks bad.
+        words: Shown in place of a value.
     """
 
     title: str
@@ -31,6 +34,8 @@ class Panel:
     kind: Literal["stat", "timeseries", "table"] = "timeseries"
     width: int = 8
     steps: Sequence[tuple[float | None, str]] = ((None, "text"),)
+    alert: str = ""
+    words: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class Row:
 def dashboard(
     uid: str, title: str, text: str, rows: Sequence[Row], instance_metric: str | None = None
 ) -> dict[str, Any]:
-    """Return a dashboard's JSON.
+    """Return a dashboard's JSON, with a variable `namespace`: outside Kubernetes it has no values, and All holds.
 
     Args:
         instance_metric: Adds a variable `instance` with the instances that export this metric.
@@ -100,28 +105,32 @@ def _variables(instance_metric: str | None) -> list[dict[str, Any]]:
             "type": "datasource",
         }
     ]
+    variables.append(_label_variable("namespace", "specdec_build_info"))
     if instance_metric is not None:
-        query = f"label_values({instance_metric}, instance)"
-        variables.append(
-            {
-                "allValue": ".*",
-                "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
-                "datasource": _DATASOURCE,
-                "definition": query,
-                "hide": 0,
-                "includeAll": True,
-                "label": "Instance",
-                "multi": True,
-                "name": "instance",
-                "options": [],
-                "query": {"query": query, "refId": "instance"},
-                "refresh": 2,
-                "regex": "",
-                "sort": 1,
-                "type": "query",
-            }
-        )
+        variables.append(_label_variable("instance", f'{instance_metric}{{namespace=~"$namespace"}}'))
     return variables
+
+
+def _label_variable(label: str, selector: str) -> dict[str, Any]:
+    """A choice of a label's values. All is `.*`, which also holds where there is no such label."""
+    query = f"label_values({selector}, {label})"
+    return {
+        "allValue": ".*",
+        "current": {"selected": True, "text": ["All"], "value": ["$__all"]},
+        "datasource": _DATASOURCE,
+        "definition": query,
+        "hide": 0,
+        "includeAll": True,
+        "label": label.capitalize(),
+        "multi": True,
+        "name": label,
+        "options": [],
+        "query": {"query": query, "refId": label},
+        "refresh": 2,
+        "regex": "",
+        "sort": 1,
+        "type": "query",
+    }
 
 
 def _place(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -151,12 +160,14 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     is_instant = panel.kind != "timeseries"
     return {
         "datasource": _DATASOURCE,
-        "description": panel.text,
+        "description": panel.text + (f" Runbook: {_RUNBOOKS}#{panel.alert.lower()}." if panel.alert else ""),
         "fieldConfig": {
             "defaults": {
                 "color": {"mode": "thresholds" if panel.kind == "stat" else "palette-classic"},
-                "custom": {"fillOpacity": 10, "showPoints": "never"} if panel.kind == "timeseries" else {},
-                "mappings": [],
+                "custom": _custom(panel),
+                "mappings": _mappings(panel),
+                # From 0, or a steady share would look like a wild one.
+                **({"min": 0} if panel.kind == "timeseries" else {}),
                 "thresholds": {
                     "mode": "absolute",
                     "steps": [{"color": color, "value": value} for value, color in panel.steps],
@@ -182,10 +193,41 @@ def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
             for index, (legend, expr) in enumerate(panel.queries.items())
         ],
         "title": panel.title,
+        "transformations": _TRANSFORMATIONS[panel.kind],
         "type": panel.kind,
     }
 
 
+def _custom(panel: Panel) -> dict[str, Any]:
+    if panel.kind != "timeseries":
+        return {}
+    has_lines = len(panel.steps) > 1
+    return {
+        "fillOpacity": 10,
+        "showPoints": "never",
+        "thresholdsStyle": {"mode": "dashed" if has_lines else "off"},
+    }
+
+
+def _mappings(panel: Panel) -> list[dict[str, Any]]:
+    mappings: list[dict[str, Any]] = []
+    if panel.words:
+        words = {str(value): {"index": index, "text": text} for index, (value, text) in enumerate(panel.words.items())}
+        mappings.append({"options": words, "type": "value"})
+    if panel.kind == "stat":  # a ratio of what did not happen
+        quiet = {"match": "null+nan", "result": {"color": "text", "index": len(panel.words), "text": "no traffic"}}
+        mappings.append({"options": quiet, "type": "special"})
+    return mappings
+
+
+_TRANSFORMATIONS: dict[str, list[dict[str, Any]]] = {
+    "stat": [],
+    "timeseries": [],
+    "table": [
+        {"id": "merge", "options": {}},
+        {"id": "organize", "options": {"excludeByName": {"Time": True}, "renameByName": {"Value": "processes"}}},
+    ],
+}
 _OPTIONS: dict[str, dict[str, Any]] = {
     "stat": {
         "colorMode": "value",

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+TOKENS_PER_S = "count:tok/s"
+TIMES = "suffix:x"
+OF_NAMESPACE = '{namespace=~"$namespace"}'
+OF_INSTANCE = '{namespace=~"$namespace",instance=~"$instance"}'
 
 
 def rate(selector: str, by: str = "") -> str:
     """The summed rate of a counter, by labels."""
     return f"sum{_by(by)}(rate({selector}[$__rate_interval]))"
-
-
-def rate_or_zero(selector: str, by: str = "") -> str:
-    """As `rate`, and zero where a counter with labels has not counted yet: no failure is good news, not no data."""
-    return f"{rate(selector, by)} or vector(0)"
 
 
 def quantiles(histogram: str, selector: str = "") -> dict[str, str]:

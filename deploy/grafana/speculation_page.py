@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from panels import Panel, Row, dashboard
-from promql import mean, quantiles, rate, rate_or_zero, ratio
+from promql import OF_NAMESPACE, TIMES, TOKENS_PER_S, mean, quantiles, rate, ratio
 
 _C = "specdec_coordinator"
 _T = "specdec_target"
 _D = "specdec_draft"
+_OF = OF_NAMESPACE
+_HITS = f"{_T}_hits_total{_OF}"
 
 
 def speculation() -> dict[str, Any]:
@@ -26,39 +28,44 @@ def _paying() -> list[Panel]:
     return [
         Panel(
             "Speed-up",
-            "Of all targets: time that plain decoding would have taken for the same tokens, by the time taken.",
+            "Of all targets: time that plain decoding would have taken for the same tokens, by the time taken. "
+            "Below 1 speculation costs more than it gains.",
             {
                 "speed-up": ratio(
-                    f"{_T}_plain_equivalent_seconds_total",
-                    f"{_T}_decode_seconds_total",
+                    f"{_T}_plain_equivalent_seconds_total{_OF}",
+                    f"{_T}_decode_seconds_total{_OF}",
                 )
             },
-            "short",
+            TIMES,
             "stat",
             6,
             ((None, "red"), (1, "green")),
+            "SpecdecSpeculationNotPaying",
         ),
         Panel(
             "Acceptance",
-            "Share of verified draft tokens that were accepted, last 5 minutes.",
-            {"acceptance": "specdec:acceptance:ratio_rate5m"},
+            "Share of verified draft tokens that were accepted, last 5 minutes, in the worst namespace. Below 30% the "
+            "draft hardly helps.",
+            {"acceptance": f"min(specdec:acceptance:ratio_rate5m{_OF})"},
             "percentunit",
             "stat",
             6,
             ((None, "red"), (0.3, "orange"), (0.6, "green")),
+            "SpecdecLowAcceptance",
         ),
         Panel(
             "Tokens per verified step",
             "Mean number of tokens that a step with a proposal committed; plain decoding commits 1.",
-            {"tokens": mean(f"{_T}_committed_tokens")},
+            {"tokens": mean(f"{_T}_committed_tokens", _OF)},
             "short",
             "stat",
             6,
         ),
         Panel(
             "Proposal at hand",
-            "Share of sessions' steps that had a usable proposal when they were formed.",
-            {"hits": f"{rate(f'{_T}_hits_total')} / ({rate(f'{_T}_hits_total')} + {rate(f'{_T}_misses_total')})"},
+            "Share of sessions' steps that had a usable proposal when they were formed. Low: drafts are too slow, too "
+            "few or too far; see *Draft latency*.",
+            {"hits": f"{rate(_HITS)} / ({rate(_HITS)} + {rate(f'{_T}_misses_total{_OF}')})"},
             "percentunit",
             "stat",
             6,
@@ -66,13 +73,14 @@ def _paying() -> list[Panel]:
         Panel(
             "Tokens by origin",
             "Output tokens per second. Draft tokens cost no step of their own; decode tokens are plain decoding.",
-            {"{{origin}}": rate(f"{_C}_tokens_total", "origin")},
+            {"{{origin}}": rate(f"{_C}_tokens_total{_OF}", "origin")},
+            TOKENS_PER_S,
             width=12,
         ),
         Panel(
             "Steps by kind",
             "Verdicts per second: verify had a proposal, plain had none, prefill is a first token.",
-            {"{{kind}}": rate(f"{_C}_steps_total", "kind")},
+            {"{{kind}}": rate(f"{_C}_steps_total{_OF}", "kind")},
             "ops",
             width=12,
         ),
@@ -84,18 +92,24 @@ def _for_whom() -> list[Panel]:
         Panel(
             "Speed-up by target",
             "Targets differ in load: the fuller the batch, the less a step has to spare for verification.",
-            {"{{instance}}": "specdec:speedup:ratio_rate5m"},
+            {"{{instance}}": f"specdec:speedup:ratio_rate5m{_OF}"},
+            TIMES,
+            steps=((None, "red"), (1, "transparent")),
+            alert="SpecdecSpeculationNotPaying",
         ),
         Panel(
             "Acceptance by target",
-            "Differs when targets serve different prompts.",
-            {"{{instance}}": ratio(f"{_T}_accepted_tokens_total", f"{_T}_proposed_tokens_total", "instance")},
+            "Differs when targets serve different prompts; low at one only may be a wrong model. The line is where "
+            "the draft hardly helps.",
+            {"{{instance}}": ratio(f"{_T}_accepted_tokens_total{_OF}", f"{_T}_proposed_tokens_total{_OF}", "instance")},
             "percentunit",
+            steps=((None, "red"), (0.3, "transparent")),
+            alert="SpecdecLowAcceptance",
         ),
         Panel(
             "Draft credit by target",
             "Draft tokens per session that the target finds worth proposing at its load; 0 turns speculation off.",
-            {"{{instance}}": f"{_T}_draft_credit"},
+            {"{{instance}}": f"{_T}_draft_credit{_OF}"},
         ),
     ]
 
@@ -105,58 +119,68 @@ def _lost() -> list[Panel]:
         Panel(
             "Acceptance by depth",
             "Share of verified draft tokens accepted at each depth; a steep fall means a poor draft.",
-            {"depth {{depth}}": ratio(f"{_C}_accepted_tokens_total", f"{_C}_proposed_tokens_total", "depth")},
+            {"depth {{depth}}": ratio(f"{_C}_accepted_tokens_total{_OF}", f"{_C}_proposed_tokens_total{_OF}", "depth")},
             "percentunit",
         ),
         Panel(
             "Wasted and stale",
-            "Draft tokens that verdicts made worthless, and proposals or commits that came too late, per second.",
+            "Per second: draft tokens that verdicts made worthless, draft tokens that came to targets too late, and "
+            "commits that told drafts nothing new. Drafts work ahead on many outcomes, so most is wasted; stale near "
+            "wasted means that drafts are too slow or too far.",
             {
-                "wasted tokens": rate(f"{_C}_wasted_tokens_total"),
-                "stale at targets": rate(f"{_T}_stale_proposals_total"),
-                "stale at drafts": rate(f"{_D}_stale_proposals_total"),
+                "wasted tokens": rate(f"{_C}_wasted_tokens_total{_OF}"),
+                "stale at targets": rate(f"{_T}_stale_proposals_total{_OF}"),
+                "stale at drafts": rate(f"{_D}_stale_proposals_total{_OF}"),
             },
+            "cps",
         ),
         Panel(
             "Sessions that lost their draft",
-            "Per second, by cause; they go on by plain decoding.",
-            {"{{cause}}": rate_or_zero(f"{_C}_draft_fallbacks_total", "cause")},
+            "Per second, by cause; they go on by plain decoding. stream_broken: drafts restart, or the network; "
+            "draining: planned; others: drafts that are full or at fault.",
+            {"{{cause}}": rate(f"{_C}_draft_fallbacks_total{_OF}", "cause")},
             "ops",
+            alert="SpecdecDraftFallbacks",
         ),
         Panel(
             "Draft latency",
-            "At the coordinator, from a commit to the first proposal after it.",
-            quantiles(f"{_C}_draft_latency_seconds"),
+            "At the coordinator, from a commit to the first proposal after it. Less *Time to a proposal* (Drafts "
+            "page), it is network and coordinator.",
+            quantiles(f"{_C}_draft_latency_seconds", _OF),
             "s",
         ),
         Panel(
             "Verify latency",
             "At the coordinator, from relaying a proposal to the verdict that used it.",
-            quantiles(f"{_C}_verify_latency_seconds"),
+            quantiles(f"{_C}_verify_latency_seconds", _OF),
             "s",
         ),
         Panel(
             "Hold-off",
             "Time that target steps waited for a draft; more than a step's time means that drafts are too slow.",
-            quantiles(f"{_T}_hold_off_seconds"),
+            quantiles(f"{_T}_hold_off_seconds", _OF),
             "s",
         ),
         Panel(
             "Committed tokens that the draft had",
             "Share of committed tokens that the draft had computed before: the rest cost it another pass.",
-            {"found": ratio(f'{_D}_committed_tokens_total{{found="found"}}', f"{_D}_committed_tokens_total")},
+            {
+                "found": ratio(
+                    f'{_D}_committed_tokens_total{{found="found",{_OF[1:]}', f"{_D}_committed_tokens_total{_OF}"
+                )
+            },
             "percentunit",
         ),
         Panel(
             "Draft work that is sent",
             "Draft tokens sent to draft tokens computed.",
-            {"sent": ratio(f"{_D}_tokens_total", f"{_D}_drafted_tokens_total")},
+            {"sent": ratio(f"{_D}_tokens_total{_OF}", f"{_D}_drafted_tokens_total{_OF}")},
             "percentunit",
         ),
         Panel(
             "Time outside the models",
             "Of a request's decoding time, that in which no step ran and none waited for a draft.",
-            quantiles(f"{_C}_outside_seconds"),
+            quantiles(f"{_C}_outside_seconds", _OF),
             "s",
         ),
     ]

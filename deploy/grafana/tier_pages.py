@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from panels import Panel, Row, dashboard
-from promql import mean, quantiles, rate, ratio
+from promql import OF_INSTANCE, TOKENS_PER_S, mean, quantiles, rate, ratio
 
-_OF = '{instance=~"$instance"}'
+_OF = OF_INSTANCE
 _T = "specdec_target"
 _D = "specdec_draft"
 
@@ -28,38 +28,47 @@ def _verification() -> list[Panel]:
     return [
         Panel(
             "Committed tokens by origin",
-            "Per second.",
+            "Per second. Draft tokens cost no step of their own; decode tokens are plain decoding.",
             {"{{origin}}": rate(f"{_T}_tokens_total{_OF}", "origin")},
+            TOKENS_PER_S,
         ),
         Panel(
             "Tree nodes",
-            "Per second: verified, and thrown away, verified or not.",
+            "Per second: verified, and thrown away, verified or not. Drafts work ahead on many outcomes, so much more "
+            "is wasted than verified; that costs draft time, not target time.",
             {
                 "verified": rate(f"{_T}_verified_nodes_total{_OF}"),
                 "wasted": rate(f"{_T}_wasted_tokens_total{_OF}"),
             },
+            TOKENS_PER_S,
         ),
         Panel(
             "Acceptance by depth",
-            "Share of verified nodes accepted at each depth.",
+            "Share of the steps that verified a node at a depth which accepted one. Low at depth 1: the draft model "
+            "does not fit; a steep fall: proposals are too long.",
             {"depth {{depth}}": ratio(f"{_T}_accepted_tokens_total{_OF}", f"{_T}_proposed_tokens_total{_OF}", "depth")},
             "percentunit",
+            alert="SpecdecLowAcceptance",
         ),
         Panel(
             "Verify step",
-            "Time of a step that verified proposals.",
+            "Time of a step that verified proposals. What verification costs is the difference to a plain step of "
+            "*Step time*.",
             quantiles(f"{_T}_verify_seconds", _OF),
             "s",
         ),
         Panel(
             "Hold-off",
-            "Time that a step waited for a draft.",
+            "Time that a session's step waited for a draft; most do not wait. Near a step's time: drafts are too slow "
+            "or far.",
             quantiles(f"{_T}_hold_off_seconds", _OF),
             "s",
+            alert="SpecdecSpeculationNotPaying",
         ),
         Panel(
             "Time to first token",
-            "From a session's opening to its first token.",
+            "From a session's opening to its first token: waiting for a step, and prefill. Near the coordinators' "
+            "own, the target is what is slow.",
             quantiles(f"{_T}_time_to_first_token_seconds", _OF),
             "s",
         ),
@@ -81,6 +90,7 @@ def _drafting() -> list[Panel]:
                 "computed": rate(f"{_D}_drafted_tokens_total{_OF}"),
                 "sent": rate(f"{_D}_tokens_total{_OF}"),
             },
+            TOKENS_PER_S,
         ),
         Panel(
             "Proposal size",
@@ -101,16 +111,22 @@ def _engine_rows(prefix: str) -> list[Row]:
 
 def _steps(prefix: str) -> list[Panel]:
     return [
-        Panel("Steps", "Per second, by kind of their rows.", {"{{kind}}": rate(f"{prefix}_steps_total{_OF}", "kind")}),
+        Panel(
+            "Steps",
+            "Per second, by kind of their rows.",
+            {"{{kind}}": rate(f"{prefix}_steps_total{_OF}", "kind")},
+            "ops",
+        ),
         Panel(
             "Step time",
-            "Mean time of a step, sampling included, by kind.",
+            "Mean time of a step, sampling included, by kind. It grows with the batch and the contexts; without them, "
+            "something else works on the device or its cores.",
             {"{{kind}}": mean(f"{prefix}_step_seconds", _OF, "kind")},
             "s",
         ),
         Panel(
             "Batch",
-            "Mean rows and sequences of a step.",
+            "Mean rows (prompt tokens, decoded tokens, tree nodes) and sequences of a step.",
             {
                 "rows": mean(f"{prefix}_step_tokens", _OF),
                 "sequences": mean(f"{prefix}_step_sequences", _OF),
@@ -123,25 +139,30 @@ def _sessions(prefix: str) -> list[Panel]:
     return [
         Panel(
             "Sessions",
-            "Held, taking part in steps, and waiting for a first step.",
+            "Held, taking part in steps, and waiting for a first step. Waiting for minutes: KV blocks or "
+            "max_batch_seqs are used up.",
             {
                 "held {{instance}}": f"{prefix}_sessions{_OF}",
                 "running {{instance}}": f"{prefix}_sessions_running{_OF}",
                 "waiting {{instance}}": f"{prefix}_queue_length{_OF}",
             },
+            alert="SpecdecTargetSaturated",
         ),
         Panel(
             "KV blocks in use",
-            "Share in use, and share that is free but caches a prefix.",
+            "Share in use, and share that is free but caches a prefix, which is given up when needed. In use above "
+            "90%: sequences are preempted next.",
             {
                 "used {{instance}}": f"{prefix}_kv_blocks_used{_OF} / {prefix}_kv_blocks{_OF}",
                 "cached {{instance}}": f"{prefix}_kv_blocks_cached{_OF} / {prefix}_kv_blocks{_OF}",
             },
             "percentunit",
+            alert="SpecdecKvPressure",
         ),
         Panel(
             "Preemptions and rollbacks",
-            "Sequences whose blocks were taken away, and times a sequence forgot tokens, per second.",
+            "Sequences whose blocks were taken away, and times a sequence forgot tokens, per second. Preemptions are "
+            "work done twice; rollbacks are how speculation works.",
             {
                 "preemptions": rate(f"{prefix}_preemptions_total{_OF}"),
                 "rollbacks": rate(f"{prefix}_rollbacks_total{_OF}"),
@@ -167,7 +188,11 @@ def _sessions(prefix: str) -> list[Panel]:
 
 def _streams(prefix: str) -> list[Panel]:
     return [
-        Panel("Open streams", "Streams of coordinators.", {"{{instance}}": f"{prefix}_open_streams{_OF}"}),
+        Panel(
+            "Open streams",
+            "One per coordinator process that is connected.",
+            {"{{instance}}": f"{prefix}_open_streams{_OF}"},
+        ),
         Panel(
             "Messages",
             "Relayed per second, by direction.",
@@ -187,9 +212,11 @@ def _redis(prefix: str) -> list[Panel]:
     return [
         Panel(
             "Redis answers",
-            "1: the last operation that reached it was answered; 0: it is away, and the registration expires. "
-            "Always 1 without Redis.",
+            "Whether the last operation that reached it was answered. While it is away the registration expires. "
+            "Without Redis always yes.",
             {"{{instance}}": f"{prefix}_store_up{_OF}"},
+            words={0: "no", 1: "yes"},
+            alert="SpecdecReplicaCannotRegister",
             width=12,
         ),
         Panel(

@@ -8,9 +8,11 @@ metrics go through prometheus_client's multiprocess files (`enable_multiprocess_
 """
 
 from specdec.telemetry.coordinator_metrics import CoordinatorMetrics, SupervisorMetrics
-from specdec.telemetry.engine_metrics import DraftMetrics, RelayMetrics, TargetMetrics
+from specdec.telemetry.draft_metrics import DraftMetrics
 from specdec.telemetry.logs import setup_logging
 from specdec.telemetry.registry import BuildInfo, enable_multiprocess_metrics, forget_gauges, scrape_registry
+from specdec.telemetry.relay_metrics import RelayMetrics
+from specdec.telemetry.target_metrics import TargetMetrics
 
 __all__ = [
     "BuildInfo",

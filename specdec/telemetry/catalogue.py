@@ -7,8 +7,10 @@ import sys
 from prometheus_client import CollectorRegistry
 
 from specdec.telemetry.coordinator_metrics import CoordinatorMetrics, SupervisorMetrics
-from specdec.telemetry.engine_metrics import DraftMetrics, RelayMetrics, TargetMetrics
+from specdec.telemetry.draft_metrics import DraftMetrics
 from specdec.telemetry.registry import BuildInfo, MetricDoc
+from specdec.telemetry.relay_metrics import RelayMetrics
+from specdec.telemetry.target_metrics import TargetMetrics
 
 _HEAD = """# Metrics
 

@@ -8,10 +8,22 @@ from specdec.telemetry.registry import COARSE_S, FINE_S, MetricGroup
 
 _DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
 _OPERATION = {
-    "operation": "begin, append, renew, end, load (journal), take_tokens (quotas), announce, withdraw, replicas "
+    "operation": "begin, append, renew, end, load, abort (journal), take_tokens (quotas), announce, withdraw, replicas "
     "(registry), add_prefixes, prefix_holders, ping"
 }
+_OPERATIONS = (
+    *("begin", "append", "renew", "end", "load", "abort", "take_tokens"),
+    *("announce", "withdraw", "replicas", "add_prefixes", "prefix_holders", "ping"),
+)
+_ROLES = ("target", "draft")
 _ROLE = {"role": "target, draft"}
+_OUTCOMES = (
+    *("OK", "CANCELLED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"),
+    *("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS"),
+)
+_ADMISSION_CAUSES = ("overloaded", "queue_timeout", "quota", "concurrency")
+_STEP_KINDS = ("verify", "plain", "prefill")
+_FALLBACK_CAUSES = ("stream_broken", "draining", "bad_proposal", "too_many_sessions")
 
 
 class CoordinatorMetrics(MetricGroup):
@@ -34,12 +46,14 @@ class CoordinatorMetrics(MetricGroup):
             {"outcome": "a gRPC status code: OK, CANCELLED, INVALID_ARGUMENT, UNAVAILABLE, ..."},
             promql='sum(rate($requests_total{outcome!~"OK|CANCELLED|INVALID_ARGUMENT"}[5m]))'
             " / sum(rate($requests_total[5m]))",
+            initial=_OUTCOMES,
         )
         self.admission_rejects = self._counter(
             "admission_rejects_total",
             "Requests not admitted.",
             {"cause": "the error's reason in lower case: overloaded, queue_timeout, quota, concurrency"},
             promql="sum by (cause) (rate($admission_rejects_total[5m]))",
+            initial=_ADMISSION_CAUSES,
         )
         self.running = self._gauge("requests_running", "Requests that run.", promql="sum($requests_running)")
         self.queue_length = self._gauge("queue_length", "Requests that wait for a place.", promql="sum($queue_length)")
@@ -57,7 +71,7 @@ class CoordinatorMetrics(MetricGroup):
             "tokens_total",
             "Output tokens sent to clients, by origin.",
             {
-                "origin": "prefill, draft, recovered, bonus, decode; unspecified is always 0",
+                "origin": "prefill, draft, recovered, bonus, decode",
             },
             promql="sum by (origin) (rate($tokens_total[5m]))",
         )
@@ -83,7 +97,7 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.e2e_seconds = self._histogram(
             "request_seconds",
-            "From arrival to the end of the stream.",
+            "From arrival to the end of the stream, of requests that were admitted, however they ended.",
             COARSE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($request_seconds_bucket[5m])))",
         )
@@ -125,6 +139,7 @@ class CoordinatorMetrics(MetricGroup):
             "Verdicts received, by kind.",
             {"kind": "verify (with a tree), plain, prefill"},
             promql='1 + sum(rate($accepted_tokens_total[5m])) / sum(rate($steps_total{kind="verify"}[5m]))',
+            initial=_STEP_KINDS,
         )
         self.hits = self._counter(
             "hits_total",
@@ -139,8 +154,9 @@ class CoordinatorMetrics(MetricGroup):
         self.draft_fallbacks = self._counter(
             "draft_fallbacks_total",
             "Times a choice lost its draft and went on without one.",
-            {"cause": "stream_broken, or what the draft or the target refused"},
+            {"cause": "stream_broken, draining, bad_proposal (the target refused it), or why the draft refused"},
             promql="sum by (cause) (rate($draft_fallbacks_total[5m]))",
+            initial=_FALLBACK_CAUSES,
         )
         self.mismatches = self._counter(
             "token_mismatches_total",
@@ -157,12 +173,14 @@ class CoordinatorMetrics(MetricGroup):
             "Sessions opened again under a higher epoch.",
             _ROLE,
             promql="sum by (role) (rate($session_reopens_total[5m]))",
+            initial=_ROLES,
         )
         self.stream_reconnects = self._counter(
             "stream_reconnects_total",
             "Streams to replicas opened again.",
             _ROLE,
             promql="sum by (role) (increase($stream_reconnects_total[5m]))",
+            initial=_ROLES,
         )
         self.replicas = self._gauge(
             "replicas",
@@ -213,6 +231,7 @@ class CoordinatorMetrics(MetricGroup):
             "Operations that Redis failed or did not answer in time; few are tried while it is left alone.",
             _OPERATION,
             promql="sum by (operation) (rate($store_errors_total[5m]))",
+            initial=_OPERATIONS,
         )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import structlog
 
+_FIRST_FIELDS = ("timestamp", "level", "service", "event")
 # HTTP clients of model hubs. They log each URL, and those of files are signed: who reads one may fetch the file.
 _TELLS_URLS = ("httpx", "httpx2", "httpcore", "httpcore2", "urllib3")
 
@@ -29,6 +30,7 @@ def setup_logging(service: str, level: str = "info", log_format: str = "json") -
         tracebacks = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
         final: list[Any] = [
             structlog.processors.ExceptionRenderer(tracebacks),
+            _in_reading_order,
             structlog.processors.JSONRenderer(),
         ]
     else:
@@ -57,6 +59,10 @@ def setup_logging(service: str, level: str = "info", log_format: str = "json") -
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
+
+
+def _in_reading_order(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+    return {**{name: event[name] for name in _FIRST_FIELDS if name in event}, **event}
 
 
 def _add_service(service: str) -> Any:

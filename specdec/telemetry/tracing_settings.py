@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Self
@@ -9,6 +10,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+_PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _HEADER_NAME = re.compile(r"[0-9a-z_.-]+")
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
 
@@ -44,6 +46,7 @@ class TracingSettings(BaseModel):
         if self.otlp_endpoint is None:
             return self
         url = _endpoint(self.otlp_endpoint)
+        _check_protocol()
         if self.otlp_ca_file is not None and url.scheme != "https":
             raise ValueError("otlp_ca_file needs an otlp_endpoint that begins with https://")
         if self.otlp_ca_file is not None and not self.otlp_ca_file.is_file():
@@ -64,8 +67,20 @@ class TracingSettings(BaseModel):
         return tuple(pairs)
 
 
+def _check_protocol() -> None:
+    """What OpenTelemetry's variables ask for is not silently something else."""
+    for name in _PROTOCOL_VARIABLES:
+        if value := os.environ.get(name, "").strip():
+            if value != "grpc":
+                raise ValueError(
+                    f"otlp_endpoint: spans are exported by OTLP over gRPC only, but {name} is {value!r}: name the"
+                    " gRPC port of a collector (4317 by default), and set the variable to grpc"
+                )
+            return
+
+
 def _endpoint(value: str) -> SplitResult:
-    form = "must be http://HOST:PORT or https://HOST:PORT (OTLP over gRPC)"
+    form = "must be http://HOST:PORT or https://HOST:PORT (OTLP over gRPC; http/protobuf is not supported)"
     try:
         url = urlsplit(value)
         has_port = url.port is not None

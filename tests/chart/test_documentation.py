@@ -60,16 +60,38 @@ def test_rules_and_dashboards_of_the_chart_are_those_of_deploy() -> None:
         assert copy.read_text() == text, f"{copy} differs; rerun with UPDATE_GOLDEN=1"
 
 
-def test_rules_and_dashboards_reach_the_cluster_unchanged(render: Render) -> None:
+def test_rules_and_dashboards_reach_the_cluster_and_only_what_is_absent_is_given_the_namespace(render: Render) -> None:
     documents = render("monitoring")
-    rules = {d["metadata"]["name"].rpartition("-")[2]: d["spec"] for d in documents if d["kind"] == "PrometheusRule"}
-    assert rules == {
-        name: yaml.safe_load((CHART / f"files/{name}.yml").read_text()) for name in ("alerts", "recording")
+    found = [d for d in documents if d["kind"] == "PrometheusRule"]
+    absent = "absent(specdec_coordinator_requests_running"
+    (namespace,) = {d["metadata"]["namespace"] for d in found}
+    rules = {name: (CHART / f"files/{name}.yml").read_text() for name in ("alerts", "recording")}
+    rules["alerts"] = rules["alerts"].replace(f"{absent})", f'{absent}{{namespace="{namespace}"}})')
+    assert {d["metadata"]["name"].rpartition("-")[2]: d["spec"] for d in found} == {
+        name: yaml.safe_load(text) for name, text in rules.items()
     }
     maps = [d for d in documents if d["kind"] == "ConfigMap"]
     assert all(d["metadata"]["labels"]["grafana_dashboard"] == "1" for d in maps)
     shown = {name: json.loads(text) for d in maps for name, text in d["data"].items()}
     assert shown == {path.name: json.loads(path.read_text()) for path in (CHART / "files/dashboards").iterdir()}
+
+
+def test_alerts_and_panels_lead_to_the_runbooks_of_the_operator() -> None:
+    base = "https://runbooks.example.com/specdec"
+    values = {
+        "serviceMonitor": {"enabled": True},
+        "prometheusRule": {"enabled": True, "runbookBaseUrl": base},
+        "dashboards": {"enabled": True},
+    }
+    with helm_python.Chart.load(str(CHART)) as chart:
+        texts = chart.render(values, name="demo", namespace="llm").values()
+    documents = [d for text in texts if "kind:" in text for d in yaml.safe_load_all(text) if d]
+    (alerts,) = [d for d in documents if d["kind"] == "PrometheusRule" and d["metadata"]["name"].endswith("alerts")]
+    urls = {rule["annotations"]["runbook_url"] for group in alerts["spec"]["groups"] for rule in group["rules"]}
+    assert {url.partition("#")[0] for url in urls} == {base}
+    pages = [text for d in documents if d["kind"] == "ConfigMap" for text in d["data"].values()]
+    links = {link for page in pages for link in re.findall(r"Runbook: ([^\s#]+#\w+)", page)}
+    assert links == urls
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from specdec.cli.cluster import free_port
 
 RULES = Path(__file__).parents[2] / "deploy" / "prometheus"
 INTERVAL = "500ms"
+NAMESPACE = "llm"
 DEADLINE_S = 60.0
 
 
@@ -44,6 +45,26 @@ class PrometheusServer:
     def rules(self) -> list[dict[str, Any]]:
         """Return all rules with their health, last error and, for alerts, state."""
         return [rule for group in self._get("rules", {})["groups"] for rule in group["rules"]]
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """Return the alerts that fire, with their labels and annotations."""
+        found: list[dict[str, Any]] = self._get("alerts", {})["alerts"]
+        return [alert for alert in found if alert["state"] == "firing"]
+
+    def wait_for_alert(self, name: str, **labels: str) -> dict[str, Any]:
+        """Return an alert once it fires with these labels. Raises TimeoutError after DEADLINE_S."""
+        wanted = {"alertname": name, **labels}
+        for _ in _until_deadline(f"alert {wanted}"):
+            for alert in self.alerts():
+                if wanted.items() <= alert["labels"].items():
+                    return alert
+        raise AssertionError("the deadline raises")
+
+    def wait_for_silence(self, *names: str) -> None:
+        """Return once none of these alerts fires. Raises TimeoutError after DEADLINE_S."""
+        for _ in _until_deadline(f"silence of {names}"):
+            if not {alert["labels"]["alertname"] for alert in self.alerts()} & set(names):
+                return
 
     def wait_for(self, expr: str) -> float:
         """Return the Unix time at which a query had series. Raises TimeoutError after DEADLINE_S."""
@@ -75,17 +96,26 @@ def _until_deadline(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def prometheus_server(folder: Path, ports: Mapping[str, int]) -> Iterator[PrometheusServer]:
+def prometheus_server(
+    folder: Path, ports: Mapping[str, int], rules: Path = RULES, interval: str = INTERVAL
+) -> Iterator[PrometheusServer]:
     """Run a Prometheus with its files in `folder`.
 
     Args:
         ports: Metrics port on loopback by job.
+        rules: Where recording.yml and alerts.yml are.
+        interval: Of scrapes, which may take as long, and of evaluations.
     """
     config = {
-        "global": {"scrape_interval": INTERVAL, "scrape_timeout": INTERVAL, "evaluation_interval": INTERVAL},
-        "rule_files": [str(RULES / "recording.yml"), str(RULES / "alerts.yml")],
+        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
+        "rule_files": [str(rules / "recording.yml"), str(rules / "alerts.yml")],
         "scrape_configs": [
-            {"job_name": job, "static_configs": [{"targets": [f"127.0.0.1:{port}"]}]} for job, port in ports.items()
+            # As in a cluster, where every scrape is given the namespace it is of.
+            {
+                "job_name": job,
+                "static_configs": [{"targets": [f"127.0.0.1:{port}"], "labels": {"namespace": NAMESPACE}}],
+            }
+            for job, port in ports.items()
         ],
     }
     folder.mkdir()

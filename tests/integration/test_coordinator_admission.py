@@ -66,6 +66,7 @@ async def test_overload_is_refused_with_a_time_to_retry_and_priorities_go_first(
         evicted = await error_of(low)
         assert isinstance(evicted, Overloaded)
         assert harness.metric("admission_rejects_total", cause="overloaded") == 2
+        assert harness.metric("request_seconds_count") == 0  # what was refused says nothing of how long requests take
         target.set_limit(None)
         await collect(first)
         assert (await collect(high)).ids() == expected_ids(target, 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from google.rpc import code_pb2, status_pb2
+from structlog.testing import capture_logs
 
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import common_pb2 as pb
@@ -66,8 +67,12 @@ async def test_a_lost_target_without_replacement_is_unavailable_and_the_request_
         assert isinstance(error, Unavailable)
         assert error.reason == "TARGET_LOST"
         assert error.retry_after_s > 0
-        error = await error_of(harness.stub.Generate(body))
+        with capture_logs() as logs:
+            error = await error_of(harness.stub.Generate(body))
         assert isinstance(error, Unavailable)
+        (told,) = [line for line in logs if line["event"] == "request_failed"]
+        assert (told["log_level"], told["code"], told["reason"]) == ("warning", "UNAVAILABLE", "NO_TARGET")
+        assert told["request_id"] and told["error"]
         target.set_limit(None)
         await target.start()
         await harness.replica_until("target", "ready")

@@ -27,7 +27,7 @@ CLUSTER_LABELS = re.compile(r'{namespace="[^"]*",service="[^"]*"}')
 MAX_RUNNING = 4
 BURST = 16
 LOAD_S = 200.0
-VARIABLES = {"$__rate_interval": "2m", "$instance": ".*"}
+VARIABLES = {"$__rate_interval": "2m", "$instance": ".*", "$namespace": ".*"}
 Query = tuple[str, str, str]
 
 
@@ -107,6 +107,9 @@ async def load(cluster: Cluster, server: PrometheusServer, redis_server: RedisSe
                 # Two samples at least, so that there is a rate.
                 await asyncio.to_thread(server.wait_for, f"rate(specdec_coordinator_{counter}_total[1m])")
             await asyncio.to_thread(server.wait_for, "rate(specdec_draft_committed_tokens_total[1m]) > 0")
+            # A scrape may time out where processors are short: look at a moment at which none had. Here, because the
+            # services that were started again end with the loop's threads.
+            server.moment_s = await asyncio.to_thread(server.wait_for, "count(up == 1) == 3")
         finally:
             for worker in workers:
                 worker.cancel()
@@ -144,8 +147,6 @@ def scraped(
         prometheus_server(folder / "server", ports) as server,
     ):
         asyncio.run(asyncio.wait_for(load(cluster, server, redis_server), LOAD_S))
-        # A scrape may time out where processors are short: look at a moment at which none had.
-        server.moment_s = server.wait_for("count(up == 1) == 3")
         yield server
 
 
@@ -194,11 +195,19 @@ def wrong_names(expr: str, exported: dict[str, dict[str, set[str]]]) -> list[str
     for aggregate in nodes(tree):
         if not isinstance(aggregate, promql_parser.AggregateExpr) or aggregate.modifier is None:
             continue
+        made = set(labels_made(aggregate.expr))
         for inner in nodes(aggregate.expr):
             if isinstance(inner, promql_parser.VectorSelector):
-                known = exported.get(str(inner.name), {})
+                known = exported.get(str(inner.name), {}).keys() | made
                 wrong += [f"{inner.name}: by {label}" for label in aggregate.modifier.labels if label not in known]
     return wrong
+
+
+def labels_made(expr: object) -> Iterator[str]:
+    """Labels that label_replace gives the series of an expression."""
+    for node in nodes(expr):
+        if isinstance(node, promql_parser.Call) and node.func.name == "label_replace":
+            yield node.args[1].val
 
 
 def test_every_query_and_rule_names_what_is_exported(exported: dict[str, dict[str, set[str]]]) -> None:
@@ -213,6 +222,8 @@ def expressions() -> list[Query]:
 def test_a_wrong_metric_label_or_value_would_be_noticed(exported: dict[str, dict[str, set[str]]]) -> None:
     assert wrong_names("sum(rate(specdec_target_misspelt_total[5m]))", exported)
     assert wrong_names("sum by (nothing) (rate(specdec_target_hits_total[5m]))", exported)
+    made = 'label_replace(specdec_target_info, "tier", "target", "", "")'
+    assert wrong_names(f"sum by (role) ({made})", exported) and not wrong_names(f"sum by (tier) ({made})", exported)
     assert wrong_names('specdec_coordinator_replicas{roll="draft"}', exported)
     assert wrong_names('specdec_coordinator_replicas{role="drafts"}', exported)
     assert not wrong_names('specdec_coordinator_replicas{role="draft"}', exported)

@@ -61,6 +61,42 @@ def test_a_panel_says_what_it_shows_and_in_which_unit(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_every_query_has_a_legend_and_asks_for_the_chosen_namespace_and_instances(path: Path) -> None:
+    variables = [variable["name"] for variable in json.loads(path.read_text())["templating"]["list"]]
+    assert variables[:2] == ["datasource", "namespace"]
+    for panel in panels(path):
+        for query in panel["targets"]:
+            assert query["legendFormat"] or panel["type"] == "table", panel["title"]
+            for selector in re.findall(r"\bspecdec[_:][\w:]+({[^}]*})?", query["expr"]):
+                for variable in variables[1:]:
+                    assert f'{variable}=~"${variable}"' in selector, query["expr"]
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_all_namespaces_and_instances_are_a_pattern_that_holds_without_such_a_label(path: Path) -> None:
+    for variable in json.loads(path.read_text())["templating"]["list"][1:]:
+        assert (variable["includeAll"], variable["multi"], variable["allValue"]) == (True, True, ".*")
+        assert variable["definition"].endswith(f", {variable['name']})")
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
+def test_quantiles_are_of_all_buckets_and_rates_follow_the_scrape_interval(path: Path) -> None:
+    for panel in panels(path):
+        for query in panel["targets"]:
+            if "histogram_quantile" in query["expr"]:
+                assert re.search(r"sum by \([^)]*\ble\b[^)]*\)", query["expr"]), query["expr"]
+            assert re.findall(r"\brate\([^\[]*\[([^\]]*)\]", query["expr"]) == ["$__rate_interval"] * len(
+                re.findall(r"\brate\(", query["expr"])
+            )
+
+
+def test_each_alert_has_a_panel_that_names_its_runbook() -> None:
+    texts = [panel["description"] for path in DASHBOARDS for panel in panels(path)]
+    named = {anchor for text in texts for anchor in re.findall(r"Runbook: docs/operations\.md#(\w+)\.$", text)}
+    assert named == {alert["alert"].lower() for alert in alerts()}
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
 def test_panels_fill_the_grid_without_overlap(path: Path) -> None:
     everything = json.loads(path.read_text())["panels"]
     assert len({panel["id"] for panel in everything}) == len(everything)
@@ -115,6 +151,14 @@ def test_an_alert_tells_how_bad_it_is_and_what_to_do(alert: dict[str, Any]) -> N
     assert anchor == alert["alert"].lower()
     sections = re.findall(r"^### (\w+)$", (ROOT / path).read_text(), re.MULTILINE)
     assert alert["alert"] in sections
+
+
+def test_runbooks_name_panels_that_are_there() -> None:
+    runbooks = (ROOT / "docs" / "operations.md").read_text().partition("## When an alert fires")[2]
+    titles = {panel["title"] for path in DASHBOARDS for panel in panels(path)}
+    named = set(re.findall(r"(?<!\*)\*([A-Z][^*.]+)\*(?!\*)", runbooks.replace("\n", " ")))
+    assert len(named) > 10
+    assert {" ".join(name.split()) for name in named} <= titles
 
 
 def test_each_runbook_has_its_alert() -> None:

@@ -55,6 +55,14 @@ def test_log_lines_are_json_with_ids_as_fields(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.usefixtures("restored_logging")
+def test_a_log_line_begins_with_when_how_bad_where_and_what(capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("target", "info", "json")
+    structlog.get_logger("specdec.test").info("session_opened", session="o/r/0")
+    fields = json.loads(capsys.readouterr().err)
+    assert list(fields) == ["timestamp", "level", "service", "event", "session", "logger"]
+
+
+@pytest.mark.usefixtures("restored_logging")
 @pytest.mark.parametrize("log_format", ["json", "console"])
 def test_tracebacks_never_show_local_variables(capsys: pytest.CaptureFixture[str], log_format: str) -> None:
     setup_logging("target", "info", log_format)
@@ -114,6 +122,25 @@ def test_names_of_the_two_processes_of_a_replica_do_not_clash(group: type, servi
     group(registry)
     RelayMetrics(registry, service)
     BuildInfo(registry, service)
+
+
+@pytest.mark.parametrize(
+    ("group", "counter", "labels"),
+    [
+        (CoordinatorMetrics, "coordinator_requests_total", {"outcome": "UNAVAILABLE"}),
+        (CoordinatorMetrics, "coordinator_draft_fallbacks_total", {"cause": "stream_broken"}),
+        (CoordinatorMetrics, "coordinator_stream_reconnects_total", {"role": "target"}),
+        (CoordinatorMetrics, "coordinator_store_errors_total", {"operation": "append"}),
+        (TargetMetrics, "target_requests_total", {"outcome": "abort"}),
+        (DraftMetrics, "draft_steps_total", {"kind": "prefill"}),
+    ],
+)
+def test_what_has_not_happened_yet_is_zero_so_that_a_first_burst_is_a_rise(
+    group: type, counter: str, labels: dict[str, str]
+) -> None:
+    registry = CollectorRegistry()
+    group(registry)
+    assert registry.get_sample_value(f"specdec_{counter}", labels) == 0
 
 
 def test_own_registry_is_scraped_without_multiprocess_mode() -> None:

@@ -71,6 +71,21 @@ def test_settings_that_do_not_fit_together_are_explained(argv: list[str], compla
     assert complaint in problem_of(*argv)
 
 
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"])
+def test_another_protocol_than_grpc_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "http/protobuf")
+    problem = problem_of("--otlp-endpoint", ENDPOINT)
+    assert problem.startswith("otlp_endpoint: ") and "gRPC only" in problem
+    assert f"{variable} is 'http/protobuf'" in problem
+
+
+def test_the_protocol_of_traces_goes_before_that_of_all_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    TracingSettings()  # tracing is off: what others in the environment use is none of its business
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "grpc")
+    assert TracingSettings(otlp_endpoint=ENDPOINT).otlp_endpoint == ENDPOINT
+
+
 @pytest.mark.parametrize("headers", ["hunter2", "x-key=1,hunter2", "=hunter2", "x key=hunter2", "x=hunter2%0ab"])
 def test_headers_that_do_not_parse_are_refused_without_being_shown(headers: str) -> None:
     problem = problem_of("--otlp-endpoint", ENDPOINT, "--otlp-headers", headers)

@@ -1,0 +1,50 @@
+"""What the servicer process of a target or draft exports, in front of the engine."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from specdec.telemetry.registry import MetricGroup
+
+_DIRECTION = {"direction": "in (from coordinators), out"}
+
+
+class RelayMetrics(MetricGroup):
+    """The servicer process of a target or draft: its streams, and its registration."""
+
+    def __init__(self, registry: CollectorRegistry, service: str) -> None:
+        self._prefix = service
+        super().__init__(registry)
+        self.streams = self._gauge(
+            "open_streams", "Open streams of coordinators.", promql="sum by (instance) ($open_streams)"
+        )
+        self.stream_ends = self._counter(
+            "streams_total",
+            "Streams that ended.",
+            {"outcome": "closed, cancelled, aborted"},
+            promql="sum by (outcome) (rate($streams_total[5m]))",
+            initial=("closed", "cancelled", "aborted"),
+        )
+        self.messages = self._counter(
+            "messages_total",
+            "Messages relayed.",
+            _DIRECTION,
+            promql="sum by (direction) (rate($messages_total[5m]))",
+        )
+        self.message_bytes = self._counter(
+            "message_bytes_total",
+            "Bytes relayed.",
+            _DIRECTION,
+            promql="sum by (direction) (rate($message_bytes_total[5m]))",
+        )
+        self.store_up = self._gauge(
+            "store_up",
+            "1 if the last operation that reached Redis was answered, else 0; without Redis always 1.",
+            promql="min($store_up)",
+        )
+        self.store_up.set(1)
+        self.announce_failures = self._counter(
+            "announce_failures_total",
+            "Renewals of the registration in Redis that failed.",
+            promql="sum by (instance) (increase($announce_failures_total[5m]))",
+        )

@@ -1,0 +1,125 @@
+"""What a target's engine process exports."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry
+
+from specdec.telemetry.engine_metrics import EngineMetrics
+from specdec.telemetry.registry import COARSE_S, FINE_S, TOKENS
+
+_DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
+
+
+class TargetMetrics(EngineMetrics):
+    """Verification and plain decoding."""
+
+    _prefix = "target"
+    _kinds = "verify (with a tree), plain, prefill"
+    _step_kinds = ("verify", "plain", "prefill")
+    _outcomes = (
+        "stop, length; abort: closed before, by the coordinator (a stop string, a client that left), an error or expiry"
+    )
+    _ends = ("stop", "length", "abort")
+    _stale = "Draft tokens that came too late: verdicts had decided their positions."
+    _loop = "Time of a step's turn outside the step: merging proposals before it, verdicts after it."
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)
+        self.tokens = self._counter(
+            "tokens_total",
+            "Committed tokens, by origin.",
+            {"origin": "prefill, draft, recovered, bonus, decode"},
+            promql="sum by (origin) (rate($tokens_total[5m]))",
+            initial=("prefill", "draft", "recovered", "bonus", "decode"),
+        )
+        self._make_speculation_metrics()
+        self._make_latency_metrics()
+        self._make_payoff_metrics()
+
+    def _make_speculation_metrics(self) -> None:
+        self.proposed_tokens = self._counter(
+            "proposed_tokens_total",
+            "Steps of a session that verified a node at this depth.",
+            _DEPTH,
+            promql="sum(rate($accepted_tokens_total[5m])) / sum(rate($proposed_tokens_total[5m]))",
+        )
+        self.accepted_tokens = self._counter(
+            "accepted_tokens_total",
+            "Accepted nodes at this depth.",
+            _DEPTH,
+            promql="sum by (depth) (rate($accepted_tokens_total[5m]))"
+            " / sum by (depth) (rate($proposed_tokens_total[5m]))",
+        )
+        self.verified_nodes = self._counter(
+            "verified_nodes_total",
+            "Tree nodes verified.",
+            promql="sum(rate($accepted_tokens_total[5m])) / sum(rate($verified_nodes_total[5m]))",
+        )
+        self.wasted_tokens = self._counter(
+            "wasted_tokens_total",
+            "Tree nodes thrown away, verified or not.",
+            promql="sum(rate($wasted_tokens_total[5m])) / sum(rate($tokens_total[5m]))",
+        )
+        self.hits = self._counter(
+            "hits_total",
+            "Steps of a session with a usable proposal at hand.",
+            promql="sum(rate($hits_total[5m])) / (sum(rate($hits_total[5m])) + sum(rate($misses_total[5m])))",
+        )
+        self.misses = self._counter(
+            "misses_total", "Steps of a session without one.", promql="sum by (instance) (rate($misses_total[5m]))"
+        )
+        self.committed_per_verify = self._histogram(
+            "committed_tokens",
+            "Acceptance length: tokens committed by a step of a session that verified a proposal.",
+            TOKENS,
+            promql="sum(rate($committed_tokens_sum[5m])) / sum(rate($committed_tokens_count[5m]))",
+        )
+        self.draft_credit = self._gauge(
+            "draft_credit",
+            "Draft tokens per session worth proposing at this load.",
+            promql="avg by (instance) ($draft_credit)",
+        )
+
+    def _make_latency_metrics(self) -> None:
+        self.hold_off_seconds = self._histogram(
+            "hold_off_seconds",
+            "Time a session's step waited for a draft; 0 when it did not.",
+            FINE_S,
+            promql="sum(rate($hold_off_seconds_sum[5m])) / sum(rate($hold_off_seconds_count[5m]))",
+        )
+        self.verify_seconds = self._histogram(
+            "verify_seconds",
+            "Time of a step that verified proposals.",
+            FINE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($verify_seconds_bucket[5m])))",
+        )
+        self.ttft_seconds = self._histogram(
+            "time_to_first_token_seconds",
+            "From the session's opening to its first token.",
+            COARSE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($time_to_first_token_seconds_bucket[5m])))",
+        )
+        self.inter_token_seconds = self._histogram(
+            "inter_token_seconds",
+            "Time between committed tokens; a burst of n is n intervals of 1/n.",
+            FINE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($inter_token_seconds_bucket[5m])))",
+        )
+
+    def _make_payoff_metrics(self) -> None:
+        speed_up = "sum(rate($plain_equivalent_seconds_total[5m])) / sum(rate($decode_seconds_total[5m]))"
+        self.decode_seconds = self._counter(
+            "decode_seconds_total",
+            "Time that decoding took, summed over the sessions of each step: the step's turn and the hold-off before"
+            " it. Steps that carried prefill are left out here and in plain_equivalent_seconds.",
+            promql=speed_up,
+        )
+        self.plain_equivalent_seconds = self._counter(
+            "plain_equivalent_seconds_total",
+            "Time that the same tokens would have taken by plain decoding of the same batch: by plain steps of as many"
+            " sessions as measured last, or, before there was one, by the target's model of its step time. Over"
+            " decode_seconds it is the speed-up; below 1 speculation does not pay. A draft that shares the target's"
+            " machine slows plain steps down, too; that is corrected by plain steps that ran while no draft worked (of"
+            " requests without speculation). Until there were some, the figure flatters speculation there.",
+            promql=speed_up,
+        )
