@@ -277,3 +277,10 @@ TestKV.settings = settings(
 )
 TestKVOfARealModel = ModelKVMachine.TestCase
 TestKVOfARealModel.settings = settings(TestKV.settings, max_examples=25, stateful_step_count=30)
+
+
+@pytest.mark.long
+class TestKVWithOtherExamplesInEveryRun(KVMachine.TestCase):
+    """`make test` sees the same examples in every run; a state that nobody thought of is found by those of no run."""
+
+    settings = settings(TestKV.settings, max_examples=3000, stateful_step_count=60, derandomize=False)
