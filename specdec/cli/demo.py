@@ -55,6 +55,10 @@ def demo(
             console.print(Rule("completion", style="dim"))
             display = Display(show_origin=True, compare=True)
             asyncio.run(run_request(cluster.address, ClientSettings(timeout_s=300), request, display))
+            if temperature > 0:
+                console.print(
+                    "The lower the temperature, the more guesses are right: try --temperature 0.", style="dim"
+                )
 
 
 def held_out_prompt(prompt_id: str | None = None) -> str:
