@@ -3,6 +3,9 @@
 The rules are those of deploy/prometheus, but for three things: they do not wait (`for` is left out), their windows are
 seconds (`WINDOWS`), and what is absent is looked for in a namespace, as the chart does it. promtool's tests hold the
 rules as they are, with made-up series, and SpecdecDraftFallbacks, for which there is no fault here.
+
+Part of `make test-long`: how long a queue stays depends on the speed of the machine, so a load that saturates one may
+leave a gap in a short window on another.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from tests.integration.prometheus_server import NAMESPACE, RULES, PrometheusServ
 from tests.integration.redis_server import RedisServer
 from tests.integration.tiny_pair import ModelPair, make_tiny_pair
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
 WINDOW = "10s"
 # Restarts are counted over longer than it takes to start a process a few times.
