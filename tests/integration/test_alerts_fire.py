@@ -2,7 +2,8 @@
 
 The rules are those of deploy/prometheus, but for three things: they do not wait (`for` is left out), their windows are
 seconds (`WINDOWS`), and what is absent is looked for in a namespace, as the chart does it. promtool's tests hold the
-rules as they are, with made-up series, and SpecdecDraftFallbacks, for which there is no fault here.
+rules as they are, with made-up series, and SpecdecDraftFallbacks and SpecdecTargetSaturated, for which there is no fault
+here that holds on every machine.
 
 Part of `make test-long`: how long a queue stays depends on the speed of the machine, so a load that saturates one may
 leave a gap in a short window on another.
@@ -196,10 +197,9 @@ async def test_more_load_than_fits(fleet: Fleet) -> None:
             fleet,
             ("SpecdecAdmissionRejects", ""),
             ("SpecdecRequestsWait", "coordinator"),
-            ("SpecdecTargetSaturated", "target"),
             ("SpecdecKvPressure", "target"),
         )
-    await asyncio.to_thread(fleet.silent, "SpecdecRequestsWait", "SpecdecTargetSaturated", "SpecdecKvPressure")
+    await asyncio.to_thread(fleet.silent, "SpecdecRequestsWait", "SpecdecKvPressure")
 
 
 async def test_a_target_that_is_gone_fails_requests(fleet: Fleet) -> None:
