@@ -2,8 +2,8 @@
 
 The rules are those of deploy/prometheus, but for three things: they do not wait (`for` is left out), their windows are
 seconds (`WINDOWS`), and what is absent is looked for in a namespace, as the chart does it. promtool's tests hold the
-rules as they are, with made-up series, and SpecdecDraftFallbacks and SpecdecTargetSaturated, for which there is no fault
-here that holds on every machine.
+rules as they are, with made-up series, and SpecdecDraftFallbacks and SpecdecTargetSaturated, for which there is no
+fault here that holds on every machine.
 
 Part of `make test-long`: how long a queue stays depends on the speed of the machine, so a load that saturates one may
 leave a gap in a short window on another.
