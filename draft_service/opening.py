@@ -7,7 +7,7 @@ from specdec.config import DraftSettings
 from specdec.engine.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.opening import VERIFY_MODES, check_open, sampling_params
+from specdec.worker.opening import check_open, sampling_params, verify_mode
 from specdec.worker.sessions import Owner
 
 
@@ -23,8 +23,7 @@ def new_session(
 ) -> DraftSession:
     """Check an OpenSession and make the session that it asks for, which has no head yet.
 
-    Greedy decoding is equality in both modes of verification, so greedy sessions are coupled ones. `now_s` is of
-    time.monotonic.
+    `now_s` is of time.monotonic.
 
     Raises:
         SessionFailure: a field is out of range; names it.
@@ -33,8 +32,7 @@ def new_session(
     params = sampling_params(body, tuple(identity.eos_token_ids))
     history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
     history.append(body.token_ids[body.num_prompt_tokens :])
-    mode = VERIFY_MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
-    is_rejection = mode is VerifyMode.REJECTION and not params.is_greedy
+    mode = verify_mode(body, params, VerifyMode(settings.verify_mode))
     limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
     return DraftSession(
         session_id=session_id,
@@ -42,9 +40,9 @@ def new_session(
         owner=owner,
         body=body,
         params=params,
-        mode=VerifyMode.REJECTION if is_rejection else VerifyMode.COUPLED,
+        mode=mode,
         history=history,
         num_committed=len(body.token_ids),
-        max_chain=limit if is_rejection or limit == 0 else None,
+        max_chain=limit if mode is VerifyMode.REJECTION or limit == 0 else None,
         committed_at_s=now_s,
     )

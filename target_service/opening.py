@@ -6,7 +6,7 @@ from specdec.config import TargetSettings
 from specdec.engine.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.opening import VERIFY_MODES, check_open, sampling_params
+from specdec.worker.opening import check_open, sampling_params, verify_mode
 from specdec.worker.sessions import Owner, Session
 from target_service.session import TargetSession
 from target_service.speculation_tree import SpeculationTree
@@ -25,8 +25,7 @@ def new_session(
 ) -> TargetSession:
     """Check an OpenSession and make the session that it asks for, which has no sequence yet.
 
-    Greedy decoding is equality in both modes of verification, so greedy sessions are coupled ones. `now_s` is of
-    time.monotonic.
+    `now_s` is of time.monotonic.
 
     Raises:
         SessionFailure: a field is out of range; names it.
@@ -35,9 +34,7 @@ def new_session(
     params = sampling_params(body, tuple(identity.eos_token_ids))
     history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
     history.append(body.token_ids[body.num_prompt_tokens :])
-    mode = VERIFY_MODES.get(body.verify_mode, VerifyMode(settings.verify_mode))
-    if params.is_greedy:
-        mode = VerifyMode.COUPLED
+    mode = verify_mode(body, params, VerifyMode(settings.verify_mode))
     limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
     return TargetSession(
         session_id=session_id,

@@ -8,8 +8,17 @@ from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import invalid
 
-VERIFY_MODES = {pb.VERIFY_MODE_COUPLED: VerifyMode.COUPLED, pb.VERIFY_MODE_REJECTION: VerifyMode.REJECTION}
-"""Modes that a session can ask for; any other value leaves it to the deployment."""
+_VERIFY_MODES = {pb.VERIFY_MODE_COUPLED: VerifyMode.COUPLED, pb.VERIFY_MODE_REJECTION: VerifyMode.REJECTION}
+
+
+def verify_mode(body: pb.OpenSession, params: SamplingParams, default: VerifyMode) -> VerifyMode:
+    """The mode a session asks for, else the deployment's. Draft and target must come to the same one.
+
+    Greedy decoding is equality in both modes, so greedy sessions are coupled ones.
+    """
+    if params.is_greedy:
+        return VerifyMode.COUPLED
+    return _VERIFY_MODES.get(body.verify_mode, default)
 
 
 def check_open(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> None:
