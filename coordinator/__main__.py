@@ -6,8 +6,8 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
+from coordinator.processes.supervisor import Supervisor
 from coordinator.service import run_coordinator
-from coordinator.supervisor import Supervisor
 from specdec.config import CoordinatorSettings, settings_or_exit
 from specdec.telemetry import setup_logging
 

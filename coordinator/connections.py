@@ -7,13 +7,13 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 
 from coordinator.decode_loop import DecodeLoop
-from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkSettings
-from coordinator.links.roster import Roster
 from coordinator.links.target_link import TargetLink
 from coordinator.recovery import Recovery
-from coordinator.registry_view import RegistryView
+from coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from coordinator.replicas.registry_view import RegistryView
+from coordinator.replicas.roster import Roster
 from coordinator.tasks import end_tasks
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import ReplicaChannel

@@ -19,14 +19,14 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from coordinator.detokenizer import DetokenizerFactory
 from coordinator.journal import Journal
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
-from coordinator.output import Finish
-from coordinator.sessions import Request, Session, SessionTable
-from coordinator.stats import total
+from coordinator.sessions.session import Request, Session, SessionTable
+from coordinator.sessions.tally import total
+from coordinator.text.choice_output import Finish
+from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.rpc.errors import SpecdecError
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api

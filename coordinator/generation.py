@@ -11,17 +11,17 @@ from contextlib import asynccontextmanager
 import structlog
 from grpc import StatusCode
 
-from coordinator.admission import AdmissionQueue
-from coordinator.client_stream import ClientStream
 from coordinator.decode_loop import DecodeLoop
-from coordinator.fleet import Fleet
+from coordinator.intake.admission import AdmissionQueue
+from coordinator.intake.planning import Caller, Plan, Planner
 from coordinator.journal import Journal
 from coordinator.observer import Observer
-from coordinator.planning import Caller, Plan, Planner
-from coordinator.quotas import TenantLease, TenantLimits
 from coordinator.replay import replay
-from coordinator.sessions import Request, Session, SessionTable
-from coordinator.tracing import RequestTracer
+from coordinator.replicas.fleet import Fleet
+from coordinator.sessions.client_stream import ClientStream
+from coordinator.sessions.request_trace import RequestTracer
+from coordinator.sessions.session import Request, Session, SessionTable
+from coordinator.tenants.quotas import TenantLease, TenantLimits
 from specdec.rpc.errors import (
     Cancelled,
     NotReady,

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter
 
-from coordinator.admission import AdmissionQueue
+from coordinator.intake.admission import AdmissionQueue
 from coordinator.links.link_events import LinkState
 from coordinator.links.replica_link import ReplicaLink
-from coordinator.sessions import Request, Session
+from coordinator.sessions.session import Request, Session
 from specdec.store.guarded import OperationObserver, StateObserver
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb

@@ -3,52 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from coordinator.decode_loop import DecodeLoop, add_tokens
-from coordinator.output import EndRules
-from coordinator.resume import agree
-from coordinator.sessions import Session
+from coordinator.intake.resume import HeldChoice
+from coordinator.sessions.session import Session
+from coordinator.text.choice_output import EndRules
 from specdec.rpc.errors import InvalidRequest
-from specdec.store.interface import JournalRecord
 from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
-
-
-@dataclass(frozen=True, slots=True)
-class HeldChoice:
-    """Output tokens of a choice that need no computing."""
-
-    token_ids: list[int] = field(default_factory=list)
-    origins: list[int] = field(default_factory=list)
-    num_at_client: int = 0
-    """How many of them the client has."""
-    text_offset_bytes: int = 0
-    """How much of their text the client has."""
-
-
-def held_choices(
-    resume: api.Resume, n: int, record: JournalRecord | None, vocab_size: int, with_logprobs: bool
-) -> list[HeldChoice]:
-    """What client and journal hold, choice by choice.
-
-    With log-probabilities, what only the journal holds is computed again: it does not keep them.
-
-    Raises:
-        InvalidRequest: an index or a token id is out of range, or an index comes twice.
-        DataLoss: client and journal contradict each other.
-    """
-    held = [_agreed(index, (), 0, record, with_logprobs) for index in range(n)]
-    seen: set[int] = set()
-    for number, choice in enumerate(resume.choices):
-        path = f"resume.choices[{number}]"
-        if choice.index >= n or choice.index in seen:
-            raise InvalidRequest(f"{path}.index", f"{choice.index} comes twice or is not below n ({n})")
-        seen.add(choice.index)
-        if any(token >= vocab_size for token in choice.token_ids):
-            raise InvalidRequest(f"{path}.token_ids", f"a token id is outside the vocabulary of {vocab_size}")
-        held[choice.index] = _agreed(choice.index, choice.token_ids, choice.text_offset_bytes, record, with_logprobs)
-    return held
 
 
 def replay(decode_loop: DecodeLoop, session: Session, held: HeldChoice, max_model_len: int) -> bool:
@@ -86,20 +47,6 @@ def replay(decode_loop: DecodeLoop, session: Session, held: HeldChoice, max_mode
     if step.finish is not None:
         decode_loop.end(session, step.finish)
     return step.finish is not None
-
-
-def _agreed(
-    index: int, client_ids: Sequence[int], text_offset: int, record: JournalRecord | None, with_logprobs: bool
-) -> HeldChoice:
-    known = record is not None and index < len(record.token_ids)
-    journal_ids = record.token_ids[index] if record is not None and known else []
-    journal_origins = record.origins[index] if record is not None and known else []
-    token_ids = agree(index, client_ids, journal_ids)
-    if with_logprobs:
-        token_ids = list(client_ids)
-    origins = list(journal_origins[: len(token_ids)])
-    origins += [pb.ORIGIN_DECODE] * (len(token_ids) - len(origins))
-    return HeldChoice(token_ids, origins, len(client_ids), text_offset)
 
 
 def _origins(values: Sequence[int]) -> list[pb.Origin.ValueType]:

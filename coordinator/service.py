@@ -12,28 +12,27 @@ import grpc
 import structlog
 from prometheus_client import CollectorRegistry
 
-from coordinator.admission import AdmissionQueue
-from coordinator.api_keys import ApiKeys, Authenticator, KeyFileInvalid
 from coordinator.connections import Connections
 from coordinator.decode_loop import DecodeLoop
-from coordinator.fleet import Fleet
 from coordinator.generation import Generator
-from coordinator.journal import Journal
-from coordinator.journal_upkeep import JournalSettings
+from coordinator.intake.admission import AdmissionQueue
+from coordinator.intake.planning import Planner
+from coordinator.intake.validation import Limits
+from coordinator.journal import Journal, JournalSettings
 from coordinator.observer import Observer
-from coordinator.outliers import EjectionSettings
-from coordinator.planning import Planner
-from coordinator.prefix_map import SharedPrefixes
-from coordinator.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from coordinator.recovery import Recovery, RecoverySettings
-from coordinator.registry_view import RegistryView
-from coordinator.router import PrefixRouter
+from coordinator.replicas.fleet import Fleet
+from coordinator.replicas.outliers import EjectionSettings
+from coordinator.replicas.prefix_map import SharedPrefixes
+from coordinator.replicas.registry_view import RegistryView
+from coordinator.replicas.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
-from coordinator.sessions import SessionTable
-from coordinator.shared_quotas import SharedQuotas
+from coordinator.sessions.request_trace import RequestTracer
+from coordinator.sessions.session import SessionTable
 from coordinator.tasks import end_tasks
-from coordinator.tracing import RequestTracer
-from coordinator.validation import Limits
+from coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFileInvalid
+from coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
+from coordinator.tenants.shared_quotas import SharedQuotas
 from specdec import __version__
 from specdec.config import CoordinatorSettings
 from specdec.rpc.errors import NotReady

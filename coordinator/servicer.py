@@ -11,17 +11,17 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from coordinator.admission import AdmissionQueue
-from coordinator.api_keys import AUTHORIZATION_KEY, Authenticator
-from coordinator.fleet import Fleet, ServedModel
 from coordinator.generation import Generator
-from coordinator.malformed import find_invalid_utf8
-from coordinator.planning import Caller
-from coordinator.prompt import PromptReader
-from coordinator.quotas import Allowance
-from coordinator.registry_view import RegistryView
-from coordinator.tokenizer import TextTokenizer
-from coordinator.validation import Limits, check_detokenized
+from coordinator.intake.admission import AdmissionQueue
+from coordinator.intake.planning import Caller
+from coordinator.intake.prompt import PromptReader
+from coordinator.intake.utf8 import find_invalid_utf8
+from coordinator.intake.validation import Limits, check_detokenized
+from coordinator.replicas.fleet import Fleet, ServedModel
+from coordinator.replicas.registry_view import RegistryView
+from coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
+from coordinator.tenants.quotas import Allowance
+from coordinator.text.tokenizer import TextTokenizer
 from specdec import __version__
 from specdec.rpc.errors import InvalidRequest, ModelNotFound
 from specdec.telemetry.tracing import TRACE_HEADERS

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
-from coordinator.sessions import Session
+from coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 
 

@@ -19,7 +19,7 @@ from coordinator.links.back_off import BackOff
 from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from coordinator.links.outbox import Outbox
 from coordinator.links.stream_end import StreamEnd, describe
-from coordinator.sessions import Session
+from coordinator.sessions.session import Session
 from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable
 from specdec.v1 import common_pb2 as pb

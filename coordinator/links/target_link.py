@@ -9,7 +9,7 @@ import grpc
 
 from coordinator.links.link_events import LinkEvents, LinkSettings
 from coordinator.links.replica_link import ReplicaLink
-from coordinator.sessions import Session
+from coordinator.sessions.session import Session
 from specdec.rpc.channel import ReplicaChannel
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc

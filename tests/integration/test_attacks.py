@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.prompt import PromptReader
-from coordinator.resume import make_resume_token
+from coordinator.intake.prompt import PromptReader
+from coordinator.intake.resume import make_resume_token
+from coordinator.intake.validation import Limits
 from coordinator.servicer import TENANT_KEY
-from coordinator.tokenizer import TextTokenizer
-from coordinator.validation import Limits
+from coordinator.text.tokenizer import TextTokenizer
 from specdec.rpc.errors import InvalidRequest, SpecdecError, from_rpc_error
 from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import NewRequest, RequestKey

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.discovery import Endpoint
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.recovery import Recovery
+from coordinator.replicas.discovery import Endpoint
 from specdec.v1 import common_pb2 as pb
 from tests.integration.coordinator_harness import (
     collect,

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from coordinator.process import reserved_port
+from coordinator.processes.child import reserved_port
 from specdec.addresses import join_address
 from specdec.cli.cluster import free_port
 from specdec.rpc.listening import bound_sockets

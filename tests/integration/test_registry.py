@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.router import block_digests
+from coordinator.replicas.router import block_digests
 from specdec.cli.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.store.announcer import AnnouncedState, Announcer

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from coordinator.admission import AdmissionQueue
+from coordinator.intake.admission import AdmissionQueue
 from specdec.rpc.errors import Overloaded
 
 

@@ -14,8 +14,8 @@ import structlog
 import yaml
 from typer.testing import CliRunner
 
-from coordinator.api_keys import ApiKey, ApiKeys, Authenticator, KeyFileInvalid, hash_key, read_key_file
-from coordinator.quotas import Allowance, QuotaRate
+from coordinator.tenants.api_keys import ApiKey, ApiKeys, Authenticator, KeyFileInvalid, hash_key, read_key_file
+from coordinator.tenants.quotas import Allowance, QuotaRate
 from specdec.cli.app import app
 from specdec.client import ClientSettings
 from specdec.rpc.errors import NotReady, PermissionDenied, Unauthenticated

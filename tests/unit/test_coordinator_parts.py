@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.client_stream import ClientStream
-from coordinator.output import ChoiceOutput, EndRules, Finish
-from coordinator.resume import agree, check_resume_token, make_resume_token
-from coordinator.stats import SpeculationTally, total
-from coordinator.tokenizer import compile_template
+from coordinator.intake.resume import agree, check_resume_token, make_resume_token
+from coordinator.sessions.client_stream import ClientStream
+from coordinator.sessions.tally import SpeculationTally, total
+from coordinator.text.choice_output import ChoiceOutput, EndRules, Finish
+from coordinator.text.tokenizer import compile_template
 from specdec.rpc.errors import DataLoss, InvalidRequest, Unavailable
 from specdec.v1 import common_pb2 as pb
 

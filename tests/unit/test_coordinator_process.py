@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from coordinator.process import CoordinatorProcess, as_json, reserved_port
-from coordinator.supervisor import process_settings
+from coordinator.processes.child import CoordinatorProcess, as_json, reserved_port
+from coordinator.processes.supervisor import process_settings
 from specdec.config import CoordinatorSettings
 from specdec.rpc.startup import StartupFailed
 

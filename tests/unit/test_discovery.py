@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from coordinator.discovery import Discovery, Endpoint, keep_finding
 from coordinator.links.replica_link import ReplicaLink
-from coordinator.links.roster import Roster
+from coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from coordinator.replicas.roster import Roster
 from coordinator.service import CoordinatorService
 from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import ReplicaChannel

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import pytest
 
-from coordinator.client_stream import ClientStream
-from coordinator.detokenizer import DetokenizerFactory
+from coordinator.intake.resume import check_params, encode_params
 from coordinator.journal import Journal
-from coordinator.journal_entry import check_params, encode_params
-from coordinator.journal_upkeep import BATCH_TOKENS, JournalSettings
-from coordinator.output import ChoiceOutput
-from coordinator.quotas import QuotaRate
-from coordinator.sessions import Request, Session
-from coordinator.shared_quotas import SharedQuotas
+from coordinator.journal.upkeep import BATCH_TOKENS, JournalSettings
+from coordinator.sessions.client_stream import ClientStream
+from coordinator.sessions.session import Request, Session
+from coordinator.tenants.quotas import QuotaRate
+from coordinator.tenants.shared_quotas import SharedQuotas
+from coordinator.text.choice_output import ChoiceOutput
+from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.rpc.errors import InvalidRequest, Overloaded
 from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import BackOff, GuardedStore

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from coordinator.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
+from coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from specdec.rpc.errors import Overloaded
 
 RATE = QuotaRate(tokens_per_s=10.0, burst_tokens=100.0)

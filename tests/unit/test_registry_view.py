@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.discovery import Endpoint
-from coordinator.registry_view import RegistryView
+from coordinator.replicas.discovery import Endpoint
+from coordinator.replicas.registry_view import RegistryView
 from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import ReplicaRecord
 from specdec.store.memory import MemoryStore

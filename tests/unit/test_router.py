@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.prefix_map import SharedPrefixes
-from coordinator.router import PrefixRouter, block_digests
+from coordinator.replicas.prefix_map import SharedPrefixes
+from coordinator.replicas.router import PrefixRouter, block_digests
 from specdec.store.memory import MemoryStore
 
 PROMPT = list(range(200))

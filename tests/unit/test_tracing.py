@@ -259,7 +259,7 @@ def test_sessions_that_an_engine_leaves_behind_are_told_when_it_stops(client: Wo
 def test_names_of_attributes_are_those_of_the_conventions() -> None:
     modules = (gen_ai_attributes, rpc_attributes, error_attributes, server_attributes)
     known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
-    sources = [ROOT / "coordinator/tracing.py", ROOT / "specdec/worker/loop.py"]
+    sources = [ROOT / "coordinator/sessions/request_trace.py", ROOT / "specdec/worker/loop.py"]
     names = re.compile(r'"((?:gen_ai|rpc|error|server)\.[a-z_.]+)"')
     used = {name for path in sources for name in names.findall(path.read_text(encoding="utf-8"))}
     assert len(used) > 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.validation import (
+from coordinator.intake.validation import (
     Limits,
     check_prompt,
     check_sampling,

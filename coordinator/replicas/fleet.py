@@ -15,10 +15,10 @@ from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkState
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
-from coordinator.outliers import EjectionSettings, OutlierDetector, Standing
-from coordinator.router import PrefixRouter, block_digests
-from coordinator.sessions import Session
-from coordinator.tokenizer import TextTokenizer
+from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
+from coordinator.replicas.router import PrefixRouter, block_digests
+from coordinator.sessions.session import Session
+from coordinator.text.tokenizer import TextTokenizer
 from specdec.rpc.errors import IncompatibleReplica, NoTarget, NotReady
 from specdec.v1 import common_pb2 as pb
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from coordinator.tokenizer import TextTokenizer
-from coordinator.validation import CheckedSampling, Limits, check_num_messages, check_prompt, check_prompt_bytes
+from coordinator.intake.validation import CheckedSampling, Limits, check_num_messages, check_prompt, check_prompt_bytes
+from coordinator.text.tokenizer import TextTokenizer
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coordinator.detokenizer import DetokenizerFactory
-from coordinator.output import ChoiceOutput
-from coordinator.quotas import Allowance
+from coordinator.tenants.quotas import Allowance
+from coordinator.text.choice_output import ChoiceOutput
+from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from coordinator.prefix_map import SharedPrefixes
+from coordinator.replicas.prefix_map import SharedPrefixes
 
 _BLOCK_TOKENS = 32
 _DIGEST_BYTES = 16

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import structlog
-from google.protobuf.message import DecodeError
 
-from specdec.rpc.errors import InvalidRequest
 from specdec.store.interface import JournalRecord, JournalWrite, Lease, NewRequest, StoreLimits
-from specdec.v1 import coordinator_pb2 as api
 
 if TYPE_CHECKING:
-    from coordinator.sessions import Request
+    from coordinator.sessions.session import Request
 
 _DIGEST_BYTES = 32
 _log = structlog.get_logger(__name__)
@@ -118,41 +113,3 @@ class JournalEntry:
             return ()
         session = self.request.sessions[choice]
         return session.token_ids[session.num_prompt_tokens + start : session.num_prompt_tokens + stop]
-
-
-def encode_params(body: api.GenerateRequest, prompt: Sequence[int], seed: int) -> bytes:
-    """What of a request decides its tokens: a digest of the prompt's token ids, then the parameters.
-
-    The prompt itself is not journalled: whoever takes a request up sends it again.
-    """
-    kept = api.GenerateRequest(sampling=body.sampling)
-    kept.sampling.seed = seed
-    kept.speculation.verify_mode = body.speculation.verify_mode
-    return hashlib.sha256(array("Q", prompt).tobytes()).digest() + kept.SerializeToString(deterministic=True)
-
-
-def check_params(journalled: bytes, given: bytes, prompt_field: str) -> None:
-    """Hold a resumed request against the one that was journalled under its id.
-
-    Args:
-        journalled: what `encode_params` made of the request before.
-        given: what it makes of the request now.
-        prompt_field: where the prompt is in the request now.
-
-    Raises:
-        InvalidRequest: they differ; names the first field that does.
-    """
-    reason = "differs from the request that is resumed"
-    if journalled[:_DIGEST_BYTES] != given[:_DIGEST_BYTES]:
-        raise InvalidRequest(prompt_field, reason, reason="RESUME_DIFFERS")
-    try:
-        before = api.GenerateRequest.FromString(journalled[_DIGEST_BYTES:])
-    except DecodeError:
-        return  # of a version that writes them in another way
-    after = api.GenerateRequest.FromString(given[_DIGEST_BYTES:])
-    old, new = ({field_.name: value for field_, value in body.sampling.ListFields()} for body in (before, after))
-    for name in sorted(old.keys() | new.keys()):
-        if old.get(name) != new.get(name):
-            raise InvalidRequest(f"sampling.{name}", reason, reason="RESUME_DIFFERS")
-    if before.speculation.verify_mode != after.speculation.verify_mode:
-        raise InvalidRequest("speculation.verify_mode", reason, reason="RESUME_DIFFERS")

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from coordinator.journal_endings import Endings
-from coordinator.journal_entry import JournalEntry
+from coordinator.journal.endings import Endings
+from coordinator.journal.entry import JournalEntry
 from coordinator.tasks import end_tasks
 from specdec.store.errors import LimitExceeded, RequestHeld, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, JournalWrite, Lease
 
 if TYPE_CHECKING:
-    from coordinator.sessions import Request
+    from coordinator.sessions.session import Request
 
 BATCH_TOKENS = 16384
 # In one round trip; so many take a busy Redis some tens of milliseconds, and an operation has a time limit.

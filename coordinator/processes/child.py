@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 from pydantic import SecretStr
 
-from coordinator.process_main import SERVING_LINE, Launch
+from coordinator.processes.child_main import SERVING_LINE, Launch
 from specdec.addresses import join_address
 from specdec.config import CoordinatorSettings
 from specdec.rpc.listening import bound_sockets
@@ -54,7 +54,7 @@ class CoordinatorProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "coordinator.process_main", str(self.index)),
+                *(sys.executable, "-m", "coordinator.processes.child_main", str(self.index)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment,

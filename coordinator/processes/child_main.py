@@ -1,7 +1,7 @@
-"""One of several coordinator processes: `python -m coordinator.process_main INDEX`, started by CoordinatorProcess.
+"""One of several coordinator processes: `python -m coordinator.processes.child_main INDEX`.
 
-Reads its instructions from standard input, and says on standard output that it serves. The argument is for people who
-list processes.
+Started by `CoordinatorProcess`. Reads its instructions from standard input, and says on standard output that it serves.
+The argument is for people who list processes.
 """
 
 from __future__ import annotations

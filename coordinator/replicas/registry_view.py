@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from coordinator.discovery import Endpoint
+from coordinator.replicas.discovery import Endpoint
 from specdec.addresses import check_address
 from specdec.store.announcer import AnnouncedState
 from specdec.store.errors import StoreUnavailable

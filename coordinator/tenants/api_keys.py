@@ -21,7 +21,7 @@ import structlog
 import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from coordinator.quotas import Allowance, QuotaRate
+from coordinator.tenants.quotas import Allowance, QuotaRate
 from specdec.rpc.errors import NotReady, PermissionDenied, Unauthenticated
 
 AUTHORIZATION_KEY = "authorization"

@@ -13,7 +13,7 @@ import jinja2.ext
 import jinja2.sandbox
 from tokenizers import Tokenizer
 
-from coordinator.detokenizer import DetokenizerFactory
+from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.rpc.errors import InvalidRequest
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from coordinator.fleet import Fleet
 from coordinator.links.draft_link import DraftLink
 from coordinator.observer import Observer
-from coordinator.sessions import Session
+from coordinator.replicas.fleet import Fleet
+from coordinator.sessions.session import Session
 
 _MOST_DRAFT_FAILURES = 6
 

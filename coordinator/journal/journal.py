@@ -1,6 +1,6 @@
 """What was streamed of each request, kept in the shared store so that another coordinator can take it up.
 
-Streams never wait for it: `append` notes that there is something to write, and one task (`journal_upkeep.py`) writes
+Streams never wait for it: `append` notes that there is something to write, and one task (`upkeep.py`) writes
 what all requests have, in one round trip every few milliseconds. While the store is away nothing is lost, for the
 tokens are those of the sessions; when it is back, the rest is written from where it stood, or all of it if the store
 has forgotten.
@@ -21,14 +21,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from coordinator.journal_entry import JournalEntry
-from coordinator.journal_upkeep import BATCH_TOKENS, JournalSettings, Upkeep
+from coordinator.journal.entry import JournalEntry
+from coordinator.journal.upkeep import BATCH_TOKENS, JournalSettings, Upkeep
 from specdec.store.errors import LimitExceeded, StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, Begun, JournalRecord, Lease, NewRequest, RequestKey
 
 if TYPE_CHECKING:
-    from coordinator.sessions import Request, Session
+    from coordinator.sessions.session import Request, Session
 
 
 class Journal:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import structlog
 
 from coordinator.decode_loop import DecodeLoop
-from coordinator.fleet import Fleet, same_model
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
-from coordinator.sessions import Session
+from coordinator.replicas.fleet import Fleet, same_model
+from coordinator.sessions.session import Session
 from specdec.rpc.errors import SpecdecError, Unavailable
 
 _MOST_DOUBLINGS = 30

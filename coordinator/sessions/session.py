@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from coordinator.client_stream import ClientStream
-from coordinator.detokenizer import DetokenizerFactory
-from coordinator.output import ChoiceOutput, Finish
-from coordinator.stats import SpeculationTally
-from coordinator.tracing import RequestTrace
+from coordinator.sessions.client_stream import ClientStream
+from coordinator.sessions.request_trace import RequestTrace
+from coordinator.sessions.tally import SpeculationTally
+from coordinator.text.choice_output import ChoiceOutput, Finish
+from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 

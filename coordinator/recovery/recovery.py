@@ -21,15 +21,15 @@ import structlog
 from google.rpc import code_pb2, error_details_pb2
 
 from coordinator.decode_loop import DecodeLoop
-from coordinator.draft_recovery import DraftRecovery
-from coordinator.fleet import Fleet
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkState
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
-from coordinator.sessions import Session, SessionTable
-from coordinator.target_recovery import TargetRecovery
+from coordinator.recovery.drafts import DraftRecovery
+from coordinator.recovery.targets import TargetRecovery
+from coordinator.replicas.fleet import Fleet
+from coordinator.sessions.session import Session, SessionTable
 from specdec.rpc.errors import Cancelled, Unavailable, from_status, internal_error
 from specdec.v1 import common_pb2 as pb
 

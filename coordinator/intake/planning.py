@@ -7,15 +7,16 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.fleet import Fleet, ServedModel
-from coordinator.journal import Journal
-from coordinator.journal_entry import check_params, encode_params
-from coordinator.prompt import PromptReader
-from coordinator.quotas import Allowance
-from coordinator.replay import HeldChoice, held_choices
-from coordinator.resume import check_resume_token, make_resume_token
-from coordinator.sessions import Request
-from coordinator.validation import (
+from coordinator.intake.prompt import PromptReader
+from coordinator.intake.resume import (
+    HeldChoice,
+    check_params,
+    check_resume_token,
+    encode_params,
+    held_choices,
+    make_resume_token,
+)
+from coordinator.intake.validation import (
     CheckedSampling,
     CheckedSpeculation,
     Limits,
@@ -24,6 +25,10 @@ from coordinator.validation import (
     check_speculation,
     resolve_max_tokens,
 )
+from coordinator.journal import Journal
+from coordinator.replicas.fleet import Fleet, ServedModel
+from coordinator.sessions.session import Request
+from coordinator.tenants.quotas import Allowance
 from specdec.rpc.errors import InvalidRequest, ModelNotFound
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb

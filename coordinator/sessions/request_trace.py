@@ -18,15 +18,15 @@ from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, Status
 from opentelemetry.trace import set_span_in_context as context_of
 from opentelemetry.util.types import AttributeValue
 
-from coordinator.stats import total
+from coordinator.sessions.tally import total
 from specdec.rpc.errors import SpecdecError
 from specdec.telemetry.tracing import Tracing, log_fields, traceparent_of
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 if TYPE_CHECKING:
-    from coordinator.sessions import Request, Session
-    from coordinator.validation import CheckedSampling
+    from coordinator.intake.validation import CheckedSampling
+    from coordinator.sessions.session import Request, Session
 
 _SPAN_NAMES = {"target": "verify session", "draft": "draft session"}
 # For a server only these are errors of its own (OpenTelemetry's conventions for gRPC).

@@ -27,7 +27,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from coordinator.process import CoordinatorProcess, reserved_port
+from coordinator.processes.child import CoordinatorProcess, reserved_port
 from coordinator.servicer import SERVICE_NAME
 from specdec import __version__
 from specdec.config import CoordinatorSettings

@@ -1,0 +1,154 @@
+"""Taking up an interrupted request: proof that it was ours, the same parameters, and agreement on the tokens.
+
+A resume token is a MAC over request id, seed, model identity and tenant, so that any coordinator with the
+same secret can check it without a store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+
+from specdec.rpc.errors import DataLoss, InvalidRequest
+from specdec.store.interface import JournalRecord
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+_DIGEST_BYTES = 32
+
+
+def make_resume_token(secret: bytes, tenant: str, request_id: str, seed: int, identity: pb.ModelIdentity) -> bytes:
+    """The token that the first chunk carries."""
+    parts = (
+        tenant,
+        request_id,
+        str(seed),
+        identity.name,
+        identity.revision,
+        identity.weights_digest,
+        identity.tokenizer_digest,
+    )
+    message = b"".join(len(data).to_bytes(4, "big") + data for data in (part.encode() for part in parts))
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def check_resume_token(given: bytes, expected: bytes) -> None:
+    """Compare in constant time.
+
+    Raises:
+        InvalidRequest: the token is of another request, seed, model, tenant or deployment.
+    """
+    if not hmac.compare_digest(given, expected):
+        raise InvalidRequest(
+            "resume.resume_token",
+            "does not belong to this request id, seed, model and tenant",
+            reason="RESUME_TOKEN_INVALID",
+        )
+
+
+def agree(choice: int, client_ids: Sequence[int], journal_ids: Sequence[int]) -> list[int]:
+    """What client and journal hold of a choice: they must be equal where they overlap, and the longer wins.
+
+    Raises:
+        DataLoss: they differ; names the first position.
+    """
+    for index, (ours, theirs) in enumerate(zip(journal_ids, client_ids, strict=False)):
+        if ours != theirs:
+            raise DataLoss(
+                f"choice {choice}: output token {index} is {theirs} for the client and {ours} in the journal",
+                reason="TOKENS_DIFFER",
+            )
+    return list(journal_ids if len(journal_ids) > len(client_ids) else client_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldChoice:
+    """Output tokens of a choice that need no computing."""
+
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[int] = field(default_factory=list)
+    num_at_client: int = 0
+    """How many of them the client has."""
+    text_offset_bytes: int = 0
+    """How much of their text the client has."""
+
+
+def held_choices(
+    resume: api.Resume, n: int, record: JournalRecord | None, vocab_size: int, with_logprobs: bool
+) -> list[HeldChoice]:
+    """What client and journal hold, choice by choice.
+
+    With log-probabilities, what only the journal holds is computed again: it does not keep them.
+
+    Raises:
+        InvalidRequest: an index or a token id is out of range, or an index comes twice.
+        DataLoss: client and journal contradict each other.
+    """
+    held = [_agreed(index, (), 0, record, with_logprobs) for index in range(n)]
+    seen: set[int] = set()
+    for number, choice in enumerate(resume.choices):
+        path = f"resume.choices[{number}]"
+        if choice.index >= n or choice.index in seen:
+            raise InvalidRequest(f"{path}.index", f"{choice.index} comes twice or is not below n ({n})")
+        seen.add(choice.index)
+        if any(token >= vocab_size for token in choice.token_ids):
+            raise InvalidRequest(f"{path}.token_ids", f"a token id is outside the vocabulary of {vocab_size}")
+        held[choice.index] = _agreed(choice.index, choice.token_ids, choice.text_offset_bytes, record, with_logprobs)
+    return held
+
+
+def encode_params(body: api.GenerateRequest, prompt: Sequence[int], seed: int) -> bytes:
+    """What of a request decides its tokens: a digest of the prompt's token ids, then the parameters.
+
+    The prompt itself is not journalled: whoever takes a request up sends it again.
+    """
+    kept = api.GenerateRequest(sampling=body.sampling)
+    kept.sampling.seed = seed
+    kept.speculation.verify_mode = body.speculation.verify_mode
+    return hashlib.sha256(array("Q", prompt).tobytes()).digest() + kept.SerializeToString(deterministic=True)
+
+
+def check_params(journalled: bytes, given: bytes, prompt_field: str) -> None:
+    """Hold a resumed request against the one that was journalled under its id.
+
+    Args:
+        journalled: what `encode_params` made of the request before.
+        given: what it makes of the request now.
+        prompt_field: where the prompt is in the request now.
+
+    Raises:
+        InvalidRequest: they differ; names the first field that does.
+    """
+    reason = "differs from the request that is resumed"
+    if journalled[:_DIGEST_BYTES] != given[:_DIGEST_BYTES]:
+        raise InvalidRequest(prompt_field, reason, reason="RESUME_DIFFERS")
+    try:
+        before = api.GenerateRequest.FromString(journalled[_DIGEST_BYTES:])
+    except DecodeError:
+        return  # of a version that writes them in another way
+    after = api.GenerateRequest.FromString(given[_DIGEST_BYTES:])
+    old, new = ({field_.name: value for field_, value in body.sampling.ListFields()} for body in (before, after))
+    for name in sorted(old.keys() | new.keys()):
+        if old.get(name) != new.get(name):
+            raise InvalidRequest(f"sampling.{name}", reason, reason="RESUME_DIFFERS")
+    if before.speculation.verify_mode != after.speculation.verify_mode:
+        raise InvalidRequest("speculation.verify_mode", reason, reason="RESUME_DIFFERS")
+
+
+def _agreed(
+    index: int, client_ids: Sequence[int], text_offset: int, record: JournalRecord | None, with_logprobs: bool
+) -> HeldChoice:
+    known = record is not None and index < len(record.token_ids)
+    journal_ids = record.token_ids[index] if record is not None and known else []
+    journal_origins = record.origins[index] if record is not None and known else []
+    token_ids = agree(index, client_ids, journal_ids)
+    if with_logprobs:
+        token_ids = list(client_ids)
+    origins = list(journal_origins[: len(token_ids)])
+    origins += [pb.ORIGIN_DECODE] * (len(token_ids) - len(origins))
+    return HeldChoice(token_ids, origins, len(client_ids), text_offset)
