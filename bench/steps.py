@@ -22,7 +22,7 @@ from specdec.cli.cores import assign_cores
 from specdec.cli.local_plan import shipped_model
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tree import TokenTree

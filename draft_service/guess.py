@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from draft_service.session import DraftSession, Guess, Head
-from specdec.engine.sampling import RowContext, Sampler
+from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.sampling_params import VerifyMode
 
 MIN_SIBLING_SCORE = 0.03

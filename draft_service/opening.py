@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draft_service.session import DraftSession
 from specdec.config import DraftSettings
-from specdec.engine.token_history import TokenHistory
+from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.opening import check_open, sampling_params, verify_mode

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.engine.sampling import DraftSample
+from specdec.engine.sampling.sampler import DraftSample
+from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence
-from specdec.engine.token_history import TokenHistory
 from specdec.engine.tree import ROOT, TokenTree
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
@@ -107,7 +107,7 @@ class DraftSession(Session):
         """Whether nothing is drafted after `token_id`, which makes the sequence `num_tokens` long.
 
         In rejection mode only the position decides: chains that their own tokens cut short would be ready sooner, so
-        that what is verified would depend on the tokens drawn (`specdec.engine.rejection`).
+        that what is verified would depend on the tokens drawn (`specdec.engine.sampling.rejection`).
         """
         params = self.params
         is_full = num_tokens - self.body.num_prompt_tokens >= params.max_tokens

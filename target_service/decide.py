@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec.engine.rejection import verify_token
-from specdec.engine.sampling import DraftSample, RowContext, Sampler
+from specdec.engine.sampling.rejection import verify_token
+from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
 from specdec.engine.tree import ROOT, TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb

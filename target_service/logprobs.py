@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from specdec.engine.sampling import TokenLogprobs
+from specdec.engine.sampling.sampler import TokenLogprobs
 from specdec.v1 import common_pb2 as pb
 from target_service.session import TargetSession
 

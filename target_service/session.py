@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence
-from specdec.engine.token_history import TokenHistory
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import Session

@@ -6,7 +6,7 @@ it holds no KV, and dropping any of it costs speed, never correctness.
 
 Rejection verification takes chains only, and of two that differ at a place the one that came first. Kept side by side,
 neither could be verified there, so that whether a token is verified would depend on which tokens were drawn: the output
-would be biased (`specdec.engine.rejection`).
+would be biased (`specdec.engine.sampling.rejection`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from google.rpc import code_pb2
 
 from specdec.engine.errors import TreeError
-from specdec.engine.rejection import DraftSample, InvalidDraftDistribution
+from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution
 from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid

@@ -2,10 +2,15 @@
 
 One engine serves both roles; nothing here says draft or target. The map, from data to step:
 
-    sequence.py    a session's tokens and the blocks that hold their keys and values
     tree.py        proposed tokens, as a tree hung from the last committed token
+    sequence.py    a session's tokens and the blocks that hold their keys and values
     block_pool.py  reference-counted blocks, prefix cache, copy-on-write
     scheduler.py   which rows run in the next step, and who gives up blocks for them
     batch.py       a scheduled step as tensors
+    attention/     the KV cache as tensors, and attention over its blocks
+    native/        the CPU kernels in C++
+    parallel/      one model over several ranks
+    model/         from a checkpoint to a forward pass that is proved at load
+    sampling/      from logits to tokens
     engine.py      schedule, run, postprocess
 """

@@ -1,18 +1,20 @@
-"""Errors of the engine's bookkeeping.
+"""Errors of the engine.
 
 EngineError
 ├── OutOfBlocks           more blocks asked for than are free (the scheduler prevents it)
 ├── SequenceTooLong       a sequence that could never run: longer than the context or than the whole pool
-├── SequenceStateError    an operation that the sequence's state does not allow (rolling back final tokens,
-say) ├── TreeError             a malformed proposal tree: carries the field and the reason
-└── KVInvariantError      a broken invariant of the KV cache: always a bug, never bad input
+├── SequenceStateError    an operation that the sequence's state does not allow: rolling back final tokens, say
+├── TreeError             a malformed proposal tree: carries the field and the reason
+├── KVInvariantError      a broken invariant of the KV cache: always a bug, never bad input
+└── ModelLoadError        a model that could not be loaded
+    └── ModelNotSupported    one that loads, but that the engine cannot run correctly: carries the reason
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of all errors raised by the engine's bookkeeping."""
+    """Base of all errors raised by the engine."""
 
 
 class OutOfBlocks(EngineError):
@@ -49,3 +51,16 @@ class TreeError(EngineError):
 
 class KVInvariantError(EngineError):
     """A broken invariant of the KV cache: a bug of the engine, never the caller's input."""
+
+
+class ModelLoadError(EngineError):
+    """A model that could not be loaded: missing files, a bad config, too little memory."""
+
+
+class ModelNotSupported(ModelLoadError):
+    """A model that loads, but that the engine cannot page; ``reason`` says why."""
+
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(f"{model} cannot be served: {reason}")
+        self.model = model
+        self.reason = reason

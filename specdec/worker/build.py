@@ -9,9 +9,9 @@ from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
-from specdec.engine.model_runner import ModelRunner
-from specdec.engine.parallel.leading_runner import LeadingRunner
-from specdec.engine.sampling import Sampler
+from specdec.engine.leading_runner import LeadingRunner
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.rpc.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2 as pb

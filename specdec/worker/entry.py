@@ -9,8 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from specdec.config import DraftSettings, TargetSettings
-from specdec.engine.errors import EngineError
-from specdec.engine.model_gate import ModelLoadError, ModelNotSupported
+from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.rpc.frames import EnginePort, FrameKind
 from specdec.worker.build import BuiltEngine, build_engine
 from specdec.worker.loop import EngineWorker

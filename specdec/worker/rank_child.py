@@ -59,8 +59,8 @@ def main() -> int:
 
     # After the lines above: these take seconds, in which the parent may die.
     from specdec.engine.errors import EngineError
-    from specdec.engine.model_runner import ModelRunner
-    from specdec.engine.parallel.leading_runner import follow
+    from specdec.engine.leading_runner import follow
+    from specdec.engine.model.runner import ModelRunner
     from specdec.engine.parallel.rank_group import RankGroup
     from specdec.engine.parallel.step_frames import LeaderGone
     from specdec.engine.settings import EngineSettings

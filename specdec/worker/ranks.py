@@ -24,7 +24,7 @@ from types import FrameType
 
 import structlog
 
-from specdec.engine.model_loader import check_tensor_parallel
+from specdec.engine.model.loader import check_tensor_parallel
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.step_frames import StepFrame, StepKind
 from specdec.engine.settings import EngineSettings

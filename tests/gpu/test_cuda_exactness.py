@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from specdec.noise import Purpose, gumbel, hash_u32, noise_key
+from specdec.engine.sampling.noise import Purpose, gumbel, hash_u32, noise_key
 from tests.unit.local_pair import LocalPair, Outcome, open_session
 
 pytestmark = [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.model.runner import ModelRunner
 from tests.integration.rank_probe import engine_settings, run_ranks, tokens_of
 from tests.unit import paged_scenarios as play
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.settings import EngineSettings
 from specdec.rpc.parent_process import die_with_parent

@@ -15,9 +15,9 @@ import torch
 
 from specdec.cli.cluster import Cluster, free_port
 from specdec.client import Client, Completion
-from specdec.engine.logit_processors import RowContext
-from specdec.engine.model_runner import ModelRunner
-from specdec.engine.sampling import Sampler
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.logit_processors import RowContext
+from specdec.engine.sampling.sampler import Sampler
 from specdec.sampling_params import SamplingParams
 from specdec.v1 import coordinator_pb2 as api
 from tests.chaos.faults import CREDIT_WINDOW, Reading, eventually, held_back, make_request, plain, scrape, speculated

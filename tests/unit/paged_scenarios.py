@@ -6,7 +6,7 @@ import torch
 
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine, StepOutput
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.tree import TokenTree
 

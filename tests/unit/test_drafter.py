@@ -297,7 +297,7 @@ def test_in_rejection_mode_a_round_is_sent_whole_and_with_its_distributions(clie
 
 
 def test_in_rejection_mode_a_round_goes_on_past_a_stop_token(client: WorkerClient) -> None:
-    """How long a round is, and so when it comes, does not depend on the tokens in it (specdec/engine/rejection.py)."""
+    """How long a round is, and so when it comes, does not depend on the tokens in it: see sampling/rejection.py."""
     body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
     body.verify_mode = pb.VERIFY_MODE_REJECTION
     drafting(client, body)

@@ -17,7 +17,7 @@ from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine, StepOutput
 from specdec.engine.errors import SequenceTooLong
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import initialize_distributed_mesh
 
-from specdec.engine.attention import RecordingKernel
+from specdec.engine.attention.kv_cache import LayerGeometry
+from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.batch import Batch
-from specdec.engine.kv_cache import LayerGeometry
+from specdec.engine.model.probe import Probe
+from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan, shard_model
-from specdec.engine.ragged_model import RaggedModel
-from specdec.engine.self_test import Probe
 
 META = torch.device("meta")
 LLAMA_70B = LlamaConfig(

@@ -10,9 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, dynamic_module_utils
 from transformers.models.llama.modeling_llama import LlamaAttention
 
-from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, check_config
-from specdec.engine.model_loader import load_model
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.gate import check_config
+from specdec.engine.model.loader import load_model
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.unit.tiny_models import REFUSED, SUPPORTED, save_tiny_model
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.engine.model_gate import ModelLoadError
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.unit import paged_scenarios as play
 from tests.unit.tiny_models import SUPPORTED, VOCAB_SIZE, save_tiny_model

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.attention import AttentionOptions, ForwardContext
-from specdec.engine.attention_kernels import GatherAttention, TiledAttention
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions, ForwardContext
+from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
-from specdec.engine.kv_cache import KVCache, LayerGeometry
-from specdec.engine.linear import OneDnnWeight
+from specdec.engine.model.linear import OneDnnWeight
 from specdec.engine.native import build
 from specdec.engine.native.kernels import NativeAttention, NativeKernels
 

@@ -9,7 +9,7 @@ from scipy import stats
 
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.sampling_ops import NativeSampling
-from specdec.noise import (
+from specdec.engine.sampling.noise import (
     GUMBEL_MAX,
     GUMBEL_MIN,
     Purpose,

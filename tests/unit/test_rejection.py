@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.engine import rejection
-from specdec.engine.rejection import DraftSample, InvalidDraftDistribution, draw, verify_token
-from specdec.engine.sampling import RowContext, Sampler
-from specdec.noise import Purpose, uniform
+from specdec.engine.sampling import rejection
+from specdec.engine.sampling.noise import Purpose, uniform
+from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution, draw, verify_token
+from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.sampling_params import SamplingParams
 
 ALMOST_ONE = 1.0 - 2.0**-53

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.model_gate import ModelLoadError
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.unit import paged_scenarios as play
 from tests.unit.tiny_models import VOCAB_SIZE, save_tiny_model

@@ -7,8 +7,8 @@ import torch
 from transformers.generation import logits_process as reference
 
 from specdec.engine.native.build import NativeUnavailable, build_library
-from specdec.engine.sampling import RowContext, Sampler, TokenHistory
-from specdec.noise import Purpose, gumbel, noise_key
+from specdec.engine.sampling.noise import Purpose, gumbel, noise_key
+from specdec.engine.sampling.sampler import RowContext, Sampler, TokenHistory
 from specdec.sampling_params import SamplingParams
 
 VOCAB_SIZE = 300

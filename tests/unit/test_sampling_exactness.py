@@ -10,10 +10,10 @@ import pytest
 import torch
 from scipy import stats
 
-from specdec.engine import rejection
-from specdec.engine.rejection import DraftSample, verify_token
-from specdec.engine.sampling import RowContext, Sampler
-from specdec.noise import Purpose, uniform
+from specdec.engine.sampling import rejection
+from specdec.engine.sampling.noise import Purpose, uniform
+from specdec.engine.sampling.rejection import DraftSample, verify_token
+from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.sampling_params import SamplingParams
 from tests.unit.chi_square import FALSE_ALARM_RATE, p_value_of_fit
 

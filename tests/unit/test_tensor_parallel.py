@@ -11,8 +11,8 @@ from pydantic import ValidationError
 from transformers import GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from specdec.engine.batch import Batch, build_batch
-from specdec.engine.model_gate import ModelNotSupported
-from specdec.engine.model_loader import check_tensor_parallel
+from specdec.engine.errors import ModelNotSupported
+from specdec.engine.model.loader import check_tensor_parallel
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.parallel.step_frames import (
     LeaderGone,

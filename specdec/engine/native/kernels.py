@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from specdec.engine.attention import AttentionOptions, ForwardContext, cache_of
+from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
 from specdec.engine.native.build import build_library
 
@@ -87,7 +87,7 @@ class NativeKernels:
         self._finalizer = weakref.finalize(self, self.library.specdec_pool_destroy, self.pool)
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None) -> "NativeWeight":
-        """Pack a weight ``[N, K]``; see ``specdec.engine.linear.WeightPacker``."""
+        """Pack a weight ``[N, K]``; see ``specdec.engine.model.linear.WeightPacker``."""
         return NativeWeight(self, weight, bias)
 
     def pack_into(self, weight: torch.Tensor, packed: torch.Tensor, offset: int, panel_step: int) -> None:
@@ -135,14 +135,14 @@ class NativeWeight:
         self.bias = None if bias is None else bias.detach().float().clone().contiguous()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """See ``specdec.engine.linear.PackedWeight``."""
+        """See ``specdec.engine.model.linear.PackedWeight``."""
         out = rows.new_empty(rows.shape[0], self.out_features)
         self._kernels.linear(self, rows, out)
         return out
 
 
 class NativeAttention:
-    """Row-invariant paged attention in C++; see ``specdec.engine.attention.AttentionKernel``."""
+    """Row-invariant paged attention in C++; see ``specdec.engine.attention.paged.AttentionKernel``."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels

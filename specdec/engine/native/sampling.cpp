@@ -18,7 +18,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int64_t kBlock = 512;
 
-// ---- noise (specdec/noise.py) -------------------------------------------------------------------------------
+// ---- noise (sampling/noise.py) -------------------------------------------------------------------------------
 
 inline uint32_t hash_u32(uint32_t token_id, uint32_t key_0, uint32_t key_1) {
   uint32_t x = token_id ^ key_0;

@@ -44,7 +44,7 @@ class NativeSampling:
     def perturbed_top(
         self, logits: Tensor, temperatures: Sequence[float], keys: Sequence[int], num_top: int
     ) -> tuple[list[int], list[float]]:
-        """See `specdec.engine.perturbed_top.perturbed_top`; logits on the CPU."""
+        """See `specdec.engine.sampling.perturbed_top.perturbed_top`; logits on the CPU."""
         num_rows, vocab_size = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
@@ -64,7 +64,7 @@ class NativeSampling:
         return list(token_ids), list(scores)
 
     def cut_(self, scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score: Sequence[float]) -> Tensor:
-        """See `specdec.engine.logit_processors.cut_`; scores contiguous, on the CPU."""
+        """See `specdec.engine.sampling.logit_processors.cut_`; scores contiguous, on the CPU."""
         if not scores.is_contiguous():
             raise ValueError("scores are cut in place and must be contiguous")
         num_rows, vocab_size = scores.shape

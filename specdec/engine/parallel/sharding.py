@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from specdec.engine.model_gate import ModelLoadError
+from specdec.engine.errors import ModelLoadError
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharded_modules import GatheredLinear, RowSplitLinear, SummedOutput, VocabSplitEmbedding
 

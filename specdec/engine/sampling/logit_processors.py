@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specdec.engine.token_history import TokenHistory
+from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import SamplingParams
 
 MIN_TEMPERATURE = 1e-30

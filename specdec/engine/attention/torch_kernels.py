@@ -6,9 +6,9 @@ from left to right), so that a row's bits depend on nothing but its own tokens.
 
 import torch
 
-from specdec.engine.attention import AttentionOptions, ForwardContext, cache_of
+from specdec.engine.attention.kv_cache import KVCache
+from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
-from specdec.engine.kv_cache import KVCache
 
 TILE = 16  # positions per softmax tile; a tile's first position is a multiple of it
 MAX_PATH_LEN = 65  # a tree has at most 64 nodes, so a path has at most 64 (one to spare)

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from specdec.engine.attention import (
+from specdec.engine.attention.kv_cache import KVCache
+from specdec.engine.attention.paged import (
     ATTENTION_NAME,
     CONTEXT_KWARG,
     AttentionKernel,
@@ -14,9 +15,8 @@ from specdec.engine.attention import (
     register_paged_attention,
 )
 from specdec.engine.batch import Batch
-from specdec.engine.kv_cache import KVCache
-from specdec.engine.model_gate import check_attention_calls, refusing, switch_attention
-from specdec.engine.self_test import Probe
+from specdec.engine.model.gate import check_attention_calls, refusing, switch_attention
+from specdec.engine.model.probe import Probe
 
 
 class StepModel(Protocol):

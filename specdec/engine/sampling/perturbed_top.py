@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from specdec.noise import gumbel_from_bits, hash_u32
+from specdec.engine.sampling.noise import gumbel_from_bits, hash_u32
 
 _BOUND_SLACK = 1e-3
 """More than the float32 rounding of any bound that can still win."""

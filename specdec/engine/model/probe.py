@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.kv_cache import KVCache
 
 _LENGTHS = (37, 22)
 _TOLERANCE = {

@@ -10,7 +10,8 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.utils import initialize_distributed_mesh
 from transformers.utils.logging import disable_progress_bar
 
-from specdec.engine.model_files import (
+from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.files import (
     ModelIdentity,
     TokenizerFiles,
     config_digest,
@@ -19,7 +20,7 @@ from specdec.engine.model_files import (
     read_tokenizer,
     weights_digest,
 )
-from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, check_config, longrope_limit
+from specdec.engine.model.gate import check_config, longrope_limit
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.settings import EngineSettings

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.engine.batch import Batch
-from specdec.engine.model_runner import ModelRunner
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.step_frames import (
     StepFrame,
     StepKind,

@@ -8,14 +8,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from specdec.engine import logit_processors
-from specdec.engine.logit_processors import RowContext, adjusted_logits, cut_arguments, temperature_scores
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.sampling_ops import NativeSampling
-from specdec.engine.perturbed_top import perturbed_top
-from specdec.engine.rejection import DraftSample, draw
-from specdec.engine.token_history import TokenHistory
-from specdec.noise import Purpose, noise_key, uniform
+from specdec.engine.sampling import logit_processors
+from specdec.engine.sampling.logit_processors import RowContext, adjusted_logits, cut_arguments, temperature_scores
+from specdec.engine.sampling.noise import Purpose, noise_key, uniform
+from specdec.engine.sampling.perturbed_top import perturbed_top
+from specdec.engine.sampling.rejection import DraftSample, draw
+from specdec.engine.sampling.token_history import TokenHistory
 
 __all__ = ["Candidate", "DraftSample", "RowContext", "Sampler", "TokenHistory", "TokenLogprobs"]
 

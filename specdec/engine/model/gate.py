@@ -6,20 +6,20 @@ config or a class name says. The checks, cheapest first:
     1. the config: encoder-decoder, recurrent or chunked layers, frequencies that depend on the batch
     2. the attention implementation, once switched
     3. the attention calls of a forward pass: how many, always as many, with the engine's context
-    4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``self_test.py``)
+    4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``probe.py``)
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from specdec.engine.attention import AttentionError
-from specdec.engine.errors import EngineError
+from specdec.engine.attention.paged import AttentionError
+from specdec.engine.errors import EngineError, ModelNotSupported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from specdec.engine.kv_cache import LayerGeometry
+    from specdec.engine.attention.kv_cache import LayerGeometry
 
 _PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
 _RECURRENT_HINTS = (
@@ -30,19 +30,6 @@ _RECURRENT_HINTS = (
     "rescale_every",
     "lru_width",
 )
-
-
-class ModelLoadError(EngineError):
-    """A model that could not be loaded: missing files, a bad config, too little memory."""
-
-
-class ModelNotSupported(ModelLoadError):
-    """A model that loads, but that the engine cannot page; ``reason`` says why."""
-
-    def __init__(self, model: str, reason: str) -> None:
-        super().__init__(f"{model} cannot be served: {reason}")
-        self.model = model
-        self.reason = reason
 
 
 def check_config(config: "PreTrainedConfig") -> None:

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from specdec.engine.attention import AttentionOptions
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
-from specdec.engine.kv_cache import KVCache, LayerGeometry
 from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
 
 _FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.batch import Batch
-from specdec.engine.kv_cache import KVCache, LayerGeometry
 
 ATTENTION_NAME = "specdec_paged"
 CONTEXT_KWARG = "specdec_context"

@@ -7,20 +7,21 @@ from functools import partial
 
 import torch
 
-from specdec.engine.attention import RecordingKernel
-from specdec.engine.attention_kernels import GatherAttention, TiledAttention
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import RecordingKernel
+from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
-from specdec.engine.fusion import FusedDecoder, is_fusable
-from specdec.engine.kv_cache import KVCache, LayerGeometry
-from specdec.engine.linear import OneDnnWeight, make_modules_row_invariant
-from specdec.engine.model_gate import ModelLoadError, ModelNotSupported, refusing
-from specdec.engine.model_loader import LoadedModel, load_model
+from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.fused import FusedDecoder, is_fusable
+from specdec.engine.model.gate import refusing
+from specdec.engine.model.linear import OneDnnWeight, make_modules_row_invariant
+from specdec.engine.model.loader import LoadedModel, load_model
+from specdec.engine.model.probe import Probe, ProbeLog, tolerance
+from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import shard_model
-from specdec.engine.ragged_model import RaggedModel, StepModel
-from specdec.engine.self_test import Probe, ProbeLog, tolerance
 from specdec.engine.settings import EngineSettings
 
 _CPU_KV_BYTES = 1 << 30

@@ -20,7 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from specdec.noise import Purpose, uniform
+from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.sampling_params import SamplingParams
 
 

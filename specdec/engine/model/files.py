@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.engine.model_gate import ModelLoadError
+from specdec.engine.errors import ModelLoadError
 
 _WHOLE_FILE_BYTES = 1 << 30  # files up to here are hashed whole
 _SAMPLE_BYTES = 1 << 20

@@ -1,0 +1,1 @@
+"""Paged attention: the cache, its metadata, and the kernels in torch."""

@@ -1,0 +1,1 @@
+"""From a checkpoint to a forward pass: files, loader, gate, probe, and the two ways to run it (ragged, fused)."""

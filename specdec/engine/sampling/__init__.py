@@ -1,0 +1,1 @@
+"""From logits to tokens: processors, noise, pruned search for the best, rejection."""
