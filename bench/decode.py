@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.report import spread
-from specdec.cli.cluster import Cluster
-from specdec.cli.local_plan import LocalPlan, plan_services, shipped_model
+from specdec.cli.local.cluster import Cluster
+from specdec.cli.local.plan import LocalPlan, plan_services, shipped_model
 from specdec.client import Client, Completion
 from specdec.v1 import coordinator_pb2 as api
 

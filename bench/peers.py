@@ -15,8 +15,8 @@ from rich.table import Table
 
 from bench.decode import Plan, held_out_prompts
 from bench.report import spread
-from specdec.cli.cores import assign_cores
-from specdec.cli.local_plan import shipped_model
+from specdec.cli.local.cores import assign_cores
+from specdec.cli.local.plan import shipped_model
 
 
 def run(plan: Plan, console: Console) -> dict[str, object]:

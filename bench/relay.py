@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench import report
-from specdec.cli.local_plan import shipped_model
+from specdec.cli.local.plan import shipped_model
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc

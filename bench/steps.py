@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from specdec.cli.cores import assign_cores
-from specdec.cli.local_plan import shipped_model
+from specdec.cli.local.cores import assign_cores
+from specdec.cli.local.plan import shipped_model
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner

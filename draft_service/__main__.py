@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from draft_service.servicer import ROLE
 from specdec.config import DraftSettings, settings_or_exit
-from specdec.rpc.replica_service import run_replica
+from specdec.rpc.bridge.replica_service import run_replica
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m draft_service") -> int:

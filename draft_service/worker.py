@@ -7,7 +7,7 @@ from prometheus_client import REGISTRY
 from draft_service.drafter import Drafter
 from draft_service.metrics import DraftRecorder
 from specdec.config import DraftSettings
-from specdec.rpc.frames import EnginePort
+from specdec.rpc.bridge.frames import EnginePort
 from specdec.telemetry import DraftMetrics
 from specdec.v1 import draft_pb2
 from specdec.worker.entry import run_role

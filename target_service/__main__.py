@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from specdec.config import TargetSettings, settings_or_exit
-from specdec.rpc.replica_service import run_replica
+from specdec.rpc.bridge.replica_service import run_replica
 from target_service.servicer import ROLE
 
 

@@ -6,7 +6,7 @@ from specdec.engine.outputs import EngineStats, StepOutput
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
-from target_service.payoff import Payoff
+from target_service.policy.payoff import Payoff
 from target_service.session import TargetSession
 
 _ORIGINS = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}

@@ -1,6 +1,6 @@
 """The gRPC side of a target replica: streams are relayed to the engine process unopened."""
 
-from specdec.rpc.replica_service import ReplicaRole
+from specdec.rpc.bridge.replica_service import ReplicaRole
 from specdec.v1 import target_pb2
 
 ROLE = ReplicaRole(

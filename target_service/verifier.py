@@ -23,8 +23,8 @@ from target_service.decide import Candidate, Decision, decide
 from target_service.logprobs import take_prompt_logprobs
 from target_service.metrics import TargetRecorder
 from target_service.opening import may_fork, new_session
-from target_service.pacing import Pacing
-from target_service.payoff import Payoff, PayoffMeter
+from target_service.policy.pacing import Pacing
+from target_service.policy.payoff import Payoff, PayoffMeter
 from target_service.session import TargetSession
 from target_service.trace import trace_end, trace_verdict
 from target_service.verdicts import end_position, make_verdict

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import REGISTRY
 
 from specdec.config import TargetSettings
-from specdec.rpc.frames import EnginePort
+from specdec.rpc.bridge.frames import EnginePort
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import target_pb2
 from specdec.worker.entry import run_role

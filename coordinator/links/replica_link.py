@@ -15,16 +15,18 @@ from typing import Any, ClassVar
 import grpc
 import structlog
 
-from coordinator.links.back_off import BackOff
 from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from coordinator.links.outbox import Outbox
 from coordinator.links.stream_end import StreamEnd, describe
 from coordinator.sessions.session import Session
+from specdec.backoff import Backoff
 from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import IncompatibleReplica, SpecdecError, Unavailable
 from specdec.v1 import common_pb2 as pb
 
 _EXPECTED_STATES = (LinkState.CONNECTING, LinkState.READY, LinkState.DRAINING)
+_MOST_FIRST_WAITS_IN_NEED = 5
+"""Sessions wait for this very replica: its link is tried often."""
 _CLOSED = "the replica closed the stream"
 _log = structlog.get_logger(__name__)
 
@@ -99,7 +101,8 @@ class ReplicaLink:
 
     async def run(self) -> None:
         """Open the stream, again and again, with growing and jittered waits between attempts that fail."""
-        back_off = BackOff(self._settings.backoff_min_s, self._settings.backoff_max_s)
+        backoff = Backoff(self._settings.backoff_min_s, self._settings.backoff_max_s, spread=(0.75, 1.25))
+        num_failures = 0
         while True:
             started_s = time.monotonic()
             error = await self._fault_of_stream()
@@ -109,7 +112,10 @@ class ReplicaLink:
                 self._go_down(error)
             except Exception as fault:  # of those who are told; the replica is not given up for it
                 self._log_fault(fault)
-            await asyncio.sleep(back_off.wait_s(time.monotonic() - started_s, in_need=bool(self.sessions)))
+            has_lasted = time.monotonic() - started_s > backoff.longest_s
+            num_failures = 1 if has_lasted else num_failures + 1
+            in_need = _MOST_FIRST_WAITS_IN_NEED * backoff.first_s if self.sessions else None
+            await asyncio.sleep(backoff.wait_s(num_failures, longest_s=in_need))
 
     async def _fault_of_stream(self) -> Exception | None:
         """Open the stream; return why it ended, None when that was asked for."""

@@ -15,8 +15,8 @@ import sys
 from typing import Any, TypedDict
 
 from coordinator.service import run_coordinator
-from specdec.cli.child import die_with_parent
 from specdec.config import CoordinatorSettings
+from specdec.parent_process import die_with_parent
 from specdec.telemetry import enable_multiprocess_metrics, setup_logging
 
 SERVING_LINE = b"serving\n"

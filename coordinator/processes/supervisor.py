@@ -20,7 +20,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -30,6 +30,7 @@ from pydantic import SecretStr
 from coordinator.processes.child import CoordinatorProcess, reserved_port
 from coordinator.servicer import SERVICE_NAME
 from specdec import __version__
+from specdec.backoff import Backoff
 from specdec.config import CoordinatorSettings
 from specdec.rpc.metrics_endpoint import metrics_endpoint
 from specdec.rpc.readiness import Readiness, plaintext_health
@@ -49,9 +50,7 @@ _log = structlog.get_logger(__name__)
 class RestartPolicy:
     """How long to wait before a process is started again. Times in seconds."""
 
-    first_wait_s: float = 0.1
-    longest_wait_s: float = 10.0
-    """The wait doubles up to this."""
+    backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.1, longest_s=10.0))
     steady_s: float = 30.0
     """A process that lived this long begins with the first wait."""
 
@@ -112,7 +111,7 @@ class Supervisor:
 
     async def _keep(self, process: CoordinatorProcess, metrics: SupervisorMetrics) -> int:
         """Start a process again and again until it is told to end; returns its last exit code."""
-        wait_s = self._policy.first_wait_s
+        num_failures = 0
         while True:
             started_s = time.monotonic()
             exit_code = await process.live()
@@ -121,14 +120,14 @@ class Supervisor:
             if not self._has_served.is_set():
                 _log.error("failed", reason="the first process did not start", exit_code=exit_code)
                 return exit_code
-            if time.monotonic() - started_s >= self._policy.steady_s:
-                wait_s = self._policy.first_wait_s
+            is_steady = time.monotonic() - started_s >= self._policy.steady_s
+            num_failures = 1 if is_steady else num_failures + 1
+            wait_s = self._policy.backoff.wait_s(num_failures)
             metrics.process_restarts.inc()
             _log.warning("process_ended", process=process.index, exit_code=exit_code, restart_in_s=wait_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait_s)
                 return 0
-            wait_s = min(2 * wait_s, self._policy.longest_wait_s)
 
     async def _stop(self, keepers: Sequence[asyncio.Task[int]]) -> int:
         await self._readiness.shut_down()

@@ -8,6 +8,7 @@ from coordinator.links.draft_link import DraftLink
 from coordinator.observer import Observer
 from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session
+from specdec.backoff import Backoff
 
 _MOST_DRAFT_FAILURES = 6
 
@@ -17,7 +18,7 @@ class DraftRecovery:
 
     def __init__(self, reopen_s: float, fleet: Fleet, observer: Observer) -> None:
         """`reopen_s` is the wait after a session's first failure of a draft; it doubles with each further one."""
-        self._reopen_s = reopen_s
+        self._backoff = Backoff(reopen_s, reopen_s * 2**_MOST_DRAFT_FAILURES)
         self._fleet = fleet
         self._observer = observer
 
@@ -33,8 +34,8 @@ class DraftRecovery:
         self.drop(session, cause)
         if session.num_draft_failures >= _MOST_DRAFT_FAILURES:
             return
-        wait_s = self._reopen_s * 2**session.num_draft_failures
         session.num_draft_failures += 1
+        wait_s = self._backoff.wait_s(session.num_draft_failures)
         if session.draft_retry is not None:
             session.draft_retry.cancel()
         session.draft_retry = asyncio.get_running_loop().call_later(wait_s, self.open, session)

@@ -30,6 +30,7 @@ from coordinator.recovery.drafts import DraftRecovery
 from coordinator.recovery.targets import TargetRecovery
 from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session, SessionTable
+from specdec.backoff import Backoff
 from specdec.rpc.errors import Cancelled, Unavailable, from_status, internal_error
 from specdec.v1 import common_pb2 as pb
 
@@ -72,8 +73,7 @@ class Recovery:
             decode_loop,
             observer,
             timeout_s=settings.target_timeout_s,
-            backoff_min_s=settings.backoff_min_s,
-            backoff_max_s=settings.backoff_max_s,
+            backoff=Backoff(settings.backoff_min_s, settings.backoff_max_s),
         )
         decode_loop.on_desync = self.on_desync
         decode_loop.on_bad_draft = self.on_bad_draft

@@ -14,9 +14,9 @@ from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.replicas.fleet import Fleet, same_model
 from coordinator.sessions.session import Session
+from specdec.backoff import Backoff
 from specdec.rpc.errors import SpecdecError, Unavailable
 
-_MOST_DOUBLINGS = 30
 _log = structlog.get_logger(__name__)
 
 
@@ -30,16 +30,14 @@ class TargetRecovery:
         observer: Observer,
         *,
         timeout_s: float,
-        backoff_min_s: float,
-        backoff_max_s: float,
+        backoff: Backoff,
     ) -> None:
         """`timeout_s` is how long a session may go without a target; between two tries it waits for the back-off."""
         self._fleet = fleet
         self._decode_loop = decode_loop
         self._observer = observer
         self._timeout_s = timeout_s
-        self._backoff_min_s = backoff_min_s
-        self._backoff_max_s = backoff_max_s
+        self._backoff = backoff
         self._give_ups: dict[str, asyncio.TimerHandle] = {}
 
     def forget(self, link: ReplicaLink) -> None:
@@ -88,7 +86,7 @@ class TargetRecovery:
         if other is None:
             error = Unavailable(
                 f"target {link.address} is gone and no other serves the model",
-                retry_after_s=self._backoff_max_s,
+                retry_after_s=self._backoff.longest_s,
                 reason="TARGET_LOST",
             )
             self._decode_loop.fail(session.request, error)
@@ -109,9 +107,8 @@ class TargetRecovery:
         now_s = time.monotonic()
         if session.target_failing_s is None:
             session.target_failing_s = now_s
-        doublings = min(session.num_target_failures, _MOST_DOUBLINGS)
-        wait_s = min(self._backoff_max_s, self._backoff_min_s * 2**doublings)
         session.num_target_failures += 1
+        wait_s = self._backoff.wait_s(session.num_target_failures)
         if session.target is not None:
             session.target.supersede(session)
         if now_s + wait_s - session.target_failing_s > self._timeout_s:

@@ -15,7 +15,7 @@ from rich.text import Text
 import specdec
 from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.generate import Display, run_request
-from specdec.cli.local_plan import LocalPlan, shipped_model
+from specdec.cli.local.plan import LocalPlan, shipped_model
 from specdec.cli.up import Device, DraftModel, TargetModel, running_cluster, stop_on_signals
 from specdec.client import ClientSettings
 from specdec.v1 import coordinator_pb2

@@ -11,13 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec.cli import connection, tables
+from specdec.cli import connection
 from specdec.cli import sampling_options as options
 from specdec.cli.errors import reported_errors
-from specdec.cli.origins import legend
-from specdec.cli.stream_view import StreamView
-from specdec.client import Client, ClientSettings, CompletedChoice, Completion
-from specdec.resuming import generate_resuming
+from specdec.cli.views import tables
+from specdec.cli.views.origins import legend
+from specdec.cli.views.stream_view import StreamView
+from specdec.client import Client, ClientSettings, CompletedChoice, Completion, generate_resuming
 from specdec.v1 import common_pb2, coordinator_pb2
 
 _OUTPUT = "Output"

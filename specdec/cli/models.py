@@ -9,8 +9,9 @@ import typer
 from google.protobuf import json_format
 from rich.console import Console
 
-from specdec.cli import connection, tables
+from specdec.cli import connection
 from specdec.cli.errors import reported_errors
+from specdec.cli.views import tables
 from specdec.client import Client, ClientSettings
 from specdec.v1 import coordinator_pb2
 

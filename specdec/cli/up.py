@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from specdec.cli.cluster import Cluster
 from specdec.cli.errors import reported_errors
-from specdec.cli.local_plan import PORTS, LocalPlan, describe_placement, plan_services, shipped_model
-from specdec.cli.log_view import LogView
-from specdec.cli.tables import make_table
+from specdec.cli.local.cluster import Cluster
+from specdec.cli.local.log_view import LogView
+from specdec.cli.local.plan import PORTS, LocalPlan, describe_placement, plan_services, shipped_model
+from specdec.cli.views.tables import make_table
 
 _CHECK_S = 0.2
 

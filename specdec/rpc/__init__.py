@@ -1,10 +1,8 @@
 """How the services talk: server lifecycle, client channels, errors as statuses, the bridge to the engine.
 
-server.py          one lifecycle for all services: health, reflection, metrics, signals, drain
-channel.py         client channels with the same limits and keepalive
-errors.py          errors to google.rpc.Status and back
-abort.py           ending a call with an error
-stream_relay.py    gRPC streams to the engine process and back, frames unopened
-engine_process.py  starting, watching and stopping the engine process
-frames.py          the engine's end of the bridge
+server.py   one lifecycle for all services: health, reflection, metrics, signals, drain
+channel.py  client channels with the same limits and keepalive
+errors.py   errors to google.rpc.Status and back
+abort.py    ending a call with an error
+bridge/     gRPC streams to the engine process and back
 """

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 
+from specdec.backoff import Backoff
 from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
@@ -24,19 +23,11 @@ from specdec.store.interface import (
 )
 
 _Result = TypeVar("_Result")
+_BACKOFF = Backoff(first_s=0.25, longest_s=10.0, spread=(0.5, 1.0))
 # Called after each operation that reached the store: its name, how long it took in seconds, whether the store answered.
 OperationObserver = Callable[[str, float, bool], None]
 # Called when the store goes down or comes back: whether it is up.
 StateObserver = Callable[[bool], None]
-
-
-@dataclass(frozen=True, slots=True)
-class BackOff:
-    """How long a store that failed is left alone, in seconds: a random part of up to half is taken off."""
-
-    first_s: float = 0.25
-    factor: float = 2.0
-    longest_s: float = 10.0
 
 
 class GuardedStore:
@@ -52,7 +43,7 @@ class GuardedStore:
         store: Store,
         observe: OperationObserver | None = None,
         on_change: StateObserver | None = None,
-        back_off: BackOff | None = None,
+        backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Guard a store, which is closed with this one.
@@ -61,13 +52,13 @@ class GuardedStore:
             store: the store.
             observe: told of each operation that reached the store. Must not raise.
             on_change: told whether the store is up, when that changes. Must not raise.
-            back_off: how long the store is left alone.
+            backoff: how long the store is left alone.
             clock: monotonic seconds.
         """
         self._store = store
         self._observe = observe
         self._on_change = on_change
-        self._back_off = back_off or BackOff()
+        self._backoff = backoff or _BACKOFF
         self._clock = clock
         self._log = structlog.get_logger("specdec.store")
         self._num_failures = 0
@@ -187,9 +178,7 @@ class GuardedStore:
             # One of several that were under way when the first one failed: known already.
             return
         self._num_failures += 1
-        wait_s = self._back_off.first_s * self._back_off.factor ** min(self._num_failures - 1, 64)
-        # Spread, so that the coordinators do not come back all at once.
-        self._retry_at_s = now + min(wait_s, self._back_off.longest_s) * random.uniform(0.5, 1.0)
+        self._retry_at_s = now + self._backoff.wait_s(self._num_failures)
         if self._down_since_s is None:
             self._down_since_s = now
             self._log.warning("store_down", operation=operation, error=str(error))

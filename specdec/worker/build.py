@@ -13,7 +13,7 @@ from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
-from specdec.rpc.frames import EnginePort, FrameKind
+from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.ranks import Ranks
 

@@ -10,7 +10,7 @@ import structlog
 
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
-from specdec.rpc.frames import EnginePort, FrameKind
+from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.worker.build import BuiltEngine, build_engine
 from specdec.worker.loop import EngineWorker
 from specdec.worker.ranks import lead_ranks

@@ -15,7 +15,7 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
-from specdec.rpc.frames import EnginePort, Frame, FrameKind, PeerGone
+from specdec.rpc.bridge.frames import EnginePort, Frame, FrameKind, PeerGone
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, stream_status
 from specdec.worker.role import Role, Wire

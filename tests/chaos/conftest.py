@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.cluster import Cluster, free_port
+from specdec.cli.local.cluster import Cluster, free_port
 from tests.chaos.faults import CREDIT_WINDOW, ROLES, thaw
 from tests.integration.conftest import (  # noqa: F401  pytest finds fixtures by name
     shipped_pair,

@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from specdec.cli.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.client import Client, ClientSettings, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api

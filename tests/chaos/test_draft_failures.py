@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from tests.chaos.conftest import HOLD_OFF_MS
 from tests.chaos.faults import (

@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.rpc.errors import Overloaded, Unavailable, from_rpc_error
 from specdec.v1 import common_pb2 as pb

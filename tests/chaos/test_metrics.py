@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.rpc.errors import InvalidRequest
 from tests.chaos.faults import Reading, eventually, make_request, plain, scrape

@@ -11,9 +11,10 @@ from typing import TypeVar
 
 import pytest
 
-from specdec.cli.cluster import free_port
+from specdec.backoff import Backoff
+from specdec.cli.local.cluster import free_port
 from specdec.store.errors import StoreUnavailable
-from specdec.store.guarded import BackOff, GuardedStore
+from specdec.store.guarded import GuardedStore
 from specdec.store.interface import (
     Appended,
     JournalWrite,
@@ -33,7 +34,7 @@ from tests.integration.redis_server import RedisServer, redis_cluster
 _Result = TypeVar("_Result")
 KEY = RequestKey("tenant", "request")
 LONG_S = 600.0
-QUICK = BackOff(first_s=0.05, longest_s=0.2)
+QUICK = Backoff(first_s=0.05, longest_s=0.2)
 # What a busy machine may add to a timeout.
 SLACK_S = 5.0
 REQUEST = NewRequest("owner", 1, b"params", 1, LONG_S, take_over=True)
@@ -164,7 +165,7 @@ async def test_a_restart_of_redis_degrades_cheaply_and_heals(server: RedisServer
         connect(server.url, RedisOptions(timeout_s=20)),
         observe=lambda operation, seconds, ok: reached.append(operation),
         on_change=changes.append,
-        back_off=BackOff(first_s=30, longest_s=30),
+        backoff=Backoff(first_s=30, longest_s=30),
     )
     begun = await guarded.begin(KEY, REQUEST)
     server.stop()
@@ -175,7 +176,7 @@ async def test_a_restart_of_redis_degrades_cheaply_and_heals(server: RedisServer
     assert changes == [False]
     await guarded.close()
 
-    healing = GuardedStore(connect(server.url, RedisOptions(timeout_s=20)), on_change=changes.append, back_off=QUICK)
+    healing = GuardedStore(connect(server.url, RedisOptions(timeout_s=20)), on_change=changes.append, backoff=QUICK)
     with pytest.raises(StoreUnavailable):
         await healing.ping()
     server.start()
@@ -291,7 +292,7 @@ async def test_a_flood_of_calls_uses_a_bounded_number_of_connections(server: Red
 async def test_a_master_of_a_cluster_that_hangs_is_given_up_when_its_replica_takes_over(tmp_path: Path) -> None:
     digests = [bytes([number]) for number in range(64)]
     with redis_cluster(tmp_path) as cluster:
-        guarded = GuardedStore(connect(cluster.url, RedisOptions(timeout_s=1)), back_off=QUICK)
+        guarded = GuardedStore(connect(cluster.url, RedisOptions(timeout_s=1)), backoff=QUICK)
         await until_up(guarded)
         async with connected(cluster.url) as patient:
             await patient.add_prefixes("a:1", digests, LONG_S)

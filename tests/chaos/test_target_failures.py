@@ -11,7 +11,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.rpc.errors import Unavailable
 from tests.chaos.faults import (
     CREDIT_WINDOW,
@@ -97,7 +97,9 @@ async def test_a_replica_whose_engine_dies_stops_serving_and_exits_with_an_error
     service = whole.services["target"]
     assert service.pid is not None
     [engine] = [
-        child for child in psutil.Process(service.pid).children() if "specdec.rpc.engine_child" in child.cmdline()
+        child
+        for child in psutil.Process(service.pid).children()
+        if "specdec.rpc.bridge.engine_child" in child.cmdline()
     ]
     service.told_to_end = True
     async with grpc.aio.insecure_channel(service.spec.address) as channel:

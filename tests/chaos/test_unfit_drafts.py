@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.cluster import HOST, Cluster, free_port
+from specdec.cli.local.cluster import HOST, Cluster, free_port
 from specdec.client import Client
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api

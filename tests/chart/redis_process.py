@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.cli.cluster import free_port
+from specdec.cli.local.cluster import free_port
 from tests.chaos.faults import eventually
 from tests.chart.conftest import Document, component
 

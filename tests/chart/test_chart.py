@@ -17,8 +17,8 @@ from prometheus_client import CollectorRegistry
 
 from coordinator.servicer import SERVICE_NAME
 from specdec.cli.app import app
-from specdec.cli.cluster import MODULES
 from specdec.cli.connection import API_KEY_VARIABLE
+from specdec.cli.local.cluster import MODULES
 from specdec.config import CoordinatorSettings, load_settings
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import draft_pb2, target_pb2

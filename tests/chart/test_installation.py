@@ -20,7 +20,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from specdec.cli.cluster import free_port
+from specdec.cli.local.cluster import free_port
 from specdec.store.urls import RedisOptions, connect
 from tests.chaos.faults import eventually
 from tests.chart.conftest import ROOT, SETTINGS, Document, Render, component, containers

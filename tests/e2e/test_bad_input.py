@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.rpc.errors import InvalidRequest, ModelNotFound, RequestExists, from_rpc_error
 from specdec.v1 import coordinator_pb2 as api

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, ClientSettings
 from specdec.rpc.errors import DeadlineExceeded
 from specdec.v1 import common_pb2 as pb

@@ -6,7 +6,7 @@ import grpc
 import pytest
 from transformers import AutoTokenizer
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import common_pb2 as pb

@@ -17,9 +17,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from specdec.cli.cluster import Cluster, free_port
-from specdec.client import Client, ClientSettings, Completion
-from specdec.resuming import generate_resuming
+from specdec.cli.local.cluster import Cluster, free_port
+from specdec.client import Client, ClientSettings, Completion, generate_resuming
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
 from tests.chaos.faults import (

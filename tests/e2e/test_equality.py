@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.v1 import coordinator_pb2 as api
 from tests.chaos.faults import eventually

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.rpc.errors import DataLoss, InvalidRequest
 from specdec.v1 import coordinator_pb2 as api

@@ -11,9 +11,8 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
-from specdec.cli.cluster import Cluster
-from specdec.client import Client, Completion
-from specdec.resuming import generate_resuming
+from specdec.cli.local.cluster import Cluster
+from specdec.client import Client, Completion, generate_resuming
 from specdec.rpc.errors import InvalidRequest, Unavailable
 from specdec.v1 import coordinator_pb2 as api
 from tests.chaos.faults import CREDIT_WINDOW, SmallBuffers, addresses_of, another, held_back, make_request

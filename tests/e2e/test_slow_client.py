@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.cluster import Cluster, ClusterTimeouts
-from specdec.cli.local_plan import LocalPlan, plan_services, shipped_model
+from specdec.cli.local.cluster import Cluster, ClusterTimeouts
+from specdec.cli.local.plan import LocalPlan, plan_services, shipped_model
 from specdec.client import Client
 from tests.integration.redis_server import RedisServer
 from tests.integration.tiny_pair import ModelPair, make_tiny_pair

@@ -23,7 +23,7 @@ import torch
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.settings import EngineSettings
-from specdec.rpc.parent_process import die_with_parent
+from specdec.parent_process import die_with_parent
 from tests.unit import paged_scenarios as play
 
 PROMPT = 19

@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from specdec.cli.cluster import free_port
+from specdec.cli.local.cluster import free_port
 from tests.integration.certificates import SecretVolume
 
 START_S = 30.0

@@ -24,8 +24,8 @@ import grpc
 import pytest
 import yaml
 
-from specdec.cli.cluster import Cluster, RoleSettings, free_port, service_spec
-from specdec.cli.service_process import ServiceProcess
+from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.cli.local.service_process import ServiceProcess
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.chaos.faults import eventually

@@ -17,9 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from coordinator.tenants.api_keys import hash_key
-from specdec.cli.cluster import Cluster
 from specdec.cli.errors import ClusterFailed
-from specdec.cli.local_plan import LocalPlan, plan_services
+from specdec.cli.local.cluster import Cluster
+from specdec.cli.local.plan import LocalPlan, plan_services
 from specdec.client import Client, ClientSettings
 from specdec.rpc.errors import (
     InvalidRequest,

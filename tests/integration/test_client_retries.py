@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.cluster import free_port
+from specdec.cli.local.cluster import free_port
 from specdec.client import Client
 from specdec.rpc.errors import NoTarget
 from tests.chaos.faults import another, eventually, scrape

@@ -13,7 +13,7 @@ import psutil
 from typer.testing import CliRunner
 
 from specdec.cli.app import app
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.v1 import common_pb2, coordinator_pb2
 from tests.chaos.faults import speculated

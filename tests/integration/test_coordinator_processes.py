@@ -19,9 +19,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.cluster import Cluster, free_port, port_is_free
-from specdec.client import Client, Completion
-from specdec.resuming import generate_resuming
+from specdec.cli.local.cluster import Cluster, free_port, port_is_free
+from specdec.client import Client, Completion, generate_resuming
 from specdec.rpc.errors import RequestExists, Unavailable
 from tests.chaos.faults import (
     CREDIT_WINDOW,

@@ -17,7 +17,7 @@ import structlog
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
 from coordinator.servicer import TENANT_KEY
-from specdec.cli.cluster import free_port
+from specdec.cli.local.cluster import free_port
 from specdec.telemetry.tracing import Tracing
 from specdec.telemetry.tracing_settings import TracingSettings
 from specdec.tls_files import TlsFilesBroken

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.cli.cluster import Cluster, free_port
+from specdec.cli.local.cluster import Cluster, free_port
 from specdec.rpc.errors import (
     Cancelled,
     InvalidRequest,

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 
 from coordinator.processes.child import reserved_port
 from specdec.addresses import join_address
-from specdec.cli.cluster import free_port
+from specdec.cli.local.cluster import free_port
 from specdec.rpc.listening import bound_sockets
 from tests.integration.secured import CALL_TIMEOUT_S, check_health, ready_server, secure
 from tests.unit.echo_process import echo_process

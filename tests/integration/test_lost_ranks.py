@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from specdec.config import TargetSettings
-from specdec.rpc.engine_process import EngineProcess
+from specdec.rpc.bridge.engine_process import EngineProcess
 from tests.chaos.faults import eventually
 from tests.integration.rank_processes import all_gone, rank_of, ranks_of
 from tests.unit.tiny_models import save_tiny_model

@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec import __version__
-from specdec.cli.cluster import Cluster, free_port
+from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client
 from specdec.telemetry.catalogue import exported_series
 from specdec.v1 import coordinator_pb2 as api

@@ -12,7 +12,7 @@ import promql_parser
 import pytest
 import yaml
 
-from specdec.cli.cluster import Cluster, free_port
+from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client
 from specdec.rpc.errors import SpecdecError
 from specdec.v1 import coordinator_pb2

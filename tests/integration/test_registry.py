@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from coordinator.replicas.router import block_digests
-from specdec.cli.cluster import Cluster
+from specdec.backoff import Backoff
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.store.errors import StoreUnavailable
-from specdec.store.guarded import BackOff, GuardedStore
+from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
@@ -35,7 +36,7 @@ BLOCK_TOKENS = 32
 async def store(redis_server: RedisServer) -> AsyncIterator[Store]:
     options = RedisOptions(timeout_s=20.0)
     # Tries again soon: a test waits for what is there once Redis is back.
-    store = GuardedStore(connect(redis_server.url, options), back_off=BackOff(first_s=0.05, longest_s=0.05))
+    store = GuardedStore(connect(redis_server.url, options), backoff=Backoff(first_s=0.05, longest_s=0.05))
     yield store
     await store.close()
 

@@ -10,8 +10,9 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
+from specdec.backoff import Backoff
 from specdec.store.errors import StoreUnavailable, StoreUrlError
-from specdec.store.guarded import BackOff, GuardedStore
+from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, JournalWrite, NewRequest, RequestKey, Store
 from specdec.store.urls import RedisOptions, connect
 from tests.chaos.faults import eventually
@@ -193,7 +194,7 @@ async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path) -> None:
         # A sentinel that hangs comes first, and does not use up the time of the others.
         url = setup.url.replace("127.0.0.1:", f"127.0.0.1:{hanging.port},127.0.0.1:", 1)
         hanging.pause()
-        guarded = GuardedStore(connect(url, RedisOptions(timeout_s=6)), back_off=BackOff(0.05, 2, 0.2))
+        guarded = GuardedStore(connect(url, RedisOptions(timeout_s=6)), backoff=Backoff(0.05, 0.2))
         await until_up(guarded)
         await guarded.add_prefixes("a:1", [b"digest"], LONG_S)
         master = setup.master()

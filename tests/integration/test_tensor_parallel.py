@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from specdec.cli.cluster import Cluster, free_port
+from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client, Completion
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.logit_processors import RowContext
@@ -239,7 +239,7 @@ async def test_a_replica_of_two_ranks_drains_and_exits_with_0(split_cluster: Clu
 def processes_of(cluster: Cluster) -> tuple[psutil.Process, psutil.Process, psutil.Process]:
     """The target's servicer, its engine, which is rank 0, and rank 1."""
     servicer = psutil.Process(cluster.services["target"].pid)
-    (engine,) = (p for p in servicer.children() if "specdec.rpc.engine_child" in p.cmdline())
+    (engine,) = (p for p in servicer.children() if "specdec.rpc.bridge.engine_child" in p.cmdline())
     return servicer, engine, rank_of(engine)
 
 

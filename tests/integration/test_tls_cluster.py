@@ -14,9 +14,9 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
-from specdec.cli.cluster import Cluster, RoleSettings, free_port, service_spec
-from specdec.cli.local_plan import LocalPlan, plan_services
-from specdec.cli.service_process import ServiceProcess
+from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.cli.local.plan import LocalPlan, plan_services
+from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client, ClientSettings, Completion
 from specdec.rpc.errors import PermissionDenied, Unavailable
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc

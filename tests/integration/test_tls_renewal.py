@@ -15,8 +15,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from specdec.cli.cluster import RoleSettings, free_port, service_spec
-from specdec.cli.service_process import ServiceProcess
+from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
+from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.integration.certificates import Certificate, SecretVolume

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, ClientSettings, Completion
 from specdec.v1 import coordinator_pb2 as api
 from tests.chaos.faults import eventually

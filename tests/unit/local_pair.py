@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry
 from draft_service.drafter import Drafter
 from draft_service.metrics import DraftRecorder
 from specdec.config import DraftSettings, TargetSettings
-from specdec.rpc.frames import Frame, FrameKind
+from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
@@ -28,8 +28,8 @@ from specdec.worker.build import BuiltEngine, build_engine
 from specdec.worker.loop import EngineWorker
 from specdec.worker.role import Wire
 from target_service.metrics import TargetRecorder
-from target_service.pacing import Pacing
-from target_service.step_time import StepTimeModel
+from target_service.policy.pacing import Pacing
+from target_service.policy.step_time import StepTimeModel
 from target_service.verifier import Verifier
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -10,7 +10,7 @@ from google.rpc import code_pb2
 from draft_service.growth import GrowthPolicy
 from draft_service.session import DraftSession
 from specdec.engine.tree import TokenTree
-from specdec.rpc.frames import FrameKind
+from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
 from tests.unit.local_pair import LocalPair, open_session, prompts

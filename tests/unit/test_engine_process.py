@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from google.rpc import status_pb2
 
-from specdec.rpc.engine_process import EngineProcess
+from specdec.rpc.bridge.engine_process import EngineProcess
 from tests.unit.echo_process import echo_process, gone, ready_echo, stop_process, verify_stream
 from tests.unit.echo_service import TOKENIZER_BYTES, EchoSettings
 
@@ -175,7 +175,7 @@ async def test_engine_that_does_not_stop_is_killed() -> None:
 
 async def test_engine_does_not_import_what_only_servicers_need() -> None:
     probe = (
-        "import sys, specdec.rpc.engine_child, specdec.rpc.frames;"
+        "import sys, specdec.rpc.bridge.engine_child, specdec.rpc.bridge.frames;"
         "print([name for name in ('grpc', 'torch', 'pydantic_settings') if name in sys.modules])"
     )
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", probe, stdout=asyncio.subprocess.PIPE)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.rpc.frame_codec import HEADER, MAX_PAYLOAD_BYTES, FrameDecoder, encode_frame
-from specdec.rpc.frames import EnginePort, Frame, FrameError, FrameKind, PeerGone
+from specdec.rpc.bridge.frame_codec import HEADER, MAX_PAYLOAD_BYTES, FrameDecoder, encode_frame
+from specdec.rpc.bridge.frames import EnginePort, Frame, FrameError, FrameKind, PeerGone
 
 FRAMES = st.builds(
     Frame, st.sampled_from(FrameKind), st.integers(min_value=0, max_value=2**32 - 1), st.binary(max_size=300)

@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from target_service.hold_off import DEPTHS, DraftLatency, kind_of
-from target_service.hold_off import HoldOffChoice as AnyHoldOffChoice
+from target_service.policy.hold_off import DEPTHS, DraftLatency, kind_of
+from target_service.policy.hold_off import HoldOffChoice as AnyHoldOffChoice
 
 HoldOffChoice = partial(AnyHoldOffChoice, window=1)
 

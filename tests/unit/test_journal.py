@@ -18,9 +18,10 @@ from coordinator.tenants.quotas import QuotaRate
 from coordinator.tenants.shared_quotas import SharedQuotas
 from coordinator.text.choice_output import ChoiceOutput
 from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.backoff import Backoff
 from specdec.rpc.errors import InvalidRequest, Overloaded
 from specdec.store.errors import StoreUnavailable
-from specdec.store.guarded import BackOff, GuardedStore
+from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, Begun, JournalWrite, Lease, NewRequest, RequestKey
 from specdec.store.memory import MemoryStore
 from specdec.v1 import common_pb2 as pb
@@ -100,7 +101,7 @@ class Store(MemoryStore):
 
 
 def guarded(store: Store) -> GuardedStore:
-    return GuardedStore(store, back_off=BackOff(first_s=0.001, longest_s=0.01))
+    return GuardedStore(store, backoff=Backoff(first_s=0.001, longest_s=0.01))
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.cli import devices
-from specdec.cli.cores import CoreAssignment, assign_cores
 from specdec.cli.errors import ClusterFailed
-from specdec.cli.local_plan import LocalPlan, describe_placement, plan_services, split_evenly
-from specdec.cli.service_process import ServiceSpec
+from specdec.cli.local import devices
+from specdec.cli.local.cores import CoreAssignment, assign_cores
+from specdec.cli.local.plan import LocalPlan, describe_placement, plan_services, split_evenly
+from specdec.cli.local.service_process import ServiceSpec
 
 ROLES = ("TARGET", "DRAFT", "COORDINATOR")
 
@@ -144,6 +144,6 @@ def test_placement_is_told_by_cores_or_device() -> None:
 
 
 def test_a_missing_gpu_is_told_as_a_failure_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.cli.local_plan.count_gpus", lambda: 0)
+    monkeypatch.setattr("specdec.cli.local.plan.count_gpus", lambda: 0)
     with pytest.raises(ClusterFailed, match="no GPU"):
         plan_services(LocalPlan(target_model="T", draft_model="D", device="cuda"), environment={}, cores=[0])

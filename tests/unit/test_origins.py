@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.cli.origins import HALF_CHARACTER, OriginPainter
+from specdec.cli.views.origins import HALF_CHARACTER, OriginPainter
 from specdec.v1 import common_pb2, coordinator_pb2
 
 DRAFT, BONUS, DECODE = common_pb2.ORIGIN_DRAFT, common_pb2.ORIGIN_BONUS, common_pb2.ORIGIN_DECODE

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from specdec.v1 import common_pb2 as pb
-from target_service.payoff import Payoff, PlainSteps, step_payoff
-from target_service.step_time import StepTimeModel
+from target_service.policy.payoff import Payoff, PlainSteps, step_payoff
+from target_service.policy.step_time import StepTimeModel
 from tests.unit.local_pair import LocalPair, chain, open_session, prompts
 
 PLAIN_STEP_S = 0.011

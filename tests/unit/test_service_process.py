@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specdec.cli.cluster import Cluster, ClusterTimeouts, free_port
 from specdec.cli.errors import ClusterFailed
-from specdec.cli.service_process import ServiceProcess, ServiceSpec
+from specdec.cli.local.cluster import Cluster, ClusterTimeouts, free_port
+from specdec.cli.local.service_process import ServiceProcess, ServiceSpec
 
 # Modules of the standard library that do what a service could do.
 LISTENS = "http.server"
@@ -72,7 +72,7 @@ def test_it_may_be_started_again(server: ServiceProcess) -> None:
 
 def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from specdec.cli.service_process import *\n"
+        "import sys; from pathlib import Path; from specdec.cli.local.service_process import *\n"
         f"p = ServiceProcess(ServiceSpec(name='t', module={LISTENS!r}, address='', arguments=('0',)),"
         f" Path({str(tmp_path / 'log')!r}))\n"
         "p.start(); print(p.pid, flush=True); sys.stdin.read()"

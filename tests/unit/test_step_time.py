@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from target_service.step_time import StepTimeModel
+from target_service.policy.step_time import StepTimeModel
 
 
 def test_it_finds_the_line_that_steps_lie_on() -> None:

@@ -14,7 +14,7 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
 from specdec.config import CoordinatorSettings, TargetSettings, load_settings
-from specdec.rpc.frames import FrameKind
+from specdec.rpc.bridge.frames import FrameKind
 from specdec.settings_sources import SettingsInvalid
 from specdec.telemetry.tracing import Tracing
 from specdec.telemetry.tracing_settings import TracingSettings

@@ -8,8 +8,8 @@ import pytest
 from google.rpc import code_pb2
 
 from specdec.v1 import common_pb2 as pb
-from target_service.hold_off import DraftLatency
-from target_service.pacing import Pacing
+from target_service.policy.hold_off import DraftLatency
+from target_service.policy.pacing import Pacing
 from tests.unit.local_pair import FreeRows, LocalPair, chain, open_session, prompts
 from tests.unit.worker_client import WorkerClient, fields_of, reason_of
 

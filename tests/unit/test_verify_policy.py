@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from target_service.step_time import StepTimeModel
-from target_service.verify_policy import AcceptanceCalibration, select_nodes
+from target_service.policy.step_time import StepTimeModel
+from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
 
 
 def machine(base_s: float, row_s: float) -> StepTimeModel:

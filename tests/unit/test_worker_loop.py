@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from google.rpc import code_pb2
 
-from specdec.rpc.frames import FrameKind
+from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import Owner, Session, SessionTable
 from tests.unit.local_pair import LocalPair, open_session, prompts

@@ -6,7 +6,7 @@ from typing import Any
 
 from google.rpc import error_details_pb2, status_pb2
 
-from specdec.rpc.frames import Frame, FrameKind
+from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2, trace_pb2
 from specdec.worker.loop import EngineWorker

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-from specdec.rpc.engine_child import Launch
+from specdec.rpc.bridge.engine_child import Launch
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.store.settings import StoreSettings
 
@@ -26,7 +26,7 @@ def launch_engine(
     cores: frozenset[int] | None,
     instance_id: str,
 ) -> subprocess.Popen[bytes]:
-    """Starts `specdec.rpc.engine_child` with an entry.
+    """Starts `specdec.rpc.bridge.engine_child` with an entry.
 
     A program of its own and not a fork or multiprocessing's spawn: it imports nothing of the servicer.
 
@@ -53,7 +53,7 @@ def launch_engine(
     }
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(
-        [sys.executable, "-m", "specdec.rpc.engine_child"],
+        [sys.executable, "-m", "specdec.rpc.bridge.engine_child"],
         stdin=subprocess.PIPE,
         pass_fds=[socket_fd],
         env=environment,

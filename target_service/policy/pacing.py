@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from specdec.engine.tree import ROOT
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
-from target_service.hold_off import DraftLatency, HoldOffChoice, kind_of
+from target_service.policy.hold_off import DraftLatency, HoldOffChoice, kind_of
+from target_service.policy.step_time import StepTimeModel
+from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
 from target_service.session import TargetSession
-from target_service.step_time import StepTimeModel
-from target_service.verify_policy import AcceptanceCalibration, select_nodes
 from target_service.walk import Walk
 
 _MAX_FITTED_ROWS = 128  # prefill chunks would bend the line that decodes and verifications lie on

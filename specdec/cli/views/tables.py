@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from specdec.cli.origins import ORIGIN_NAMES, ORIGIN_STYLES
+from specdec.cli.views.origins import ORIGIN_NAMES, ORIGIN_STYLES
 from specdec.client import Completion
 from specdec.v1 import common_pb2, coordinator_pb2
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from specdec.client import Client, Completion
+from specdec.client.client import Client, Completion
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
 

@@ -1,4 +1,4 @@
-"""What a child process does about its parent: dies with it, and leaves signals to it."""
+"""What a child process does about its parent: dies with it, and leaves signals to it. Linux only."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import signal
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Be killed when the parent is gone. The end of a socket tells a living loop; this also ends one stuck in a step.
+def die_with_parent(parent_pid: int, signal_number: int = signal.SIGKILL) -> None:
+    """Have the kernel send a signal when the parent's thread that started this process ends.
 
-    Raises OSError when the kernel refuses, and SystemExit when the parent is gone already.
+    The end of a socket tells a living loop; the default signal also ends one that is stuck. Raises OSError when the
+    kernel refuses, and SystemExit when the parent is gone already.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+    if libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
         raise SystemExit(0)

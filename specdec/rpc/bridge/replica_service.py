@@ -13,13 +13,13 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from specdec import __version__
-from specdec.rpc.affinity import split_cores
-from specdec.rpc.engine_process import EngineProcess
+from specdec.rpc.bridge.affinity import split_cores
+from specdec.rpc.bridge.engine_process import EngineProcess
+from specdec.rpc.bridge.stream_relay import StreamRelay
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import run_service
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.rpc.startup import StartupFailed
-from specdec.rpc.stream_relay import StreamRelay
 from specdec.store.announcer import Announcer
 from specdec.store.guarded import GuardedStore
 from specdec.store.settings import open_store

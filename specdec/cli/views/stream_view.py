@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from specdec.cli.origins import ORIGIN_STYLES, OriginPainter
+from specdec.cli.views.origins import ORIGIN_STYLES, OriginPainter
 from specdec.v1 import coordinator_pb2
 
 

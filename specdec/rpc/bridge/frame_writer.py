@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 
-from specdec.rpc.frame_codec import FrameKind, encode_frame
+from specdec.rpc.bridge.frame_codec import FrameKind, encode_frame
 
 # The kernel takes at most IOV_MAX (1024) buffers in one call; a step rarely has more than a few.
 _MAX_BUFFERS_PER_CALL = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from specdec.cli.cluster import Cluster
+from specdec.cli.local.cluster import Cluster
 
 _STYLES = ("green", "cyan", "magenta", "yellow", "blue")
 

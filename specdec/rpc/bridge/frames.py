@@ -6,8 +6,8 @@ import select
 import socket
 import time
 
-from specdec.rpc.frame_codec import MAX_PAYLOAD_BYTES, NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
-from specdec.rpc.frame_writer import FrameWriter
+from specdec.rpc.bridge.frame_codec import MAX_PAYLOAD_BYTES, NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
+from specdec.rpc.bridge.frame_writer import FrameWriter
 
 __all__ = ["MAX_PAYLOAD_BYTES", "NO_STREAM", "EnginePort", "Frame", "FrameError", "FrameKind", "PeerGone"]
 

@@ -40,7 +40,7 @@ class ServiceProcess:
 
     def start(self) -> None:
         """Start it in a session of its own, which a terminal's Ctrl-C does not reach; append to its log."""
-        command = [sys.executable, "-m", "specdec.cli.child", str(os.getpid())]
+        command = [sys.executable, "-m", "specdec.cli.local.child", str(os.getpid())]
         command += [",".join(map(str, self.spec.cores)), self.spec.module, *self.spec.arguments]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(

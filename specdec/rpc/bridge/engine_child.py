@@ -1,4 +1,4 @@
-"""The first code of an engine process: `python -m specdec.rpc.engine_child`, started by EngineProcess.
+"""The first code of an engine process: `python -m specdec.rpc.bridge.engine_child`, started by EngineProcess.
 
 Reads its instructions from standard input, makes sure that it dies with its parent, takes its cores, and
 calls the entry.
@@ -16,8 +16,8 @@ from typing import Any, TypedDict
 
 import structlog
 
-from specdec.rpc.frames import EnginePort, FrameKind, PeerGone
-from specdec.rpc.parent_process import die_with_parent, leave_signals_to_parent
+from specdec.parent_process import die_with_parent, leave_signals_to_parent
+from specdec.rpc.bridge.frames import EnginePort, FrameKind, PeerGone
 from specdec.telemetry import setup_logging
 
 _LAST_FRAMES_S = 2.0

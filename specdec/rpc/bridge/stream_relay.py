@@ -16,9 +16,9 @@ import structlog
 from google.rpc import status_pb2
 
 from specdec.rpc.abort import abort_with_status
-from specdec.rpc.engine_process import EngineProcess
+from specdec.rpc.bridge.engine_process import EngineProcess
+from specdec.rpc.bridge.frame_codec import NO_STREAM
 from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, to_status
-from specdec.rpc.frame_codec import NO_STREAM
 from specdec.telemetry import RelayMetrics
 
 _log = structlog.get_logger(__name__)

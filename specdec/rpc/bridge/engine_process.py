@@ -14,10 +14,10 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
-from specdec.rpc.engine_launch import describe_exit, launch_engine
-from specdec.rpc.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
-from specdec.rpc.frame_writer import FrameWriter
-from specdec.rpc.frames import EnginePort
+from specdec.rpc.bridge.engine_launch import describe_exit, launch_engine
+from specdec.rpc.bridge.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
+from specdec.rpc.bridge.frame_writer import FrameWriter
+from specdec.rpc.bridge.frames import EnginePort
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.v1 import common_pb2
 

@@ -15,7 +15,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.errors import ClusterFailed
-from specdec.cli.service_process import ServiceProcess, ServiceSpec
+from specdec.cli.local.service_process import ServiceProcess, ServiceSpec
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 HOST = "127.0.0.1"

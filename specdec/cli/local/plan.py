@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import specdec
-from specdec.cli.cluster import RoleSettings, free_port, service_spec
-from specdec.cli.cores import CoreAssignment, assign_cores
-from specdec.cli.devices import (
+from specdec.cli.errors import ClusterFailed
+from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
+from specdec.cli.local.cores import CoreAssignment, assign_cores
+from specdec.cli.local.devices import (
     DevicePlan,
     count_gpus,
     divide_memory,
@@ -19,8 +20,7 @@ from specdec.cli.devices import (
     plan_devices,
     weights_bytes,
 )
-from specdec.cli.errors import ClusterFailed
-from specdec.cli.service_process import ServiceSpec
+from specdec.cli.local.service_process import ServiceSpec
 
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053}
 METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
