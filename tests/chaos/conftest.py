@@ -10,12 +10,12 @@ from collections.abc import Iterator
 import pytest
 
 from specdec.cli.local.cluster import Cluster, free_port
-from tests.chaos.faults import CREDIT_WINDOW, ROLES, thaw
 from tests.integration.conftest import (  # noqa: F401  pytest finds fixtures by name
     shipped_pair,
     start_cluster,
 )
-from tests.integration.tiny_pair import ModelPair, make_tiny_pair
+from tests.support.services.faults import CREDIT_WINDOW, ROLES, thaw
+from tests.support.services.tiny_pair import ModelPair, make_tiny_pair
 
 NEVER_S = 600.0
 DRAIN_S = 120.0

@@ -10,7 +10,7 @@ import pytest
 from specdec.cli.local.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from tests.chaos.conftest import HOLD_OFF_MS
-from tests.chaos.faults import (
+from tests.support.services.faults import (
     POLL_S,
     Reading,
     eventually,

@@ -15,7 +15,7 @@ from specdec.client import Client
 from specdec.rpc.errors import Overloaded, Unavailable, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
-from tests.chaos.faults import (
+from tests.support.services.faults import (
     CREDIT_WINDOW,
     Reading,
     addresses_of,

@@ -10,7 +10,7 @@ import pytest
 from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.rpc.errors import InvalidRequest
-from tests.chaos.faults import Reading, eventually, make_request, plain, scrape
+from tests.support.services.faults import Reading, eventually, make_request, plain, scrape
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -28,8 +28,8 @@ from specdec.store.keys import StoreKeys
 from specdec.store.redis_store import MAX_CONCURRENT_OPERATIONS
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
-from tests.chaos.faults import eventually
-from tests.integration.redis_server import RedisServer, redis_cluster
+from tests.support.servers.redis_server import RedisServer, redis_cluster
+from tests.support.services.faults import eventually
 
 _Result = TypeVar("_Result")
 KEY = RequestKey("tenant", "request")

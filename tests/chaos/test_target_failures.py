@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.local.cluster import Cluster
 from specdec.rpc.errors import Unavailable
-from tests.chaos.faults import (
+from tests.support.services.faults import (
     CREDIT_WINDOW,
     Reading,
     addresses_of,

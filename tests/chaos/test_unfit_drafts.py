@@ -12,8 +12,8 @@ from specdec.cli.local.cluster import HOST, Cluster, free_port
 from specdec.client import Client
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import addresses_of, another, eventually, make_request, plain
-from tests.integration.tiny_pair import ModelPair
+from tests.support.services.faults import addresses_of, another, eventually, make_request, plain
+from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -16,7 +16,7 @@ from specdec.cli.local.cluster import Cluster
 from specdec.rpc.errors import FailedPrecondition, InvalidRequest, SpecdecError, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from tests.chaos.faults import all_blocks_free
+from tests.support.services.faults import all_blocks_free
 
 pytestmark = pytest.mark.integration
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.cli.local.cluster import free_port
-from tests.chaos.faults import eventually
 from tests.chart.conftest import Document, component
+from tests.support.services.faults import eventually
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from tests.chart.conftest import (
     component,
     containers,
 )
-from tests.integration.certificates import Authority, SecretVolume
+from tests.support.servers.certificates import Authority, SecretVolume
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_CASES = ("defaults", "single-node-cpu", "two-gpus", "production", "everything")

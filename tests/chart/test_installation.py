@@ -22,10 +22,10 @@ from pydantic import SecretStr
 
 from specdec.cli.local.cluster import free_port
 from specdec.store.urls import RedisOptions, connect
-from tests.chaos.faults import eventually
 from tests.chart.conftest import ROOT, SETTINGS, Document, Render, component, containers
 from tests.chart.redis_process import started, until_up
-from tests.integration.certificates import Authority, SecretVolume
+from tests.support.servers.certificates import Authority, SecretVolume
+from tests.support.services.faults import eventually
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

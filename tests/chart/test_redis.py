@@ -18,7 +18,7 @@ from specdec.v1 import common_pb2 as pb
 from tests.chart.conftest import ROOT, Render, component, containers
 from tests.chart.redis_process import Started, started, until_up
 from tests.chart.toggles import toggle_cases
-from tests.integration.certificates import Authority, SecretVolume
+from tests.support.servers.certificates import Authority, SecretVolume
 
 # With all that a shell or a configuration file could stumble over.
 PASSWORD = """p"w d'$HOME\\#% `x`"""

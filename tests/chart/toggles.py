@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.pairwise import pairwise_cases
+from tests.support.pairwise import pairwise_cases
 
 Values = dict[str, Any]
 

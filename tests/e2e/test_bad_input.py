@@ -14,7 +14,7 @@ from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.rpc.errors import InvalidRequest, ModelNotFound, RequestExists, from_rpc_error
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import freeze, thaw
+from tests.support.services.faults import freeze, thaw
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,7 @@ from specdec.client import Client, ClientSettings
 from specdec.rpc.errors import DeadlineExceeded
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import PATIENCE_S, Reading, all_blocks_free, eventually, held_back, make_request
+from tests.support.services.faults import PATIENCE_S, Reading, all_blocks_free, eventually, held_back, make_request
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

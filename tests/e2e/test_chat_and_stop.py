@@ -12,8 +12,8 @@ from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
-from tests.chaos.faults import make_request, plain
-from tests.integration.tiny_pair import ModelPair
+from tests.support.services.faults import make_request, plain
+from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = pytest.mark.integration
 

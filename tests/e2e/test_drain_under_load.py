@@ -21,7 +21,8 @@ from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client, ClientSettings, Completion, generate_resuming
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import (
+from tests.integration.conftest import start_cluster
+from tests.support.services.faults import (
     CREDIT_WINDOW,
     POLL_S,
     Reading,
@@ -31,8 +32,7 @@ from tests.chaos.faults import (
     held_back,
     scrape,
 )
-from tests.integration.conftest import start_cluster
-from tests.integration.tiny_pair import make_tiny_pair
+from tests.support.services.tiny_pair import make_tiny_pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

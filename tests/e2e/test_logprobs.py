@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from specdec.client import Client, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import make_request, plain, speculated
-from tests.integration.tiny_pair import ModelPair
+from tests.support.services.faults import make_request, plain, speculated
+from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.rpc.errors import DataLoss, InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import Reading, addresses_of, another, make_request, resumed
+from tests.support.services.faults import Reading, addresses_of, another, make_request, resumed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -15,7 +15,7 @@ from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion, generate_resuming
 from specdec.rpc.errors import InvalidRequest, Unavailable
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import CREDIT_WINDOW, SmallBuffers, addresses_of, another, held_back, make_request
+from tests.support.services.faults import CREDIT_WINDOW, SmallBuffers, addresses_of, another, held_back, make_request
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

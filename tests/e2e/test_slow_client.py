@@ -13,9 +13,9 @@ from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
-from tests.chaos.faults import all_blocks_free, eventually, load_of, make_request
 from tests.integration.conftest import start_cluster
-from tests.integration.tiny_pair import make_tiny_pair
+from tests.support.services.faults import all_blocks_free, eventually, load_of, make_request
+from tests.support.services.tiny_pair import make_tiny_pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

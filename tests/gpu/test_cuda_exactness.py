@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from specdec.engine.sampling.noise import Purpose, gumbel, hash_u32, noise_key
-from tests.unit.local_pair import LocalPair, Outcome, open_session
+from tests.support.engine.local_pair import LocalPair, Outcome, open_session
 
 pytestmark = [
     pytest.mark.gpu,

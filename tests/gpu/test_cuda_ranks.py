@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from specdec.engine.model.runner import ModelRunner
-from tests.integration.rank_probe import engine_settings, run_ranks, tokens_of
-from tests.unit import paged_scenarios as play
+from tests.support.engine import paged_scenarios as play
+from tests.support.services.rank_probe import engine_settings, run_ranks, tokens_of
 
 pytestmark = [
     pytest.mark.gpu,

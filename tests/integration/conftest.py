@@ -19,8 +19,8 @@ import pytest
 from specdec.cli.local.cluster import Cluster, ClusterTimeouts
 from specdec.cli.local.plan import LocalPlan, plan_services, shipped_model
 from specdec.client import Client
-from tests.integration.redis_server import RedisServer
-from tests.integration.tiny_pair import ModelPair, make_tiny_pair
+from tests.support.servers.redis_server import RedisServer
+from tests.support.services.tiny_pair import ModelPair, make_tiny_pair
 
 TIMEOUTS = ClusterTimeouts(start_s=200.0, connect_s=100.0, stop_s=10.0)
 TINY_HOLD_OFF_MS = 50

@@ -28,13 +28,13 @@ from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_
 from specdec.cli.local.service_process import ServiceProcess
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
-from tests.chaos.faults import eventually
 from tests.chaos.test_unfit_drafts import with_another_tokenizer
 from tests.chaos.test_wire_violations import WIRES, Peer, open_session
 from tests.integration.conftest import start_cluster
-from tests.integration.prometheus_server import NAMESPACE, RULES, PrometheusServer, prometheus_server
-from tests.integration.redis_server import RedisServer
-from tests.integration.tiny_pair import ModelPair, make_tiny_pair
+from tests.support.servers.prometheus_server import NAMESPACE, RULES, PrometheusServer, prometheus_server
+from tests.support.servers.redis_server import RedisServer
+from tests.support.services.faults import eventually
+from tests.support.services.tiny_pair import ModelPair, make_tiny_pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 
@@ -231,7 +231,7 @@ async def test_a_draft_of_another_version_with_another_tokenizer(
         "device": "cpu",
     }
     spec = service_spec("draft", "stranger", free_port(), RoleSettings(overrides=settings), environment={})
-    stranger = ServiceProcess(replace(spec, module="tests.integration.older_draft"), tmp_path / "stranger.log")
+    stranger = ServiceProcess(replace(spec, module="tests.support.services.older_draft"), tmp_path / "stranger.log")
     stranger.start()
     try:
         await told(fleet, ("SpecdecReplicaIncompatible", "coordinator"), ("SpecdecVersionSkew", ""))

@@ -21,9 +21,9 @@ from specdec.store.interface import NewRequest, RequestKey
 from specdec.store.keys import StoreKeys
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.coordinator_harness import Harness, collect, expected_ids, request, running
-from tests.integration.redis_server import RedisServer
-from tests.integration.scripted_replicas import ScriptedTarget, make_tokenizer
+from tests.support.servers.redis_server import RedisServer
+from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running
+from tests.support.services.scripted_replicas import ScriptedTarget, make_tokenizer
 
 CONTEXT = 4096
 LONG_S = 600.0

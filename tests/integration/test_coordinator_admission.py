@@ -14,7 +14,7 @@ from specdec.rpc.errors import (
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
-from tests.integration.coordinator_harness import (
+from tests.support.services.coordinator_harness import (
     Harness,
     collect,
     error_of,
@@ -22,7 +22,7 @@ from tests.integration.coordinator_harness import (
     request,
     running,
 )
-from tests.integration.scripted_replicas import (
+from tests.support.services.scripted_replicas import (
     PATIENCE_S,
     ScriptedDraft,
     ScriptedTarget,

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import common_pb2 as pb
-from tests.integration.coordinator_harness import (
+from tests.support.services.coordinator_harness import (
     Result,
     collect,
     error_of,
@@ -20,7 +20,7 @@ from tests.integration.coordinator_harness import (
     resumed,
     running,
 )
-from tests.integration.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget, identity
+from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget, identity
 
 
 async def test_a_restarted_target_gets_the_session_again_with_all_its_tokens() -> None:

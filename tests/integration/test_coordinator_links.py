@@ -10,7 +10,7 @@ from coordinator.links.replica_link import ReplicaLink
 from coordinator.recovery import Recovery
 from coordinator.replicas.discovery import Endpoint
 from specdec.v1 import common_pb2 as pb
-from tests.integration.coordinator_harness import (
+from tests.support.services.coordinator_harness import (
     collect,
     expected_ids,
     finish,
@@ -18,7 +18,7 @@ from tests.integration.coordinator_harness import (
     request,
     running,
 )
-from tests.integration.scripted_replicas import PATIENCE_S, ScriptedTarget
+from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedTarget
 
 
 async def test_a_broken_target_stream_is_attached_again_and_nothing_is_computed_twice() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 from specdec.v1 import common_pb2 as pb
-from tests.chaos.faults import eventually
-from tests.integration.coordinator_harness import (
+from tests.support.services.coordinator_harness import (
     Harness,
     collect,
     expected_ids,
@@ -15,7 +14,8 @@ from tests.integration.coordinator_harness import (
     request,
     running,
 )
-from tests.integration.scripted_replicas import ScriptedDraft, ScriptedTarget, make_tokenizer
+from tests.support.services.faults import eventually
+from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget, make_tokenizer
 
 
 async def until_ended(harness: Harness, num: int = 1) -> None:

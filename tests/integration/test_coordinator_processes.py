@@ -22,7 +22,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from specdec.cli.local.cluster import Cluster, free_port, port_is_free
 from specdec.client import Client, Completion, generate_resuming
 from specdec.rpc.errors import RequestExists, Unavailable
-from tests.chaos.faults import (
+from tests.support.servers.redis_server import RedisServer
+from tests.support.services.faults import (
     CREDIT_WINDOW,
     Reading,
     SmallBuffers,
@@ -32,7 +33,6 @@ from tests.chaos.faults import (
     make_request,
     scrape,
 )
-from tests.integration.redis_server import RedisServer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -11,14 +11,14 @@ from specdec.rpc.errors import (
 )
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.coordinator_harness import (
+from tests.support.services.coordinator_harness import (
     collect,
     error_of,
     expected_ids,
     request,
     running,
 )
-from tests.integration.scripted_replicas import (
+from tests.support.services.scripted_replicas import (
     EOS,
     ScriptedDraft,
     ScriptedTarget,

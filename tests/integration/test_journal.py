@@ -21,8 +21,9 @@ from specdec.rpc.errors import (
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
-from tests.chaos.faults import another, scrape
-from tests.integration.coordinator_harness import (
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is
+from tests.support.services.coordinator_harness import (
     Result,
     collect,
     error_of,
@@ -32,9 +33,8 @@ from tests.integration.coordinator_harness import (
     request,
     resumed,
 )
-from tests.integration.redis_server import RedisServer
-from tests.integration.scripted_replicas import ScriptedTarget
-from tests.integration.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is
+from tests.support.services.faults import another, scrape
+from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.integration
 

@@ -10,17 +10,17 @@ from specdec.rpc.errors import (
     Overloaded,
 )
 from specdec.store.urls import connect
-from tests.chaos.faults import eventually
-from tests.integration.coordinator_harness import (
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.shared_redis import PATIENT, SHORT_LEASE_S, coordinators, metric_is
+from tests.support.services.coordinator_harness import (
     collect,
     error_of,
     finish,
     read_tokens,
     request,
 )
-from tests.integration.redis_server import RedisServer
-from tests.integration.scripted_replicas import ScriptedTarget
-from tests.integration.shared_redis import PATIENT, SHORT_LEASE_S, coordinators, metric_is
+from tests.support.services.faults import eventually
+from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.integration
 

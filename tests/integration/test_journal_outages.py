@@ -14,8 +14,9 @@ from specdec.rpc.errors import (
 from specdec.store.interface import JournalRecord, RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import PATIENCE_S, eventually
-from tests.integration.coordinator_harness import (
+from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is
+from tests.support.services.coordinator_harness import (
     collect,
     error_of,
     expected_ids,
@@ -24,9 +25,8 @@ from tests.integration.coordinator_harness import (
     request,
     resumed,
 )
-from tests.integration.redis_server import RedisServer
-from tests.integration.scripted_replicas import ScriptedTarget
-from tests.integration.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is
+from tests.support.services.faults import PATIENCE_S, eventually
+from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.integration
 

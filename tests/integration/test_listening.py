@@ -19,8 +19,8 @@ from coordinator.processes.child import reserved_port
 from specdec.addresses import join_address
 from specdec.cli.local.cluster import free_port
 from specdec.rpc.listening import bound_sockets
-from tests.integration.secured import CALL_TIMEOUT_S, check_health, ready_server, secure
-from tests.unit.echo_process import echo_process
+from tests.support.services.echo_process import echo_process
+from tests.support.services.secured import CALL_TIMEOUT_S, check_health, ready_server, secure
 
 V4, V6 = "127.0.0.1", "::1"
 PORTS = ("--health-port", "0")

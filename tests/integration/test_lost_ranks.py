@@ -14,9 +14,9 @@ import pytest
 
 from specdec.config import TargetSettings
 from specdec.rpc.bridge.engine_process import EngineProcess
-from tests.chaos.faults import eventually
-from tests.integration.rank_processes import all_gone, rank_of, ranks_of
-from tests.unit.tiny_models import save_tiny_model
+from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.services.faults import eventually
+from tests.support.services.rank_processes import all_gone, rank_of, ranks_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

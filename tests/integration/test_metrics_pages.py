@@ -16,7 +16,7 @@ from specdec.client import Client
 from specdec.telemetry.catalogue import exported_series
 from specdec.v1 import coordinator_pb2 as api
 from tests.integration.conftest import start_cluster
-from tests.integration.tiny_pair import ModelPair
+from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -11,9 +11,9 @@ import pytest
 from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import ReplicaRecord, Store
 from specdec.store.urls import RedisOptions, connect
-from tests.chaos.faults import eventually, scrape
-from tests.integration.redis_server import RedisServer
-from tests.unit.echo_process import echo_process, ready_echo, verify_stream
+from tests.support.servers.redis_server import RedisServer
+from tests.support.services.echo_process import echo_process, ready_echo, verify_stream
+from tests.support.services.faults import eventually, scrape
 
 pytestmark = pytest.mark.integration
 

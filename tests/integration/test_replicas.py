@@ -14,10 +14,10 @@ from specdec.client import Client
 from specdec.rpc.errors import Cancelled, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
-from tests.chaos.faults import eventually, sampled_request
 from tests.integration.conftest import MakeCluster
-from tests.integration.coordinator_harness import collect, expected_ids, finish, read_tokens, request, running
-from tests.integration.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
+from tests.support.services.coordinator_harness import collect, expected_ids, finish, read_tokens, request, running
+from tests.support.services.faults import eventually, sampled_request
+from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -21,8 +21,8 @@ from specdec.store.interface import (
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
-from tests.chaos.faults import eventually
-from tests.integration.redis_server import RedisCluster, RedisServer, redis_cluster
+from tests.support.servers.redis_server import RedisCluster, RedisServer, redis_cluster
+from tests.support.services.faults import eventually
 
 KEY = RequestKey("ten{ant}:a", "request/1")
 LIMITS = StoreLimits(max_replicas=3, max_holders=2, max_digests=64, max_tokens=100, max_choices=4, max_params_bytes=64)

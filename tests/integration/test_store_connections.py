@@ -15,9 +15,9 @@ from specdec.store.errors import StoreUnavailable, StoreUrlError
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, JournalWrite, NewRequest, RequestKey, Store
 from specdec.store.urls import RedisOptions, connect
-from tests.chaos.faults import eventually
-from tests.integration.certificates import Authority, SecretVolume
-from tests.integration.redis_server import RedisServer, redis_cluster, redis_sentinel, wait_until
+from tests.support.servers.certificates import Authority, SecretVolume
+from tests.support.servers.redis_server import RedisServer, redis_cluster, redis_sentinel, wait_until
+from tests.support.services.faults import eventually
 
 KEY = RequestKey("tenant", "request")
 PATIENT = RedisOptions(timeout_s=20)

@@ -27,7 +27,7 @@ from specdec.store.interface import (
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
-from tests.integration.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 LIMITS = StoreLimits(max_replicas=3, max_holders=2, max_tokens=12)
 PATIENT = RedisOptions(timeout_s=20)

@@ -11,7 +11,7 @@ from specdec.store.interface import Appended, JournalWrite, Lease, NewRequest, R
 from specdec.store.keys import StoreKeys
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
-from tests.integration.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 KEY = RequestKey("tenant", "request")
 HEAD, LIVE = StoreKeys().request(KEY)

@@ -11,7 +11,7 @@ from specdec.store.errors import LimitExceeded, RequestHeld
 from specdec.store.interface import Appended, JournalWrite, NewRequest, RequestKey, Store, StoreLimits
 from specdec.store.memory import MemoryStore
 from specdec.store.urls import RedisOptions, connect
-from tests.integration.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer
 
 pytestmark = pytest.mark.integration
 

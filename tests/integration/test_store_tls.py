@@ -11,10 +11,10 @@ import structlog.testing
 from specdec.store.errors import StoreUnavailable, StoreUrlError
 from specdec.store.interface import Store
 from specdec.store.urls import RedisOptions, connect
-from tests.chaos.faults import eventually
-from tests.integration.certificates import Authority, Certificate, SecretVolume
-from tests.integration.redis_server import RedisServer, redis_cluster, redis_sentinel
 from tests.integration.test_store_connections import connected, use
+from tests.support.servers.certificates import Authority, Certificate, SecretVolume
+from tests.support.servers.redis_server import RedisServer, redis_cluster, redis_sentinel
+from tests.support.services.faults import eventually
 
 
 @pytest.fixture

@@ -20,9 +20,20 @@ from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.sampler import Sampler
 from specdec.sampling_params import SamplingParams
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import CREDIT_WINDOW, Reading, eventually, held_back, make_request, plain, scrape, speculated
 from tests.integration.conftest import start_cluster
-from tests.integration.rank_probe import (
+from tests.support.engine import paged_scenarios as play
+from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.services.faults import (
+    CREDIT_WINDOW,
+    Reading,
+    eventually,
+    held_back,
+    make_request,
+    plain,
+    scrape,
+    speculated,
+)
+from tests.support.services.rank_probe import (
     RANDOM,
     SILENCE_FILE,
     SILENCE_S,
@@ -32,10 +43,8 @@ from tests.integration.rank_probe import (
     run_ranks,
     tokens_of,
 )
-from tests.integration.rank_processes import all_gone, rank_of
-from tests.integration.tiny_pair import ModelPair
-from tests.unit import paged_scenarios as play
-from tests.unit.tiny_models import save_tiny_model
+from tests.support.services.rank_processes import all_gone, rank_of
+from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 torch.set_num_threads(1)  # the ranks need the cores

@@ -21,8 +21,9 @@ from pydantic import ValidationError
 
 from specdec.rpc.errors import PermissionDenied, Unavailable
 from specdec.rpc.settings import ServiceSettings
-from tests.integration.certificates import Authority, Certificate
-from tests.integration.secured import (
+from tests.support.servers.certificates import Authority, Certificate
+from tests.support.services.echo_process import echo_process, verify_stream
+from tests.support.services.secured import (
     CLIENT,
     COORDINATOR,
     Secured,
@@ -36,8 +37,7 @@ from tests.integration.secured import (
     served_serial,
     server_flags,
 )
-from tests.unit.echo_process import echo_process, verify_stream
-from tests.unit.test_stream_relay import list_services, reflect
+from tests.unit.services.test_stream_relay import list_services, reflect
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client, ClientSettings, Completion
 from specdec.rpc.errors import PermissionDenied, Unavailable
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
-from tests.chaos.faults import speculated
-from tests.integration.certificates import Authority, Certificate, SecretVolume
 from tests.integration.conftest import TIMEOUTS, TINY_HOLD_OFF_MS
-from tests.integration.secured import (
+from tests.support.servers.certificates import Authority, Certificate, SecretVolume
+from tests.support.services.faults import speculated
+from tests.support.services.secured import (
     CALL_TIMEOUT_S,
     CLIENT,
     COORDINATOR,
@@ -34,8 +34,8 @@ from tests.integration.secured import (
     secure,
     served_serial,
 )
-from tests.integration.tiny_pair import ModelPair
-from tests.unit.test_stream_relay import reflect
+from tests.support.services.tiny_pair import ModelPair
+from tests.unit.services.test_stream_relay import reflect
 
 WAIT_S = 60.0
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])

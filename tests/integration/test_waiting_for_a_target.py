@@ -8,8 +8,7 @@ from contextlib import asynccontextmanager
 from specdec.rpc.errors import Cancelled, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.chaos.faults import eventually
-from tests.integration.coordinator_harness import (
+from tests.support.services.coordinator_harness import (
     Harness,
     collect,
     error_of,
@@ -19,7 +18,8 @@ from tests.integration.coordinator_harness import (
     resumed,
     running,
 )
-from tests.integration.scripted_replicas import ScriptedTarget, identity
+from tests.support.services.faults import eventually
+from tests.support.services.scripted_replicas import ScriptedTarget, identity
 
 FOR_EVER_S = 600.0
 """Far longer than a test may take: one that waits for it fails."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from specdec.v1 import common_pb2 as pb
-from tests.unit.local_pair import UNLIMITED, LocalPair, Outcome
+from tests.support.engine.local_pair import UNLIMITED, LocalPair, Outcome
 from tests.unit.lossless.sessions import Plainly, salts
 
 

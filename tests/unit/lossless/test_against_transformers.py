@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.unit.local_pair import MODELS, LocalPair, open_session, prompts
+from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
 from tests.unit.lossless.sessions import (
     body_of,
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.v1 import common_pb2 as pb
-from tests.unit.local_pair import LocalPair
+from tests.support.engine.local_pair import LocalPair
 from tests.unit.lossless.cases import CASES
 from tests.unit.lossless.sessions import (
     Plainly,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.v1 import common_pb2 as pb
-from tests.unit.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.unit.lossless.sessions import (
     Plainly,
     assert_all_equal,

@@ -1,0 +1,373 @@
+"""A target and a draft in this process, on real models; a loop that is easy to disturb plays the coordinator.
+
+Everything but the transport is the product: workers, roles, engines and messages. The wire is a pair of lists.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from draft_service.drafter import Drafter
+from draft_service.metrics import DraftRecorder
+from specdec.config import DraftSettings, TargetSettings
+from specdec.rpc.bridge.frames import Frame, FrameKind
+from specdec.telemetry import DraftMetrics, TargetMetrics
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import draft_pb2, target_pb2
+from specdec.worker.build import BuiltEngine, build_engine
+from specdec.worker.loop import EngineWorker
+from specdec.worker.role import Wire
+from target_service.metrics import TargetRecorder
+from target_service.policy.pacing import Pacing
+from target_service.policy.step_time import StepTimeModel
+from target_service.verifier import Verifier
+
+MODELS = Path(__file__).parents[3] / "models"
+TARGET_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
+DRAFT_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult)
+STREAM = 1
+UNLIMITED = 1 << 30
+
+Propose = Callable[[str, list[int]], Iterable[bytes]]
+"""From a session's id and its tokens so far to the encoded proposals that reach the target next."""
+
+
+class ListPort:
+    """An engine port whose peer is the test."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[Frame] = deque()
+        self.outbox: list[Frame] = []
+        self.num_pending_bytes = 0
+
+    def poll(self, timeout_s: float | None) -> list[Frame]:
+        frames = list(self.inbox)
+        self.inbox.clear()
+        return frames
+
+    def send(self, kind: FrameKind, stream_id: int = 0, payload: bytes = b"") -> None:
+        self.outbox.append(Frame(kind, stream_id, payload))
+
+    def pending_bytes(self, stream_id: int | None = None) -> int:
+        return self.num_pending_bytes
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+
+class FreeRows(StepTimeModel):
+    """A machine on which more rows cost nothing: everything offered is verified, whatever the clock says."""
+
+    def predict(self, num_rows: int) -> float:
+        return self.base_s
+
+    def observe(self, num_rows: int, elapsed_s: float) -> None:
+        self.row_s = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.row_s = 0.0
+
+
+@dataclass
+class Outcome:
+    """What a session came to."""
+
+    token_ids: list[int] = field(default_factory=list)
+    verdicts: list[pb.Verdict] = field(default_factory=list)
+    rejected: list[pb.ProposalRejected] = field(default_factory=list)
+    error: pb.SessionError | None = None
+    draft_errors: list[pb.SessionError] = field(default_factory=list)
+
+    @property
+    def finish_reason(self) -> int:
+        return self.verdicts[-1].finish_reason if self.verdicts else 0
+
+    @property
+    def stop_token_id(self) -> int | None:
+        last = self.verdicts[-1]
+        return last.stop_token_id if last.HasField("stop_token_id") else None
+
+    @property
+    def logprobs(self) -> list[bytes]:
+        return [entry.SerializeToString() for verdict in self.verdicts for entry in verdict.logprobs]
+
+    @property
+    def origins(self) -> list[int]:
+        return [origin for verdict in self.verdicts for origin in verdict.origins]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(verdict.num_accepted for verdict in self.verdicts)
+
+    @property
+    def num_verified(self) -> int:
+        return sum(sum(verdict.verified_by_depth) for verdict in self.verdicts)
+
+
+class LocalPair:
+    """Runs sessions over a target and, unless `use_draft` is false, a draft."""
+
+    def __init__(
+        self,
+        target: str | None = None,
+        draft: str | None = None,
+        draft_options: dict[str, Any] | None = None,
+        **target_options: Any,
+    ) -> None:
+        options = {"num_threads": 1, "num_blocks": 256, "max_batch_tokens": 128, **target_options}
+        self.target_settings = TargetSettings(model=target or str(MODELS / "target"), **options)
+        options = {"num_threads": 1, "num_blocks": 256, **(draft_options or {})}
+        self.draft_settings = DraftSettings(model=draft or str(MODELS / "draft"), **options)
+        self.target_port, self.draft_port = ListPort(), ListPort()
+        self.target_built = build_engine(self.target_settings, self.target_port)  # type: ignore[arg-type]
+        self.draft_built = build_engine(self.draft_settings, self.draft_port)  # type: ignore[arg-type]
+        self.now_s: float | None = None
+        self._start_workers()
+
+    def reset(self) -> None:
+        """New workers over the same engines, whose prefix caches stay as they are."""
+        for worker in (self.target, self.draft):
+            for session in list(worker.sessions):
+                worker.end(session)
+        self._start_workers()
+
+    def _start_workers(self) -> None:
+        for port in (self.target_port, self.draft_port):
+            port.inbox.clear()
+            port.outbox.clear()
+            port.num_pending_bytes = 0
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+        self.target = self._worker(self.target_port, TARGET_WIRE, self.target_built)
+        self.target_registry = CollectorRegistry()
+        recorder = TargetRecorder(TargetMetrics(self.target_registry))
+        self.verifier = Verifier(self.target, self.target_built, self.target_settings, recorder)
+        self.target.role = self.verifier
+        self.draft = self._worker(self.draft_port, DRAFT_WIRE, self.draft_built)
+        draft_recorder = DraftRecorder(DraftMetrics(CollectorRegistry()))
+        self.drafter = Drafter(self.draft, self.draft_built, self.draft_settings, draft_recorder)
+        self.draft.role = self.drafter
+        self.opens: dict[str, pb.OpenSession] = {}
+        self.epochs: dict[str, int] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.live: set[str] = set()
+        self._delayed: list[target_pb2.TargetEntry] = []
+        attach = pb.Attach(owner_id="test")
+        self.send_target(target_pb2.VerifyRequest(attach=attach))
+        self.send_draft(draft_pb2.DraftRequest(attach=attach))
+
+    def _worker(self, port: ListPort, wire: Wire, built: BuiltEngine) -> EngineWorker:
+        return EngineWorker(port, wire, built.info, session_ttl_s=60.0)  # type: ignore[arg-type]
+
+    # --- frames
+
+    def send_target(self, message: target_pb2.VerifyRequest) -> None:
+        self.target_port.inbox.append(Frame(FrameKind.MESSAGE, STREAM, message.SerializeToString()))
+
+    def send_draft(self, message: draft_pb2.DraftRequest) -> None:
+        self.draft_port.inbox.append(Frame(FrameKind.MESSAGE, STREAM, message.SerializeToString()))
+
+    def send_entry(self, session_id: str, **body: Any) -> None:
+        """One entry for the target, under the session's present epoch."""
+        entry = target_pb2.TargetEntry(session_id=session_id, epoch=self.epochs[session_id], **body)
+        self.send_target(target_pb2.VerifyRequest(entries=[entry]))
+
+    def tokens(self, session_id: str) -> list[int]:
+        """Prompt and output so far."""
+        return [*self.opens[session_id].token_ids, *self.outcomes[session_id].token_ids]
+
+    def num_output(self, session_id: str) -> int:
+        return len(self.outcomes[session_id].token_ids)
+
+    # --- sessions
+
+    def run(
+        self,
+        opens: dict[str, pb.OpenSession],
+        *,
+        use_draft: bool = True,
+        propose: Propose | None = None,
+        each_turn: Callable[[LocalPair], None] | None = None,
+        rng: random.Random | None = None,
+        draft_turns: int = 6,
+        verify_all: bool = True,
+        hold_off_ms: float | None = None,
+        max_turns: int = 50_000,
+    ) -> dict[str, Outcome]:
+        """Decode all sessions to their ends, then check that nothing of them is left anywhere.
+
+        With `rng` the schedule is random: turns of target and draft interleave arbitrarily, and frames between them are
+        delayed, repeated and lost at will. `propose` plays a draft of its own. `each_turn` may disturb what it likes
+        before every turn of the target. With `verify_all` the target's cost model finds rows free, so that what is
+        verified does not depend on this machine's clock; with a long `hold_off_ms` a step always waits for its draft.
+        """
+        is_drafted = use_draft or propose is not None
+        self.verifier.pacing = Pacing(hold_off_ms if is_drafted else 0.0)
+        if verify_all:
+            self.verifier.pacing.step_time = FreeRows()
+        self.opens = dict(opens)
+        self.epochs = dict.fromkeys(opens, 1)
+        self.outcomes = {session_id: Outcome() for session_id in opens}
+        self.live = set(opens)
+        self._delayed = []
+        self._open_all(use_draft)
+        for _ in range(max_turns):
+            if not self.live:
+                break
+            for _ in range(rng.randrange(2 * draft_turns) if rng else draft_turns):
+                self.draft._turn()
+            self._relay_proposals(rng)
+            if propose is not None:
+                for session_id in sorted(self.live):
+                    for encoded in propose(session_id, self.tokens(session_id)):
+                        self.send_entry(session_id, proposal=encoded)
+            if each_turn is not None:
+                each_turn(self)
+            self.target._turn()
+            self._take_results(use_draft)
+        assert not self.live, f"sessions {sorted(self.live)} did not end"
+        self.draft._turn()
+        self.target._turn()
+        self.check_nothing_left()
+        return self.outcomes
+
+    def reopen(self, session_id: str, *, use_draft: bool = True) -> None:
+        """Open a session again under a higher epoch, with the tokens that it has committed."""
+        body = pb.OpenSession()
+        body.CopyFrom(self.opens[session_id])
+        body.token_ids[:] = self.tokens(session_id)
+        body.fork_from = ""
+        self.epochs[session_id] += 1
+        self.send_entry(session_id, open=body)
+        if use_draft and body.speculate:
+            entry = draft_pb2.DraftEntry(session_id=session_id, epoch=self.epochs[session_id], open=body)
+            self.send_draft(draft_pb2.DraftRequest(entries=[entry]))
+
+    def check_nothing_left(self) -> None:
+        """No session, sequence or block outlives what was opened."""
+        assert len(self.target.sessions) == len(self.draft.sessions) == 0
+        for engine in (self.target_built.engine, self.draft_built.engine):
+            assert len(engine.scheduler) == 0
+            assert engine.stats().blocks_used == 0
+
+    def _open_all(self, use_draft: bool) -> None:
+        entries = [target_pb2.TargetEntry(session_id=s, epoch=1, open=body) for s, body in self.opens.items()]
+        self.send_target(target_pb2.VerifyRequest(entries=entries))
+        if use_draft:
+            drafts = [draft_pb2.DraftEntry(session_id=s, epoch=1, open=b) for s, b in self.opens.items() if b.speculate]
+            self.send_draft(draft_pb2.DraftRequest(entries=drafts))
+
+    def _relay_proposals(self, rng: random.Random | None) -> None:
+        for frame in self.draft_port.outbox:
+            if frame.kind is not FrameKind.MESSAGE:
+                continue
+            for result in draft_pb2.DraftResponse.FromString(frame.payload).results:
+                kind = result.WhichOneof("result")
+                if kind == "error" and result.epoch == self.epochs[result.session_id]:
+                    self.outcomes[result.session_id].draft_errors.append(result.error)
+                if kind == "proposal":
+                    entry = target_pb2.TargetEntry(
+                        session_id=result.session_id, epoch=result.epoch, proposal=result.proposal
+                    )
+                    self._delayed += [entry] * (2 if rng and rng.random() < 0.1 else 1)
+        self.draft_port.outbox.clear()
+        now: list[target_pb2.TargetEntry] = []
+        later: list[target_pb2.TargetEntry] = []
+        for entry in self._delayed:
+            if rng is None or rng.random() < 0.6:
+                now.append(entry)
+            elif rng.random() < 0.8:
+                later.append(entry)
+        self._delayed = later
+        if now:
+            self.send_target(target_pb2.VerifyRequest(entries=now))
+
+    def _take_results(self, use_draft: bool) -> None:
+        entries: list[draft_pb2.DraftEntry] = []
+        for frame in self.target_port.outbox:
+            if frame.kind is not FrameKind.MESSAGE:
+                continue
+            for result in target_pb2.VerifyResponse.FromString(frame.payload).results:
+                if result.epoch == self.epochs[result.session_id]:
+                    entries += self._take_result(result)
+        self.target_port.outbox.clear()
+        if entries and use_draft:
+            self.send_draft(draft_pb2.DraftRequest(entries=entries))
+
+    def _take_result(self, result: target_pb2.TargetResult) -> list[draft_pb2.DraftEntry]:
+        session_id, outcome = result.session_id, self.outcomes[result.session_id]
+        answer = draft_pb2.DraftEntry(session_id=session_id, epoch=result.epoch)
+        kind = result.WhichOneof("result")
+        if kind == "proposal_rejected":
+            outcome.rejected.append(result.proposal_rejected)
+        elif kind == "error":
+            outcome.error = result.error
+            self.live.discard(session_id)
+            answer.close.reason = "error"
+            return [answer]
+        elif kind == "verdict":
+            verdict = result.verdict
+            assert verdict.start_position == len(self.tokens(session_id))
+            assert len(verdict.origins) == len(verdict.token_ids)
+            outcome.verdicts.append(verdict)
+            outcome.token_ids += verdict.token_ids
+            if verdict.finish_reason:
+                self.live.discard(session_id)
+                answer.close.reason = "finished"
+            else:
+                answer.commit.start_position = verdict.start_position
+                answer.commit.token_ids.extend(verdict.token_ids)
+            return [answer]
+        return []
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """The token ids of the shipped prompts."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(MODELS / "target" / "tokenizer.json"))
+    texts = [prompt["text"] for prompt in json.loads((MODELS / "prompts.json").read_text())]
+    return [tokenizer.encode(text).ids for text in texts]
+
+
+def chain(start_position: int, token_ids: Iterable[int]) -> bytes:
+    """An encoded proposal without branches."""
+    return pb.Proposal(start_position=start_position, token_ids=token_ids).SerializeToString()
+
+
+def open_session(
+    token_ids: list[int],
+    *,
+    verify_mode: pb.VerifyMode.ValueType = pb.VERIFY_MODE_COUPLED,
+    body: dict[str, Any] | None = None,
+    **sampling: Any,
+) -> pb.OpenSession:
+    """An OpenSession with neutral parameters where none are given; `body` holds fields besides sampling."""
+    fields: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "max_tokens": 32,
+        "seed": 7,
+        "ignore_eos": False,
+        **sampling,
+    }
+    rest = {"speculate": True, "credit_position": UNLIMITED, **(body or {})}
+    return pb.OpenSession(
+        token_ids=token_ids,
+        num_prompt_tokens=len(token_ids),
+        sampling=pb.TokenSampling(**fields),
+        verify_mode=verify_mode,
+        **rest,
+    )

@@ -1,0 +1,110 @@
+"""Starts the echo replica as a process of its own and reads its log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from specdec.rpc.channel import open_channel
+from specdec.rpc.settings import ClientSettings
+
+VERIFY = "/specdec.v1.TargetService/Verify"
+
+
+def verify_stream(channel: grpc.aio.Channel) -> Any:
+    """A new Verify stream of raw bytes."""
+    open_stream: Any = channel.stream_stream(VERIFY)
+    return open_stream()
+
+
+class EchoProcess:
+    """A running replica; `events` are the lines of its log so far."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.events: list[dict[str, Any]] = []
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def event(self, name: str) -> dict[str, Any]:
+        """The next log line with this event; what stands before it is kept in `events`."""
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            entry: dict[str, Any] = json.loads(line) if line.startswith(b"{") else {"event": line.decode()}
+            self.events.append(entry)
+            if entry["event"] == name:
+                return entry
+        raise AssertionError(f"the process ended without {name!r}: {self.events}")
+
+    async def exit_code(self) -> int:
+        """The exit code; the rest of the log goes to `events`."""
+        assert self._process.stderr is not None
+        async for line in self._process.stderr:
+            self.events.append(json.loads(line) if line.startswith(b"{") else {"event": line.decode()})
+        return await self._process.wait()
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+@asynccontextmanager
+async def echo_process(*flags: str) -> AsyncIterator[EchoProcess]:
+    """A replica on free ports; killed at the end if it still runs."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.support.services.echo_service",
+        *("--host", "127.0.0.1", "--port", "0", "--metrics-port", "0", *flags),
+        stderr=asyncio.subprocess.PIPE,
+        limit=2**20,
+    )
+    try:
+        yield EchoProcess(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def ready_echo(*flags: str) -> AsyncIterator[tuple[EchoProcess, grpc.aio.Channel]]:
+    """A replica that is ready, and a channel to it."""
+    async with echo_process(*flags) as process:
+        port = (await process.event("listening"))["port"]
+        await process.event("ready")
+        async with open_channel(f"127.0.0.1:{port}", ClientSettings()) as channel:
+            yield process, channel
+
+
+async def gone(pid: int) -> None:
+    """Returns when the process is gone."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+
+
+def stop_process(pid: int) -> None:
+    """Freezes a process, as a step that never returns would."""
+    os.kill(pid, signal.SIGSTOP)

@@ -1,0 +1,210 @@
+"""Names become addresses, again and again; links come and go with them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from coordinator.links.replica_link import ReplicaLink
+from coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from coordinator.replicas.roster import Roster
+from coordinator.service import CoordinatorService
+from specdec.config import CoordinatorSettings
+from specdec.rpc.channel import ReplicaChannel
+from specdec.rpc.settings import ClientSettings
+from specdec.tls_files import TlsFilesBroken
+from tests.support.services.coordinator_harness import collect, expected_ids, request, running
+from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
+
+
+class Names:
+    """What the resolver of the running loop answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hosts: list[str] | None = []
+        monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", self._answer)
+
+    async def _answer(self, host: str, port: int, **options: Any) -> list[Any]:
+        if self.hosts is None:
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+        return [
+            (socket.AF_INET6, 1, 6, "", (h, port, 0, 0)) if ":" in h else (socket.AF_INET, 1, 6, "", (h, port))
+            for h in self.hosts
+        ]
+
+
+@pytest.fixture
+async def names(monkeypatch: pytest.MonkeyPatch) -> Names:
+    return Names(monkeypatch)
+
+
+async def test_plain_addresses_need_no_lookup() -> None:
+    discovery = Discovery(["a:1", "b:2", "a:1"])
+    assert not discovery.has_names
+    assert discovery.endpoints == [Endpoint("a:1"), Endpoint("b:2")]
+
+
+async def test_a_name_stands_for_all_its_addresses_and_is_the_name_in_their_certificates(names: Names) -> None:
+    names.hosts = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
+    discovery = Discovery(["dns:///targets.svc:50052", "other:1"])
+    assert discovery.has_names
+    assert await discovery.refresh() == [
+        Endpoint("10.0.0.1:50052", "targets.svc"),
+        Endpoint("10.0.0.2:50052", "targets.svc"),
+        Endpoint("[fd00::1]:50052", "targets.svc"),
+        Endpoint("other:1"),
+    ]
+
+
+async def test_a_name_server_that_fails_takes_no_replica_away(names: Names) -> None:
+    names.hosts = ["10.0.0.1"]
+    discovery = Discovery(["dns:///targets.svc:1"])
+    before = await discovery.refresh()
+    names.hosts = None
+    assert await discovery.refresh() == before
+
+
+async def test_a_name_of_this_machine_is_really_looked_up() -> None:
+    assert Endpoint("127.0.0.1:5", "localhost") in await Discovery(["dns:///localhost:5"]).refresh()
+
+
+async def test_registered_replicas_are_added_to_the_entries_and_what_is_both_counts_as_configured() -> None:
+    registered = [Endpoint("a:1", is_registered=True), Endpoint("c:3", is_registered=True)]
+    discovery = Discovery(["b:2", "a:1"], lambda: registered)
+    assert discovery.endpoints == [Endpoint("b:2"), Endpoint("a:1"), Endpoint("c:3", is_registered=True)]
+    assert not discovery.has_names
+    registered.clear()
+    assert discovery.endpoints == [Endpoint("b:2"), Endpoint("a:1")]
+
+
+async def test_what_is_found_is_reported_again_and_again_even_after_a_fault() -> None:
+    reports = 0
+    is_enough = asyncio.Event()
+
+    def on_found() -> None:
+        nonlocal reports
+        reports += 1
+        if reports == 1:
+            raise ValueError("a fault")
+        if reports == 3:
+            is_enough.set()
+
+    finding = asyncio.create_task(keep_finding(0.001, [], on_found))
+    await asyncio.wait_for(is_enough.wait(), 20)
+    finding.cancel()
+
+
+class IdleLink(ReplicaLink):
+    """A link whose stream the test opens and ends."""
+
+    role = "target"
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        channel = ReplicaChannel(endpoint.address, ClientSettings())
+        super().__init__(endpoint.address, channel, None, None)  # type: ignore[arg-type]
+        self.has_stream = False
+
+    @property
+    def is_up(self) -> bool:
+        return self.has_stream
+
+    def _show_state(self) -> None:
+        pass
+
+    async def run(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_vanished_replica_keeps_its_link_until_its_stream_and_its_sessions_are_gone() -> None:
+    links: list[IdleLink] = []
+    removed: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), removed.append)
+    roster.update([Endpoint("127.0.0.1:1"), Endpoint("127.0.0.1:2")])
+    first = links[0]
+    first.has_stream = True
+    first.sessions["s"] = None  # type: ignore[assignment]
+    roster.update([Endpoint("127.0.0.1:2")])
+    assert first in links
+    assert first.is_draining
+    first.has_stream = False
+    roster.update([Endpoint("127.0.0.1:2")])
+    assert first in links
+    first.sessions.clear()
+    roster.update([Endpoint("127.0.0.1:2")])
+    assert [link.address for link in links] == ["127.0.0.1:2"]
+    assert removed == [first]
+    await roster.close()
+
+
+async def test_a_registered_replica_whose_registration_is_gone_is_used_as_long_as_its_stream_is_up() -> None:
+    links: list[IdleLink] = []
+    removed: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), removed.append)
+    roster.update([Endpoint("127.0.0.1:1", is_registered=True)])
+    link = links[0]
+    link.has_stream = True
+    roster.update([])
+    assert not link.is_draining
+    link.has_stream = False
+    link.sessions["s"] = None  # type: ignore[assignment]
+    roster.update([])
+    assert links == [link]  # a session waits for it
+    link.sessions.clear()
+    roster.update([])
+    assert removed == [link]
+    assert links == []
+    await roster.close()
+
+
+async def test_a_replica_that_is_registered_and_configured_is_retired_as_a_configured_one() -> None:
+    links: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)
+    roster.update([Endpoint("127.0.0.1:1", is_registered=True)])
+    roster.update([Endpoint("127.0.0.1:1", "targets.svc")])
+    links[0].has_stream = True
+    roster.update([])
+    assert links[0].is_draining
+    await roster.close()
+
+
+async def test_a_replica_that_is_listed_again_is_used_again() -> None:
+    links: list[IdleLink] = []
+    roster = Roster(IdleLink, lambda now: links.__setitem__(slice(None), now), lambda link: None)
+    roster.update([Endpoint("127.0.0.1:1")])
+    links[0].has_stream = True
+    roster.update([])
+    assert links[0].is_draining
+    roster.update([Endpoint("127.0.0.1:1")])
+    assert not links[0].is_draining
+    assert len(links) == 1
+    await roster.close()
+
+
+async def test_a_coordinator_finds_its_replicas_by_name() -> None:
+    target, draft = ScriptedTarget(), ScriptedDraft()
+    await target.start()
+    await draft.start()
+    names = {role: (f"dns:///localhost:{r.port}",) for role, r in (("targets", target), ("drafts", draft))}
+    async with running([target], [draft], wait_for_draft=False, discovery_s=0.05, **names) as harness:
+        while not any(link.is_ready for link in harness.service.fleet.drafts):
+            await harness.service.fleet.wait_changed(PATIENCE_S)
+        result = await collect(harness.stub.Generate(request()))
+        assert [link.address for link in harness.service.fleet.targets if link.is_ready] == [target.address]
+    assert result.ids() == expected_ids(target, 20)
+
+
+async def test_tls_files_that_are_wrong_are_found_at_start_though_no_replica_is(tmp_path: Path) -> None:
+    authority = tmp_path / "ca.pem"
+    authority.write_text("no certificate")
+    settings = CoordinatorSettings(
+        targets=("dns:///localhost:1",), replica_tls=True, replica_tls_ca_file=authority, metrics_port=None
+    )
+    service = CoordinatorService(settings, CollectorRegistry())
+    with pytest.raises(TlsFilesBroken, match="replica_tls_ca_file"):
+        await service.start()
+    await service.stop()

@@ -1,0 +1,107 @@
+"""A scheduled step as tensors."""
+
+from array import array
+
+import torch
+
+from specdec.engine.batch import build_batch
+from specdec.engine.scheduler import ScheduledItem, ScheduledStep
+from specdec.engine.sequence import Sequence
+from specdec.engine.tree import TokenTree
+from tests.support.engine.exact_runner import attended_slots, check_batch
+
+BLOCK_SIZE = 4
+
+
+def sequence(num_tokens: int, blocks: list[int], tree: TokenTree | None = None) -> Sequence:
+    tokens = list(range(100, 100 + num_tokens))
+    return Sequence(0, tokens, num_tokens, block_ids=array("i", blocks), tree=tree)
+
+
+def item(seq: Sequence, start: int, num_new: int, num_nodes: int = 0) -> ScheduledItem:
+    return ScheduledItem(seq, start, num_new, num_nodes, start + num_new == len(seq.token_ids))
+
+
+def test_a_chunk_a_decode_and_a_chain_share_one_batch() -> None:
+    chunk = item(sequence(9, [5, 2]), 2, 5)
+    decode = item(sequence(5, [7, 1]), 4, 1)
+    chain = item(sequence(3, [3, 4], TokenTree([50, 51])), 2, 1, 2)
+    batch, rows = build_batch(ScheduledStep([chunk, decode, chain]), BLOCK_SIZE, "cpu")
+    check_batch(batch)
+    assert batch.num_seqs == 3
+    assert batch.input_ids.tolist() == [102, 103, 104, 105, 106, 104, 102, 50, 51]
+    assert batch.position_ids.tolist() == [2, 3, 4, 5, 6, 4, 2, 3, 4]
+    assert batch.slot_mapping.tolist() == [22, 23, 8, 9, 10, 4, 14, 15, 16]
+    assert batch.row_seq.tolist() == [0, 0, 0, 0, 0, 1, 2, 2, 2]
+    assert batch.context_lens.tolist() == [3, 4, 5, 6, 7, 5, 3, 4, 5]
+    assert batch.path_slots.tolist() == []
+    assert batch.block_tables.tolist() == [[5, 2], [7, 1], [3, 4]]
+    assert batch.logits_indices.tolist() == [5, 6, 7, 8]
+    assert [(r.row_start, r.num_rows) for r in rows] == [(0, 0), (0, 1), (1, 3)]
+
+
+def test_nodes_of_a_bush_read_their_own_path_only() -> None:
+    tree = TokenTree([50, 51, 52, 53], [-1, 0, 0, 2])
+    batch, _ = build_batch(ScheduledStep([item(sequence(6, [9, 3, 0], tree), 5, 1, 4)]), BLOCK_SIZE, "cpu")
+    check_batch(batch)
+    committed = [36, 37, 38, 39, 12, 13]
+    assert batch.slot_mapping.tolist() == [13, 14, 15, 0, 1]
+    assert batch.position_ids.tolist() == [5, 6, 7, 7, 8]
+    assert attended_slots(batch, 0, BLOCK_SIZE) == committed
+    assert attended_slots(batch, 1, BLOCK_SIZE) == [*committed, 14]
+    assert attended_slots(batch, 2, BLOCK_SIZE) == [*committed, 14, 15]
+    assert attended_slots(batch, 3, BLOCK_SIZE) == [*committed, 14, 0]
+    assert attended_slots(batch, 4, BLOCK_SIZE) == [*committed, 14, 0, 1]
+    assert batch.context_lens.tolist() == [6, 7, 8, 6, 6]
+
+
+def test_paths_of_two_bushes_stay_apart() -> None:
+    step = ScheduledStep(
+        [
+            item(sequence(1, [0], TokenTree([5, 6], [-1, -1])), 0, 1, 2),
+            item(sequence(4, [1], None), 3, 1),
+            item(sequence(1, [2], TokenTree([7, 8, 9], [-1, -1, 1])), 0, 1, 3),
+        ]
+    )
+    batch, rows = build_batch(step, BLOCK_SIZE, "cpu")
+    check_batch(batch)
+    assert attended_slots(batch, 2, BLOCK_SIZE) == [0, 2]
+    assert attended_slots(batch, 7, BLOCK_SIZE) == [8, 10, 11]
+    assert [(r.row_start, r.num_rows) for r in rows] == [(0, 3), (3, 1), (4, 4)]
+
+
+def test_a_bush_cut_to_its_leading_chain_has_no_paths() -> None:
+    tree = TokenTree([50, 51, 52], [-1, 0, 0])
+    batch, _ = build_batch(ScheduledStep([item(sequence(3, [0, 1], tree), 2, 1, 2)]), BLOCK_SIZE, "cpu")
+    assert batch.path_slots.tolist() == []
+    assert batch.context_lens.tolist() == [3, 4, 5]
+
+
+def test_prompt_logits_keep_every_row_of_a_chunk() -> None:
+    seq = sequence(9, [0, 1, 2])
+    seq.prompt_logits = True
+    batch, [rows] = build_batch(ScheduledStep([item(seq, 0, 4)]), BLOCK_SIZE, "cpu")
+    assert batch.logits_indices.tolist() == [0, 1, 2, 3]
+    assert (rows.row_start, rows.num_rows) == (0, 4)
+
+
+def test_a_sequence_that_only_warms_the_cache_has_no_logits() -> None:
+    seq = sequence(4, [0])
+    seq.wants_logits = False
+    batch, [rows] = build_batch(ScheduledStep([item(seq, 0, 4)]), BLOCK_SIZE, "cpu")
+    assert (batch.logits_indices.tolist(), rows.num_rows) == ([], 0)
+
+
+def test_a_tree_without_a_new_token_has_only_the_rows_of_its_nodes() -> None:
+    seq = sequence(4, [0, 1], TokenTree([50, 51]))
+    batch, [rows] = build_batch(ScheduledStep([item(seq, 4, 0, 2)]), BLOCK_SIZE, "cpu")
+    check_batch(batch)
+    assert batch.slot_mapping.tolist() == [4, 5]
+    assert (batch.logits_indices.tolist(), rows.num_rows) == ([0, 1], 2)
+
+
+def test_tables_of_different_lengths_are_padded() -> None:
+    step = ScheduledStep([item(sequence(9, [5, 6, 7]), 8, 1), item(sequence(2, [1]), 1, 1)])
+    batch, _ = build_batch(step, BLOCK_SIZE, torch.device("cpu"))
+    assert batch.block_tables.tolist() == [[5, 6, 7], [1, 0, 0]]
+    assert batch.block_tables.is_contiguous()

@@ -1,0 +1,286 @@
+"""After any sequence of operations, the next logits equal a fresh prefill's, and no block leaks."""
+
+import tempfile
+from array import array
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from specdec.engine.batch import build_batch
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.engine import Engine, StepOutput
+from specdec.engine.errors import SequenceTooLong
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
+from specdec.engine.sequence import Sequence
+from specdec.engine.settings import EngineSettings
+from specdec.engine.tree import TokenTree
+from tests.support.engine.exact_runner import ExactRunner, assert_blocks_add_up, fresh_logits, prefix_contents
+from tests.support.engine.tiny_models import save_tiny_model
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 14
+MAX_MODEL_LEN = 40
+
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+paths = st.lists(st.integers(-1, 8), min_size=8, max_size=8)
+picks = st.integers(0, 1 << 16)
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> TokenTree:
+    """Chains, bushes and what lies between, of up to nine nodes."""
+    tree = TokenTree()
+    for _ in range(draw(st.integers(1, 9))):
+        tree.add(draw(st.integers(-1, len(tree) - 1)), draw(st.integers(0, 2)))
+    return tree
+
+
+class KVMachine(RuleBasedStateMachine):
+    """Roles that do everything the engine allows, in any order, in a pool too small for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.runner = self.make_runner()
+        self.engine = Engine(self.runner, pool, Scheduler(pool, 24, 4, MAX_MODEL_LEN))
+        self.seqs: list[Sequence] = []
+        self.final_digests: set[bytes] = set()
+        self.hashed_contents: dict[tuple[bytes, int], bytes] = {}
+
+    def make_runner(self) -> Any:
+        """The model that the engine drives."""
+        return ExactRunner(NUM_BLOCKS, BLOCK_SIZE)
+
+    def fresh_logits(self, token_ids: list[int]) -> torch.Tensor:
+        """Logits of the last token of a sequence prefilled afresh."""
+        return fresh_logits(token_ids)
+
+    def check_contents(self) -> None:
+        """Computed slots hold what a fresh prefill would write, and hashed blocks never change."""
+        for seq in self.seqs:
+            contents = b"".join(self.runner.block_contents(block) for block in seq.block_ids)
+            assert contents.startswith(prefix_contents(tuple(seq.token_ids[: seq.num_computed_tokens])))
+        digests = enumerate(self.engine.block_pool._digests)
+        hashed = {(digest, block): self.runner.block_contents(block) for block, digest in digests if digest}
+        for key, content in hashed.items():
+            assert self.hashed_contents.get(key, content) == content
+        self.hashed_contents = hashed
+
+    def pick(self, pick: int) -> Sequence:
+        return self.seqs[pick % len(self.seqs)]
+
+    def note_final_tokens(self, seq: Sequence) -> None:
+        """Remember what may be hashed from now on."""
+        digests: list[bytes] = []
+        num_full = seq.num_final_tokens // BLOCK_SIZE
+        self.engine.block_pool.extend_digests(digests, seq.token_ids, seq.cache_salt, num_full)
+        self.final_digests.update(digests)
+
+    @initialize(own=tokens)
+    def begin(self, own: list[int]) -> None:
+        self.add([], own, b"", 0, False)
+
+    @rule(
+        blocks=st.lists(st.sampled_from([[1, 2, 1, 2], [2, 1, 2, 1]]), max_size=4),
+        own=tokens,
+        salt=st.sampled_from([b"", b"tenant"]),
+        priority=st.integers(0, 1),
+        prompt_logits=st.booleans(),
+    )
+    @precondition(lambda self: len(self.seqs) < 6)
+    def add(self, blocks: list[list[int]], own: list[int], salt: bytes, priority: int, prompt_logits: bool) -> None:
+        prompt = [*chain.from_iterable(blocks), *own]
+        seq = self.engine.add(
+            prompt,
+            num_prompt_tokens=len(prompt),
+            priority=priority,
+            cache_salt=salt,
+            prompt_logits=prompt_logits,
+        )
+        self.note_final_tokens(seq)
+        self.seqs.append(seq)
+
+    @rule(pick=picks, new=tokens)
+    def append(self, pick: int, new: list[int]) -> None:
+        seq = self.pick(pick)
+        if len(seq.token_ids) + len(new) > MAX_MODEL_LEN:
+            with pytest.raises(SequenceTooLong):
+                self.engine.append(seq, new)
+        else:
+            self.engine.append(seq, new)
+
+    @rule(pick=picks, tree=trees())
+    def propose(self, pick: int, tree: TokenTree) -> None:
+        self.pick(pick).tree = tree
+
+    @rule(pick=picks, dropped=st.integers(0, 12))
+    def roll_back(self, pick: int, dropped: int) -> None:
+        seq = self.pick(pick)
+        self.engine.rollback(seq, max(seq.num_final_tokens, len(seq.token_ids) - dropped))
+
+    @rule(pick=picks, share=st.floats(0, 1))
+    def finalize(self, pick: int, share: float) -> None:
+        seq = self.pick(pick)
+        speculative = len(seq.token_ids) - seq.num_final_tokens
+        self.engine.finalize(seq, seq.num_final_tokens + round(share * speculative))
+        self.note_final_tokens(seq)
+
+    @rule(pick=picks)
+    @precondition(lambda self: len(self.seqs) < 8)
+    def fork(self, pick: int) -> None:
+        self.seqs.append(self.engine.fork(self.pick(pick)))
+
+    @rule(pick=picks)
+    @precondition(lambda self: len(self.seqs) > 1)
+    def free(self, pick: int) -> None:
+        self.engine.free(self.seqs.pop(pick % len(self.seqs)))
+
+    @rule(pick=picks, paused=st.booleans())
+    def pause(self, pick: int, paused: bool) -> None:
+        self.pick(pick).paused = paused
+
+    @rule(pick=picks)
+    def preempt(self, pick: int) -> None:
+        self.engine.scheduler.preempt(self.pick(pick))
+
+    @rule()
+    def evict(self) -> None:
+        self.engine.block_pool.evict_all()
+
+    @rule(new=tokens, proposals=st.lists(trees(), max_size=3), choices=paths)
+    def decode(self, new: list[int], proposals: list[TokenTree], choices: list[int]) -> None:
+        """What roles do most: a token more for everyone, proposals for some, and a step."""
+        for seq, token_id in zip(self.seqs, new, strict=False):
+            if len(seq.token_ids) < MAX_MODEL_LEN:
+                self.engine.append(seq, [token_id])
+        for seq, tree in zip(self.seqs, proposals, strict=False):
+            seq.tree = tree
+        self.step(choices, False)
+
+    @rule(choices=paths, forks=st.booleans())
+    def step(self, choices: list[int], forks: bool) -> None:
+        """One step; verified trees are then accepted along a random path, or left alone (which rejects all)."""
+        tokens_before = {seq.seq_id: list(seq.token_ids) for seq in self.seqs}
+        trees_before = {seq.seq_id: seq.tree for seq in self.seqs}
+        output = self.engine.step()
+        if output is None:
+            assert not any(seq.is_ready and seq.num_pending_tokens for seq in self.seqs)
+            return
+        assert all(seq.token_ids == tokens_before[seq.seq_id] for seq in self.seqs)
+        self.check_logits(output, trees_before)
+        if forks:
+            self.seqs.append(self.engine.fork(output.items[0].seq))
+        for item, choice in zip(output.items, choices, strict=False):
+            tree = trees_before[item.seq.seq_id]
+            if tree is not None and 0 <= choice < item.tree_nodes:
+                path = tree.path(choice)
+                self.engine.accept(item.seq, path)
+                expected = tokens_before[item.seq.seq_id] + [tree.token_ids[node] for node in path]
+                assert item.seq.token_ids == expected
+
+    @invariant()
+    def no_block_leaks(self) -> None:
+        assert_blocks_add_up(self.engine)
+
+    @invariant()
+    def only_final_tokens_are_hashed(self) -> None:
+        assert {digest for digest in self.engine.block_pool._digests if digest} <= self.final_digests
+
+    @invariant()
+    def contents_are_right(self) -> None:
+        self.check_contents()
+
+    def check_logits(self, output: StepOutput, trees: dict[int, TokenTree | None]) -> None:
+        """Every row of logits is that of a prefill of the row's own tokens."""
+        seen = 0
+        for item in output.items:
+            seq = item.seq
+            expected = []
+            end = item.start + item.num_new_tokens
+            first = item.start if seq.prompt_logits else end - min(1, item.num_new_tokens)
+            if item.completes or seq.prompt_logits:
+                expected = [seq.token_ids[: position + 1] for position in range(first, end)]
+            tree = trees[seq.seq_id]
+            if item.tree_nodes and tree is not None:
+                paths = [tree.path(node) for node in range(item.tree_nodes)]
+                expected += [seq.token_ids + [tree.token_ids[node] for node in path] for path in paths]
+            got = output.logits[item.rows]
+            assert len(got) == len(expected)
+            seen += len(got)
+            for logits, token_ids in zip(got, expected, strict=True):
+                assert torch.equal(logits, self.fresh_logits(token_ids))
+        assert seen == len(output.logits)
+
+    def teardown(self) -> None:
+        """From any state, all tokens get served, and freeing everything frees every block."""
+        for seq in self.seqs:
+            seq.paused = False
+        for _ in range(200):
+            if self.engine.step() is None:
+                break
+            assert_blocks_add_up(self.engine)
+        else:
+            raise AssertionError("the engine does not come to rest")
+        assert all(seq.num_served_tokens == len(seq.token_ids) for seq in self.seqs)
+        for seq in self.seqs:
+            self.engine.free(seq)
+        assert self.engine.block_pool.stats().used == 0
+
+
+class ModelKVMachine(KVMachine):
+    """The same over a real model. Its cache is that of all runs before, so that stale slots are everywhere."""
+
+    def make_runner(self) -> Any:
+        return tiny_llama()
+
+    def fresh_logits(self, token_ids: list[int]) -> torch.Tensor:
+        return fresh_model_logits(tuple(token_ids))
+
+    def check_contents(self) -> None:
+        """Floats cannot be looked up; the logits tell."""
+
+
+@cache
+def tiny_llama() -> ModelRunner:
+    """A row-invariant random model, with blocks for the engine and others for fresh prefills."""
+    num_blocks = NUM_BLOCKS + MAX_MODEL_LEN // BLOCK_SIZE
+    with tempfile.TemporaryDirectory() as directory:
+        model = str(save_tiny_model("llama", Path(directory)))
+        options = EngineSettings(model=model, device="cpu", block_size=BLOCK_SIZE, num_blocks=num_blocks)
+        runner = ModelRunner.load(options)
+    assert runner.row_invariant
+    return runner
+
+
+@cache
+def fresh_model_logits(token_ids: tuple[int, ...]) -> torch.Tensor:
+    """Logits of the last token, prefilled in one piece in blocks that no engine uses."""
+    blocks = range(NUM_BLOCKS, NUM_BLOCKS + -(-len(token_ids) // BLOCK_SIZE))
+    seq = Sequence(0, list(token_ids), len(token_ids), block_ids=array("i", blocks))
+    item = ScheduledItem(seq, 0, len(token_ids), 0, completes=True)
+    batch, _ = build_batch(ScheduledStep([item]), BLOCK_SIZE, "cpu")
+    return tiny_llama().forward(batch)[0]
+
+
+TestKV = KVMachine.TestCase
+TestKV.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestKVOfARealModel = ModelKVMachine.TestCase
+TestKVOfARealModel.settings = settings(TestKV.settings, max_examples=25, stateful_step_count=30)
+
+
+@pytest.mark.long
+class TestKVWithOtherExamplesInEveryRun(KVMachine.TestCase):
+    """`make test` sees the same examples in every run; a state that nobody thought of is found by those of no run."""
+
+    settings = settings(TestKV.settings, max_examples=3000, stateful_step_count=60, derandomize=False)

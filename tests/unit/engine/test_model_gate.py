@@ -1,0 +1,204 @@
+"""Models that the engine cannot page are refused at load, with a reason; real tiny models throughout."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, dynamic_module_utils
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.gate import check_config
+from specdec.engine.model.loader import load_model
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.settings import EngineSettings
+from tests.support.engine.tiny_models import REFUSED, SUPPORTED, save_tiny_model
+
+REASONS = {
+    "falcon": "does not look its function up",
+    "gptj": "does not look its function up",
+    "bloom": "does not look its function up",
+    "mamba": "linear_attention",
+    "stablelm": "drops the keyword arguments",
+    "t5": "encoder-decoder",
+    "dynamic_rope_llama": "longest sequence of the batch",
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 8,
+    "long_factor": [2.0] * 8,
+    "original_max_position_embeddings": 64,
+}
+
+
+def load(directory: Path, **settings: Any) -> ModelRunner:
+    defaults: dict[str, Any] = {"model": str(directory), "num_blocks": 16, "device": "cpu"}
+    return ModelRunner.load(EngineSettings.model_validate({**defaults, **settings}))
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_unpageable_model_is_refused_with_a_reason(name: str, tmp_path: Path) -> None:
+    directory = save_tiny_model(name, tmp_path)
+    with pytest.raises(ModelNotSupported, match=REASONS[name]) as refusal:
+        load(directory)
+    assert refusal.value.reason in str(refusal.value)
+
+
+def test_hybrid_layers_are_refused_before_weights_are_read() -> None:
+    config = LlamaConfig()
+    config.layer_types = ["full_attention", "linear_attention"]
+    with pytest.raises(ModelNotSupported, match="linear_attention"):
+        check_config(config)
+
+
+def test_chunked_attention_is_refused() -> None:
+    config = LlamaConfig()
+    config.attention_chunk_size = 8192
+    with pytest.raises(ModelNotSupported, match="chunked"):
+        check_config(config)
+
+
+def longrope_model(directory: Path) -> Path:
+    config = Phi3Config(
+        vocab_size=131,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        original_max_position_embeddings=64,
+        pad_token_id=0,
+        rope_parameters=LONGROPE,
+    )
+    config.save_pretrained(directory)
+    return directory
+
+
+def test_longrope_is_pinned_to_lengths_that_do_not_depend_on_the_batch(tmp_path: Path) -> None:
+    directory = longrope_model(tmp_path)
+    assert load(directory, load_format="dummy").max_model_len == 64
+    with pytest.raises(ModelNotSupported, match="longrope"):
+        load(directory, load_format="dummy", max_model_len=65)
+
+
+def test_hidden_state_outside_attention_shows_in_the_self_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that looks fine to every other check, but mixes neighbouring rows in its layers."""
+    directory = save_tiny_model("llama", tmp_path)
+    plain = LlamaAttention.forward
+
+    def mixing(self: LlamaAttention, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, hidden_states + 0.5 * hidden_states.roll(1, dims=1), *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", mixing)
+    with pytest.raises(ModelNotSupported, match="paged logits differ"):
+        load(directory, fused="off")
+
+
+def test_a_layer_that_skips_the_registered_function_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    plain = LlamaAttention.forward
+
+    def skipping(self: LlamaAttention, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.layer_idx == 1:
+            return hidden_states, None
+        return plain(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", skipping)
+    with pytest.raises(ModelNotSupported, match="only 2 of its 3 layers"):
+        load(directory)
+
+
+def test_a_fused_decoder_that_computes_something_else_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    plain = LlamaForCausalLM.forward
+
+    def scaled(self: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
+        output = plain(self, *args, **kwargs)
+        output.logits = output.logits * 1.5
+        return output
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", scaled)
+    runner = load(directory)
+    assert "native" in runner.numerics_id
+    assert "failed its self-test" in caplog.text
+
+
+def test_every_supported_config_passes_the_static_checks() -> None:
+    for make in SUPPORTED.values():
+        check_config(make())
+
+
+def with_code(directory: Path, auto_class: str) -> Path:
+    """Give a model's folder code of its own for one of transformers' classes; returns what that leaves when it runs."""
+    trace = directory / "code-ran"
+    (directory / "of_the_repository.py").write_text(f"""
+from pathlib import Path
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path({str(trace)!r}).touch()
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnModel(LlamaForCausalLM):
+    pass
+""")
+    config = json.loads((directory / "config.json").read_text())
+    own = {"AutoConfig": "OwnConfig", "AutoModelForCausalLM": "OwnModel"}[auto_class]
+    config["auto_map"] = {auto_class: f"of_the_repository.{own}"}
+    if auto_class == "AutoConfig":
+        config["model_type"] = "own"
+    (directory / "config.json").write_text(json.dumps(config))
+    return trace
+
+
+def test_a_model_that_needs_its_repositorys_code_is_refused_and_the_code_is_not_run(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    trace = with_code(directory, "AutoConfig")
+    with pytest.raises(ModelLoadError, match="trust_remote_code"):
+        load_model(EngineSettings(model=str(directory), device="cpu"))
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_code_beside_a_known_model_is_run_only_if_that_is_allowed(
+    tmp_path: Path, allowed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tiny_model("llama", tmp_path / "model")
+    trace = with_code(directory, "AutoModelForCausalLM")
+    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "cache"))
+    loaded = load_model(EngineSettings(model=str(directory), device="cpu", trust_remote_code=allowed))
+    assert loaded.identity.architecture == ("OwnModel" if allowed else "LlamaForCausalLM")
+    assert trace.exists() == allowed
+
+
+def test_weights_that_are_pickled_are_refused(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    weights = load_model(EngineSettings(model=str(directory), device="cpu")).model.state_dict()
+    torch.save(weights, directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="safetensors"):
+        load_model(EngineSettings(model=str(directory), device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("/nowhere/model", "model: no such directory: /nowhere/model"),
+        ("./nowhere", "model: no such directory: ./nowhere"),
+        ("nobody/nothing", "model: nobody/nothing is neither a directory nor a model that the hub gives"),
+        (str(Path(__file__).parent), "has no config.json"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_with_the_settings_name(model: str, why: str) -> None:
+    with pytest.raises(ModelLoadError, match=re.escape(why)):
+        load_model(EngineSettings(model=model, device="cpu"))

@@ -1,0 +1,162 @@
+"""Paged logits of every supported architecture against one plain forward pass of transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.settings import EngineSettings
+from tests.support.engine import paged_scenarios as play
+from tests.support.engine.tiny_models import SUPPORTED, VOCAB_SIZE, save_tiny_model
+
+TOKENS = play.random_tokens(45, 1, VOCAB_SIZE)
+OTHER = play.random_tokens(45, 2, VOCAB_SIZE)
+WRONG = play.random_tokens(9, 3, VOCAB_SIZE)
+PROMPT = 21  # amid a block: 45 tokens are 5 blocks of 8 and a part, longer than the tiny sliding windows
+MAX_ERROR = 1e-4
+
+SCENARIOS: dict[str, Callable[[ModelRunner], play.Log]] = {
+    "whole prefill": lambda runner: play.play_alone(runner, TOKENS),
+    "chunked prefill": lambda runner: play.play_alone(runner, TOKENS, max_batch_tokens=7),
+    "batching": lambda runner: play.play_in_batch(runner, TOKENS, [OTHER, WRONG, OTHER[:17]]),
+    "decoding": lambda runner: play.play_decodes(runner, TOKENS, PROMPT),
+    "trees": lambda runner: play.play_trees(runner, TOKENS, PROMPT, WRONG),
+    "rollback": lambda runner: play.play_rollback(runner, TOKENS, PROMPT, WRONG),
+    "fork": lambda runner: play.play_fork(runner, TOKENS, PROMPT, WRONG),
+    "cache hit": lambda runner: play.play_cache_hit(runner, TOKENS),
+    "preemption": lambda runner: play.play_preemption(runner, TOKENS, PROMPT, OTHER[:20]),
+}
+
+
+class Reference:
+    """transformers' own logits: one dense forward pass per sequence of tokens."""
+
+    def __init__(self, directory: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        self._known: dict[play.Path, torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def last_row(self, path: play.Path) -> torch.Tensor:
+        """Logits after the last token of a path."""
+        if path not in self._known:
+            rows = self._model(input_ids=torch.tensor([path]), use_cache=False).logits[0].float()
+            self._known.update({path[: i + 1]: row for i, row in enumerate(rows)})
+        return self._known[path]
+
+    def largest_error(self, log: play.Log) -> float:
+        """Over all logged rows; long paths first, as their forward pass covers the short ones."""
+        errors = [
+            float((row - self.last_row(path)).abs().max())
+            for path in sorted(log, key=len, reverse=True)
+            for row in log[path]
+        ]
+        return max(errors)
+
+
+@pytest.fixture(scope="module", params=list(SUPPORTED))
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def load(directory: Path, **settings: object) -> ModelRunner:
+    defaults: dict[str, object] = {
+        "model": str(directory),
+        "block_size": 8,
+        "num_blocks": 64,
+        "device": "cpu",
+    }
+    return ModelRunner.load(EngineSettings.model_validate({**defaults, **settings}))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"fused": "off", "num_threads": 2}, {"native": "off"}],
+    ids=["fastest kernels", "native kernels", "torch alone"],
+)
+def test_paged_logits_are_those_of_one_dense_forward(model_dir: Path, settings: dict[str, object]) -> None:
+    runner = load(model_dir, **settings)
+    reference = Reference(model_dir)
+    assert runner.row_invariant
+    errors = {name: reference.largest_error(scenario(runner)) for name, scenario in SCENARIOS.items()}
+    assert max(errors.values()) < MAX_ERROR, errors
+
+
+@pytest.mark.parametrize(("dtype", "max_error"), [("bfloat16", 0.35), ("float16", 0.05)])
+def test_half_precision_stays_close_to_float32_and_is_not_called_row_invariant(
+    tmp_path: Path, dtype: str, max_error: float
+) -> None:
+    directory = save_tiny_model("qwen3", tmp_path)
+    runner = load(directory, dtype=dtype)
+    reference = Reference(directory)
+    assert not runner.row_invariant
+    errors = {name: reference.largest_error(scenario(runner)) for name, scenario in SCENARIOS.items()}
+    assert max(errors.values()) < max_error, errors
+
+
+def test_llama_like_models_are_fused_unless_switched_off(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    fused, plain = load(directory), load(directory, fused="off")
+    assert "fused" in fused.numerics_id
+    assert "native" in plain.numerics_id
+    assert fused.numerics_id != plain.numerics_id
+    assert fused.identity == plain.identity
+
+
+def test_identity_follows_weights_and_not_the_directory(tmp_path: Path) -> None:
+    same = [load(save_tiny_model("llama", tmp_path / name, seed=0)).identity for name in ("a", "b")]
+    other = load(save_tiny_model("llama", tmp_path / "c", seed=1)).identity
+    assert same[0].weights_digest == same[1].weights_digest != other.weights_digest
+    assert same[0].architecture == "LlamaForCausalLM"
+
+
+def test_dummy_weights_need_no_weight_file(tmp_path: Path) -> None:
+    SUPPORTED["qwen2"]().save_pretrained(tmp_path)
+    runner = load(tmp_path, load_format="dummy")
+    assert runner.identity.weights_digest.startswith("random-")
+    assert play.play_alone(runner, TOKENS)
+
+
+def test_cache_takes_the_blocks_that_its_budget_holds(tmp_path: Path) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    bytes_per_block = 3 * 2 * 2 * 16 * 8 * 4  # layers, keys and values, heads, dim, slots, float32
+    runner = load(directory, num_blocks=None, kv_cache_memory_bytes=10 * bytes_per_block + 5)
+    assert runner.num_blocks == 10
+    with pytest.raises(ModelLoadError, match="does not hold two blocks"):
+        load(directory, num_blocks=None, kv_cache_memory_bytes=bytes_per_block)
+
+
+def test_a_directory_without_model_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match=r"config\.json"):
+        load(tmp_path)
+
+
+def test_warmup_leaves_the_cache_as_it_was(tmp_path: Path) -> None:
+    runner = load(save_tiny_model("llama", tmp_path))
+    before = play.play_decodes(runner, TOKENS, PROMPT)
+    runner.warmup()
+    after = play.play_decodes(runner, TOKENS, PROMPT)
+    assert all(torch.equal(row, after[path][0]) for path, (row, *_) in before.items())
+
+
+def test_a_token_outside_the_vocabulary_is_an_error_and_not_a_read_past_the_end(tmp_path: Path) -> None:
+    for settings in ({}, {"fused": "off"}):
+        runner = load(save_tiny_model("llama", tmp_path), **settings)
+        for token in (-1, VOCAB_SIZE):
+            player = play.Player(runner)
+            player.engine.add([1, token], num_prompt_tokens=2)
+            with pytest.raises(IndexError):
+                player.step()
+
+
+def test_a_batch_without_wanted_logits_gives_none(tmp_path: Path) -> None:
+    for name in ("llama", "gpt2"):
+        runner = load(save_tiny_model(name, tmp_path / name))
+        player = play.Player(runner, max_batch_tokens=16)
+        player.engine.add(TOKENS, num_prompt_tokens=len(TOKENS))
+        output = player.step()
+        assert output is not None
+        assert output.logits.shape == (0, runner.num_logits)

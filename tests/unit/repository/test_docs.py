@@ -1,0 +1,63 @@
+"""What the documentation refers to exists: pages, sections, metrics, variables, events of the log."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.telemetry.catalogue import exported_series
+
+ROOT = Path(__file__).parents[3]
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/*.md", "deploy/*.md", "bench/*.md", "helm/*/README.md")
+    for path in ROOT.glob(pattern)
+)
+SETTINGS = {"TARGET": TargetSettings, "DRAFT": DraftSettings, "COORDINATOR": CoordinatorSettings}
+PACKAGES = ("coordinator", "draft_service", "specdec", "target_service")
+_CODE_BLOCK = re.compile(r"(?ms)^```.*?^```")
+_LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+_METRIC = re.compile(r"\bspecdec_(?:coordinator|target|draft)_[a-z0-9_]*[a-z0-9]\b(?!_)")
+_VARIABLE = re.compile(r"\bSPECDEC_(TARGET|DRAFT|COORDINATOR)_([A-Z0-9_]*[A-Z0-9])\b")
+_EVENTS = re.compile(r"\*(?:coordinator|target|draft|server|service)\*: (`[a-z_]+`(?:, (?:then |or )?`[a-z_]+`)*)")
+
+
+def anchors(path: Path) -> set[str]:
+    """The sections of a page, as GitHub and GitLab name them."""
+    titles = re.findall(r"(?m)^#+ (.+)$", _CODE_BLOCK.sub("", path.read_text()))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_pages_and_sections_that_exist(page: Path) -> None:
+    for link in _LINK.findall(_CODE_BLOCK.sub("", page.read_text())):
+        if link.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_metrics_that_are_named_are_exported(page: Path) -> None:
+    known = {*exported_series(), *(name.removesuffix("_bucket") for name in exported_series())}
+    assert set(_METRIC.findall(page.read_text())) <= known
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_variables_that_are_named_are_settings(page: Path) -> None:
+    for service, name in _VARIABLE.findall(page.read_text()):
+        is_service_link = name in ("SERVICE_HOST", "PORT")
+        assert is_service_link or name == "CONFIG" or name.lower() in SETTINGS[service].model_fields, name
+
+
+def test_events_that_troubleshooting_names_are_logged() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sources = "".join(path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    named = {event for found in _EVENTS.findall(page) for event in re.findall(r"[a-z_]+", found)} - {"then", "or"}
+    assert len(named) > 10
+    assert {event for event in named if f'"{event}"' not in sources} == set()

@@ -1,0 +1,258 @@
+"""The Dockerfile: clean, hardened, and started with commands that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health as grpc_health
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
+
+from specdec.cli.app import app
+from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+FINAL = ("coordinator", "engine-cpu", "engine-cuda")
+SETTINGS = {"coordinator": CoordinatorSettings, "target": TargetSettings, "draft": DraftSettings}
+REQUIRED = {"coordinator": ["--targets=target:50052"], "target": ["--model=/models/target"], "draft": ["--model=/m"]}
+
+
+def parsed_stages() -> dict[str, list[tuple[str, str]]]:
+    """Each stage's instructions by its name, with those of the stages that it is made from first."""
+    text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE.read_text(encoding="utf-8"))
+    stages: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        keyword, _, rest = line.strip().partition(" ")
+        if keyword == "FROM":
+            base, _, name = rest.partition(" AS ")
+            stages[name] = [*stages.get(base, []), ("FROM", base)]
+        elif keyword and name:
+            stages[name].append((keyword, rest.strip()))
+    return stages
+
+
+STAGES = parsed_stages()
+
+
+def last(stage: str, keyword: str) -> str:
+    return [rest for found, rest in STAGES[stage] if found == keyword][-1]
+
+
+def environment(stage: str) -> dict[str, str]:
+    pairs = " ".join(rest for keyword, rest in STAGES[stage] if keyword == "ENV")
+    return dict(pair.split("=", 1) for pair in pairs.split())
+
+
+def copied_stages(stage: str) -> list[str]:
+    """The stages that a stage copies from, in this order."""
+    return [
+        rest.split()[0].removeprefix("--from=")
+        for keyword, rest in STAGES[stage]
+        if keyword == "COPY" and rest.startswith("--from=")
+    ]
+
+
+def test_hadolint_finds_nothing() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+def test_every_base_comes_from_the_argument_or_another_stage() -> None:
+    bases = {rest for stage in STAGES.values() for keyword, rest in stage if keyword == "FROM"}
+    assert bases - STAGES.keys() == {"${PYTHON_IMAGE}"}
+
+
+@pytest.mark.parametrize("stage", FINAL)
+def test_final_stages_run_as_a_user_that_is_not_root_and_stop_on_sigterm(stage: str) -> None:
+    assert last(stage, "USER") == "10001:10001"
+    assert last(stage, "STOPSIGNAL") == "SIGTERM"
+
+
+@pytest.mark.parametrize("stage", FINAL)
+def test_final_stages_are_labelled(stage: str) -> None:
+    labels = " ".join(rest for keyword, rest in STAGES[stage] if keyword == "LABEL")
+    for key in ("title", "description", "version", "revision", "source", "licenses", "base.name"):
+        assert f"org.opencontainers.image.{key}=" in labels
+
+
+@pytest.mark.parametrize("stage", FINAL)
+def test_a_change_of_a_source_installs_nothing_again_but_specdec(stage: str) -> None:
+    """A builder runs again what follows the first instruction that it knows nothing of."""
+    *dependencies, application = copied_stages(stage)
+    assert application == "application"
+    for built in dependencies:
+        copied = [rest for keyword, rest in STAGES[built] if keyword == "COPY"]
+        assert copied and all(rest.startswith("--from=requirements ") for rest in copied)
+    assert [rest for keyword, rest in STAGES["requirements"] if keyword == "COPY"] == ["pyproject.toml ./"]
+    runs = [rest for keyword, rest in STAGES["application"] if keyword == "RUN" and "pip" in rest.split("&&")[0]]
+    assert runs and all("--no-deps" in rest.split() for rest in runs)
+
+
+@pytest.mark.parametrize("stage", FINAL)
+def test_nothing_is_run_or_copied_after_what_differs_in_every_build(stage: str) -> None:
+    keywords = [keyword for keyword, _ in STAGES[stage]]
+    names = [rest.partition("=")[0] for _, rest in STAGES[stage]]
+    first = min(names.index(name) for name in ("VERSION", "REVISION", "CREATED"))
+    assert set(keywords[first:]) == {"ARG", "LABEL"}
+
+
+def test_the_images_install_what_pyproject_asks_for(tmp_path: Path) -> None:
+    (command,) = [rest for keyword, rest in STAGES["requirements"] if keyword == "RUN" and "tomllib" in rest]
+    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
+    subprocess.run(["sh", "-euc", command], cwd=tmp_path, check=True)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    core = project["dependencies"]
+    assert (tmp_path / "coordinator.txt").read_text(encoding="utf-8").splitlines() == core
+    engine = [*core, *project["optional-dependencies"]["engine"]]
+    assert (tmp_path / "engine.txt").read_text(encoding="utf-8").splitlines() == engine
+
+
+def test_the_coordinator_has_neither_build_tools_nor_an_engine() -> None:
+    runs = " ".join(rest for keyword, rest in STAGES["coordinator"] if keyword == "RUN")
+    assert not re.search(r"\b(apt-get|install)\b", runs)
+    assert "pip uninstall" in runs
+    assert copied_stages("coordinator") == ["build-coordinator", "application"]
+    installed = [
+        rest for stage in ("build-coordinator", "application") for keyword, rest in STAGES[stage] if keyword == "RUN"
+    ]
+    assert not [rest for rest in installed if "torch" in rest or "engine" in rest]
+
+
+def test_what_the_coordinator_image_installs_brings_no_tensors() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    found: set[str] = set()
+    pending = [Requirement(line) for line in project["dependencies"]]
+    while pending:
+        requirement = pending.pop()
+        name = canonicalize_name(requirement.name)
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found.add(name)
+            pending += [Requirement(line) for line in metadata.requires(name) or ()]
+    assert {"grpcio", "huggingface-hub"} <= found, "requirements of requirements are followed"
+    assert not found & {"numpy", "torch", "transformers"}
+
+
+@pytest.mark.parametrize("stage", FINAL)
+def test_no_start_compiles_bytecode_anew(stage: str) -> None:
+    """Nothing can be written at run time, and file times do not survive every builder: see the Dockerfile."""
+    for built in copied_stages(stage):
+        assert "SOURCE_DATE_EPOCH" in environment(built)
+        installs = [
+            command
+            for keyword, rest in STAGES[built]
+            if keyword == "RUN"
+            for command in rest.split("&&")
+            if "/opt/specdec/bin/python install" in command
+        ]
+        assert installs and all("--compile" in command.split() for command in installs)
+    assert any("compileall -q --invalidation-mode checked-hash" in rest for _, rest in STAGES[stage])
+
+
+@pytest.mark.parametrize("stage", ["engine-cpu", "engine-cuda"])
+def test_engines_keep_a_compiler_and_write_caches_to_the_volume_only(stage: str) -> None:
+    assert any(keyword == "RUN" and "g++" in rest for keyword, rest in STAGES[stage])
+    volume = last(stage, "VOLUME")
+    caches = ("SPECDEC_NATIVE_CACHE", "XDG_CACHE_HOME", "HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    assert all(environment(stage)[name].startswith(volume) for name in caches)
+    assert environment(stage)["HOME"] == "/tmp"
+
+
+@pytest.mark.parametrize(
+    ("stage", "role"),
+    [
+        ("coordinator", "coordinator"),
+        ("engine-cpu", "target"),
+        ("engine-cpu", "draft"),
+        ("engine-cuda", "target"),
+        ("engine-cuda", "draft"),
+    ],
+)
+def test_entrypoints_are_commands_whose_settings_load(stage: str, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    entrypoint = json.loads(last(stage, "ENTRYPOINT"))
+    command = entrypoint if stage == "coordinator" else [*entrypoint, role]
+    assert command == ["specdec", "serve", role]
+    for name, value in environment(stage).items():
+        if name.startswith("SPECDEC_"):
+            monkeypatch.setenv(name, value)
+    cls = SETTINGS[role]
+    settings = load_settings(cls, REQUIRED[role], env_prefix=cls.env_prefix, prog="test")
+    assert settings.health_port == int(environment(stage)["SPECDEC_HEALTH_ADDRESS"].rpartition(":")[2])
+    exposed = last(stage, "EXPOSE").split()
+    assert {str(settings.port), str(settings.metrics_port), str(settings.health_port)} <= set(exposed)
+    result = CliRunner().invoke(app, [*command[1:], "--help"])
+    assert result.exit_code == 0, result.output
+
+
+@contextmanager
+def served_health(status: int) -> Iterator[str]:
+    servicer = grpc_health.HealthServicer()
+    servicer.set("", status)
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize("stage", FINAL)
+def test_the_health_check_of_each_image_is_the_command_that_asks_the_health_port(stage: str) -> None:
+    _, _, check = last(stage, "HEALTHCHECK").partition("CMD ")
+    program, *arguments = json.loads(check)
+    assert program == "specdec"
+    with served_health(health_pb2.HealthCheckResponse.SERVING) as address:
+        result = CliRunner().invoke(app, arguments, env={"SPECDEC_HEALTH_ADDRESS": address})
+    assert result.exit_code == 0, result.output
+
+
+def test_a_service_that_does_not_serve_is_unhealthy() -> None:
+    with served_health(health_pb2.HealthCheckResponse.NOT_SERVING) as address:
+        result = CliRunner().invoke(app, ["health", "--address", address])
+    assert result.exit_code == 1
+    assert "NOT_SERVING" in result.stdout
+
+
+def test_a_service_that_is_not_there_is_unhealthy_with_a_reason() -> None:
+    with served_health(health_pb2.HealthCheckResponse.SERVING) as address:
+        pass
+    result = CliRunner().invoke(app, ["health", "--address", address])
+    assert result.exit_code == 6
+    assert "UNAVAILABLE" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_an_unknown_service_name_is_unhealthy() -> None:
+    with served_health(health_pb2.HealthCheckResponse.SERVING) as address:
+        result = CliRunner().invoke(app, ["health", "--address", address, "--service", "no.such.Service"])
+    assert result.exit_code == 3
+
+
+def test_only_what_the_images_install_is_sent_to_the_builder() -> None:
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in lines
+    sent = {line[1:] for line in lines if line.startswith("!")}
+    copied = {
+        source
+        for keyword, rest in STAGES["application"]
+        if keyword == "COPY"
+        for source in rest.split()[:-1]
+    }  # fmt: skip
+    assert sent == copied

@@ -1,0 +1,116 @@
+"""The rules about who may import whom (docs/architecture.md)."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVICES = ("coordinator", "draft_service", "target_service")
+TENSORS = ("torch", "transformers", "safetensors")
+FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
+
+
+def modules_of(package: str) -> Iterator[Path]:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+            yield path
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Yield the absolute names of all that a module imports, wherever the statement stands."""
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def offences(package: str, *forbidden: str) -> list[str]:
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in modules_of(package)
+        for name in imports_of(path)
+        if any(name == prefix or name.startswith(f"{prefix}.") for prefix in forbidden)
+    ]
+
+
+def tensor_libraries_loaded_by(module: str) -> str:
+    return libraries_loaded_by(module, TENSORS)
+
+
+def libraries_loaded_by(module: str, libraries: tuple[str, ...]) -> str:
+    program = f"import sys, {module}; print(*sorted({set(libraries)!r} & set(sys.modules)))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_services_never_import_each_other(service: str) -> None:
+    assert offences(service, *(other for other in SERVICES if other != service)) == []
+
+
+def test_the_shared_package_never_imports_a_service() -> None:
+    assert offences("specdec", *SERVICES) == []
+
+
+def test_the_coordinator_never_names_tensors_or_the_engine() -> None:
+    assert offences("coordinator", *TENSORS, "specdec.engine") == []
+
+
+def test_rpc_never_imports_the_engine() -> None:
+    assert offences("specdec/rpc", *TENSORS, "specdec.engine") == []
+
+
+@pytest.mark.parametrize("module", ["sequence", "block_pool", "scheduler", "tree"])
+def test_bookkeeping_needs_no_tensors(module: str) -> None:
+    assert tensor_libraries_loaded_by(f"specdec.engine.{module}") == ""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "coordinator.__main__",
+        "specdec.cli.app",
+        "specdec.client",
+        "specdec.config",
+        "specdec.sampling_params",
+    ],
+)
+def test_the_coordinators_side_loads_no_tensors(module: str) -> None:
+    assert tensor_libraries_loaded_by(module) == ""
+
+
+@pytest.mark.parametrize("service", ["draft_service", "target_service"])
+def test_servicer_processes_load_no_tensors(service: str) -> None:
+    """Only the engine process does: the servicer starts fast and stays small."""
+    assert tensor_libraries_loaded_by(f"{service}.__main__") == ""
+
+
+@pytest.mark.parametrize("module", ["target_service.worker", "draft_service.worker"])
+def test_engine_processes_load_no_exporter(module: str) -> None:
+    """Its thread would slow every step; the servicer exports for them."""
+    assert libraries_loaded_by(module, ("opentelemetry.exporter", "grpc")) == ""
+
+
+def test_the_exporter_is_loaded_only_where_tracing_is_on() -> None:
+    assert libraries_loaded_by("coordinator.__main__", ("opentelemetry.exporter",)) == ""
+
+
+def test_the_engine_knows_neither_role() -> None:
+    assert offences("specdec/engine", *SERVICES, "grpc", "asyncio") == []
+
+
+def test_no_module_is_named_after_nothing() -> None:
+    modules = [path for package in ("specdec", *SERVICES) for path in modules_of(package)]
+    assert [str(path) for path in modules if path.stem in FORBIDDEN_NAMES] == []

@@ -1,0 +1,339 @@
+"""Rejection verification on the shipped pair: the output follows the target's distribution, whatever the draft's is.
+
+The distribution tests compare the first three tokens of many sessions with exact probabilities by Pearson's
+chi-square. Their false-alarm rate is 1e-6, and seeds and schedules are fixed, so they are the same on every run of one
+machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from scipy import stats
+from transformers import AutoModelForCausalLM
+
+from specdec.v1 import common_pb2 as pb
+from tests.support.engine.local_pair import MODELS, UNLIMITED, LocalPair, Outcome, chain, open_session, prompts
+
+REJECTION = pb.VERIFY_MODE_REJECTION
+FALSE_ALARM_RATE = 1e-6
+TOP_K = 3
+NUM_DRAFTED = 3
+HOLD_MS = 60_000.0  # every round waits for its draft
+
+
+@pytest.fixture(scope="module")
+def loaded_pair() -> LocalPair:
+    return LocalPair()
+
+
+@pytest.fixture(scope="module")
+def loaded_twins() -> LocalPair:
+    """Draft and target are one model."""
+    return LocalPair(draft=str(MODELS / "target"))
+
+
+@pytest.fixture
+def pair(loaded_pair: LocalPair) -> LocalPair:
+    loaded_pair.reset()
+    return loaded_pair
+
+
+@pytest.fixture
+def twins(loaded_twins: LocalPair) -> LocalPair:
+    loaded_twins.reset()
+    return loaded_twins
+
+
+def rejection_session(prompt: list[int], **options: object) -> pb.OpenSession:
+    options = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "body": {"max_draft_tokens": 4}, **options}
+    return open_session(prompt, verify_mode=REJECTION, **options)  # type: ignore[arg-type]
+
+
+def test_sessions_end_after_their_tokens_with_some_accepted_and_some_recovered(pair: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i][:40], seed=i) for i in range(6)}
+    outcomes = pair.run(opens, hold_off_ms=HOLD_MS)
+    assert all(len(outcome.token_ids) == 24 for outcome in outcomes.values())
+    assert all(outcome.finish_reason == pb.FINISH_REASON_LENGTH for outcome in outcomes.values())
+    origins = Counter(origin for outcome in outcomes.values() for origin in outcome.origins)
+    assert origins[pb.ORIGIN_DRAFT] > 10
+    assert origins[pb.ORIGIN_RECOVERED] > 10
+    # Only the last token may come alone: nothing could follow a node.
+    assert all(pb.ORIGIN_DECODE not in outcome.origins[:-1] for outcome in outcomes.values())
+
+
+@pytest.mark.parametrize("top_k", [1, 4, 64])
+def test_a_draft_that_is_the_target_is_accepted_always(top_k: int, twins: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i][:40], seed=i, top_k=top_k) for i in range(4)}
+    outcomes = twins.run(opens, hold_off_ms=HOLD_MS)
+    for outcome in outcomes.values():
+        assert outcome.num_verified > 0
+        assert outcome.num_accepted == outcome.num_verified
+        assert pb.ORIGIN_RECOVERED not in outcome.origins
+
+
+def test_a_truncated_draft_that_is_the_target_is_accepted_mostly(twins: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i][:40], seed=i) for i in range(4)}
+    outcomes = twins.run(opens, hold_off_ms=HOLD_MS)
+    num_verified = sum(outcome.num_verified for outcome in outcomes.values())
+    assert sum(outcome.num_accepted for outcome in outcomes.values()) > 0.8 * num_verified
+
+
+def test_greedy_sessions_give_the_tokens_of_plain_decoding(pair: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i][:40], temperature=0.0) for i in range(4)}
+    plain = {session_id: outcome.token_ids for session_id, outcome in pair.run(opens, use_draft=False).items()}
+    pair.reset()
+    outcomes = pair.run(opens, hold_off_ms=HOLD_MS)
+    assert {session_id: outcome.token_ids for session_id, outcome in outcomes.items()} == plain
+    assert sum(outcome.num_accepted for outcome in outcomes.values()) > 0
+
+
+def test_random_schedules_and_neighbours_in_coupled_mode_leave_sessions_alive(pair: LocalPair) -> None:
+    opens = {str(i): rejection_session(prompts()[i % 4][:40], seed=i) for i in range(4)}
+    opens |= {f"coupled{i}": open_session(prompts()[i][:40], temperature=1.0) for i in range(2)}
+    plain = pair.run({s: body for s, body in opens.items() if s.startswith("coupled")}, use_draft=False)
+    pair.reset()
+    outcomes = pair.run(opens, rng=random.Random(4))
+    assert all(outcome.error is None for outcome in outcomes.values())
+    assert all(outcomes[session_id].token_ids == outcome.token_ids for session_id, outcome in plain.items())
+    assert all(len(outcomes[str(i)].token_ids) == 24 for i in range(4))
+
+
+def bad_proposals(start: int) -> list[tuple[str, bytes]]:
+    """What a target must refuse in rejection mode, and the field that it must name."""
+    good = pb.SparseDistribution(token_ids=[5, 6], probs=[0.5, 0.5])
+    cases: list[tuple[str, pb.Proposal]] = [
+        ("distributions", pb.Proposal(start_position=start, token_ids=[5])),
+        ("parents", pb.Proposal(start_position=start, token_ids=[5, 6], parents=[-1, -1], distributions=[good] * 2)),
+    ]
+    for bad in (
+        pb.SparseDistribution(token_ids=[6], probs=[1.0]),  # its own token is not in it
+        pb.SparseDistribution(token_ids=[5, 6], probs=[1.0]),
+        pb.SparseDistribution(token_ids=[5, 5], probs=[0.5, 0.5]),
+        pb.SparseDistribution(token_ids=[5, 9999], probs=[0.5, 0.5]),
+        pb.SparseDistribution(token_ids=[5, 6], probs=[0.0, 1.0]),
+        pb.SparseDistribution(token_ids=[5, 6], probs=[float("nan"), 1.0]),
+        pb.SparseDistribution(),
+    ):
+        cases.append(
+            (
+                "distributions[1]",
+                pb.Proposal(start_position=start, token_ids=[5, 5], distributions=[good, bad]),
+            )
+        )
+    return [(field, proposal.SerializeToString()) for field, proposal in cases]
+
+
+def test_proposals_without_sound_distributions_are_rejected_in_band_and_the_session_lives(pair: LocalPair) -> None:
+    body = rejection_session(prompts()[0][:40])
+    cases = bad_proposals(40)
+    each = iter([[encoded] for _, encoded in cases])
+    outcome = pair.run({"a": body}, use_draft=False, propose=lambda *_: next(each, []))["a"]
+    assert len(outcome.token_ids) == 24
+    assert outcome.error is None
+    messages = [rejected.status.message for rejected in outcome.rejected]
+    assert len(messages) == len(cases)
+    assert all(f"proposal.{field}:" in message for (field, _), message in zip(cases, messages, strict=True)), messages
+
+
+def test_a_coupled_session_takes_proposals_without_distributions(pair: LocalPair) -> None:
+    body = open_session(prompts()[0][:40], temperature=1.0, max_tokens=8)
+    plain = pair.run({"a": body}, use_draft=False)["a"].token_ids
+    pair.reset()
+    truth = [*body.token_ids, *plain]
+    outcome = pair.run({"a": body}, use_draft=False, propose=lambda _, t: [chain(len(t), truth[len(t) :])])["a"]
+    assert outcome.token_ids == plain
+    assert outcome.num_accepted > 0
+
+
+# --- the distribution
+
+
+def exact_distribution(prompt: list[int], num_tokens: int) -> dict[tuple[int, ...], float]:
+    """Joint probabilities of the first tokens at temperature 1 and top-k, from the logits of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(num_tokens):
+        prefixes = list(joint)
+        with torch.inference_mode():
+            logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes])).logits[:, -1].double()
+        values, ids = logits.topk(TOP_K)
+        probs = values.softmax(-1)
+        joint = {
+            (*prefix, int(ids[row, k])): joint[prefix] * float(probs[row, k])
+            for (row, prefix), k in product(enumerate(prefixes), range(TOP_K))
+        }
+    return joint
+
+
+def chi_square_p_value(counts: Counter[tuple[int, ...]], probabilities: dict[tuple[int, ...], float]) -> float:
+    """Pearson's test, with rare cells (fewer than 5 expected) put together."""
+    total = sum(counts.values())
+    assert set(counts) <= set(probabilities), "a token outside the target's top-k"
+    cells: list[tuple[float, float]] = []
+    rare = [0.0, 0.0]
+    for key, probability in probabilities.items():
+        if total * probability >= 5:
+            cells.append((counts[key], total * probability))
+        else:
+            rare[0] += counts[key]
+            rare[1] += total * probability
+    if rare[1] > 1:
+        cells.append((rare[0], rare[1]))
+    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
+    return float(stats.chi2.sf(statistic, len(cells) - 1))
+
+
+def sampled(pair: LocalPair, prompt: list[int], num_samples: int, mode: pb.VerifyMode.ValueType) -> list[Outcome]:
+    """Short sessions with seeds of their own, many at once."""
+    outcomes: list[Outcome] = []
+    for first in range(0, num_samples, 64):
+        pair.reset()
+        opens = {
+            str(seed): rejection_session(
+                prompt, seed=seed, top_k=TOP_K, max_tokens=NUM_DRAFTED + 1, body={"max_draft_tokens": NUM_DRAFTED}
+            )
+            for seed in range(first, min(first + 64, num_samples))
+        }
+        for body in opens.values():
+            body.verify_mode = mode
+        outcomes += pair.run(opens, draft_turns=NUM_DRAFTED + 3, hold_off_ms=HOLD_MS).values()
+    return outcomes
+
+
+def check_distribution(pair: LocalPair, mode: pb.VerifyMode.ValueType, num_samples: int) -> None:
+    prompt = prompts()[1][:17]
+    outcomes = sampled(pair, prompt, num_samples, mode)
+    origins = Counter(origin for outcome in outcomes for origin in outcome.origins[1:3])
+    assert origins[pb.ORIGIN_DRAFT] > num_samples / 4
+    assert origins[pb.ORIGIN_RECOVERED] > num_samples / 4
+    counts = Counter(tuple(outcome.token_ids[:3]) for outcome in outcomes)
+    assert chi_square_p_value(counts, exact_distribution(prompt, 3)) > FALSE_ALARM_RATE
+
+
+@pytest.mark.parametrize("mode", [REJECTION, pb.VERIFY_MODE_COUPLED])
+def test_first_tokens_follow_the_target_exactly(mode: pb.VerifyMode.ValueType, pair: LocalPair) -> None:
+    check_distribution(pair, mode, 768)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", [REJECTION, pb.VERIFY_MODE_COUPLED])
+def test_first_tokens_follow_the_target_exactly_over_many_seeds(mode: pb.VerifyMode.ValueType, pair: LocalPair) -> None:
+    check_distribution(pair, mode, 20_000)
+
+
+def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) -> None:
+    """The same test fails for samples of a distribution that is off by a tenth."""
+    exact = exact_distribution(prompts()[1][:17], 3)
+    skewed = {key: probability * (1.3 if key[1] % 2 else 0.7) for key, probability in exact.items()}
+    rng = random.Random(1)
+    counts = Counter(rng.choices(list(skewed), list(skewed.values()), k=768))
+    assert chi_square_p_value(counts, exact) < FALSE_ALARM_RATE
+
+
+# --- drafts that are late, lost or verified in part
+
+STOP = 14
+"""A stop token that is likely in second place."""
+
+
+def sampled_until_stop(pair: LocalPair, num_samples: int, credit: int = UNLIMITED, **how: Any) -> list[Outcome]:
+    """Sessions that end at `STOP`, whose target never waits for the draft."""
+    body = {"max_draft_tokens": 4, "credit_position": credit}
+    options = {"top_k": TOP_K, "max_tokens": 8, "stop_token_ids": [STOP], "body": body}
+    outcomes: list[Outcome] = []
+    for first in range(0, num_samples, 64):
+        pair.reset()
+        opens = {str(s): rejection_session(prompts()[1][:17], seed=s, **options) for s in range(first, first + 64)}
+        outcomes += pair.run(opens, hold_off_ms=0.0, **how).values()
+    origins = Counter(origin for outcome in outcomes for origin in outcome.origins[1:])
+    assert all(origins[kind] > num_samples / 20 for kind in (pb.ORIGIN_DECODE, pb.ORIGIN_DRAFT, pb.ORIGIN_RECOVERED))
+    return outcomes
+
+
+def p_value_until_stop(outcomes: list[Outcome]) -> float:
+    """Of the first three tokens, up to `STOP`, being distributed as the target's."""
+
+    def cut(token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        return token_ids[: token_ids.index(STOP) + 1] if STOP in token_ids else token_ids
+
+    exact: defaultdict[tuple[int, ...], float] = defaultdict(float)
+    for token_ids, probability in exact_distribution(prompts()[1][:17], 3).items():
+        exact[cut(token_ids)] += probability
+    return chi_square_p_value(Counter(cut(tuple(outcome.token_ids[:3])) for outcome in outcomes), exact)
+
+
+def test_a_chain_that_stop_tokens_are_in_comes_no_sooner_than_others(pair: LocalPair) -> None:
+    """The target runs one step for every two of the draft, so that most chains come too late. If a draft ended its
+    chain at a stop token, chains with one would be those that arrive, and whether a token is verified would depend on
+    what it is: the stop token came second in 58 % of the outputs, in place of 42 %."""
+    assert p_value_until_stop(sampled_until_stop(pair, 1024, draft_turns=2)) > FALSE_ALARM_RATE
+
+
+def test_chains_that_are_late_lost_repeated_or_verified_in_part_leave_the_distribution(pair: LocalPair) -> None:
+    """All of these may take a chain, or its end, from the target: by the clock, by position, never by its tokens. What
+    is left of a chain whose beginning was decoded plainly, and happens to be right, is verified later."""
+
+    def give_credit(pair: LocalPair) -> None:
+        for session_id in pair.live:
+            position = len(pair.tokens(session_id)) + 3  # two tokens ahead, so that a step verifies one or two
+            pair.send_entry(session_id, credit=pb.Credit(position=position))
+
+    outcomes = sampled_until_stop(pair, 1024, 18, rng=random.Random(3), draft_turns=12, each_turn=give_credit)
+    assert {len(verdict.verified_by_depth) for outcome in outcomes for verdict in outcome.verdicts} == {0, 1, 2}
+    assert p_value_until_stop(outcomes) > FALSE_ALARM_RATE
+
+
+# --- two drafts that offer different chains for one place
+
+
+def drawn_chain(start: int, *draws: tuple[int, dict[int, float]]) -> bytes:
+    """An encoded proposal of tokens with the distributions that they were drawn from."""
+    distributions = [pb.SparseDistribution(token_ids=list(probs), probs=list(probs.values())) for _, probs in draws]
+    return pb.Proposal(
+        start_position=start, token_ids=[token for token, _ in draws], distributions=distributions
+    ).SerializeToString()
+
+
+def test_a_second_drafts_chain_does_not_decide_whether_the_first_ones_is_verified(pair: LocalPair) -> None:
+    """A draft's chain of one is at the target, which waits for more, when another draft takes over and draws another
+    token there. Were both kept, as a tree, the first would be verified only where they agree."""
+    prompt, num_samples, rng = prompts()[1][:17], 1024, random.Random(8)
+    exact = exact_distribution(prompt, 2)
+    likely: defaultdict[int, list[int]] = defaultdict(list)
+    for first_token, second_token in exact:
+        likely[first_token].append(second_token)
+    anything = 5, {5: 1.0}
+    pending: dict[str, list[bytes]] = {}
+
+    def propose(session_id: str, tokens: list[int]) -> list[bytes]:
+        if len(tokens) != len(prompt) + 1:
+            return [drawn_chain(len(tokens), anything, anything)]
+        if session_id not in pending:
+            ids = likely[tokens[-1]]
+            one, other = dict.fromkeys(ids, 1 / 3), dict(zip(ids, (0.8, 0.1, 0.1), strict=True))
+            drawn = rng.choices(ids, list(one.values()))[0], one
+            redrawn = rng.choices(ids, list(other.values()))[0], other
+            chains = [[drawn], [redrawn, anything], [drawn, anything]]
+            pending[session_id] = [drawn_chain(len(tokens), *draws) for draws in chains]
+            return []  # so that the target begins to wait
+        return [pending[session_id].pop(0)] if pending[session_id] else []
+
+    outcomes: list[Outcome] = []
+    for first in range(0, num_samples, 32):
+        pair.reset()
+        opens = {}
+        for seed in range(first, first + 32):  # forks of one prompt: one step decides the first token of all
+            body = {"max_draft_tokens": 2, "fork_from": "" if seed == first else str(first)}
+            opens[str(seed)] = rejection_session(prompt, seed=seed, top_k=TOP_K, max_tokens=4, body=body)
+        outcomes += pair.run(opens, use_draft=False, propose=propose, hold_off_ms=HOLD_MS).values()
+        pending.clear()
+    origins = Counter(outcome.origins[1] for outcome in outcomes)
+    assert set(origins) == {pb.ORIGIN_DRAFT, pb.ORIGIN_RECOVERED}
+    counts = Counter(tuple(outcome.token_ids[:2]) for outcome in outcomes)
+    assert chi_square_p_value(counts, exact) > FALSE_ALARM_RATE
