@@ -13,7 +13,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from specdec import __version__
-from specdec.rpc.bridge.affinity import split_cores
+from specdec.rpc.affinity import split_cores
 from specdec.rpc.bridge.engine_process import EngineProcess
 from specdec.rpc.bridge.stream_relay import StreamRelay
 from specdec.rpc.errors import NotReady
