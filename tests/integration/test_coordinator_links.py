@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.recovery import Recovery
+from coordinator.links.target_link import TargetLink
+from coordinator.recovery import TargetRecovery
 from coordinator.replicas.discovery import Endpoint
 from specdec.v1 import common_pb2 as pb
 from tests.support.services.coordinator_harness import (
@@ -146,14 +146,14 @@ async def test_a_fault_in_what_the_end_of_a_stream_sets_off_does_not_cost_the_re
 ) -> None:
     target = ScriptedTarget()
     faults = [KeyError("a fault")]
-    on_down = Recovery.on_down
+    on_down = TargetRecovery.on_down
 
-    def faulty(recovery: Recovery, link: ReplicaLink, is_fault: bool) -> None:
+    def faulty(recovery: TargetRecovery, link: TargetLink, is_fault: bool) -> None:
         on_down(recovery, link, is_fault)
         if faults:
             raise faults.pop()
 
-    monkeypatch.setattr(Recovery, "on_down", faulty)
+    monkeypatch.setattr(TargetRecovery, "on_down", faulty)
     async with running([target]) as harness:
         target.break_streams()
         link = harness.service.fleet.targets[0]

@@ -102,11 +102,19 @@ async def test_what_is_found_is_reported_again_and_again_even_after_a_fault() ->
 class IdleLink(ReplicaLink):
     """A link whose stream the test opens and ends."""
 
-    role = "target"
-
     def __init__(self, endpoint: Endpoint) -> None:
-        channel = ReplicaChannel(endpoint.address, ClientSettings())
-        super().__init__(endpoint.address, channel, None, None)  # type: ignore[arg-type]
+        nobody: Any = None
+        super().__init__(
+            role="target",
+            address=endpoint.address,
+            channel=ReplicaChannel(endpoint.address, ClientSettings()),
+            settings=nobody,
+            wire=nobody,
+            events=nobody,
+            epoch_of=lambda session: 0,
+            handle=lambda session, result: None,
+            takes_up=True,
+        )
         self.has_stream = False
 
     @property
