@@ -28,8 +28,8 @@ from specdec.store.interface import RequestKey
 from specdec.v1 import coordinator_pb2 as api
 
 Write = Callable[[api.GenerateResponse], Awaitable[None]]
-# What the objective of the alerts counts against the server.
 _FAULTS = (StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.UNAVAILABLE, StatusCode.DATA_LOSS)
+"""What the objective of the alerts counts against the server."""
 _log = structlog.get_logger(__name__)
 
 

@@ -49,7 +49,7 @@ from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
 _DRAIN_RETRY_S = 1.0
-"""Another coordinator takes the request at once; a second keeps its clients from coming all together."""
+"""Time for a client to lose its connection here, so that its next one leads to another coordinator."""
 _SHARED_JOURNAL_INTERVAL_S = 0.05
 """What another coordinator has to compute again: a few steps of a model."""
 _OWN_JOURNAL_INTERVAL_S = 2.0

@@ -182,14 +182,14 @@ class Fleet:
         """A target has lost its prefix cache, as far as anyone can tell."""
         self._router.forget(link.holder)
 
-    async def wait_changed(self, timeout_s: float) -> None:
-        """Wait for any replica's state to change.
-
-        Raises:
-            TimeoutError: none did.
-        """
-        async with asyncio.timeout(timeout_s):
-            await self._next_change()
+    async def wait_changed(self) -> None:
+        """Wait for any replica's state to change."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
 
     def check_instance(self, link: ReplicaLink, instance_id: str) -> None:
         """Whether a replica is another one than those in use, before a stream is opened that would end theirs.
@@ -265,13 +265,5 @@ class Fleet:
 
     async def _usable_targets(self, model: pb.ModelIdentity) -> list[TargetLink]:
         while not (usable := _usable(self._of_model(model))):
-            await self._next_change()
+            await self.wait_changed()
         return usable
-
-    async def _next_change(self) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)

@@ -18,7 +18,7 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
-from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedTarget
+from tests.support.services.scripted_replicas import ScriptedTarget
 
 
 async def test_a_broken_target_stream_is_attached_again_and_nothing_is_computed_twice() -> None:
@@ -58,7 +58,7 @@ async def test_a_stream_that_is_reset_is_opened_again_and_goes_on() -> None:
         link = harness.service.fleet.targets[0]
         link.reset("a test")
         while link.num_streams < 2:
-            await harness.service.fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         target.set_limit(None)
         await finish(call, result)
     assert result.ids() == expected_ids(target, 40)
@@ -112,7 +112,7 @@ async def test_a_replica_that_is_found_under_two_addresses_is_used_once() -> Non
     async with running([target], targets=(target.address, f"localhost:{target.port}")) as harness:
         fleet = harness.service.fleet
         while sorted(str(link.state) for link in fleet.targets) != ["incompatible", "ready"]:
-            await fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         used, unused = sorted(fleet.targets, key=lambda link: not link.is_up)
         call = harness.stub.Generate(request(max_tokens=40))
         result = await read_tokens(call, 10)
@@ -135,7 +135,7 @@ async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_go
         assert harness.metric("replicas", role="target", state="connecting") == 1
         link = harness.service.fleet.targets[1]
         while str(link.state) != "down":
-            await harness.service.fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         assert harness.metric("replicas", role="target", state="down") == 1
         roster.update([Endpoint(target.address)])
         assert harness.metric("replicas", role="target", state="down") == 0
@@ -158,6 +158,6 @@ async def test_a_fault_in_what_the_end_of_a_stream_sets_off_does_not_cost_the_re
         target.break_streams()
         link = harness.service.fleet.targets[0]
         while link.num_streams < 2:
-            await harness.service.fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         assert (await collect(harness.stub.Generate(request()))).ids() == expected_ids(target, 20)
     assert not faults
