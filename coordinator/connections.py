@@ -10,7 +10,7 @@ from coordinator.decode_loop import DecodeLoop
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkSettings
 from coordinator.links.target_link import TargetLink
-from coordinator.recovery import Recovery
+from coordinator.recovery import DraftRecovery, TargetRecovery
 from coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
 from coordinator.replicas.registry_view import RegistryView
 from coordinator.replicas.roster import Roster
@@ -26,15 +26,27 @@ class Connections:
 
     def __init__(
         self,
+        *,
         settings: CoordinatorSettings,
         owner_id: str,
-        recovery: Recovery,
+        targets: TargetRecovery,
+        drafts: DraftRecovery,
         decode_loop: DecodeLoop,
         registry: RegistryView | None,
     ) -> None:
-        """Connect to nothing yet. `recovery` is told what becomes of the links, `decode_loop` what comes over them."""
+        """Connect to nothing yet.
+
+        Args:
+            settings: where replicas are, and how to connect to them.
+            owner_id: this coordinator's name, to the replicas.
+            targets: told what becomes of the targets' links.
+            drafts: told what becomes of the drafts' links.
+            decode_loop: told what comes over them.
+            registry: where more replicas are; None without a shared store.
+        """
         self._settings = settings
-        self._recovery = recovery
+        self._targets = targets
+        self._drafts = drafts
         self._decode_loop = decode_loop
         self._registry = registry
         self._link_settings = LinkSettings(
@@ -50,18 +62,18 @@ class Connections:
 
     def open(self) -> None:
         """Start links to what is configured, and keep looking for more. Raises TlsFilesBroken."""
-        links, recovery, loop = self._link_settings, self._recovery, self._decode_loop
+        links, loop = self._link_settings, self._decode_loop
         files = replica_tls_files(self._settings)
 
         def target(at: Endpoint) -> TargetLink:
-            return TargetLink(at.address, self._channel(at, files), links, recovery, loop)
+            return TargetLink(at.address, self._channel(at, files), links, events=self._targets, verdicts=loop)
 
         def draft(at: Endpoint) -> DraftLink:
-            return DraftLink(at.address, self._channel(at, files), links, recovery, loop)
+            return DraftLink(at.address, self._channel(at, files), links, events=self._drafts, proposals=loop)
 
         self.rosters = {
-            "target": Roster(target, recovery.set_targets, recovery.on_removed),
-            "draft": Roster(draft, recovery.set_drafts, recovery.on_removed),
+            "target": Roster(target, self._targets.set_links, self._targets.on_removed),
+            "draft": Roster(draft, self._drafts.set_links, self._drafts.on_removed),
         }
         self._discover()
 

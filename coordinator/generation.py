@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import structlog
 from grpc import StatusCode
 
 from coordinator.decode_loop import DecodeLoop
+from coordinator.finishing import Finisher
 from coordinator.intake.admission import AdmissionQueue
 from coordinator.intake.planning import Caller, Plan, Planner
 from coordinator.journal import Journal
 from coordinator.observer import Observer
 from coordinator.replay import replay
 from coordinator.replicas.fleet import Fleet
-from coordinator.sessions.client_stream import ClientStream
 from coordinator.sessions.request_trace import RequestTracer
-from coordinator.sessions.session import Request, Session, SessionTable
+from coordinator.sessions.session import Request, Session
+from coordinator.sessions.table import SessionTable
 from coordinator.tenants.quotas import TenantLease, TenantLimits
-from specdec.rpc.errors import (
-    Cancelled,
-    NotReady,
-    Overloaded,
-    RequestExists,
-    SpecdecError,
-    Unavailable,
-)
+from specdec.rpc.errors import NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
 from specdec.store.errors import RequestHeld, TooManyConcurrent
 from specdec.store.interface import RequestKey
 from specdec.v1 import coordinator_pb2 as api
 
 Write = Callable[[api.GenerateResponse], Awaitable[None]]
-# What the objective of the alerts counts against the server.
 _FAULTS = (StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.UNAVAILABLE, StatusCode.DATA_LOSS)
+"""What the objective of the alerts counts against the server."""
 _log = structlog.get_logger(__name__)
 
 
@@ -52,6 +45,7 @@ class Generator:
         admission: AdmissionQueue,
         tenant_limits: TenantLimits,
         decode_loop: DecodeLoop,
+        finisher: Finisher,
         journal: Journal,
         observer: Observer,
         planner: Planner,
@@ -65,6 +59,7 @@ class Generator:
         self._admission = admission
         self._tenant_limits = tenant_limits
         self._decode_loop = decode_loop
+        self._finisher = finisher
         self._journal = journal
         self._observer = observer
         self._planner = planner
@@ -72,8 +67,7 @@ class Generator:
         self._target_timeout_s = target_timeout_s
         self._tracer = tracer
         self.is_draining = False
-        journal.on_taken_over = self._take_over
-        journal.on_aborted = self._abort
+        """New requests are refused."""
 
     async def run(self, body: api.GenerateRequest, caller: Caller, write: Write) -> None:
         """Serve a call.
@@ -81,14 +75,16 @@ class Generator:
         Raises:
             SpecdecError: the request is bad, cannot be admitted, or failed on the way.
         """
-        arrived_s = time.monotonic()
         code, reason, message = StatusCode.INTERNAL, "INTERNAL", "see internal_error"
-        request = Request(RequestKey(caller.tenant, body.request_id), uuid.uuid4().hex[:16], ClientStream(), arrived_s)
-        request.trace = self._tracer.begin(body, caller.tenant, caller.trace_headers)
+        trace = self._tracer.begin(body, caller.tenant, caller.trace_headers)
         # For all that is logged in the call's task, which ends with the call.
-        structlog.contextvars.bind_contextvars(**request.trace.log_fields)
+        structlog.contextvars.bind_contextvars(**trace.log_fields)
+        plan: Plan | None = None
         try:
-            await self._run(body, caller, request, write)
+            self._check_draining()
+            plan = await self._planner.plan(body, caller, trace)
+            self._check_draining()  # nobody would wait for it any more
+            await self._run(plan, write)
             code, reason, message = StatusCode.OK, "", ""
         except SpecdecError as error:
             code, reason, message = error.code, error.reason, error.message
@@ -97,21 +93,26 @@ class Generator:
             code, reason, message = StatusCode.CANCELLED, "", ""
             raise
         finally:
-            self._decode_loop.drop(request, "cancelled" if code is StatusCode.CANCELLED else "failed")
-            self._observer.request_ended(request, code.name, time.monotonic())
-            request.trace.end(request, code, reason)
+            request = None if plan is None else plan.request
+            if request is not None:
+                self._finisher.drop(request, "cancelled" if code is StatusCode.CANCELLED else "failed")
+            has_started = request is not None and bool(request.sessions)
+            duration_s = time.monotonic() - caller.arrived_s
+            self._observer.request_ended(code.name, duration_s if has_started else None)
+            trace.end(code, reason, None if request is None else request.result())
             # What clients did, and want of capacity, are for metrics: under overload they would fill the log.
             log = _log.warning if code in _FAULTS else _log.debug
             log(
                 "request_failed" if code in _FAULTS else "request_ended",
-                request_id=request.key[1],
+                request_id=body.request_id if request is None else request.key.request_id,
                 tenant=caller.tenant,
                 code=code.name,
                 reason=reason,
                 error=message,
-                duration_s=round(time.monotonic() - arrived_s, 3),
+                duration_s=round(duration_s, 3),
             )
-            await self._journal.end(request)
+            if request is not None:
+                await self._journal.end(request)
 
     async def abort(self, tenant: str, request_id: str) -> bool:
         """End a running or waiting request, here or at any coordinator that shares the store; whether there was one."""
@@ -119,33 +120,27 @@ class Generator:
         request = self._sessions.find_request(key)
         if request is None:
             return await self._journal.abort(key)
-        self._abort(request)
+        self._finisher.abort(request)
         return True
 
-    def _abort(self, request: Request) -> None:
-        request.is_aborted = True
-        request.end_wait()
-        self._decode_loop.abort(request)
-
-    async def _run(self, body: api.GenerateRequest, caller: Caller, request: Request, write: Write) -> None:
-        self._check_draining()
-        plan = await self._planner.plan(body, request, caller)
-        self._check_draining()  # nobody would wait for it any more
+    async def _run(self, plan: Plan, write: Write) -> None:
+        request = plan.request
         self._register(request, plan.is_resume)
-        structlog.contextvars.bind_contextvars(request_id=request.key[1])
+        structlog.contextvars.bind_contextvars(request_id=request.key.request_id)
         try:
-            limits_of_tenant = self._tenant_limits.lease(*request.key, caller.allowance, len(plan.prompt))
-            async with limits_of_tenant as lease, self._journalled(request, plan, caller), self._admitted(request):
+            async with self._leased(plan) as lease, self._journalled(plan), self._admitted(request):
                 if request.is_aborted:
-                    await self._write_aborted(request, plan, write)
+                    await self._write_aborted(plan, write)
                     return
                 lease.begin()
                 try:
-                    await self._start(request, plan)
+                    await self._start(plan)
                     await self._stream(request, write, lease)
                 except Unavailable as error:
                     error.attached.append(
-                        api.ResumeInfo(request_id=request.key[1], seed=plan.seed, resume_token=plan.resume_token)
+                        api.ResumeInfo(
+                            request_id=request.key.request_id, seed=plan.seed, resume_token=plan.resume_token
+                        )
                     )
                     raise
         finally:
@@ -159,20 +154,18 @@ class Generator:
         live = self._sessions.find_request(request.key)
         if live is not None:
             if not is_resume:
-                raise RequestExists(f"a request with request_id {request.key[1]!r} is running")
-            self._take_over(live)
+                raise RequestExists(f"a request with request_id {request.key.request_id!r} is running")
+            self._finisher.take_over(live)
         self._sessions.add_request(request)
 
-    def _take_over(self, request: Request) -> None:
-        """Another stream, here or at another coordinator, goes on with the request."""
-        request.end_wait()
-        error = Cancelled("the request was taken over by another stream", reason="TAKEN_OVER")
-        self._decode_loop.fail(request, error)
+    def _leased(self, plan: Plan) -> AbstractAsyncContextManager[TenantLease]:
+        """Hold one of the tenant's places here, and take the prompt's tokens."""
+        return self._tenant_limits.lease(*plan.request.key, plan.allowance, len(plan.prompt))
 
     @asynccontextmanager
-    async def _journalled(self, request: Request, plan: Plan, caller: Caller) -> AsyncIterator[None]:
+    async def _journalled(self, plan: Plan) -> AsyncIterator[None]:
         """Make the request this coordinator's, among all of them; `run` ends it."""
-        most = caller.allowance.max_concurrent_requests
+        request, most = plan.request, plan.allowance.max_concurrent_requests
         try:
             await self._journal.begin(
                 request,
@@ -183,7 +176,7 @@ class Generator:
                 take_over=plan.is_resume,
             )
         except RequestHeld:
-            raise RequestExists(f"a request with request_id {request.key[1]!r} is running") from None
+            raise RequestExists(f"a request with request_id {request.key.request_id!r} is running") from None
         except TooManyConcurrent as error:
             raise self._tenant_limits.refusal(error.num_running, most) from None
         if request.stream.is_closed:  # taken over meanwhile: raises why
@@ -221,19 +214,18 @@ class Generator:
             if release is not None:
                 release()
 
-    async def _start(self, request: Request, plan: Plan) -> None:
+    async def _start(self, plan: Plan) -> None:
         """First chunk, what is replayed, and the sessions that are still to decode."""
-        admitted_s = time.monotonic()
+        request, admitted_s = plan.request, time.monotonic()
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
-        request.stream.push(self._started(request, plan))
-        request.sessions = [self._session(request, plan, choice) for choice in range(plan.sampling.n)]
-        request.num_unfinished = len(request.sessions)
+        request.stream.push(self._started(plan))
+        request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
         unfinished = []
         for session, held in zip(request.sessions, plan.held, strict=True):
             session.tally.admission_s = admitted_s - request.arrived_s
-            if not replay(self._decode_loop, session, held, plan.max_model_len):
+            if not replay(self._finisher, session, held, plan.max_model_len):
                 unfinished.append(session)
-            self._journal.append(session, held.origins[: session.position - session.num_prompt_tokens])
+            self._journal.append(session, held.origins[: session.num_output_tokens])
         if not unfinished:
             return
         request.waiting = opening = asyncio.create_task(self._open(request, unfinished))
@@ -245,7 +237,7 @@ class Generator:
         finally:
             request.waiting = None
 
-    async def _open(self, request: Request, sessions: list[Session]) -> None:
+    async def _open(self, request: Request, sessions: Sequence[Session]) -> None:
         first = sessions[0]
         target = await self._fleet.pick_target(
             request.model, first.token_ids, request.cache_salt, self._target_timeout_s
@@ -267,8 +259,8 @@ class Generator:
                     lease.charge(num_tokens)
                 self._decode_loop.on_written(request.sessions[chunk.delta.index], num_tokens)
 
-    def _session(self, request: Request, plan: Plan, choice: int) -> Session:
-        sampling, served = plan.sampling, plan.served
+    def _session(self, plan: Plan, choice: int) -> Session:
+        request, sampling, served = plan.request, plan.sampling, plan.served
         token_sampling = sampling.for_choice(choice, plan.seed, plan.max_tokens)
         return Session(
             session_id=f"{self._owner_id}/{request.uid}/{choice}",
@@ -286,9 +278,9 @@ class Generator:
             num_prompt_logprobs=sampling.prompt_logprobs if choice == 0 and not plan.held[0].token_ids else None,
         )
 
-    def _started(self, request: Request, plan: Plan) -> api.GenerateResponse:
+    def _started(self, plan: Plan) -> api.GenerateResponse:
         started = api.GenerateStarted(
-            request_id=request.key[1],
+            request_id=plan.request.key.request_id,
             seed=plan.seed,
             model=plan.served.identity,
             resume_token=plan.resume_token,
@@ -297,10 +289,10 @@ class Generator:
         )
         return api.GenerateResponse(started=started)
 
-    async def _write_aborted(self, request: Request, plan: Plan, write: Write) -> None:
+    async def _write_aborted(self, plan: Plan, write: Write) -> None:
         """An abort while waiting: the stream has its first and its last chunks, and nothing between."""
-        request.stream.push(self._started(request, plan))
-        request.sessions = [self._session(request, plan, choice) for choice in range(plan.sampling.n)]
-        request.num_unfinished = len(request.sessions)
-        self._decode_loop.abort(request)
+        request = plan.request
+        request.stream.push(self._started(plan))
+        request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
+        self._finisher.abort(request)
         await self._stream(request, write)

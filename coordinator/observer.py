@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from prometheus_client import Counter
 
-from coordinator.intake.admission import AdmissionQueue
 from coordinator.links.link_events import LinkState
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions.session import Request, Session
@@ -17,6 +17,16 @@ from specdec.v1 import common_pb2 as pb
 
 _JOURNAL_OPERATIONS = frozenset({"begin", "append", "renew", "end", "load", "abort"})
 _ROLES = ("target", "draft")
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    """Of one session; on the monotonic clock."""
+
+    committed_s: float | None = None
+    """When the draft was told of a commit that no proposal has followed yet."""
+    relayed_s: float | None = None
+    """When the first proposal since the last verdict was relayed."""
 
 
 class Observer:
@@ -33,18 +43,17 @@ class Observer:
         self._proposed = _Depths(metrics.proposed_tokens)
         self._accepted = _Depths(metrics.accepted_tokens)
         self._links: Sequence[ReplicaLink] = ()
+        self._stopwatches: dict[str, _Stopwatch] = {}
+        """Of live sessions that have a draft, by session id."""
 
-    def tokens(
-        self, session: Session, origins: Sequence[pb.Origin.ValueType], now_s: float, previous_s: float | None
-    ) -> None:
-        """Tokens are about to go out."""
+    def first_token(self, request: Request, now_s: float) -> None:
+        """A request has output."""
+        self.metrics.ttft_seconds.observe(now_s - request.arrived_s)
+
+    def tokens(self, origins: Sequence[pb.Origin.ValueType], now_s: float, previous_s: float | None) -> None:
+        """Tokens of a choice are about to go out, at `now_s`; the ones before went at `previous_s`."""
         for origin in origins:
             self._turn.inc(self._tokens.get(origin) or self.metrics.tokens.labels("unspecified"))
-        request = session.request
-        if not request.has_output:
-            request.has_output = True
-            request.trace.first_token()
-            self.metrics.ttft_seconds.observe(now_s - request.arrived_s)
         if previous_s is not None:
             interval_s = (now_s - previous_s) / len(origins)
             for _ in origins:
@@ -53,18 +62,20 @@ class Observer:
     def verdict(self, session: Session, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
         """A target step reported."""
         metrics, turn = self.metrics, self._turn
+        stopwatch = self._stopwatches.get(session.session_id)
         verified = verdict.verified_by_depth
         if verified:
             turn.inc(self._verify)
             self._proposed.add(sum(num > 0 for num in verified), turn)
             self._accepted.add(min(verdict.num_accepted, num_kept), turn)
-            if session.relayed_s is not None:
-                metrics.verify_latency_seconds.observe(now_s - session.relayed_s)
+            if stopwatch is not None and stopwatch.relayed_s is not None:
+                metrics.verify_latency_seconds.observe(now_s - stopwatch.relayed_s)
         else:
             turn.inc(self._prefill if is_first else self._plain)
         if is_first:
             self._count_sessions()
-        session.relayed_s = None
+        if stopwatch is not None:
+            stopwatch.relayed_s = None
         if verdict.hit:
             turn.inc(metrics.hits)
         if verdict.num_wasted:
@@ -74,21 +85,50 @@ class Observer:
 
     def proposal(self, session: Session, now_s: float) -> None:
         """A draft proposed."""
-        if session.committed_s is not None:
-            self.metrics.draft_latency_seconds.observe(now_s - session.committed_s)
-            session.committed_s = None
-        if session.relayed_s is None:
-            session.relayed_s = now_s
+        stopwatch = self._stopwatch(session)
+        if stopwatch.committed_s is not None:
+            self.metrics.draft_latency_seconds.observe(now_s - stopwatch.committed_s)
+            stopwatch.committed_s = None
+        if stopwatch.relayed_s is None:
+            stopwatch.relayed_s = now_s
+
+    def committed(self, session: Session, now_s: float) -> None:
+        """A draft was told which tokens are final."""
+        stopwatch = self._stopwatch(session)
+        if stopwatch.committed_s is None:
+            stopwatch.committed_s = now_s
+
+    def draft_dropped(self, session: Session, cause: str) -> None:
+        """A session goes on without its draft, for a while or for good."""
+        self.metrics.draft_fallbacks.labels(cause).inc()
+        if (stopwatch := self._stopwatches.get(session.session_id)) is not None:
+            stopwatch.committed_s = None
+
+    def session_reopened(self, role: str) -> None:
+        """A session is opened again at a replica, the same or another one."""
+        self.metrics.session_reopens.labels(role).inc()
+
+    def stream_reconnected(self, role: str) -> None:
+        """A stream to a replica is up again."""
+        self.metrics.stream_reconnects.labels(role).inc()
+
+    def mismatch(self) -> None:
+        """A verdict did not continue what was delivered."""
+        self.metrics.mismatches.inc()
 
     def session_ended(self, session: Session) -> None:
         """A choice ended, in whatever way."""
+        self._stopwatches.pop(session.session_id, None)
         self.metrics.outside_seconds.observe(session.tally.to_proto().outside_ms / 1e3)
 
-    def request_ended(self, request: Request, outcome: str, now_s: float) -> None:
-        """A stream ended; the outcome is a gRPC code's name."""
+    def request_ended(self, outcome: str, duration_s: float | None) -> None:
+        """A stream ended; the outcome is a gRPC code's name.
+
+        `duration_s` is None for a request that was refused: it took no time, and would hide how long the others took.
+        """
         self.metrics.requests.labels(outcome).inc()
-        if request.sessions:  # one that was refused took no time, and would hide how long the others took
-            self.metrics.e2e_seconds.observe(now_s - request.arrived_s)
+        if duration_s is not None:
+            self.metrics.e2e_seconds.observe(duration_s)
         self._count_sessions()
 
     def replicas(self, links: Sequence[ReplicaLink]) -> None:
@@ -100,10 +140,10 @@ class Observer:
         self._links = links
         self._count_sessions()
 
-    def admission(self, queue: AdmissionQueue) -> None:
+    def admission(self, num_running: int, num_waiting: int) -> None:
         """Another number of requests runs or waits."""
-        self.metrics.running.set(queue.num_running)
-        self.metrics.queue_length.set(queue.num_waiting)
+        self.metrics.running.set(num_running)
+        self.metrics.queue_length.set(num_waiting)
 
     def of_store(self, is_shared: bool) -> tuple[OperationObserver | None, StateObserver | None]:
         """Who is told what the store does. One in this process never fails, and its times tell nothing."""
@@ -124,6 +164,9 @@ class Observer:
     def store_changed(self, is_up: bool) -> None:
         """The shared store went down or came back."""
         self.metrics.store_up.set(is_up)
+
+    def _stopwatch(self, session: Session) -> _Stopwatch:
+        return self._stopwatches.setdefault(session.session_id, _Stopwatch())
 
     def _count_sessions(self) -> None:
         for role in _ROLES:

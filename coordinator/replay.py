@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.decode_loop import DecodeLoop, add_tokens
+from coordinator.finishing import Finisher
 from coordinator.intake.resume import HeldChoice
+from coordinator.sessions.client_stream import add_tokens
 from coordinator.sessions.session import Session
 from coordinator.text.choice_output import EndRules
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import common_pb2 as pb
 
 
-def replay(decode_loop: DecodeLoop, session: Session, held: HeldChoice, max_model_len: int) -> bool:
+def replay(finisher: Finisher, session: Session, held: HeldChoice, max_model_len: int) -> bool:
     """Run held tokens through detokeniser and stop check, and stream what the client lacks.
 
     Returns:
@@ -45,7 +46,7 @@ def replay(decode_loop: DecodeLoop, session: Session, held: HeldChoice, max_mode
         delta.text += rest
         add_tokens(delta, session.detokenizers, token_ids, _origins(held.origins[new]))
     if step.finish is not None:
-        decode_loop.end(session, step.finish)
+        finisher.finish(session, step.finish)
     return step.finish is not None
 
 

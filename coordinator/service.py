@@ -14,13 +14,14 @@ from prometheus_client import CollectorRegistry
 
 from coordinator.connections import Connections
 from coordinator.decode_loop import DecodeLoop
+from coordinator.finishing import Finisher
 from coordinator.generation import Generator
 from coordinator.intake.admission import AdmissionQueue
 from coordinator.intake.planning import Planner
 from coordinator.intake.validation import Limits
 from coordinator.journal import Journal, JournalSettings
 from coordinator.observer import Observer
-from coordinator.recovery import Recovery, RecoverySettings
+from coordinator.recovery import DraftRecovery, TargetRecovery
 from coordinator.replicas.fleet import Fleet
 from coordinator.replicas.outliers import EjectionSettings
 from coordinator.replicas.prefix_map import SharedPrefixes
@@ -28,12 +29,13 @@ from coordinator.replicas.registry_view import RegistryView
 from coordinator.replicas.router import PrefixRouter
 from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
 from coordinator.sessions.request_trace import RequestTracer
-from coordinator.sessions.session import SessionTable
+from coordinator.sessions.table import SessionTable
 from coordinator.tasks import end_tasks
 from coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFileInvalid
 from coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from coordinator.tenants.shared_quotas import SharedQuotas
 from specdec import __version__
+from specdec.backoff import Backoff
 from specdec.config import CoordinatorSettings
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import run_service
@@ -47,9 +49,11 @@ from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
 _DRAIN_RETRY_S = 1.0
+"""Time for a client to lose its connection here, so that its next one leads to another coordinator."""
 _SHARED_JOURNAL_INTERVAL_S = 0.05
-# A store in this process is lost with it, and the end of a request writes what is left: nothing is in a hurry.
+"""What another coordinator has to compute again: a few steps of a model."""
 _OWN_JOURNAL_INTERVAL_S = 2.0
+"""A store in this process is lost with it, and the end of a request writes what is left: nothing is in a hurry."""
 _log = structlog.get_logger(__name__)
 
 
@@ -60,49 +64,71 @@ class CoordinatorService:
     grpc_names: Sequence[str] = (SERVICE_NAME,)
 
     def __init__(self, settings: CoordinatorSettings, registry: CollectorRegistry) -> None:
+        """Build all parts, from those that need no other on; nothing is started. Raises TlsFilesBroken."""
         self._settings = settings
         self._tasks: list[asyncio.Task[None]] = []
-        self._observer = Observer(CoordinatorMetrics(registry))
-        is_shared = settings.redis_url is not None
-        self.store = open_store(settings, *self._observer.of_store(is_shared))
-        self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
-        self._sessions = SessionTable()
-        self._admission = AdmissionQueue(settings.max_running, settings.max_waiting, settings.queue_timeout_s)
-        self._admission.on_change = lambda: self._observer.admission(self._admission)
         self._owner_id = settings.owner_id or f"{socket.gethostname()}-{secrets.token_hex(4)}"
-        self._journal = Journal(
-            self.store,
-            self._owner_id,
-            JournalSettings(
-                settings.journal_lease_s,
-                settings.journal_keep_s,
-                interval_s=_SHARED_JOURNAL_INTERVAL_S if is_shared else _OWN_JOURNAL_INTERVAL_S,
-            ),
-            self._observer.metrics.unjournalled.set,
-        )
-        self._shared_quotas = SharedQuotas(self.store) if is_shared else None
-        ejection = EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
+        self._observer = observer = Observer(CoordinatorMetrics(registry))
+        self._tracing = Tracing(settings, self.name, settings.trace_sample_ratio)
+        is_shared = settings.redis_url is not None
+        self.store = open_store(settings, *observer.of_store(is_shared))
         self.registry_view = RegistryView(self.store) if is_shared else None
-        self._shared_prefixes = SharedPrefixes(self.store, settings.prefix_ttl_s) if is_shared else None
         self.announcer = self._build_announcer() if is_shared else None
         """Registers this process; None without redis_url."""
-        self.fleet = Fleet(PrefixRouter(shared=self._shared_prefixes), settings.tokenizer, ejection)
-        self.decode_loop = DecodeLoop(self._sessions, self._journal, self._observer, settings.credit_window_tokens)
-        self.connections = Connections(
-            settings, self._owner_id, self._build_recovery(), self.decode_loop, self.registry_view
-        )
+        self._shared_prefixes = SharedPrefixes(self.store, settings.prefix_ttl_s) if is_shared else None
+        self._shared_quotas = SharedQuotas(self.store) if is_shared else None
         self._api_keys = None if settings.api_keys_file is None else ApiKeys(settings.api_keys_file)
+
+        self._sessions = SessionTable()
+        self._finisher = Finisher(self._sessions, observer)
+        self._journal = self._build_journal(is_shared)
+        self.fleet = Fleet(PrefixRouter(shared=self._shared_prefixes), settings.tokenizer, self._ejection())
+        drafts = DraftRecovery(
+            sessions=self._sessions,
+            fleet=self.fleet,
+            finisher=self._finisher,
+            observer=observer,
+            reopen_s=settings.draft_reopen_s,
+        )
+        targets = TargetRecovery(
+            drafts=drafts,
+            fleet=self.fleet,
+            finisher=self._finisher,
+            observer=observer,
+            timeout_s=settings.target_timeout_s,
+            backoff=Backoff(settings.reconnect_backoff_min_s, settings.reconnect_backoff_max_s),
+        )
+        self._decode_loop = DecodeLoop(
+            sessions=self._sessions,
+            journal=self._journal,
+            observer=observer,
+            finisher=self._finisher,
+            credit_window_tokens=settings.credit_window_tokens,
+            on_desync=targets.on_desync,
+            on_bad_draft=drafts.on_bad_draft,
+        )
+        self.connections = Connections(
+            settings=settings,
+            owner_id=self._owner_id,
+            targets=targets,
+            drafts=drafts,
+            decode_loop=self._decode_loop,
+            registry=self.registry_view,
+        )
+        self._admission = AdmissionQueue(
+            settings.max_running, settings.max_waiting, settings.queue_timeout_s, observer.admission
+        )
         self._generator = self._build_generator()
         self._servicer = CoordinatorServicer(
-            self._generator,
-            self.fleet,
-            self._admission,
-            self.limits,
-            _MODES[settings.verify_mode],
-            Authenticator(self._api_keys, self._default_allowance()),
-            self._owner_id,
-            self.degraded,
-            self.registry_view,
+            generator=self._generator,
+            fleet=self.fleet,
+            admission=self._admission,
+            limits_of=self.limits,
+            default_mode=_MODES[settings.verify_mode],
+            authenticator=Authenticator(self._api_keys, self._default_allowance()),
+            owner_id=self._owner_id,
+            degraded=self.degraded,
+            registry=self.registry_view,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -135,7 +161,7 @@ class CoordinatorService:
             await self._sessions.wait_ended(ends_s - time.monotonic())
         for request in self._sessions.requests:
             error = NotReady("the coordinator is shutting down", retry_after_s=_DRAIN_RETRY_S, reason="DRAINING")
-            self.decode_loop.fail(request, error)
+            self._finisher.fail(request, error)
             request.end_wait()
         await asyncio.sleep(0)
 
@@ -191,15 +217,24 @@ class CoordinatorService:
         if self._settings.tls_cert_file is None:
             _log.warning("api_keys_without_tls", note="keys can be read by anyone on the way")
 
-    def _build_recovery(self) -> Recovery:
+    def _ejection(self) -> EjectionSettings:
         settings = self._settings
-        patience = RecoverySettings(
-            target_timeout_s=settings.target_timeout_s,
-            draft_reopen_s=settings.draft_reopen_s,
-            backoff_min_s=settings.reconnect_backoff_min_s,
-            backoff_max_s=settings.reconnect_backoff_max_s,
+        return EjectionSettings(settings.ejection_failures, settings.ejection_s, settings.ejection_max_s)
+
+    def _build_journal(self, is_shared: bool) -> Journal:
+        settings = JournalSettings(
+            lease_s=self._settings.journal_lease_s,
+            keep_s=self._settings.journal_keep_s,
+            interval_s=_SHARED_JOURNAL_INTERVAL_S if is_shared else _OWN_JOURNAL_INTERVAL_S,
         )
-        return Recovery(patience, self._sessions, self.fleet, self.decode_loop, self._observer)
+        return Journal(
+            self.store,
+            self._owner_id,
+            settings,
+            on_unjournalled=self._observer.metrics.unjournalled.set,
+            on_taken_over=self._finisher.take_over,
+            on_aborted=self._finisher.abort,
+        )
 
     def _build_announcer(self) -> Announcer:
         return Announcer(self.store, self._settings.registry_ttl_s, self.name, self._owner_id, self._describe)
@@ -216,7 +251,13 @@ class CoordinatorService:
     def _build_planner(self) -> Planner:
         secret = self._settings.resume_secret
         key = secret.get_secret_value().encode() if secret is not None else secrets.token_bytes(32)
-        return Planner(self.fleet, self._journal, self.limits, _MODES[self._settings.verify_mode], key)
+        return Planner(
+            fleet=self.fleet,
+            journal=self._journal,
+            limits_of=self.limits,
+            default_mode=_MODES[self._settings.verify_mode],
+            resume_secret=key,
+        )
 
     def _build_generator(self) -> Generator:
         settings = self._settings
@@ -227,7 +268,8 @@ class CoordinatorService:
             sessions=self._sessions,
             admission=self._admission,
             tenant_limits=TenantLimits(self._shared_quotas or TokenQuotas(), lambda cause: rejects.labels(cause).inc()),
-            decode_loop=self.decode_loop,
+            decode_loop=self._decode_loop,
+            finisher=self._finisher,
             journal=self._journal,
             observer=self._observer,
             planner=self._build_planner(),

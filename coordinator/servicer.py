@@ -17,13 +17,13 @@ from coordinator.intake.planning import Caller
 from coordinator.intake.prompt import PromptReader
 from coordinator.intake.utf8 import find_invalid_utf8
 from coordinator.intake.validation import Limits, check_detokenized
-from coordinator.replicas.fleet import Fleet, ServedModel
+from coordinator.replicas.fleet import Fleet
 from coordinator.replicas.registry_view import RegistryView
 from coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
 from coordinator.tenants.quotas import Allowance
 from coordinator.text.tokenizer import TextTokenizer
 from specdec import __version__
-from specdec.rpc.errors import InvalidRequest, ModelNotFound
+from specdec.rpc.errors import InvalidRequest
 from specdec.telemetry.tracing import TRACE_HEADERS
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -32,6 +32,7 @@ SERVICE_NAME = "specdec.v1.CoordinatorService"
 TENANT_KEY = "specdec-tenant"
 """Request metadata: whose ids and prefix cache are used."""
 _MAX_TENANT_CHARS = 128
+"""As many as the file of API keys allows: it is part of keys in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class CoordinatorServicer:
 
     def __init__(
         self,
+        *,
         generator: Generator,
         fleet: Fleet,
         admission: AdmissionQueue,
@@ -55,8 +57,21 @@ class CoordinatorServicer:
         authenticator: Authenticator,
         owner_id: str,
         degraded: Callable[[], list[str]],
-        registry: RegistryView | None = None,
+        registry: RegistryView | None,
     ) -> None:
+        """Answer nothing yet.
+
+        Args:
+            generator: runs Generate calls.
+            fleet: knows what is served, and by whom.
+            admission: knows how many requests run and wait.
+            limits_of: what clients may ask of a model here.
+            default_mode: how to verify when a request does not say.
+            authenticator: knows who calls.
+            owner_id: this coordinator's name.
+            degraded: what works less well than it should, for people.
+            registry: who else has registered; None without a shared store.
+        """
         self._generator = generator
         self._fleet = fleet
         self._admission = admission
@@ -86,7 +101,8 @@ class CoordinatorServicer:
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
         tenant, allowance = self._identify(context)
         trace_headers = {name: values[0] for name in TRACE_HEADERS if (values := _metadata(context, name))}
-        await self._generator.run(request, Caller(tenant, deadline_s, allowance, trace_headers), context.write)
+        caller = Caller(tenant, deadline_s, allowance, trace_headers)
+        await self._generator.run(request, caller, context.write)
 
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
         """Ends a running request."""
@@ -97,7 +113,7 @@ class CoordinatorServicer:
         self, request: api.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.TokenizeResponse:
         """Text or chat messages to token ids."""
-        served = self._served(request.model)
+        served = self._fleet.require_served(request.model)
         reader = PromptReader(served.tokenizer, self._limits_of(served.identity))
         add_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         match request.WhichOneof("input"):
@@ -113,7 +129,7 @@ class CoordinatorServicer:
         self, request: api.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.DetokenizeResponse:
         """Token ids to text."""
-        served = self._served(request.model)
+        served = self._fleet.require_served(request.model)
         check_detokenized(request.token_ids, self._limits_of(served.identity))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         return api.DetokenizeResponse(
@@ -199,12 +215,6 @@ class CoordinatorServicer:
     def _identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, Allowance]:
         """The caller's tenant and allowance. Raises Unauthenticated or PermissionDenied."""
         return self._authenticator.identify(_metadata(context, AUTHORIZATION_KEY), _tenant(context))
-
-    def _served(self, model: str) -> ServedModel:
-        served = self._fleet.require_served()
-        if model and model != served.identity.name:
-            raise ModelNotFound(f"model {model!r} is not served here, {served.identity.name!r} is")
-        return served
 
 
 def _tokenized(tokenizer: TextTokenizer, token_ids: list[int]) -> api.TokenizeResponse:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 _RETRY_S = 1.0
+"""How much longer an end takes when a cancellation was lost; one that was not is heard within a turn."""
 
 
 async def end_tasks(tasks: Iterable[asyncio.Task[None]]) -> None:

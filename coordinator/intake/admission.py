@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 from specdec.rpc.errors import Overloaded
 
 _LEAST_RETRY_S = 0.1
+"""Asking more often would cost more than it gains."""
 _MOST_RETRY_S = 30.0
+"""The estimate is a mean; a client that waits longer by its word may miss many places."""
+_FIRST_GUESS_S = 1.0
+"""How long a place is held, before any was given back."""
 _SMOOTHING = 0.1
+"""The mean is over about the last ten places given back."""
 
 
 @dataclass(order=True, slots=True)
@@ -29,21 +34,26 @@ class _Waiter:
 class AdmissionQueue:
     """A bounded priority queue in front of a bounded number of places.
 
-    Lower priorities first, then first come, first served. When the queue is full, a newcomer takes the place
-    of the last in line if it goes before it; otherwise it is refused. Costs O(log waiting), and O(waiting)
-    when full.
+    Lower priorities first, then first come, first served. When the queue is full, a newcomer takes the place of the
+    last in line if it goes before it; otherwise it is refused. Costs O(log waiting), and O(waiting) when full.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, queue_timeout_s: float | None) -> None:
+    def __init__(
+        self,
+        max_running: int,
+        max_waiting: int,
+        queue_timeout_s: float | None,
+        on_change: Callable[[int, int], None] = lambda num_running, num_waiting: None,
+    ) -> None:
+        """`on_change` is called with how many requests run and wait whenever that has changed."""
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.num_running = 0
         self._queue_timeout_s = queue_timeout_s
         self._waiters: list[_Waiter] = []
         self._num_arrived = 0
-        self._mean_held_s = 1.0
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when another number of requests runs or waits."""
+        self._mean_held_s = _FIRST_GUESS_S
+        self._on_change = on_change
 
     @property
     def num_waiting(self) -> int:
@@ -60,7 +70,7 @@ class AdmissionQueue:
             await self._wait(priority)
         else:
             self.num_running += 1
-            self.on_change()
+            self._changed()
         return self._releaser()
 
     def retry_after_s(self) -> float:
@@ -73,7 +83,7 @@ class AdmissionQueue:
         waiter = _Waiter(priority, self._num_arrived, asyncio.get_running_loop().create_future())
         self._make_room(waiter)
         heapq.heappush(self._waiters, waiter)
-        self.on_change()
+        self._changed()
         try:
             async with asyncio.timeout(self._queue_timeout_s):
                 await waiter.admitted
@@ -109,7 +119,7 @@ class AdmissionQueue:
         if waiter in self._waiters:
             self._waiters = [w for w in self._waiters if w is not waiter]
             heapq.heapify(self._waiters)
-            self.on_change()
+            self._changed()
 
     def _releaser(self) -> Callable[[], None]:
         started_s = time.monotonic()
@@ -129,7 +139,10 @@ class AdmissionQueue:
             waiter = heapq.heappop(self._waiters)
             if not waiter.admitted.done():
                 waiter.admitted.set_result(None)
-                self.on_change()
+                self._changed()
                 return
         self.num_running -= 1
-        self.on_change()
+        self._changed()
+
+    def _changed(self) -> None:
+        self._on_change(self.num_running, self.num_waiting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,12 +28,17 @@ from coordinator.intake.validation import (
 )
 from coordinator.journal import Journal
 from coordinator.replicas.fleet import Fleet, ServedModel
+from coordinator.sessions.client_stream import ClientStream
+from coordinator.sessions.request_trace import RequestTrace
 from coordinator.sessions.session import Request
 from coordinator.tenants.quotas import Allowance
-from specdec.rpc.errors import InvalidRequest, ModelNotFound
+from specdec.rpc.errors import InvalidRequest
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+
+_UID_DIGITS = 16
+"""Some 60 random bits: no two requests of a coordinator's life are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class Caller:
     allowance: Allowance = field(default_factory=Allowance)
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     """W3C Trace Context, if the caller sent one."""
+    arrived_s: float = field(default_factory=time.monotonic)
+    """When the call came, on the monotonic clock."""
 
     @property
     def cache_salt(self) -> bytes:
@@ -54,19 +62,27 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A checked request."""
+    """A checked request, and all that is needed to run it."""
 
+    request: Request
     served: ServedModel
     prompt: list[int]
+    """Token ids, truncated if the client asked for it."""
     sampling: CheckedSampling
     speculation: CheckedSpeculation
     max_tokens: int
+    """Of each choice's output."""
     max_model_len: int
     seed: int
     resume_token: bytes
+    """What a client shows to take the request up again."""
     is_resume: bool
     journal_params: bytes
+    """What a request that takes this one up is held against."""
     held: list[HeldChoice]
+    """One per choice: what of its output is known already."""
+    allowance: Allowance
+    """The caller's."""
 
 
 class Planner:
@@ -74,54 +90,77 @@ class Planner:
 
     def __init__(
         self,
+        *,
         fleet: Fleet,
         journal: Journal,
         limits_of: Callable[[pb.ModelIdentity], Limits],
         default_mode: pb.VerifyMode.ValueType,
         resume_secret: bytes,
     ) -> None:
-        """`default_mode` is how to verify when a request does not say; `resume_secret` is the key of resume tokens."""
+        """Plan nothing yet.
+
+        Args:
+            fleet: knows what is served.
+            journal: knows what is resumed.
+            limits_of: what clients may ask of a model here.
+            default_mode: how to verify when a request does not say.
+            resume_secret: the key of resume tokens.
+        """
         self._fleet = fleet
         self._journal = journal
         self._limits_of = limits_of
         self._default_mode = default_mode
         self._resume_secret = resume_secret
 
-    async def plan(self, body: api.GenerateRequest, request: Request, caller: Caller) -> Plan:
-        """Return what to decode, and note in `request` whose it is.
+    async def plan(self, body: api.GenerateRequest, caller: Caller, trace: RequestTrace) -> Plan:
+        """Return what to decode. `trace` becomes the request's, and is told what it asks for.
 
         Raises:
             SpecdecError: the request is bad, or nothing is served that it could be for.
         """
-        served = self._fleet.require_served()
-        if body.model and body.model != served.identity.name:
-            raise ModelNotFound(f"model {body.model!r} is not served here, {served.identity.name!r} is")
+        served = self._fleet.require_served(body.model)
         check_request_id(body.request_id)
-        request.key = RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
-        request.priority = body.priority
-        request.cache_salt, request.deadline_s = caller.cache_salt, caller.deadline_s
-        request.model = served.identity
+        key = RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
         model_limits = self._limits_of(served.identity)
         limits = model_limits.within(caller.allowance)
         sampling = check_sampling(body.sampling, limits)
         speculation = check_speculation(body.speculation, self._default_mode)
-        with request.trace.phase("tokenize"):
+        with trace.phase("tokenize"):
             prompt = await PromptReader(served.tokenizer, limits).read(body, sampling)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
-        request.trace.accepted(request, body, sampling, max_tokens)
-        is_resume = body.HasField("resume")
-        if is_resume and not body.request_id:
-            raise InvalidRequest("request_id", "a resumed request is sent with its id")
-        if is_resume and not body.sampling.HasField("seed"):
-            raise InvalidRequest("sampling.seed", "a resumed request is sent with the seed of its first chunk")
-        seed = body.sampling.seed if body.sampling.HasField("seed") else secrets.randbits(64)
-        resume_token = make_resume_token(self._resume_secret, *request.key, seed, served.identity)
+        trace.accepted(
+            body,
+            request_id=key.request_id,
+            model=served.identity.name,
+            sampling=sampling.token_sampling,
+            num_choices=sampling.n,
+            max_tokens=max_tokens,
+            stop=sampling.stop,
+        )
+        seed = _seed(body)
+        resume_token = make_resume_token(self._resume_secret, *key, seed, served.identity)
         journal_params = encode_params(body, prompt, seed)
         held = [HeldChoice() for _ in range(sampling.n)]
-        if is_resume:
+        if body.HasField("resume"):
             check_resume_token(body.resume.resume_token, resume_token)
-            held = await self._held(body, request, sampling, journal_params)
+            record = await self._journal.load(key)
+            if record is not None:
+                check_params(record.params, journal_params, str(body.WhichOneof("input")))
+            with_logprobs = sampling.token_sampling.HasField("num_logprobs")
+            held = held_choices(body.resume, sampling.n, record, served.identity.vocab_size, with_logprobs)
+        request = Request(
+            key=key,
+            uid=uuid.uuid4().hex[:_UID_DIGITS],
+            stream=ClientStream(),
+            arrived_s=caller.arrived_s,
+            model=served.identity,
+            priority=body.priority,
+            cache_salt=caller.cache_salt,
+            deadline_s=caller.deadline_s,
+            trace=trace,
+        )
         return Plan(
+            request=request,
             served=served,
             prompt=prompt,
             sampling=sampling,
@@ -130,16 +169,18 @@ class Planner:
             max_model_len=model_limits.max_model_len,
             seed=seed,
             resume_token=resume_token,
-            is_resume=is_resume,
+            is_resume=body.HasField("resume"),
             journal_params=journal_params,
             held=held,
+            allowance=caller.allowance,
         )
 
-    async def _held(
-        self, body: api.GenerateRequest, request: Request, sampling: CheckedSampling, journal_params: bytes
-    ) -> list[HeldChoice]:
-        record = await self._journal.load(request.key)
-        if record is not None:
-            check_params(record.params, journal_params, str(body.WhichOneof("input")))
-        with_logprobs = sampling.token_sampling.HasField("num_logprobs")
-        return held_choices(body.resume, sampling.n, record, request.model.vocab_size, with_logprobs)
+
+def _seed(body: api.GenerateRequest) -> int:
+    """The request's seed, or one made up; a resumed request names its id and its seed."""
+    has_seed = body.sampling.HasField("seed")
+    if body.HasField("resume") and not body.request_id:
+        raise InvalidRequest("request_id", "a resumed request is sent with its id")
+    if body.HasField("resume") and not has_seed:
+        raise InvalidRequest("sampling.seed", "a resumed request is sent with the seed of its first chunk")
+    return body.sampling.seed if has_seed else secrets.randbits(64)

@@ -1,7 +1,7 @@
 """Taking up an interrupted request: proof that it was ours, the same parameters, and agreement on the tokens.
 
-A resume token is a MAC over request id, seed, model identity and tenant, so that any coordinator with the
-same secret can check it without a store.
+A resume token is a MAC over request id, seed, model identity and tenant, so that any coordinator with the same secret
+can check it without a store.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _DIGEST_BYTES = 32
+"""Of SHA-256."""
 
 
 def make_resume_token(secret: bytes, tenant: str, request_id: str, seed: int, identity: pb.ModelIdentity) -> bytes:

@@ -10,6 +10,7 @@ from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 _LENGTH_DELIMITED = 2
+"""The wire type of strings and messages."""
 
 
 def find_invalid_utf8(message: Any, data: bytes) -> str | None:

@@ -14,7 +14,9 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _MAX_REQUEST_ID_BYTES = 256
+"""It is part of keys in the store, and of each session's id on the wire."""
 _MAX_STOP_TOKEN_IDS = 1024
+"""They go to the replicas with each opening, and are looked at with each token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Lease, RequestKey
 
 _MAX_UNHEARD = 1024
+"""Of those that do not fit, the leases run out."""
 
 
 class Endings:
@@ -22,8 +23,8 @@ class Endings:
         self._keep_s = keep_s
         self._on_unheard = on_unheard
         self._running: dict[asyncio.Task[None], RequestKey] = {}
-        # Ends that the store did not hear of. Of those that do not fit, the leases run out.
         self._unheard: deque[Lease] = deque(maxlen=_MAX_UNHEARD)
+        """Ends that the store did not hear of."""
 
     def start(self, key: RequestKey, ending: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run what ends a request, as a task of its own."""

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import structlog
 
+from coordinator.sessions.session import Request
 from specdec.store.interface import JournalRecord, JournalWrite, Lease, NewRequest, StoreLimits
 
-if TYPE_CHECKING:
-    from coordinator.sessions.session import Request
-
-_DIGEST_BYTES = 32
 _log = structlog.get_logger(__name__)
 _MAX_TOKENS = StoreLimits().max_tokens
 
@@ -35,7 +31,9 @@ class JournalEntry:
     joins_at_s: float | None = 0.0
     """From when on, by the monotonic clock, to put it into the store when it is not there; None: never."""
     is_closed: bool = False
+    """It runs no more."""
     origins: list[bytearray] = field(init=False)
+    """Of each choice's output tokens."""
     num_stored: list[int] = field(init=False)
     """Output tokens of each choice that the store has."""
 

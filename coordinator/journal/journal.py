@@ -1,9 +1,8 @@
 """What was streamed of each request, kept in the shared store so that another coordinator can take it up.
 
-Streams never wait for it: `append` notes that there is something to write, and one task (`upkeep.py`) writes
-what all requests have, in one round trip every few milliseconds. While the store is away nothing is lost, for the
-tokens are those of the sessions; when it is back, the rest is written from where it stood, or all of it if the store
-has forgotten.
+Streams never wait for it: `append` notes that there is something to write, and one task (`upkeep.py`) writes what all
+requests have, in one round trip every few milliseconds. While the store is away nothing is lost, for the tokens are
+those of the sessions; when it is back, the rest is written from where it stood, or all of it if the store forgot.
 
     in the store    begun here; the lease is renewed until the request ends
     not there       the store failed (the request runs on, and joins when it can), or lost its data
@@ -19,16 +18,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from coordinator.journal.entry import JournalEntry
 from coordinator.journal.upkeep import BATCH_TOKENS, JournalSettings, Upkeep
+from coordinator.sessions.session import Request, Session
 from specdec.store.errors import LimitExceeded, StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, Begun, JournalRecord, Lease, NewRequest, RequestKey
-
-if TYPE_CHECKING:
-    from coordinator.sessions.session import Request, Session
 
 
 class Journal:
@@ -38,23 +34,31 @@ class Journal:
         self,
         store: GuardedStore,
         owner_id: str,
-        settings: JournalSettings | None = None,
-        on_unjournalled: Callable[[int], object] = lambda num: None,
+        settings: JournalSettings,
+        *,
+        on_unjournalled: Callable[[int], object],
+        on_taken_over: Callable[[Request], None],
+        on_aborted: Callable[[Request], None],
     ) -> None:
-        """`on_unjournalled` is told how many running requests are not in the store, when that may have changed."""
+        """Write nothing yet.
+
+        Args:
+            store: where the journal is.
+            owner_id: this coordinator's name.
+            settings: see there.
+            on_unjournalled: told how many running requests are not in the store, when that may have changed.
+            on_taken_over: called when another owner has a request that runs here.
+            on_aborted: called when a request that runs here was aborted at another coordinator.
+        """
         self._store = store
         self._owner_id = owner_id
-        self._lease_s = (settings or JournalSettings()).lease_s
-        self.on_taken_over: Callable[[Request], None] = lambda request: None
-        """Called when another owner has the request; set by the Generator."""
-        self.on_aborted: Callable[[Request], None] = lambda request: None
-        """Called when the request was aborted at another coordinator; set by the Generator."""
+        self._lease_s = settings.lease_s
         self._upkeep = Upkeep(
             store,
-            settings or JournalSettings(),
+            settings,
             on_unjournalled=on_unjournalled,
-            on_taken_over=lambda request: self.on_taken_over(request),
-            on_aborted=lambda request: self.on_aborted(request),
+            on_taken_over=on_taken_over,
+            on_aborted=on_aborted,
         )
         self._endings = self._upkeep.endings
         self._beginning: dict[RequestKey, asyncio.Task[Begun]] = {}

@@ -6,25 +6,25 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import structlog
 
 from coordinator.journal.endings import Endings
 from coordinator.journal.entry import JournalEntry
+from coordinator.sessions.session import Request
 from coordinator.tasks import end_tasks
 from specdec.store.errors import LimitExceeded, RequestHeld, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, JournalWrite, Lease
 
-if TYPE_CHECKING:
-    from coordinator.sessions.session import Request
-
 BATCH_TOKENS = 16384
-# In one round trip; so many take a busy Redis some tens of milliseconds, and an operation has a time limit.
+"""In one round trip; so many take a busy Redis some tens of milliseconds, and an operation has a time limit."""
 _BATCH_WRITES = 512
+"""Likewise: each write is a script of its own there."""
 _BATCH_LEASES = 512
+"""Likewise."""
 _RENEWALS_PER_LEASE = 3
+"""Two may fail before a lease runs out."""
 _log = structlog.get_logger(__name__)
 
 

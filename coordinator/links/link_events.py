@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
+
+Link = TypeVar("Link", contravariant=True)
 
 
 class LinkState(StrEnum):
@@ -25,40 +27,43 @@ class LinkState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkSettings:
-    """Who we are, and how patient."""
+    """What all links of a coordinator have in common. Times in seconds."""
 
     owner_id: str
+    """Whose sessions they are, to the replicas: a stream of the same owner ends the one before it."""
     lease_generation: int
     connect_timeout_s: float
+    """For each of the two round trips until a stream is up."""
     backoff_min_s: float
+    """The wait after the first failure to connect; it doubles with each further one."""
     backoff_max_s: float
 
 
-class LinkEvents(Protocol):
-    """What a link tells those who care for replicas. Called in the reader; raises only where stated."""
+class LinkEvents(Protocol[Link]):
+    """What links of one role tell those who care for its replicas. Called in the reader; raises only where stated."""
 
-    def check_instance(self, link: Any, instance_id: str) -> None:
+    def check_instance(self, link: Link, instance_id: str) -> None:
         """A replica says which process it is; raises IncompatibleReplica if another link leads to it."""
 
-    async def check_identity(self, link: Any, identity: pb.ModelIdentity) -> None:
+    async def check_identity(self, link: Link, identity: pb.ModelIdentity) -> None:
         """A replica says what it serves; raises IncompatibleReplica if it cannot be used."""
 
-    def on_up(self, link: Any, lost: Sequence[Session]) -> None:
+    def on_up(self, link: Link, lost: Sequence[Session]) -> None:
         """The stream is ready; `lost` are the link's sessions that the replica does not hold."""
 
-    def on_down(self, link: Any, is_fault: bool) -> None:
+    def on_down(self, link: Link, is_fault: bool) -> None:
         """The stream ended; the link still has its sessions. A replica that shut down in order is not at fault."""
 
-    def on_state(self, link: Any) -> None:
+    def on_state(self, link: Link) -> None:
         """The state changed."""
 
-    def on_load(self, link: Any) -> None:
+    def on_load(self, link: Link) -> None:
         """A load report came."""
 
-    def on_session_error(self, link: Any, session: Session, error: pb.SessionError) -> None:
+    def on_session_error(self, link: Link, session: Session, error: pb.SessionError) -> None:
         """The replica ended a session."""
 
-    def on_closed(self, link: Any, session: Session, reason: str) -> None:
+    def on_closed(self, link: Link, session: Session, reason: str) -> None:
         """A session was closed from our side."""
 
     def on_fault(self, session: Session, error: Exception) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Generic
+
+from coordinator.links.wire import EntryT
 
 _MAX_FRAME_BYTES = 4 * 2**20
+"""A quarter of what replicas receive by default: what is urgent waits behind one frame of openings at most."""
 _MAX_QUEUED_ENTRIES = 16_384
+"""Some turns' worth for thousands of sessions: a replica that reads never lets as many gather."""
 
 
-class Outbox:
+class Outbox(Generic[EntryT]):
     """A queue with one reader. What is queued within one turn of the event loop is taken at once, for one frame."""
 
     def __init__(self) -> None:
         self.has_ended = False
-        self._entries: list[Any] = []
+        self._entries: list[EntryT] = []
         self._wake: asyncio.Future[None] | None = None
 
-    def put(self, entry: Any) -> bool:
+    def put(self, entry: EntryT) -> bool:
         """Queue an entry; False when so many are queued that the reader must be stuck."""
         self._entries.append(entry)
         self._wake_reader()
@@ -32,7 +36,7 @@ class Outbox:
         self.has_ended = True
         self._wake_reader()
 
-    async def take(self) -> list[Any]:
+    async def take(self) -> list[EntryT]:
         """Wait for entries; return those of the next frame, which is bounded unless one entry alone is larger.
 
         Returns none at the end.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Awaitable, Sequence
+from typing import Protocol, Self
 
 import grpc
 
 from coordinator.links.link_events import LinkEvents, LinkSettings
 from coordinator.links.replica_link import ReplicaLink
+from coordinator.links.wire import Call
 from coordinator.sessions.session import Session
 from specdec.rpc.channel import ReplicaChannel
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
+
+_TOKENIZER_PATIENCE = 4
+"""Times as long as for one answer: a tokenizer is some megabytes, in several pieces."""
 
 
 class VerdictHandler(Protocol):
@@ -25,20 +29,56 @@ class VerdictHandler(Protocol):
         """What a draft offered is no proposal; the session goes on."""
 
 
-class TargetLink(ReplicaLink):
-    """Opens sessions on a target, relays proposals to it, and hands verdicts to the decode loop."""
+class TargetWire:
+    """See `Wire`."""
 
-    role = "target"
+    def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
+        """See `Wire.info`."""
+        return target_pb2_grpc.TargetServiceStub(channel).GetReplicaInfo(pb.GetReplicaInfoRequest())
+
+    def open(self, channel: grpc.aio.Channel) -> Call[target_pb2.VerifyRequest]:
+        """See `Wire.open`."""
+        return target_pb2_grpc.TargetServiceStub(channel).Verify()
+
+    def attach(self, attach: pb.Attach) -> target_pb2.VerifyRequest:
+        """See `Wire.attach`."""
+        return target_pb2.VerifyRequest(attach=attach)
+
+    def frame(self, entries: Sequence[target_pb2.TargetEntry]) -> target_pb2.VerifyRequest:
+        """See `Wire.frame`."""
+        return target_pb2.VerifyRequest(entries=entries)
+
+    def close_entry(self, session_id: str, epoch: int, reason: str) -> target_pb2.TargetEntry:
+        """See `Wire.close_entry`."""
+        return target_pb2.TargetEntry(session_id=session_id, epoch=epoch, close=pb.CloseSession(reason=reason))
+
+
+class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, target_pb2.TargetResult]):
+    """Opens sessions on a target, relays proposals to it, and hands verdicts to the decode loop.
+
+    A target goes on with what it still holds after a break.
+    """
 
     def __init__(
         self,
         address: str,
         channel: ReplicaChannel,
         settings: LinkSettings,
-        events: LinkEvents,
+        *,
+        events: LinkEvents[TargetLink],
         verdicts: VerdictHandler,
     ) -> None:
-        super().__init__(address, channel, settings, events)
+        super().__init__(
+            role="target",
+            address=address,
+            channel=channel,
+            settings=settings,
+            wire=TargetWire(),
+            events=events,
+            epoch_of=lambda session: session.target.epoch,
+            handle=self._take,
+            takes_up=True,
+        )
         self._verdicts = verdicts
 
     @property
@@ -48,75 +88,57 @@ class TargetLink(ReplicaLink):
 
     def open(self, session: Session) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens."""
-        session.target = self
-        session.target_epoch += 1
-        session.was_relayed = False
+        side = session.target
+        side.opened(self)
         self.sessions[session.session_id] = session
-        traceparent = session.request.trace.session_opened(self.role, session, self.address, session.target_epoch)
-        self._queue(self._entry(session, open=session.open_body(traceparent)))
+        traceparent = session.request.trace.session_opened(
+            self.role,
+            session.choice,
+            session_id=session.session_id,
+            address=self.address,
+            epoch=side.epoch,
+            position=session.position,
+        )
+        body = session.open_body(traceparent)
+        self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, open=body))
 
     def relay(self, session: Session, proposal: bytes) -> None:
         """Pass on an encoded Proposal."""
-        session.was_relayed = True
-        self._queue(self._entry(session, proposal=proposal))
+        side = session.target
+        side.was_relayed = True
+        self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, proposal=proposal))
 
     def give_credit(self, session: Session) -> None:
         """Tell how far the target may run, and what has arrived."""
-        credit = pb.Credit(position=session.credit_position, acknowledged_position=len(session.token_ids))
-        self._queue(self._entry(session, credit=credit))
+        side = session.target
+        credit = pb.Credit(position=side.credit_position, acknowledged_position=session.position)
+        self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, credit=credit))
 
-    def close(self, session: Session, reason: str) -> None:
+    def close(self: Self, session: Session, reason: str) -> None:
         """End a session."""
         self.sessions.pop(session.session_id, None)
-        session.request.trace.session_closed(self.role, session, self.address, reason)
-        self._queue(self._entry(session, close=pb.CloseSession(reason=reason)))
+        session.request.trace.session_closed(self.role, session.choice, self.address, reason)
+        self.send(self._wire.close_entry(session.session_id, session.target.epoch, reason))
         self._events.on_closed(self, session, reason)
 
     def release(self, session: Session) -> None:
         """Give a session up to another target; what this one still holds of it is freed."""
-        session.request.trace.session_closed(self.role, session, self.address, "replaced")
+        session.request.trace.session_closed(self.role, session.choice, self.address, "replaced")
         if self.sessions.pop(session.session_id, None) is not None:
-            self._queue(self._entry(session, close=pb.CloseSession(reason="replaced")))
-
-    def supersede(self, session: Session) -> None:
-        """Drop whatever still comes from the current opening; the session stays, to be opened again."""
-        session.target_epoch += 1
+            self.send(self._wire.close_entry(session.session_id, session.target.epoch, "replaced"))
 
     async def fetch_tokenizer(self) -> tuple[bytes, str]:
         """tokenizer.json and tokenizer_config.json of the target's model."""
         pieces: list[bytes] = []
         config = ""
-        call = self._stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=self._settings.connect_timeout_s * 4)
-        async for piece in call:
+        stub = target_pb2_grpc.TargetServiceStub(self.channel.current)
+        timeout_s = self._settings.connect_timeout_s * _TOKENIZER_PATIENCE
+        async for piece in stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=timeout_s):
             pieces.append(piece.tokenizer_json)
             config = config or piece.tokenizer_config
         return b"".join(pieces), config
 
-    def _entry(self, session: Session, **body: Any) -> target_pb2.TargetEntry:
-        return target_pb2.TargetEntry(session_id=session.session_id, epoch=session.target_epoch, **body)
-
-    def _close_entry(self, session_id: str, epoch: int) -> target_pb2.TargetEntry:
-        return target_pb2.TargetEntry(session_id=session_id, epoch=epoch, close=pb.CloseSession(reason="replaced"))
-
-    def _make_stub(self, channel: grpc.aio.Channel) -> Any:
-        return target_pb2_grpc.TargetServiceStub(channel)
-
-    def _open_call(self) -> Any:
-        return self._stub.Verify()
-
-    def _sessions_to_attach(self) -> list[Session]:
-        return list(self.sessions.values())
-
-    def _attach_frame(self, sessions: Sequence[Session]) -> target_pb2.VerifyRequest:
-        return target_pb2.VerifyRequest(attach=self._attach(sessions))
-
-    def _frame(self, entries: Sequence[target_pb2.TargetEntry]) -> target_pb2.VerifyRequest:
-        return target_pb2.VerifyRequest(entries=entries)
-
-    def _epoch(self, session: Session) -> int:
-        return session.target_epoch
-
-    def _handle_result(self, session: Session, result: target_pb2.TargetResult) -> None:
+    def _take(self: Self, session: Session, result: target_pb2.TargetResult) -> None:
         kind = result.WhichOneof("result")
         if kind == "verdict":
             self._verdicts.on_verdict(session, result.verdict)

@@ -15,7 +15,7 @@ from pathlib import Path
 import structlog
 from pydantic import SecretStr
 
-from coordinator.processes.child_main import SERVING_LINE, Launch
+from coordinator.processes.child_main import SERVING_LINE, ChildInstructions
 from specdec.addresses import join_address
 from specdec.config import CoordinatorSettings
 from specdec.rpc.listening import bound_sockets
@@ -35,7 +35,7 @@ class CoordinatorProcess:
         self.index = index
         self.is_serving = False
         self.told_to_end = False
-        self._launch: Launch = {
+        self._instructions: ChildInstructions = {
             "index": index,
             "settings": settings.model_dump(),
             "metrics_dir": metrics_dir,
@@ -70,7 +70,7 @@ class CoordinatorProcess:
             await self._follow(self._process)
             return await self._process.wait()
         finally:
-            forget_gauges(self._launch["metrics_dir"], str(self.index))
+            forget_gauges(self._instructions["metrics_dir"], str(self.index))
             await self._set_serving(False)
 
     def terminate(self) -> None:
@@ -90,7 +90,7 @@ class CoordinatorProcess:
         stdin = process.stdin
         assert stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            stdin.write(as_json(self._launch))
+            stdin.write(as_json(self._instructions))
             await stdin.drain()
         stdin.close()
 
@@ -130,9 +130,9 @@ def reserved_port(host: str, port: int) -> Iterator[int]:
         yield held[0].getsockname()[1]
 
 
-def as_json(launch: object) -> bytes:
+def as_json(instructions: object) -> bytes:
     """What a process is told, secrets included."""
-    return json.dumps(launch, default=_plain).encode()
+    return json.dumps(instructions, default=_plain).encode()
 
 
 def _plain(value: object) -> str:

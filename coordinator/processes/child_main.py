@@ -22,7 +22,7 @@ from specdec.telemetry import enable_multiprocess_metrics, setup_logging
 SERVING_LINE = b"serving\n"
 
 
-class Launch(TypedDict):
+class ChildInstructions(TypedDict):
     """What the supervisor tells. Secrets go this way, and not by flags or environment, which others can read."""
 
     index: int
@@ -30,17 +30,19 @@ class Launch(TypedDict):
     settings: dict[str, Any]
     """Of a CoordinatorSettings, as JSON has them."""
     metrics_dir: str
+    """Where its counts go, which the supervisor's page sums up."""
     parent_pid: int
+    """The supervisor's: the process ends with it."""
 
 
 def main() -> int:
     """Serve until a signal, the supervisor's end or a failure; returns the exit code."""
-    launch: Launch = json.load(sys.stdin)
+    instructions: ChildInstructions = json.load(sys.stdin)
     # Draining without a supervisor would keep the port from the next one.
-    die_with_parent(launch["parent_pid"], signal.SIGKILL)
-    settings = CoordinatorSettings.model_validate(launch["settings"])
-    enable_multiprocess_metrics(launch["metrics_dir"], str(launch["index"]))
-    setup_logging(f"coordinator-{launch['index']}", settings.log_level, settings.log_format)
+    die_with_parent(instructions["parent_pid"], signal.SIGKILL)
+    settings = CoordinatorSettings.model_validate(instructions["settings"])
+    enable_multiprocess_metrics(instructions["metrics_dir"], str(instructions["index"]))
+    setup_logging(f"coordinator-{instructions['index']}", settings.log_level, settings.log_format)
     return asyncio.run(run_coordinator(settings, shares_port=True, on_serving=_tell_serving))
 
 

@@ -41,8 +41,9 @@ from specdec.tls_files import TlsFilesBroken
 
 _METRICS_NAME = "supervisor"
 _MAX_HOST_CHARS = 40
-# Over what a process allows itself for its end: one that hangs must not hold the others.
+"""An owner id is part of every session's id; with its random part it stays unique."""
 _STOP_MARGIN_S = 15.0
+"""Over what a process allows itself for its end: one that hangs must not hold the others."""
 _log = structlog.get_logger(__name__)
 
 

@@ -1,5 +1,19 @@
-"""What happens to sessions when a replica fails, leaves or comes back."""
+"""What happens when a replica breaks, errs, refuses, or comes back. Tokens already delivered are never in question.
 
-from coordinator.recovery.recovery import Recovery, RecoverySettings
+target stream ended       another target that serves the same model takes its sessions over at once, with all their
+                          tokens; without one they wait, for this target or any other that comes
+no target for too long    UNAVAILABLE (the client can resume)
+target drains             it gets no new sessions; those it has go on there until its stream ends
+session held elsewhere    CANCELLED, TAKEN_OVER: another coordinator goes on with it
+target refuses a session  opened again with growing waits; at once, without its draft, when a proposal was at fault;
+                          elsewhere, when the target has failed too often or drains
+draft ended or wrong      the session goes on without it, and gets a draft again when there is one
+draft drains              its sessions get another draft, if there is one
 
-__all__ = ["Recovery", "RecoverySettings"]
+`targets.py` and `drafts.py` take the events of each role's links; `moves.py` opens sessions again, there or elsewhere.
+"""
+
+from coordinator.recovery.drafts import DraftRecovery
+from coordinator.recovery.targets import TargetRecovery
+
+__all__ = ["DraftRecovery", "TargetRecovery"]

@@ -3,59 +3,151 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
+import structlog
+
+from coordinator.finishing import Finisher
 from coordinator.links.draft_link import DraftLink
+from coordinator.links.link_events import LinkState
 from coordinator.observer import Observer
+from coordinator.recovery.session_errors import note_failure
 from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session
+from coordinator.sessions.table import SessionTable
 from specdec.backoff import Backoff
+from specdec.rpc.errors import internal_error
+from specdec.v1 import common_pb2 as pb
 
 _MOST_DRAFT_FAILURES = 6
+"""In a session; after so many no draft is tried until one comes up. The last wait is 32 times the first."""
+_log = structlog.get_logger(__name__)
 
 
 class DraftRecovery:
-    """Takes drafts from sessions and gives them others."""
+    """Takes drafts from sessions and gives them others. The events of all draft links arrive here: see `LinkEvents`."""
 
-    def __init__(self, reopen_s: float, fleet: Fleet, observer: Observer) -> None:
+    def __init__(
+        self, *, sessions: SessionTable, fleet: Fleet, finisher: Finisher, observer: Observer, reopen_s: float
+    ) -> None:
         """`reopen_s` is the wait after a session's first failure of a draft; it doubles with each further one."""
-        self._backoff = Backoff(reopen_s, reopen_s * 2**_MOST_DRAFT_FAILURES)
+        self._sessions = sessions
         self._fleet = fleet
+        self._finisher = finisher
         self._observer = observer
+        self._backoff = Backoff(reopen_s, reopen_s * 2**_MOST_DRAFT_FAILURES)
 
-    def leave(self, link: DraftLink) -> None:
+    # What links tell.
+
+    def set_links(self, links: Sequence[DraftLink]) -> None:
+        """Other drafts are known now."""
+        self._fleet.drafts = links
+        self._observer.replicas(self._fleet.links)
+
+    def on_removed(self, link: DraftLink) -> None:
+        """A link, which has no sessions, is gone for good."""
+        self._fleet.on_removed(link)
+
+    def check_instance(self, link: DraftLink, instance_id: str) -> None:
+        """See `LinkEvents.check_instance`."""
+        self._fleet.check_instance(link, instance_id)
+
+    async def check_identity(self, link: DraftLink, identity: pb.ModelIdentity) -> None:
+        """See `LinkEvents.check_identity`."""
+        await self._fleet.check_draft(identity)
+
+    def on_state(self, link: DraftLink) -> None:
+        """See `LinkEvents.on_state`."""
+        self._fleet.on_state()
+        self._observer.replicas(self._fleet.links)
+        if link.state is LinkState.DRAINING:
+            self._leave(link)
+
+    def on_load(self, link: DraftLink) -> None:
+        """See `LinkEvents.on_load`."""
+        if link.is_draining:
+            self._leave(link)
+
+    def on_up(self, link: DraftLink, lost: Sequence[Session]) -> None:
+        """See `LinkEvents.on_up`."""
+        if link.num_streams > 1:
+            self._observer.stream_reconnected(link.role)
+        for session in self._sessions:
+            session.draft.num_failures = 0
+            self._open(session)
+
+    def on_down(self, link: DraftLink, is_fault: bool) -> None:
+        """See `LinkEvents.on_down`."""
+        if is_fault:
+            self._fleet.failed(link)
+        for session in list(link.sessions.values()):
+            self._drop(session, "stream_broken")
+            self._open(session)
+
+    def on_session_error(self, link: DraftLink, session: Session, error: pb.SessionError) -> None:
+        """See `LinkEvents.on_session_error`."""
+        failure = note_failure(link.role, session, error)
+        if failure.is_fault:
+            self._fleet.failed(link)
+        self._lost(session, failure.reason.lower())
+
+    def on_closed(self, link: DraftLink, session: Session, reason: str) -> None:
+        """See `LinkEvents.on_closed`."""
+        if reason == "finished" and session.finish is not None:
+            self._fleet.succeeded(link)
+
+    def on_fault(self, session: Session, error: Exception) -> None:
+        """See `LinkEvents.on_fault`."""
+        self._finisher.fail(session.request, internal_error(error))
+
+    # What the decode loop and targets tell.
+
+    def on_bad_draft(self, session: Session, cause: str) -> None:
+        """The target refused a proposal: the draft starts anew after a while."""
+        _log.warning("proposal_rejected", **session.log_fields, cause=cause)
+        if session.draft.host is not None:
+            self.blame(session)
+
+    def blame(self, session: Session) -> None:
+        """What a session's draft proposed is no proposal: the session goes on without it for a while."""
+        if session.draft.host is not None:
+            self._fleet.failed(session.draft.host)
+        self._lost(session, "bad_proposal")
+
+    def _leave(self, link: DraftLink) -> None:
         """A draft drains: its sessions go to another one. Without another it drafts on until its stream ends."""
         for session in list(link.sessions.values()):
             if self._fleet.pick_draft(session.position) is not None:
-                self.drop(session, "draining")
-                self.open(session)
+                self._drop(session, "draining")
+                self._open(session)
 
-    def failed(self, session: Session, cause: str) -> None:
-        """A session's draft erred: the session goes on without one, and gets one again after a while."""
-        self.drop(session, cause)
-        if session.num_draft_failures >= _MOST_DRAFT_FAILURES:
+    def _lost(self, session: Session, cause: str) -> None:
+        """The session goes on without a draft, and gets one again after a while."""
+        self._drop(session, cause)
+        side = session.draft
+        if side.num_failures >= _MOST_DRAFT_FAILURES:
             return
-        session.num_draft_failures += 1
-        wait_s = self._backoff.wait_s(session.num_draft_failures)
-        if session.draft_retry is not None:
-            session.draft_retry.cancel()
-        session.draft_retry = asyncio.get_running_loop().call_later(wait_s, self.open, session)
+        side.num_failures += 1
+        side.cancel_retry()
+        wait_s = self._backoff.wait_s(side.num_failures)
+        side.retry = asyncio.get_running_loop().call_later(wait_s, self._open, session)
 
-    def drop(self, session: Session, cause: str) -> None:
+    def _drop(self, session: Session, cause: str) -> None:
         """Take a session's draft away."""
-        self._observer.metrics.draft_fallbacks.labels(cause).inc()
-        session.request.trace.draft_fallback(session, cause)
-        session.committed_s = None
-        if session.draft is not None:
-            session.draft.close(session, cause)
+        self._observer.draft_dropped(session, cause)
+        session.request.trace.draft_fallback(session.choice, cause)
+        if session.draft.host is not None:
+            session.draft.host.close(session, cause)
 
-    def open(self, session: Session) -> None:
+    def _open(self, session: Session) -> None:
         """Give a session that has none a draft, if there is one and the session may have it."""
-        if session.finish is not None or not session.speculate or session.draft is not None:
+        side = session.draft
+        if session.finish is not None or not session.speculate or side.host is not None:
             return
-        if session.num_draft_failures >= _MOST_DRAFT_FAILURES:
+        if side.num_failures >= _MOST_DRAFT_FAILURES:
             return
         draft = self._fleet.pick_draft(session.position)
         if draft is not None:
-            if session.draft_epoch:
-                self._observer.metrics.session_reopens.labels("draft").inc()
+            if side.epoch:
+                self._observer.session_reopened("draft")
             draft.open(session)

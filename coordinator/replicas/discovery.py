@@ -18,17 +18,14 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where one replica listens.
-
-    Attributes:
-        address: host:port.
-        server_name: the name that its certificate must have; None: the host.
-        is_registered: found in the registry, and nowhere else.
-    """
+    """Where one replica listens."""
 
     address: str
+    """host:port."""
     server_name: str | None = None
+    """The name that its certificate must have; None: the host."""
     is_registered: bool = False
+    """Found in the registry, and nowhere else."""
 
 
 class Discovery:

@@ -17,9 +17,9 @@ from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
 from coordinator.replicas.router import PrefixRouter, block_digests
-from coordinator.sessions.session import Session
+from coordinator.sessions.session import Session, SessionHost, TargetHost
 from coordinator.text.tokenizer import TextTokenizer
-from specdec.rpc.errors import IncompatibleReplica, NoTarget, NotReady
+from specdec.rpc.errors import IncompatibleReplica, ModelNotFound, NoTarget, NotReady
 from specdec.v1 import common_pb2 as pb
 
 _STATES = {
@@ -68,7 +68,9 @@ class Fleet:
         self, router: PrefixRouter, tokenizer_path: Path | None, ejection: EjectionSettings | None = None
     ) -> None:
         self.targets: Sequence[TargetLink] = ()
+        """Those that are known now; whoever finds them replaces them."""
         self.drafts: Sequence[DraftLink] = ()
+        """Likewise."""
         self.served: ServedModel | None = None
         self._router = router
         self._outliers = {role: OutlierDetector(ejection or EjectionSettings()) for role in ("target", "draft")}
@@ -76,14 +78,6 @@ class Fleet:
         self._adopting = asyncio.Lock()
         self._has_served = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
-
-    def set_targets(self, links: Sequence[TargetLink]) -> None:
-        """Replace the targets."""
-        self.targets = links
-
-    def set_drafts(self, links: Sequence[DraftLink]) -> None:
-        """Replace the drafts."""
-        self.drafts = links
 
     @property
     def links(self) -> list[ReplicaLink]:
@@ -95,14 +89,17 @@ class Fleet:
         await self._has_served.wait()
         return self.require_served()
 
-    def require_served(self) -> ServedModel:
-        """The model.
+    def require_served(self, model: str = "") -> ServedModel:
+        """The model, which has this name if one is asked for.
 
         Raises:
             NotReady: no target has answered yet.
+            ModelNotFound: another one is served.
         """
         if self.served is None:
             raise NotReady("no target has answered yet")
+        if model and model != self.served.identity.name:
+            raise ModelNotFound(f"model {model!r} is not served here, {self.served.identity.name!r} is")
         return self.served
 
     async def pick_target(
@@ -124,7 +121,7 @@ class Fleet:
         holder = self._router.pick(digests, {link.holder: len(link.sessions) for link in usable}, known_to_others)
         return next(link for link in usable if link.holder == holder)
 
-    def find_target(self, model: pb.ModelIdentity, besides: TargetLink) -> TargetLink | None:
+    def find_target(self, model: pb.ModelIdentity, besides: TargetHost) -> TargetLink | None:
         """Another target that serves a model and takes sessions, the least loaded."""
         fit = [link for link in self._of_model(model) if link is not besides]
         return min(_usable(fit), key=lambda link: len(link.sessions), default=None)
@@ -138,17 +135,19 @@ class Fleet:
         """A session ended on a target: who goes on from its prompt and output finds them there."""
         self._router.remember(block_digests(session.token_ids, session.request.cache_salt), link.holder)
 
-    def failed(self, link: ReplicaLink) -> bool:
-        """A replica failed; whether it is left alone from now on. The last usable one never is."""
-        detector = self._outliers[link.role]
-        others = [other for other in self._of_role(link) if other is not link and other.is_ready]
-        if not detector.failed(link.address, len(others)):
-            return False
-        remaining_s = detector.remaining_s(link.address)
-        _log.warning("replica_ejected", role=link.role, address=link.address, ejection_s=remaining_s)
-        link.set_standing(LinkState.EJECTED)
-        asyncio.get_running_loop().call_later(remaining_s, self._update_standing, link)
-        return True
+    def failed(self, replica: SessionHost) -> None:
+        """A replica failed. One that fails too often gets no sessions for a while; the last usable one always does."""
+        role, address = replica.role, replica.address
+        detector = self._outliers[role]
+        num_others = sum(other.address != address and other.is_ready for other in self._of_role(role))
+        if not detector.failed(address, num_others):
+            return
+        remaining_s = detector.remaining_s(address)
+        _log.warning("replica_ejected", role=role, address=address, ejection_s=remaining_s)
+        for link in self._of_role(role):
+            if link.address == address:
+                link.set_standing(LinkState.EJECTED)
+                asyncio.get_running_loop().call_later(remaining_s, self._update_standing, link)
 
     def succeeded(self, link: ReplicaLink) -> None:
         """A replica did what was asked of it."""
@@ -169,28 +168,28 @@ class Fleet:
             notices.append("targets differ in numerics: after a fail-over near-ties may fall the other way")
         return notices
 
-    def on_state(self, link: ReplicaLink) -> None:
+    def on_state(self) -> None:
         """A link's state changed: whoever waits for a replica looks again."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
-        if isinstance(link, TargetLink) and not link.is_up and not link.instance_id:
-            self._router.forget(link.holder)  # it cannot tell whether it was restarted
 
     def on_removed(self, link: ReplicaLink) -> None:
         """A link is gone for good."""
         self._outliers[link.role].forget(link.address)
-        if isinstance(link, TargetLink):
-            self._router.forget(link.holder)
 
-    async def wait_changed(self, timeout_s: float) -> None:
-        """Wait for any replica's state to change.
+    def forget_prefixes(self, link: TargetLink) -> None:
+        """A target has lost its prefix cache, as far as anyone can tell."""
+        self._router.forget(link.holder)
 
-        Raises:
-            TimeoutError: none did.
-        """
-        async with asyncio.timeout(timeout_s):
-            await self._next_change()
+    async def wait_changed(self) -> None:
+        """Wait for any replica's state to change."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await waiter
+        finally:
+            self._waiters.discard(waiter)
 
     def check_instance(self, link: ReplicaLink, instance_id: str) -> None:
         """Whether a replica is another one than those in use, before a stream is opened that would end theirs.
@@ -198,19 +197,16 @@ class Fleet:
         Raises:
             IncompatibleReplica: it was found under two addresses.
         """
-        for other in self._of_role(link):
+        for other in self._of_role(link.role):
             if other is not link and other.is_up and instance_id and other.instance_id == instance_id:
                 raise IncompatibleReplica(f"this is the process that is used as {other.address}")
 
-    async def check_identity(self, link: ReplicaLink, identity: pb.ModelIdentity) -> None:
-        """Whether a replica fits.
+    async def check_draft(self, identity: pb.ModelIdentity) -> None:
+        """Whether a draft fits; waits until a model is served.
 
         Raises:
-            IncompatibleReplica: another model (target) or another tokenizer (draft).
+            IncompatibleReplica: it has another tokenizer.
         """
-        if isinstance(link, TargetLink):
-            await self._check_target(link, identity)
-            return
         served = (await self.wait_served()).identity
         if identity.tokenizer_digest != served.tokenizer_digest:
             raise IncompatibleReplica(
@@ -219,7 +215,12 @@ class Fleet:
                 "decoding goes on without it"
             )
 
-    async def _check_target(self, link: TargetLink, identity: pb.ModelIdentity) -> None:
+    async def check_target(self, link: TargetLink, identity: pb.ModelIdentity) -> None:
+        """Whether a target fits; what it serves is served from now on if no other target is there.
+
+        Raises:
+            IncompatibleReplica: it has another model than the others.
+        """
         async with self._adopting:
             if self.served is not None and same_model(self.served.identity, identity):
                 return
@@ -247,11 +248,11 @@ class Fleet:
     def _ready_targets(self) -> list[TargetLink]:
         return [link for link in self.targets if link.is_up and not link.is_draining]
 
-    def _of_role(self, link: ReplicaLink) -> Sequence[ReplicaLink]:
-        return self.targets if isinstance(link, TargetLink) else self.drafts
+    def _of_role(self, role: str) -> Sequence[ReplicaLink]:
+        return self.targets if role == "target" else self.drafts
 
     def _update_standing(self, link: ReplicaLink) -> None:
-        if link not in self._of_role(link):  # removed since the timer was set
+        if link not in self._of_role(link.role):  # removed since the timer was set
             return
         detector = self._outliers[link.role]
         standing = detector.standing(link.address)
@@ -264,13 +265,5 @@ class Fleet:
 
     async def _usable_targets(self, model: pb.ModelIdentity) -> list[TargetLink]:
         while not (usable := _usable(self._of_model(model))):
-            await self._next_change()
+            await self.wait_changed()
         return usable
-
-    async def _next_change(self) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.add(waiter)
-        try:
-            await waiter
-        finally:
-            self._waiters.discard(waiter)

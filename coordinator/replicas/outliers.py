@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 _MOST_DOUBLINGS = 30
+"""More would overflow a float long after the longest ejection is reached."""
 
 
 class Standing(StrEnum):
@@ -20,19 +21,16 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EjectionSettings:
-    """When a replica is ejected, and for how long.
-
-    Attributes:
-        num_failures: consecutive failures that eject a replica.
-        first_s: how long the first ejection lasts; each further one doubles.
-        most_s: the longest ejection.
-        num_successes: consecutive successes on probation after which a replica is trusted again.
-    """
+    """When a replica is ejected, and for how long."""
 
     num_failures: int = 5
+    """Consecutive failures that eject a replica."""
     first_s: float = 10.0
+    """How long the first ejection lasts; each further one doubles."""
     most_s: float = 300.0
+    """The longest ejection."""
     num_successes: int = 2
+    """Consecutive successes on probation after which a replica is trusted again."""
 
 
 @dataclass(slots=True)

@@ -11,10 +11,13 @@ from specdec.store.errors import StoreError, StoreUnavailable
 from specdec.store.interface import Store
 
 _FLUSH_S = 0.1
+"""What many requests have in common is told once in so long; a conversation's next turn comes later."""
 _MAX_QUEUED = 16_384
+"""What gathers while the store does not answer is of little use later."""
 _MAX_BATCH = 256
-# Of a depth's bits as many count: to 16 each block is shared, to 32 every second one, to 64 every fourth, ...
+"""Each is a command of its own to the store, which serves nobody else while it runs them."""
 _DEPTH_BITS = 4
+"""Of a depth's bits as many count: to 16 each block is shared, to 32 every second one, to 64 every fourth, ..."""
 _log = structlog.get_logger(__name__)
 
 

@@ -10,14 +10,16 @@ from hashlib import blake2b
 from coordinator.replicas.prefix_map import SharedPrefixes
 
 _BLOCK_TOKENS = 32
+"""A prefix is known to so many tokens; twice the length of a replica's block, for half the digests."""
 _DIGEST_BYTES = 16
+"""No two prompts ever share a digest by chance."""
 
 
 class PrefixRouter:
     """Remembers which prefixes were sent where, by a chain of block hashes.
 
-    Affinity counts only while the replica that has the prefix runs at most `max_imbalance` sessions more than
-    the least loaded one. Costs one short hash per block of the prompt: 5 ms for 100,000 tokens.
+    Affinity counts only while the replica that has the prefix runs at most `max_imbalance` sessions more than the least
+    loaded one. Costs one short hash per block of the prompt: 5 ms for 100,000 tokens.
 
     Replicas are named as the caller likes; a replica that has lost its cache needs another name, or `forget`.
     """

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
+from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.rpc.errors import SpecdecError
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_MERGED_TOKENS = 64
+"""A chunk stays small: a write is charged and credited as a whole, and a client sees it as a whole."""
 
 
 class ClientStream:
-    """A queue with one reader. It is bounded by credit: targets run only so far ahead of what was taken and
-    written.
+    """A queue with one reader. It is bounded by credit: targets run only so far ahead of what was taken and written.
 
-    Deltas of one choice that wait behind a slow write are merged, so that a client that fell behind catches
-    up in fewer chunks.
+    Deltas of one choice that wait behind a slow write are merged, so that a client that fell behind catches up in
+    fewer chunks.
     """
 
     def __init__(self) -> None:
@@ -76,3 +79,20 @@ class ClientStream:
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
+
+
+def add_tokens(
+    delta: api.ChoiceDelta,
+    detokenizers: DetokenizerFactory,
+    token_ids: Sequence[int],
+    origins: Sequence[pb.Origin.ValueType],
+    logprobs: Sequence[pb.PositionLogprobs] = (),
+) -> None:
+    """Add tokens as clients see them."""
+    text, add = detokenizers.token_text, delta.tokens.add
+    if logprobs:
+        for token_id, origin, position in zip(token_ids, origins, logprobs, strict=False):
+            add(id=token_id, text=text(token_id), origin=origin, logprobs=position)
+    else:
+        for token_id, origin in zip(token_ids, origins, strict=True):
+            add(id=token_id, text=text(token_id), origin=origin)

@@ -11,22 +11,17 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import grpc
 from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, Status, StatusCode, Tracer
 from opentelemetry.trace import set_span_in_context as context_of
 from opentelemetry.util.types import AttributeValue
 
-from coordinator.sessions.tally import total
 from specdec.rpc.errors import SpecdecError
 from specdec.telemetry.tracing import Tracing, log_fields, traceparent_of
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-
-if TYPE_CHECKING:
-    from coordinator.intake.validation import CheckedSampling
-    from coordinator.sessions.session import Request, Session
 
 _SPAN_NAMES = {"target": "verify session", "draft": "draft session"}
 # For a server only these are errors of its own (OpenTelemetry's conventions for gRPC).
@@ -41,7 +36,25 @@ _SERVER_ERRORS = frozenset(
     }
 )
 _MAX_INT64 = 2**63 - 1
+"""The largest whole number that an attribute can be; seeds go up to 2**64 - 1."""
 _TENANT_DIGITS = 16
+"""64 bits of the hash: tenants are told apart, and a line stays readable."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """What came of a request that had its place."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """Of all choices."""
+    num_cached_tokens: int
+    finish_reasons: Sequence[pb.FinishReason.ValueType]
+    """One per choice."""
+    seed: int
+    verify_mode: pb.VerifyMode.ValueType
+    speculate: bool
+    stats: api.SpeculationStats
 
 
 class RequestTracer:
@@ -55,7 +68,7 @@ class RequestTracer:
         """The trace of a request that arrived now, as part of the trace that W3C `headers` name, if any."""
         if not self._tracing.is_on:
             return RequestTrace()
-        operation = "chat" if body.WhichOneof("input") == "messages" else "text_completion"
+        operation = _operation(body)
         attributes: dict[str, AttributeValue] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "specdec",
@@ -113,27 +126,35 @@ class RequestTrace:
         if self.is_recording:
             self._span.add_event(f"specdec.{name}", {f"specdec.{key}": value for key, value in attributes.items()})
 
-    def accepted(self, request: Request, body: api.GenerateRequest, sampling: CheckedSampling, max_tokens: int) -> None:
-        """The request was found to be in order: what it asks for."""
+    def accepted(
+        self,
+        body: api.GenerateRequest,
+        *,
+        request_id: str,
+        model: str,
+        sampling: pb.TokenSampling,
+        num_choices: int,
+        max_tokens: int,
+        stop: Sequence[str],
+    ) -> None:
+        """The request was found to be in order: what it asks for, with its defaults filled in."""
         if not self.is_recording:
             return
-        operation = "chat" if body.WhichOneof("input") == "messages" else "text_completion"
-        self._span.update_name(f"{operation} {request.model.name}")
-        token_sampling = sampling.token_sampling
+        self._span.update_name(f"{_operation(body)} {model}")
         self._set(
             {
-                "gen_ai.request.model": body.model or request.model.name,
-                "gen_ai.request.temperature": token_sampling.temperature,
-                "gen_ai.request.top_p": token_sampling.top_p,
-                "gen_ai.request.top_k": token_sampling.top_k,
-                "gen_ai.request.frequency_penalty": token_sampling.frequency_penalty,
-                "gen_ai.request.presence_penalty": token_sampling.presence_penalty,
+                "gen_ai.request.model": body.model or model,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.top_p": sampling.top_p,
+                "gen_ai.request.top_k": sampling.top_k,
+                "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+                "gen_ai.request.presence_penalty": sampling.presence_penalty,
                 "gen_ai.request.max_tokens": max_tokens,
-                "gen_ai.request.choice.count": sampling.n,
-                "gen_ai.response.id": request.key[1],
-                "gen_ai.response.model": request.model.name,
-                "specdec.request_id": request.key[1],
-                "specdec.priority": request.priority,
+                "gen_ai.request.choice.count": num_choices,
+                "gen_ai.response.id": request_id,
+                "gen_ai.response.model": model,
+                "specdec.request_id": request_id,
+                "specdec.priority": body.priority,
                 "specdec.is_resumed": body.HasField("resume"),
             }
         )
@@ -141,8 +162,8 @@ class RequestTrace:
             self._span.set_attribute("gen_ai.request.seed", body.sampling.seed)
         if self._content is not None:
             self._span.set_attribute("gen_ai.input.messages", json.dumps(_input_messages(body)))
-            if sampling.stop:
-                self._span.set_attribute("gen_ai.request.stop_sequences", list(sampling.stop))
+            if stop:
+                self._span.set_attribute("gen_ai.request.stop_sequences", list(stop))
 
     def wrote(self, chunk: api.GenerateResponse) -> None:
         """A chunk went to the client."""
@@ -154,46 +175,54 @@ class RequestTrace:
         if self.is_recording:
             self._span.set_attribute("gen_ai.response.time_to_first_chunk", time.monotonic() - self._began_s)
 
-    def draft_fallback(self, session: Session, cause: str) -> None:
+    def draft_fallback(self, choice: int, cause: str) -> None:
         """A session goes on without its draft, for a while or for good."""
         self._counts["num_draft_fallbacks"] += 1
-        self.event("draft_fallback", choice=session.choice, cause=cause)
+        self.event("draft_fallback", choice=choice, cause=cause)
 
-    def session_opened(self, role: str, session: Session, address: str, epoch: int) -> str:
+    def session_opened(
+        self, role: str, choice: int, *, session_id: str, address: str, epoch: int, position: int
+    ) -> str:
         """A session opens at a replica; returns the traceparent for it, empty when the request is not recorded."""
         if not self.is_recording:
             return ""
-        self._end_session(role, session.choice, "reopened")
+        self._end_session(role, choice, "reopened")
         if epoch > 1:
             self._counts[f"num_{role}_reopens"] += 1
         host, _, port = address.rpartition(":")
         attributes: dict[str, AttributeValue] = {
             "server.address": host,
             "server.port": int(port),
-            "specdec.session_id": session.session_id,
-            "specdec.choice": session.choice,
+            "specdec.session_id": session_id,
+            "specdec.choice": choice,
             "specdec.epoch": epoch,
-            "specdec.position": session.position,
+            "specdec.position": position,
         }
         span = self._tracer.start_span(_SPAN_NAMES[role], self._context, SpanKind.CLIENT, attributes)
-        self._open[role, session.choice] = address, span
+        self._open[role, choice] = address, span
         return traceparent_of(span)
 
-    def session_closed(self, role: str, session: Session, address: str, reason: str) -> None:
+    def session_closed(self, role: str, choice: int, address: str, reason: str) -> None:
         """A session ended at a replica."""
-        if self._open and self._open.get((role, session.choice), ("",))[0] == address:
-            self._end_session(role, session.choice, reason)
+        if self._open and self._open.get((role, choice), ("",))[0] == address:
+            self._end_session(role, choice, reason)
 
-    def session_failed(self, role: str, session: Session, reason: str) -> None:
+    def session_failed(self, role: str, choice: int, reason: str) -> None:
         """A replica ended a session with an error."""
-        if (opened := self._open.get((role, session.choice))) is not None:
+        if (opened := self._open.get((role, choice))) is not None:
             opened[1].set_status(Status(StatusCode.ERROR))
             opened[1].set_attribute("error.type", reason)
-            self._end_session(role, session.choice, "failed")
-        self.event("session_failed", role=role, choice=session.choice, reason=reason)
+            self._end_session(role, choice, "failed")
+        self.event("session_failed", role=role, choice=choice, reason=reason)
 
-    def end(self, request: Request, code: grpc.StatusCode, reason: str) -> None:
-        """The stream ended with a status; `reason` is the error's, empty without one."""
+    def end(self, code: grpc.StatusCode, reason: str, result: RequestResult | None) -> None:
+        """The stream ended with a status.
+
+        Args:
+            code: the status.
+            reason: the error's, empty without one.
+            result: what came of the request; None if it never had its place.
+        """
         if not self.is_recording:
             return
         for role, choice in list(self._open):
@@ -203,11 +232,11 @@ class RequestTrace:
             self._span.set_attribute("error.type", reason or code.name)
         if code in _SERVER_ERRORS:
             self._span.set_status(Status(StatusCode.ERROR))
-        if request.sessions:
-            self._set(_result(request))
+        if result is not None:
+            self._set(_result_attributes(result))
             self._set({f"specdec.{name}": count for name, count in self._counts.items()})
             if self._content is not None:
-                messages = json.dumps(_output_messages(request, self._texts))
+                messages = json.dumps(_output_messages(result, self._texts))
                 self._span.set_attribute("gen_ai.output.messages", messages)
         self.is_recording = False
         self._span.end()
@@ -221,18 +250,21 @@ class RequestTrace:
         self._span.set_attributes(attributes)
 
 
-def _result(request: Request) -> dict[str, AttributeValue]:
-    sessions = request.sessions
-    stats = total(session.tally for session in sessions)
+def _operation(body: api.GenerateRequest) -> str:
+    return "chat" if body.WhichOneof("input") == "messages" else "text_completion"
+
+
+def _result_attributes(result: RequestResult) -> dict[str, AttributeValue]:
+    stats = result.stats
     num_verified = sum(stats.verified_by_depth)
     return {
-        "gen_ai.usage.input_tokens": sessions[0].num_prompt_tokens,
-        "gen_ai.usage.output_tokens": sum(s.position - s.num_prompt_tokens for s in sessions),
-        "gen_ai.usage.cache_read.input_tokens": request.num_cached_tokens,
-        "gen_ai.response.finish_reasons": [_finish_reason(session) for session in sessions],
-        "specdec.seed": str(sessions[0].sampling.seed),
-        "specdec.verify_mode": pb.VerifyMode.Name(sessions[0].verify_mode).removeprefix("VERIFY_MODE_").lower(),
-        "specdec.speculate": sessions[0].speculate,
+        "gen_ai.usage.input_tokens": result.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": result.num_output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": result.num_cached_tokens,
+        "gen_ai.response.finish_reasons": [_finish_reason(reason) for reason in result.finish_reasons],
+        "specdec.seed": str(result.seed),
+        "specdec.verify_mode": pb.VerifyMode.Name(result.verify_mode).removeprefix("VERIFY_MODE_").lower(),
+        "specdec.speculate": result.speculate,
         "specdec.acceptance_rate": sum(stats.accepted_by_depth) / num_verified if num_verified else 0.0,
         "specdec.mean_acceptance_length": stats.mean_acceptance_length,
         "specdec.hit_rate": stats.hit_rate,
@@ -244,8 +276,7 @@ def _result(request: Request) -> dict[str, AttributeValue]:
     }
 
 
-def _finish_reason(session: Session) -> str:
-    reason = pb.FINISH_REASON_ABORT if session.finish is None else session.finish.reason
+def _finish_reason(reason: pb.FinishReason.ValueType) -> str:
     return pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower()
 
 
@@ -259,10 +290,10 @@ def _input_messages(body: api.GenerateRequest) -> list[dict[str, object]]:
             return []  # token ids: not text
 
 
-def _output_messages(request: Request, texts: Mapping[int, Sequence[str]]) -> list[dict[str, object]]:
+def _output_messages(result: RequestResult, texts: Mapping[int, Sequence[str]]) -> list[dict[str, object]]:
     return [
-        {**_message("assistant", "".join(texts.get(session.choice, ()))), "finish_reason": _finish_reason(session)}
-        for session in request.sessions
+        {**_message("assistant", "".join(texts.get(choice, ()))), "finish_reason": _finish_reason(reason)}
+        for choice, reason in enumerate(result.finish_reasons)
     ]
 
 

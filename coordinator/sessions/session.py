@@ -1,25 +1,137 @@
-"""The state of one choice while it decodes, and of the request it belongs to."""
+"""The state of one choice while it decodes, of the request it belongs to, and of its two sides.
+
+A side is what a session has at its target or at its draft: which replica holds it, under which epoch, and how that
+goes. Who holds a session is seen from here through `TargetHost` and `DraftHost`; the links are such hosts.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.request_trace import RequestTrace
-from coordinator.sessions.tally import SpeculationTally
+from coordinator.sessions.request_trace import RequestResult, RequestTrace
+from coordinator.sessions.tally import SpeculationTally, total
 from coordinator.text.choice_output import ChoiceOutput, Finish
 from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 
-if TYPE_CHECKING:
-    from coordinator.links.draft_link import DraftLink
-    from coordinator.links.target_link import TargetLink
+
+class SessionHost(Protocol):
+    """A replica that holds a session, as the session sees it. No call here waits."""
+
+    @property
+    def role(self) -> str:
+        """`target` or `draft`."""
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+
+    @property
+    def identity(self) -> pb.ModelIdentity | None:
+        """What it serves, as it said last."""
+
+    @property
+    def is_up(self) -> bool:
+        """What is sent now reaches it."""
+
+    @property
+    def is_ready(self) -> bool:
+        """New sessions may be opened without a second thought."""
+
+    def open(self, session: Session) -> None:
+        """Open a session, or open it again, under a new epoch and with all its tokens."""
+
+    def close(self, session: Session, reason: str) -> None:
+        """End a session."""
+
+
+class TargetHost(SessionHost, Protocol):
+    """The target that holds a session."""
+
+    def relay(self, session: Session, proposal: bytes) -> None:
+        """Pass on an encoded Proposal."""
+
+    def give_credit(self, session: Session) -> None:
+        """Tell how far the target may run, and what has arrived."""
+
+    def release(self, session: Session) -> None:
+        """Give a session up to another target; what this one still holds of it is freed."""
+
+
+class DraftHost(SessionHost, Protocol):
+    """The draft that holds a session."""
+
+    def commit(self, session: Session, start_position: int, token_ids: Sequence[int]) -> None:
+        """Tell which tokens are final."""
+
+
+@dataclass(slots=True, eq=False)
+class TargetSide:
+    """A session at its target.
+
+    Epochs count openings and only grow: what comes from an earlier opening is dropped. The same holds for a draft.
+    """
+
+    host: TargetHost | None = None
+    epoch: int = 0
+    credit_position: int = 0
+    """The credit last given to it."""
+    was_relayed: bool = False
+    """A proposal was relayed since the session was opened here."""
+    failing_s: float | None = None
+    """Since when, on the monotonic clock, it has been refusing the session; None: it does not."""
+    num_failures: int = 0
+    """In a row."""
+    retry: asyncio.TimerHandle | None = None
+
+    def opened(self, host: TargetHost) -> None:
+        """A new opening begins at a host."""
+        self.host = host
+        self.epoch += 1
+        self.was_relayed = False
+
+    def supersede(self) -> None:
+        """Drop whatever still comes from the current opening; the session stays, to be opened again."""
+        self.epoch += 1
+
+    def recovered(self) -> None:
+        """It decided something: what went wrong before is past."""
+        self.failing_s = None
+        self.num_failures = 0
+
+    def cancel_retry(self) -> None:
+        """Do not open the session again by itself."""
+        if self.retry is not None:
+            self.retry.cancel()
+            self.retry = None
+
+
+@dataclass(slots=True, eq=False)
+class DraftSide:
+    """A session at its draft. Without a host it goes on, more slowly."""
+
+    host: DraftHost | None = None
+    epoch: int = 0
+    num_failures: int = 0
+    """Since a draft last came up."""
+    retry: asyncio.TimerHandle | None = None
+
+    def opened(self, host: DraftHost) -> None:
+        """A new opening begins at a host."""
+        self.host = host
+        self.epoch += 1
+
+    def cancel_retry(self) -> None:
+        """Do not open the session again by itself."""
+        if self.retry is not None:
+            self.retry.cancel()
+            self.retry = None
 
 
 @dataclass(slots=True, eq=False)
@@ -33,20 +145,28 @@ class Request:
     uid: str
     stream: ClientStream
     arrived_s: float
+    """On the monotonic clock."""
+    model: pb.ModelIdentity
+    """What decides its tokens; only a target with the same weights and tokenizer may go on with it."""
     priority: int = 0
     cache_salt: bytes = b""
-    model: pb.ModelIdentity = field(default_factory=pb.ModelIdentity)
-    """What decides its tokens; only a target with the same weights and tokenizer may go on with it."""
     deadline_s: float | None = None
     """On the monotonic clock."""
-    sessions: list[Session] = field(default_factory=list)
+    trace: RequestTrace = field(default_factory=RequestTrace)
+
+    sessions: Sequence[Session] = ()
+    """One per choice, from when it has its place; see `start`."""
     num_unfinished: int = 0
     num_cached_tokens: int = 0
     has_output: bool = False
     waiting: asyncio.Task[Any] | None = None
     """Set while it waits for a place or a target; see `end_wait`."""
     is_aborted: bool = False
-    trace: RequestTrace = field(default_factory=RequestTrace)
+
+    def start(self, sessions: Sequence[Session]) -> None:
+        """It has its place: these are its choices."""
+        self.sessions = sessions
+        self.num_unfinished = len(sessions)
 
     def end_wait(self) -> None:
         """It has been ended (aborted, taken over, drained): nobody need wait for a place or a target any more."""
@@ -57,13 +177,26 @@ class Request:
         """What is left of the deadline; None: there is none."""
         return None if self.deadline_s is None else max(1, round((self.deadline_s - time.monotonic()) * 1000))
 
+    def result(self) -> RequestResult | None:
+        """What has come of it so far, for its trace; None before it started."""
+        if not self.sessions:
+            return None
+        first = self.sessions[0]
+        return RequestResult(
+            num_prompt_tokens=first.num_prompt_tokens,
+            num_output_tokens=sum(session.num_output_tokens for session in self.sessions),
+            num_cached_tokens=self.num_cached_tokens,
+            finish_reasons=[session.finish_reason for session in self.sessions],
+            seed=first.sampling.seed,
+            verify_mode=first.verify_mode,
+            speculate=first.speculate,
+            stats=total(session.tally for session in self.sessions),
+        )
+
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One choice: its tokens, its text, and where it is open.
-
-    Epochs count openings on each side apart and only grow: what comes from an earlier opening is dropped.
-    """
+    """One choice: its tokens, its text, and where it is open."""
 
     session_id: str
     choice: int
@@ -80,41 +213,32 @@ class Session:
     num_prompt_logprobs: int | None = None
     fork_from: str = ""
     """Used at the first opening only: later ones find the prompt in the prefix cache."""
-    tally: SpeculationTally = field(default_factory=SpeculationTally)
-    finish: Finish | None = None
-
-    target: TargetLink | None = None
-    target_epoch: int = 0
     num_written: int = 0
     """Position up to which the client has taken tokens."""
-    credit_position: int = 0
-    """The credit last given to the target."""
-    had_verdict: bool = False
-    was_relayed: bool = False
-    """A proposal was relayed since the target session was opened."""
-    relayed_s: float | None = None
-    """When the first proposal since the last verdict was relayed."""
-    target_failing_s: float | None = None
-    """Since when the target has been refusing the session."""
-    num_target_failures: int = 0
-    target_retry: asyncio.TimerHandle | None = None
-
-    draft: DraftLink | None = None
-    draft_epoch: int = 0
-    committed_s: float | None = None
-    """When the draft was told of a commit that no proposal has followed yet."""
-    num_draft_failures: int = 0
-    draft_retry: asyncio.TimerHandle | None = None
+    tally: SpeculationTally = field(default_factory=SpeculationTally)
+    finish: Finish | None = None
+    target: TargetSide = field(default_factory=TargetSide)
+    draft: DraftSide = field(default_factory=DraftSide)
 
     @property
     def log_fields(self) -> dict[str, str]:
         """What log lines about it carry."""
-        return {"request_id": self.request.key[1], "session": self.session_id, **self.request.trace.log_fields}
+        return {"request_id": self.request.key.request_id, "session": self.session_id, **self.request.trace.log_fields}
 
     @property
     def position(self) -> int:
         """Where the next token goes."""
         return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def finish_reason(self) -> pb.FinishReason.ValueType:
+        """Why it ended; one that nobody ended counts as aborted."""
+        return pb.FINISH_REASON_ABORT if self.finish is None else self.finish.reason
 
     def open_body(self, traceparent: str) -> pb.OpenSession:
         """The OpenSession of either side, with all committed tokens."""
@@ -128,7 +252,7 @@ class Session:
             deadline_ms=self.request.deadline_ms(),
             priority=self.request.priority,
             cache_salt=self.request.cache_salt,
-            credit_position=self.credit_position,
+            credit_position=self.target.credit_position,
             traceparent=traceparent,
         )
         if self.position == self.num_prompt_tokens:
@@ -136,52 +260,3 @@ class Session:
             if self.num_prompt_logprobs is not None:
                 body.num_prompt_logprobs = self.num_prompt_logprobs
         return body
-
-
-class SessionTable:
-    """All live sessions, and all live requests by tenant and id."""
-
-    def __init__(self) -> None:
-        self._requests: dict[RequestKey, Request] = {}
-        self._sessions: dict[str, Session] = {}
-        self._ended = asyncio.Event()
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(list(self._sessions.values()))
-
-    def __len__(self) -> int:
-        return len(self._sessions)
-
-    @property
-    def requests(self) -> list[Request]:
-        """All live requests, the waiting ones included."""
-        return list(self._requests.values())
-
-    def find_request(self, key: RequestKey) -> Request | None:
-        """The live request with this id."""
-        return self._requests.get(key)
-
-    def add_request(self, request: Request) -> None:
-        """Register a request; replaces one that it takes over."""
-        self._requests[request.key] = request
-
-    def remove_request(self, request: Request) -> None:
-        """Forget a request, unless it was taken over."""
-        if self._requests.get(request.key) is request:
-            del self._requests[request.key]
-            self._ended.set()
-
-    async def wait_ended(self, timeout_s: float) -> None:
-        """Wait until some request ends, at most this long."""
-        self._ended.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._ended.wait()
-
-    def add(self, session: Session) -> None:
-        """Register a session that is about to be opened."""
-        self._sessions[session.session_id] = session
-
-    def remove(self, session: Session) -> None:
-        """Forget a session."""
-        self._sessions.pop(session.session_id, None)

@@ -33,6 +33,11 @@ class SpeculationTally:
     first_verdict_s: float | None = None
     last_verdict_s: float = 0.0
 
+    @property
+    def previous_verdict_s(self) -> float | None:
+        """When the last verdict arrived; None: there was none."""
+        return None if self.first_verdict_s is None else self.last_verdict_s
+
     def add(self, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
         """Count a verdict.
 

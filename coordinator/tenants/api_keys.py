@@ -27,6 +27,7 @@ from specdec.rpc.errors import NotReady, PermissionDenied, Unauthenticated
 AUTHORIZATION_KEY = "authorization"
 """Request metadata: `Bearer KEY`."""
 _CHECK_INTERVAL_S = 1.0
+"""A key that was withdrawn is good for so long; a look at the file costs some microseconds."""
 _log = structlog.get_logger(__name__)
 
 _Signature = tuple[int, int, int, int]
@@ -42,6 +43,7 @@ class ApiKey(BaseModel):
     """For people; may be logged."""
     tenant: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._@:/-]{1,128}$")]
     sha256: Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$")] = Field(repr=False)
+    """Of the key's UTF-8, hexadecimal."""
     expires_at: AwareDatetime | None = None
     max_prompt_tokens: _Positive | None = None
     max_tokens: _Positive | None = None
@@ -95,11 +97,6 @@ class _KeyFile(BaseModel):
 
 class KeyFileInvalid(Exception):
     """The file of API keys cannot be used; the message says where and why, and quotes nothing of the file."""
-
-
-def hash_key(key: str) -> str:
-    """The form in which a key is stored: hexadecimal SHA-256 of its UTF-8."""
-    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def read_key_file(path: Path) -> list[ApiKey]:

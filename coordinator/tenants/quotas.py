@@ -17,7 +17,9 @@ from specdec.rpc.errors import Overloaded
 CONCURRENCY_RETRY_S = 1.0
 """When one of a tenant's requests ends is not known; a second is cheap to wait and cheap to be asked for again."""
 _BURST_S = 10.0
+"""A tenant that was idle may use so many seconds' worth at once, unless its burst is set."""
 _LEAST_SWEEP_BUCKETS = 1024
+"""Fewer take some hundred KiB; looking through them for those to forget would cost more than it gains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +76,6 @@ class TokenQuotas:
         self._clock = clock
         self._buckets: dict[str, _Bucket] = {}
         self._sweep_at = _LEAST_SWEEP_BUCKETS
-
-    def __len__(self) -> int:
-        return len(self._buckets)
 
     async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
         """Take a prompt's tokens if the level is positive, even more than are there.
@@ -157,10 +156,7 @@ class TenantLimits:
         self._quotas = quotas
         self._on_refused = on_refused
         self._running: dict[str, dict[str, object]] = {}
-
-    def num_running(self, tenant: str) -> int:
-        """The tenant's requests, those that wait for a place included."""
-        return len(self._running.get(tenant, ()))
+        """Each tenant's requests by id, those that wait for a place included."""
 
     @asynccontextmanager
     async def lease(

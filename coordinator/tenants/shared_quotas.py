@@ -12,6 +12,7 @@ from specdec.store.errors import StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 
 _INTERVAL_S = 0.05
+"""How much later the others know what was used; each tenant that uses tokens costs one operation of the store."""
 _log = structlog.get_logger(__name__)
 
 
@@ -22,10 +23,9 @@ class SharedQuotas:
     while it is away is not made up for afterwards: the shared buckets fill meanwhile, as if nothing had been used.
     """
 
-    def __init__(self, store: GuardedStore, local: TokenQuotas | None = None) -> None:
-        """`local` counts while the store is away."""
+    def __init__(self, store: GuardedStore) -> None:
         self._store = store
-        self._local = local or TokenQuotas()
+        self._local = TokenQuotas()
         self._used: dict[str, tuple[QuotaRate, int]] = {}
         self._has_used = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

@@ -47,8 +47,8 @@ class EndRules:
 class ChoiceOutput:
     """Detokenises a choice's tokens and ends it at a stop string.
 
-    Stop strings count only from the `min_tokens`-th token on. The text of a stop token is left out unless
-    stop strings are kept. Tokens past a stop string are not kept: they exist nowhere.
+    Stop strings count only from the `min_tokens`-th token on. The text of a stop token is left out unless stop strings
+    are kept. Tokens past a stop string are not kept: they exist nowhere.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Incremental detokenisation: text deltas of a growing token sequence, never half a character.
 
-`tokenizers.decoders.DecodeStream` is not used: it withholds everything after bytes that are not UTF-8, and
-what it gave then differs from decoding all ids at once. Where a decoder's bytes per token are known, a delta
-costs one table look-up and one step of an incremental UTF-8 decoder, whatever the length of the sequence.
+`tokenizers.decoders.DecodeStream` is not used: it withholds everything after bytes that are not UTF-8, and what it gave
+then differs from decoding all ids at once. Where a decoder's bytes per token are known, a delta costs one table look-up
+and one step of an incremental UTF-8 decoder, whatever the length of the sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from tokenizers import Tokenizer
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\ufffd"
 _WINDOW_TOKENS = 6
+"""Decoders join a token with its neighbours, or strip what comes first; none looks further back."""
 _LONGEST_CHARACTER_BYTES = 4
+"""In UTF-8."""
 
 
 class Detokenizer(Protocol):
@@ -34,10 +36,9 @@ class Detokenizer(Protocol):
 class DetokenizerFactory:
     """Makes detokenizers for one tokenizer, and tells the text of single tokens.
 
-    Guarantee: the concatenation of all deltas is `tokenizer.decode(ids)`. For decoders with byte fallback it
-    holds for sequences whose byte tokens are well-formed UTF-8; otherwise each stray byte gives one U+FFFD,
-    while `Tokenizer.decode` also spoils the well-formed characters beside it (which may have been streamed
-    already).
+    Guarantee: the concatenation of all deltas is `tokenizer.decode(ids)`. For decoders with byte fallback it holds for
+    sequences whose byte tokens are well-formed UTF-8; otherwise each stray byte gives one U+FFFD, while
+    `Tokenizer.decode` also spoils the well-formed characters beside it (which may have been streamed already).
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -18,9 +18,9 @@ class StopMatch:
 class StopStringScanner:
     """Watches one choice's text for stop strings.
 
-    The match that is completed first wins; among those completed by the same character, the longest. Text is
-    emitted as soon as it can be no part of a match, so at most the longest stop string less one character is
-    held back. Cost per push: O(text held back and pushed, times the number of stop strings).
+    The match that is completed first wins; among those completed by the same character, the longest. Text is emitted as
+    soon as it can be no part of a match, so at most the longest stop string less one character is held back. Cost per
+    push: O(text held back and pushed, times the number of stop strings).
     """
 
     def __init__(self, stop_strings: Sequence[str], keep_match: bool = False) -> None:

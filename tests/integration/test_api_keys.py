@@ -16,7 +16,6 @@ from google.protobuf import empty_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from coordinator.tenants.api_keys import hash_key
 from specdec.cli.errors import ClusterFailed
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.plan import LocalPlan, plan_services
@@ -31,6 +30,7 @@ from specdec.rpc.errors import (
 from specdec.v1 import coordinator_pb2 as api
 from tests.integration.conftest import TIMEOUTS
 from tests.support.services.coordinator_harness import collect, request, running
+from tests.support.services.key_files import hash_key
 from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedTarget
 from tests.support.services.tiny_pair import ModelPair
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.recovery import Recovery
+from coordinator.links.target_link import TargetLink
+from coordinator.recovery import TargetRecovery
 from coordinator.replicas.discovery import Endpoint
 from specdec.v1 import common_pb2 as pb
 from tests.support.services.coordinator_harness import (
@@ -18,7 +18,7 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
-from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedTarget
+from tests.support.services.scripted_replicas import ScriptedTarget
 
 
 async def test_a_broken_target_stream_is_attached_again_and_nothing_is_computed_twice() -> None:
@@ -58,7 +58,7 @@ async def test_a_stream_that_is_reset_is_opened_again_and_goes_on() -> None:
         link = harness.service.fleet.targets[0]
         link.reset("a test")
         while link.num_streams < 2:
-            await harness.service.fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         target.set_limit(None)
         await finish(call, result)
     assert result.ids() == expected_ids(target, 40)
@@ -112,7 +112,7 @@ async def test_a_replica_that_is_found_under_two_addresses_is_used_once() -> Non
     async with running([target], targets=(target.address, f"localhost:{target.port}")) as harness:
         fleet = harness.service.fleet
         while sorted(str(link.state) for link in fleet.targets) != ["incompatible", "ready"]:
-            await fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         used, unused = sorted(fleet.targets, key=lambda link: not link.is_up)
         call = harness.stub.Generate(request(max_tokens=40))
         result = await read_tokens(call, 10)
@@ -135,7 +135,7 @@ async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_go
         assert harness.metric("replicas", role="target", state="connecting") == 1
         link = harness.service.fleet.targets[1]
         while str(link.state) != "down":
-            await harness.service.fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         assert harness.metric("replicas", role="target", state="down") == 1
         roster.update([Endpoint(target.address)])
         assert harness.metric("replicas", role="target", state="down") == 0
@@ -146,18 +146,18 @@ async def test_a_fault_in_what_the_end_of_a_stream_sets_off_does_not_cost_the_re
 ) -> None:
     target = ScriptedTarget()
     faults = [KeyError("a fault")]
-    on_down = Recovery.on_down
+    on_down = TargetRecovery.on_down
 
-    def faulty(recovery: Recovery, link: ReplicaLink, is_fault: bool) -> None:
+    def faulty(recovery: TargetRecovery, link: TargetLink, is_fault: bool) -> None:
         on_down(recovery, link, is_fault)
         if faults:
             raise faults.pop()
 
-    monkeypatch.setattr(Recovery, "on_down", faulty)
+    monkeypatch.setattr(TargetRecovery, "on_down", faulty)
     async with running([target]) as harness:
         target.break_streams()
         link = harness.service.fleet.targets[0]
         while link.num_streams < 2:
-            await harness.service.fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         assert (await collect(harness.stub.Generate(request()))).ids() == expected_ids(target, 20)
     assert not faults

@@ -106,7 +106,7 @@ async def test_a_draining_target_gets_no_new_sessions_and_keeps_those_it_has() -
         targets[0].streams[-1].send(load_response(1, draining=True))
         link = harness.service.fleet.targets[0]
         while str(link.state) != "draining":
-            await harness.service.fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         for seed in range(4):
             await collect(harness.stub.Generate(request((seed, 6, 7))))
         assert harness.metric("replicas", role="target", state="draining") == 1
@@ -132,7 +132,7 @@ async def test_a_target_that_keeps_failing_is_ejected_and_trusted_again_after_a_
             states.add(str(link.state))
             if str(link.state) == "ejected":
                 bad.refuse = None
-                await fleet.wait_changed(PATIENCE_S)
+                await harness.replica_changed()
                 states.add(str(link.state))
             if states >= {"ejected", "probation"} and link.is_ready:
                 break
@@ -146,7 +146,7 @@ async def test_a_target_on_probation_gets_one_session_at_a_time() -> None:
     async with running(targets) as harness:
         fleet = harness.service.fleet
         while not all(link.is_ready for link in fleet.links):
-            await fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         fleet.targets[0].set_standing(LinkState.PROBATION)
         calls = [harness.stub.Generate(request((seed, 6, 7))) for seed in range(4)]
         results = [await read_tokens(call, 5) for call in calls]

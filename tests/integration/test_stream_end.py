@@ -15,7 +15,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
 from tests.support.services.coordinator_harness import expected_ids, finish, read_tokens, request, running
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedTarget
+from tests.support.services.scripted_replicas import ScriptedTarget
 
 NUM_ENDS = 30
 """Without StreamEnd most of them have another status."""
@@ -98,7 +98,7 @@ async def test_a_busy_target_that_drains_says_so_and_is_not_taken_for_a_faulty_o
             for _ in range(NUM_ENDS):
                 for link in harness.service.fleet.targets:
                     while not link.is_ready:
-                        await harness.service.fleet.wait_changed(PATIENCE_S)
+                        await harness.replica_changed()
                 [holder] = [target for target in targets if target.sessions]
                 [link] = [link for link in harness.service.fleet.targets if link.sessions]
                 [session] = link.sessions.values()

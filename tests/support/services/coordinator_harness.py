@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -41,11 +42,16 @@ class Harness:
         """A sample's value; 0 when it is not there."""
         return self.registry.get_sample_value(f"specdec_coordinator_{name}", labels) or 0.0
 
+    async def replica_changed(self, timeout_s: float = PATIENCE_S) -> None:
+        """Wait until some replica's state changes."""
+        async with asyncio.timeout(timeout_s):
+            await self.service.fleet.wait_changed()
+
     async def replica_until(self, role: str, state: str, timeout_s: float = PATIENCE_S) -> api.ReplicaStatus:
         """Wait until some replica of a role is in a state."""
         link = next(link for link in self.service.fleet.links if link.role == role)
         while str(link.state) != state:
-            await self.service.fleet.wait_changed(timeout_s)
+            await self.replica_changed(timeout_s)
         status = await self.stub.GetStatus(api.GetStatusRequest())
         return next(r for r in status.replicas if r.role == role)
 
@@ -53,7 +59,7 @@ class Harness:
         """Wait until all replicas are ready; the coordinator serves as soon as one target is."""
         for link in self.service.fleet.links:
             while not link.is_ready:
-                await self.service.fleet.wait_changed(timeout_s)
+                await self.replica_changed(timeout_s)
 
 
 @dataclass

@@ -19,7 +19,7 @@ from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.settings import ClientSettings
 from specdec.tls_files import TlsFilesBroken
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running
-from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
+from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 
 class Names:
@@ -102,11 +102,19 @@ async def test_what_is_found_is_reported_again_and_again_even_after_a_fault() ->
 class IdleLink(ReplicaLink):
     """A link whose stream the test opens and ends."""
 
-    role = "target"
-
     def __init__(self, endpoint: Endpoint) -> None:
-        channel = ReplicaChannel(endpoint.address, ClientSettings())
-        super().__init__(endpoint.address, channel, None, None)  # type: ignore[arg-type]
+        nobody: Any = None
+        super().__init__(
+            role="target",
+            address=endpoint.address,
+            channel=ReplicaChannel(endpoint.address, ClientSettings()),
+            settings=nobody,
+            wire=nobody,
+            events=nobody,
+            epoch_of=lambda session: 0,
+            handle=lambda session, result: None,
+            takes_up=True,
+        )
         self.has_stream = False
 
     @property
@@ -192,7 +200,7 @@ async def test_a_coordinator_finds_its_replicas_by_name() -> None:
     names = {role: (f"dns:///localhost:{r.port}",) for role, r in (("targets", target), ("drafts", draft))}
     async with running([target], [draft], wait_for_draft=False, discovery_s=0.05, **names) as harness:
         while not any(link.is_ready for link in harness.service.fleet.drafts):
-            await harness.service.fleet.wait_changed(PATIENCE_S)
+            await harness.replica_changed()
         result = await collect(harness.stub.Generate(request()))
         assert [link.address for link in harness.service.fleet.targets if link.is_ready] == [target.address]
     assert result.ids() == expected_ids(target, 20)

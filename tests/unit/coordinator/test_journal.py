@@ -114,22 +114,52 @@ def shared(store: Store) -> GuardedStore:
     return guarded(store)
 
 
+def make_journal(
+    store: GuardedStore,
+    taken_over: list[Request] | None = None,
+    aborted: list[Request] | None = None,
+    *,
+    lease_s: float = 10.0,
+) -> Journal:
+    """A journal that writes at once. The lists are of the requests that it says were taken over, or aborted."""
+    return Journal(
+        store,
+        "one",
+        JournalSettings(lease_s=lease_s, interval_s=0.001, retry_s=0.001),
+        on_unjournalled=lambda num: None,
+        on_taken_over=([] if taken_over is None else taken_over).append,
+        on_aborted=([] if aborted is None else aborted).append,
+    )
+
+
 @pytest.fixture
-async def journal(shared: GuardedStore) -> AsyncIterator[Journal]:
-    journal = Journal(shared, "one", JournalSettings(interval_s=0.001, retry_s=0.001))
+def taken_over() -> list[Request]:
+    """What `journal` says was taken over."""
+    return []
+
+
+@pytest.fixture
+def aborted() -> list[Request]:
+    """What `journal` says was aborted elsewhere."""
+    return []
+
+
+@pytest.fixture
+async def journal(shared: GuardedStore, taken_over: list[Request], aborted: list[Request]) -> AsyncIterator[Journal]:
+    journal = make_journal(shared, taken_over, aborted)
     journal.start()
     yield journal
     await journal.close()
 
 
-def request() -> Request:
-    return Request(KEY, "uid", ClientStream(), 0.0)
+def request(key: RequestKey = KEY, uid: str = "uid") -> Request:
+    return Request(key, uid, ClientStream(), 0.0, pb.ModelIdentity())
 
 
 async def begin(journal: Journal, request: Request, num_choices: int = 1, take_over: bool = False) -> None:
     await journal.begin(request, seed=7, params=b"", num_choices=num_choices, take_over=take_over)
     detokenizers = DetokenizerFactory(make_tokenizer())
-    request.sessions = [
+    sessions = [
         Session(
             session_id=f"one/uid/{choice}",
             choice=choice,
@@ -144,6 +174,7 @@ async def begin(journal: Journal, request: Request, num_choices: int = 1, take_o
         )
         for choice in range(num_choices)
     ]
+    request.start(sessions)
 
 
 def decode(journal: Journal, session: Session, token_ids: Sequence[int]) -> None:
@@ -213,10 +244,8 @@ async def test_an_end_that_the_store_missed_is_told_when_it_is_back(store: Store
 
 
 async def test_two_that_began_the_same_while_the_store_was_away_both_go_on(
-    store: Store, shared: GuardedStore, journal: Journal
+    store: Store, shared: GuardedStore, journal: Journal, taken_over: list[Request]
 ) -> None:
-    taken_over: list[Request] = []
-    journal.on_taken_over = taken_over.append
     store.is_away = True
     await begin(journal, ours := request())
     store.is_away = False
@@ -231,9 +260,9 @@ async def test_two_that_began_the_same_while_the_store_was_away_both_go_on(
     assert record.owner_id == "two/uid"
 
 
-async def test_a_request_that_another_took_over_is_told_so_once(store: Store, journal: Journal) -> None:
-    taken_over: list[Request] = []
-    journal.on_taken_over = taken_over.append
+async def test_a_request_that_another_took_over_is_told_so_once(
+    store: Store, journal: Journal, taken_over: list[Request]
+) -> None:
     await begin(journal, ours := request())
     await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=30.0, take_over=True))
     decode(journal, ours.sessions[0], [4])
@@ -253,10 +282,8 @@ async def test_a_request_that_another_took_over_is_told_so_once(store: Store, jo
 
 @pytest.mark.parametrize("has_ended", [True, False])
 async def test_a_request_whose_beginning_the_store_forgot_in_favour_of_what_was_there_before_goes_on(
-    store: Store, journal: Journal, has_ended: bool
+    store: Store, journal: Journal, taken_over: list[Request], has_ended: bool
 ) -> None:
-    taken_over: list[Request] = []
-    journal.on_taken_over = taken_over.append
     former = await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=30.0))
     if has_ended:
         await store.end(KEY, "two/uid", former.generation, 300.0)
@@ -278,8 +305,8 @@ async def test_a_request_whose_beginning_the_store_forgot_in_favour_of_what_was_
 async def test_what_does_not_fit_into_one_batch_is_written_by_the_next_without_a_new_token(
     store: Store, shared: GuardedStore
 ) -> None:
-    journal = Journal(shared, "one", JournalSettings(interval_s=0.001, retry_s=0.001))
-    others = [Request(RequestKey("a", f"other {number}"), f"uid {number}", ClientStream(), 0.0) for number in range(2)]
+    journal = make_journal(shared)
+    others = [request(RequestKey("a", f"other {number}"), f"uid {number}") for number in range(2)]
     for other, num_tokens in zip(others, (BATCH_TOKENS, 3), strict=True):
         await begin(journal, other)
         decode(journal, other.sessions[0], list(range(num_tokens)))
@@ -297,8 +324,8 @@ async def test_what_does_not_fit_into_one_batch_is_written_by_the_next_without_a
 async def test_thousands_of_requests_are_written_and_renewed_in_bounded_batches(
     store: Store, shared: GuardedStore
 ) -> None:
-    journal = Journal(shared, "one", JournalSettings(lease_s=0.01, interval_s=0.001))
-    requests = [Request(RequestKey("a", f"{number}"), f"{number}", ClientStream(), 0.0) for number in range(1200)]
+    journal = make_journal(shared, lease_s=0.01)
+    requests = [request(RequestKey("a", f"{number}"), f"{number}") for number in range(1200)]
     for one in requests:
         await begin(journal, one)
         decode(journal, one.sessions[0], [4])
@@ -333,7 +360,7 @@ async def test_of_two_streams_of_one_request_that_begin_at_once_the_later_one_ha
 async def test_a_resume_that_began_while_the_store_was_away_joins_when_the_lease_of_its_former_owner_is_over(
     store: Store, shared: GuardedStore
 ) -> None:
-    journal = Journal(shared, "one", JournalSettings(lease_s=0.05, interval_s=0.001, retry_s=0.001))
+    journal = make_journal(shared, lease_s=0.05)
     journal.start()
     dead = await store.begin(KEY, NewRequest("two/uid", 7, b"", 1, lease_s=0.2))
     store.is_away = True
@@ -350,7 +377,7 @@ async def test_a_resume_that_began_while_the_store_was_away_joins_when_the_lease
 
 
 async def test_a_resume_that_joins_late_takes_nothing_from_a_later_resume(store: Store, shared: GuardedStore) -> None:
-    journal = Journal(shared, "one", JournalSettings(lease_s=0.02, interval_s=0.001, retry_s=0.001))
+    journal = make_journal(shared, lease_s=0.02)
     journal.start()
     store.is_away = True
     await begin(journal, ours := request(), take_over=True)
@@ -367,10 +394,8 @@ async def test_a_resume_that_joins_late_takes_nothing_from_a_later_resume(store:
 
 
 async def test_a_request_that_was_aborted_elsewhere_is_told_so_once_and_its_id_is_free_when_it_has_ended(
-    store: Store, journal: Journal
+    store: Store, journal: Journal, aborted: list[Request]
 ) -> None:
-    aborted: list[Request] = []
-    journal.on_aborted = aborted.append
     await begin(journal, ours := request())
     assert await store.abort(KEY)
     decode(journal, ours.sessions[0], [4])
@@ -400,7 +425,7 @@ async def test_a_request_that_ends_before_it_learns_of_its_abort_leaves_its_id_f
 
 
 async def test_an_end_that_leaves_much_to_write_writes_all_of_it(store: Store, shared: GuardedStore) -> None:
-    journal = Journal(shared, "one")  # that is not started writes nothing before the end
+    journal = make_journal(shared)  # that is not started writes nothing before the end
     await begin(journal, ours := request())
     decode(journal, ours.sessions[0], tokens := list(range(40_000)))
     await journal.end(ours)
@@ -416,7 +441,7 @@ async def test_of_two_streams_of_a_request_in_one_process_the_later_is_loaded(jo
     later = request()
     later.uid = "later"
     await journal.begin(later, seed=7, params=b"", num_choices=1, take_over=True)
-    later.sessions = former.sessions
+    later.start(former.sessions)
     journal.append(later.sessions[0], [])
     record = await journal.load(KEY)
     assert record is not None

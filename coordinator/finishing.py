@@ -1,0 +1,85 @@
+"""The ends of choices and requests: by themselves, by their client, by another stream, or by a failure.
+
+Whichever comes first counts; what comes later does nothing.
+"""
+
+from __future__ import annotations
+
+from coordinator.observer import Observer
+from coordinator.sessions.session import Request, Session
+from coordinator.sessions.table import SessionTable
+from coordinator.sessions.tally import total
+from coordinator.text.choice_output import Finish
+from specdec.rpc.errors import Cancelled, SpecdecError
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+
+class Finisher:
+    """Ends choices on both sides, and tells the client as much as the end calls for."""
+
+    def __init__(self, sessions: SessionTable, observer: Observer) -> None:
+        self._sessions = sessions
+        self._observer = observer
+
+    def finish(self, session: Session, finish: Finish, reason: str = "finished") -> None:
+        """End a choice: both sides close, and the client learns why."""
+        if not self._close(session, finish, reason):
+            return
+        request = session.request
+        ended = api.ChoiceFinished(index=session.choice, reason=finish.reason, stats=session.tally.to_proto())
+        if finish.stop_string is not None:
+            ended.stop_string = finish.stop_string
+        elif finish.stop_token_id is not None:
+            ended.stop_token_id = finish.stop_token_id
+        request.stream.push(api.GenerateResponse(choice_finished=ended))
+        if request.num_unfinished == 0:
+            request.stream.push(api.GenerateResponse(finished=_summary(request)))
+            request.stream.close()
+
+    def abort(self, request: Request) -> None:
+        """End all choices of a request, which may still wait; its stream ends in order."""
+        request.is_aborted = True
+        request.end_wait()
+        for session in request.sessions:
+            held_text = session.output.take((), Finish(pb.FINISH_REASON_ABORT)).text if session.finish is None else ""
+            if held_text:
+                request.stream.delta(session.choice).text += held_text
+            self.finish(session, Finish(pb.FINISH_REASON_ABORT), "aborted")
+
+    def take_over(self, request: Request) -> None:
+        """Another stream, here or at another coordinator, goes on with the request, which may still wait."""
+        request.end_wait()
+        self.fail(request, Cancelled("the request was taken over by another stream", reason="TAKEN_OVER"))
+
+    def fail(self, request: Request, error: SpecdecError) -> None:
+        """End a request with an error; what was decided before still reaches the client."""
+        self.drop(request, "failed")
+        request.stream.close(error)
+
+    def drop(self, request: Request, reason: str) -> None:
+        """Free what a request holds on both sides, without telling the client."""
+        for session in request.sessions:
+            self._close(session, Finish(pb.FINISH_REASON_ABORT), reason)
+
+    def _close(self, session: Session, finish: Finish, reason: str) -> bool:
+        if session.finish is not None:
+            return False
+        session.finish = finish
+        session.request.num_unfinished -= 1
+        for side in (session.draft, session.target):
+            side.cancel_retry()
+            if side.host is not None:
+                side.host.close(session, reason)
+        self._sessions.remove(session)
+        self._observer.session_ended(session)
+        return True
+
+
+def _summary(request: Request) -> api.GenerateFinished:
+    usage = api.Usage(
+        prompt_tokens=request.sessions[0].num_prompt_tokens,
+        cached_tokens=request.num_cached_tokens,
+        completion_tokens=sum(session.num_output_tokens for session in request.sessions),
+    )
+    return api.GenerateFinished(usage=usage, stats=total(session.tally for session in request.sessions))

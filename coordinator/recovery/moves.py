@@ -1,0 +1,151 @@
+"""Opening sessions again, on their target or another one, when targets break, refuse or come back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import structlog
+
+from coordinator.finishing import Finisher
+from coordinator.links.target_link import TargetLink
+from coordinator.observer import Observer
+from coordinator.replicas.fleet import Fleet, same_model
+from coordinator.sessions.session import Session, TargetHost
+from specdec.backoff import Backoff
+from specdec.rpc.errors import SpecdecError, Unavailable
+
+_log = structlog.get_logger(__name__)
+
+
+class TargetMoves:
+    """Decides which target a session has. Without one it waits."""
+
+    def __init__(
+        self, *, fleet: Fleet, finisher: Finisher, observer: Observer, timeout_s: float, backoff: Backoff
+    ) -> None:
+        """`timeout_s` is how long a session may go without a target; between two tries it waits for the back-off."""
+        self._fleet = fleet
+        self._finisher = finisher
+        self._observer = observer
+        self._timeout_s = timeout_s
+        self._backoff = backoff
+        self._give_ups: dict[str, asyncio.TimerHandle] = {}
+
+    def forget(self, link: TargetLink) -> None:
+        """A link is gone for good, or up: nobody gives it up any more."""
+        if (timer := self._give_ups.pop(link.address, None)) is not None:
+            timer.cancel()
+
+    def went_down(self, link: TargetLink) -> None:
+        """A target's stream ended: its sessions move, or wait until it is given up."""
+        for session in list(link.sessions.values()):
+            if (other := self._fleet.find_target(session.request.model, besides=link)) is not None:
+                self._move_to(session, link, other)
+        if link.sessions and link.address not in self._give_ups:
+            loop = asyncio.get_running_loop()
+            self._give_ups[link.address] = loop.call_later(self._timeout_s, self.give_up, link)
+
+    def came_up(self, link: TargetLink, lost: Sequence[Session]) -> None:
+        """A target's stream is ready: its sessions go on there, and so do those that wait for one like it."""
+        self.forget(link)
+        opened_again = {session.session_id for session in lost}
+        for session in list(link.sessions.values()):
+            if link.identity is not None and not same_model(session.request.model, link.identity):
+                self._move(session, link)
+            elif session.session_id in opened_again:
+                self.reopen(session)
+            else:
+                link.give_credit(session)
+        if link.is_draining or link.identity is None:
+            return
+        for other in self._fleet.targets:
+            if other is not link and not other.is_up:
+                for session in [s for s in other.sessions.values() if same_model(s.request.model, link.identity)]:
+                    self._move_to(session, other, link)
+
+    def give_up(self, link: TargetLink) -> None:
+        """A target is gone for too long, or serves something else now."""
+        self.forget(link)
+        for session in list(link.sessions.values()):
+            self._move(session, link)
+
+    def _move(self, session: Session, link: TargetLink) -> None:
+        if session.finish is not None:
+            return
+        link.sessions.pop(session.session_id, None)
+        other = self._fleet.find_target(session.request.model, besides=link)
+        if other is None:
+            error = Unavailable(
+                f"target {link.address} is gone and no other serves the model",
+                retry_after_s=self._backoff.longest_s,
+                reason="TARGET_LOST",
+            )
+            self._finisher.fail(session.request, error)
+            return
+        self._move_to(session, link, other)
+
+    def _move_to(self, session: Session, link: TargetLink, other: TargetLink) -> None:
+        if session.finish is not None:
+            return
+        link.release(session)
+        _note_move(session, link, other)
+        session.target.host = other
+        self.reopen(session)
+        self._follow_target(session)
+
+    def retry(self, session: Session, error: SpecdecError) -> None:
+        """Open a session again after a while, unless it has been failing for too long."""
+        side, now_s = session.target, time.monotonic()
+        if side.failing_s is None:
+            side.failing_s = now_s
+        side.num_failures += 1
+        wait_s = self._backoff.wait_s(side.num_failures)
+        side.supersede()
+        if now_s + wait_s - side.failing_s > self._timeout_s:
+            failure = Unavailable(
+                f"the target keeps refusing the session: {error.message}",
+                retry_after_s=wait_s,
+                reason="TARGET_REFUSES",
+            )
+            self._finisher.fail(session.request, failure)
+            return
+        side.cancel_retry()
+        side.retry = asyncio.get_running_loop().call_later(wait_s, self.reopen, session)
+
+    def reopen(self, session: Session) -> None:
+        """Open a session again now, where new ones would be opened."""
+        session.target.cancel_retry()
+        if session.finish is not None or session.target.host is None:
+            return
+        target = self._fit_target(session, session.target.host)
+        self._observer.session_reopened(target.role)
+        target.open(session)
+
+    def _fit_target(self, session: Session, host: TargetHost) -> TargetHost:
+        """A session that has to be opened again is not opened where new ones would not be, if there is another."""
+        if host.is_ready or not host.is_up:
+            return host
+        other = self._fleet.find_target(session.request.model, besides=host)
+        if other is None or not other.is_ready:
+            return host
+        host.release(session)
+        _note_move(session, host, other)
+        session.target.host = other
+        self._follow_target(session)
+        return other
+
+    def _follow_target(self, session: Session) -> None:
+        """The draft goes by the load of the session's target, which it is told at opening."""
+        draft = session.draft.host
+        if draft is not None and draft.is_up:
+            self._observer.session_reopened(draft.role)
+            draft.open(session)
+
+
+def _note_move(session: Session, link: TargetHost, other: TargetHost) -> None:
+    _log.info("session_moved", **session.log_fields, target=other.address)
+    session.request.trace.event(
+        "session_moved", choice=session.choice, source=link.address, target=other.address, position=session.position
+    )

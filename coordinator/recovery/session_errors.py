@@ -1,0 +1,63 @@
+"""What a replica says when it ends a session with an error, and what of it is a fault of the replica's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import structlog
+from google.rpc import code_pb2, error_details_pb2
+
+from coordinator.sessions.session import Session
+from specdec.v1 import common_pb2 as pb
+
+_FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
+_NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED})
+"""What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
+_HELD_ELSEWHERE = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
+"""What a replica says whose session another coordinator holds now: asking again would not help."""
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailure:
+    """A session's error, taken apart."""
+
+    code: int
+    """Of google.rpc.Code."""
+    reason: str
+    """The error's own, or its code's name."""
+    field: str
+    """What of the entry was at fault; empty when the replica does not say."""
+
+    @property
+    def is_held_elsewhere(self) -> bool:
+        """Another coordinator holds the session now."""
+        return self.reason in _HELD_ELSEWHERE
+
+    @property
+    def is_fault(self) -> bool:
+        """It counts against the replica."""
+        return self.code not in _NO_FAULT and not self.is_held_elsewhere
+
+    @property
+    def is_fatal(self) -> bool:
+        """Opening the session again, here or elsewhere, would end the same way."""
+        return self.code in _FATAL
+
+    @property
+    def may_be_proposals(self) -> bool:
+        """An entry was refused that was not the opening: a proposal, if one was relayed."""
+        return self.code == code_pb2.INVALID_ARGUMENT and not self.field.startswith("open")
+
+
+def note_failure(role: str, session: Session, error: pb.SessionError) -> SessionFailure:
+    """Take an error apart; the log and the request's trace tell of it."""
+    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+    for detail in error.status.details:
+        detail.Unpack(info)
+        detail.Unpack(request)
+    field = request.field_violations[0].field if request.field_violations else ""
+    reason = info.reason or code_pb2.Code.Name(error.status.code)
+    session.request.trace.session_failed(role, session.choice, reason)
+    _log.warning("session_error", role=role, **session.log_fields, reason=reason, error=error.status.message)
+    return SessionFailure(error.status.code, reason, field)

@@ -1,0 +1,10 @@
+"""What a file of API keys has of a key."""
+
+from __future__ import annotations
+
+import hashlib
+
+
+def hash_key(key: str) -> str:
+    """The form in which a key is stored: hexadecimal SHA-256 of its UTF-8."""
+    return hashlib.sha256(key.encode()).hexdigest()

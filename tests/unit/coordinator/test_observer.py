@@ -1,0 +1,89 @@
+"""What the observer measures between two events of a session."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from coordinator.observer import Observer
+from coordinator.sessions.client_stream import ClientStream
+from coordinator.sessions.session import Request, Session
+from coordinator.text.choice_output import ChoiceOutput
+from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.store.interface import RequestKey
+from specdec.telemetry import CoordinatorMetrics
+from specdec.v1 import common_pb2 as pb
+from tests.support.services.scripted_replicas import make_tokenizer
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def observer(registry: CollectorRegistry) -> Observer:
+    return Observer(CoordinatorMetrics(registry))
+
+
+@pytest.fixture
+def session() -> Session:
+    detokenizers = DetokenizerFactory(make_tokenizer())
+    return Session(
+        session_id="one/uid/0",
+        choice=0,
+        request=Request(RequestKey("a", "mine"), "uid", ClientStream(), 0.0, pb.ModelIdentity()),
+        token_ids=[1, 2, 3],
+        num_prompt_tokens=3,
+        sampling=pb.TokenSampling(),
+        verify_mode=pb.VERIFY_MODE_COUPLED,
+        speculate=True,
+        output=ChoiceOutput(detokenizers.create(True)),
+        detokenizers=detokenizers,
+    )
+
+
+def measured(registry: CollectorRegistry, name: str) -> tuple[float, float]:
+    """How often a time was measured, and the sum of what it was, in seconds."""
+    count, total = (registry.get_sample_value(f"specdec_coordinator_{name}_{of}") for of in ("count", "sum"))
+    assert count is not None
+    assert total is not None
+    return count, total
+
+
+async def test_a_drafts_time_is_from_the_first_commit_it_was_told_of_to_its_next_proposal(
+    observer: Observer, registry: CollectorRegistry, session: Session
+) -> None:
+    for now_s in (1.0, 2.0):
+        observer.committed(session, now_s)
+    for now_s in (3.0, 4.0):
+        observer.proposal(session, now_s)
+    assert measured(registry, "draft_latency_seconds") == (1, 2.0)
+
+
+async def test_a_commit_that_a_dropped_draft_was_told_of_counts_for_no_other(
+    observer: Observer, registry: CollectorRegistry, session: Session
+) -> None:
+    observer.committed(session, 1.0)
+    observer.draft_dropped(session, "draining")
+    observer.proposal(session, 9.0)
+    assert measured(registry, "draft_latency_seconds") == (0, 0.0)
+
+
+async def test_a_targets_time_is_from_the_first_proposal_since_its_last_verdict_to_the_one_that_verified(
+    observer: Observer, registry: CollectorRegistry, session: Session
+) -> None:
+    for now_s in (1.0, 2.0):
+        observer.proposal(session, now_s)
+    observer.verdict(session, pb.Verdict(verified_by_depth=[1], num_accepted=1), 2, False, 4.0)
+    observer.verdict(session, pb.Verdict(verified_by_depth=[1], num_accepted=1), 2, False, 8.0)
+    assert measured(registry, "verify_latency_seconds") == (1, 3.0)
+
+
+async def test_what_was_under_way_when_a_session_ended_is_forgotten(
+    observer: Observer, registry: CollectorRegistry, session: Session
+) -> None:
+    observer.committed(session, 1.0)
+    observer.session_ended(session)
+    observer.proposal(session, 9.0)
+    assert measured(registry, "draft_latency_seconds") == (0, 0.0)
