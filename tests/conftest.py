@@ -10,6 +10,7 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["tests.support.services.cluster_fixtures"]
 PROCESS_FOLDERS = [Path(__file__).parent / name for name in ("integration", "e2e", "chaos")]
 
 # Two workers with all cores' OpenMP threads each would stall one another. Read when torch is first imported.

@@ -10,18 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from specdec.cli.local.cluster import Cluster, free_port
-from tests.integration.conftest import (  # noqa: F401  pytest finds fixtures by name
-    shipped_pair,
-    start_cluster,
-)
-from tests.support.services.faults import CREDIT_WINDOW, ROLES, thaw
-from tests.support.services.tiny_pair import ModelPair, make_tiny_pair
+from tests.support.services.clusters import start_cluster
+from tests.support.services.faults import CREDIT_WINDOW, HOLD_OFF_MS, ROLES, thaw
+from tests.support.services.model_pair import ModelPair
+from tests.support.services.tiny_pair import make_tiny_pair
 
 NEVER_S = 600.0
 DRAIN_S = 120.0
 """Longer than any stream takes; a replica without sessions ends at once."""
-HOLD_OFF_MS = 200
-"""Long enough for a draft on a busy machine; the tests need it used, not fast."""
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +46,7 @@ def steady_cluster(
 
 
 @pytest.fixture(scope="session")
-def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:  # noqa: F811
+def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of the shipped pair to kill services of. Steps wait for the draft.
 
     Connections to replicas that are frozen are kept, and streams wait for a target however long it takes to start.

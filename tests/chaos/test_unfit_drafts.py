@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from specdec.client import Client
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.faults import addresses_of, another, eventually, make_request, plain
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.model_pair import ModelPair, with_another_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -45,17 +43,6 @@ async def test_a_draft_that_nobody_runs_is_reported_and_requests_are_decoded_pla
             assert completion.require_finished().stats.num_verify_steps == 0
             assert (await draft_in_state(client, "down")).detail
             assert not (await client.model_info()).HasField("draft")
-
-
-def with_another_tokenizer(model: Path, folder: Path) -> Path:
-    """A copy of a model of which two tokens have changed places."""
-    shutil.copytree(model, folder)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    path.write_text(json.dumps(tokenizer))
-    return folder
 
 
 async def test_a_draft_with_another_tokenizer_is_incompatible_and_requests_are_served(

@@ -21,7 +21,7 @@ from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client, ClientSettings, Completion, generate_resuming
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import start_cluster
+from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import (
     CREDIT_WINDOW,
     POLL_S,

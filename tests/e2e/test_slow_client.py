@@ -13,7 +13,7 @@ from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
-from tests.integration.conftest import start_cluster
+from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import all_blocks_free, eventually, load_of, make_request
 from tests.support.services.tiny_pair import make_tiny_pair
 

@@ -16,9 +16,9 @@ from specdec.cli.app import app
 from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.v1 import common_pb2, coordinator_pb2
-from tests.integration.conftest import MakeCluster
+from tests.support.services.clusters import MakeCluster
 from tests.support.services.faults import speculated
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.model_pair import ModelPair
 
 PROMPT = "Once upon a time"
 DEADLINE_S = 60.0

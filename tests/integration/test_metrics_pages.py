@@ -15,8 +15,8 @@ from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client
 from specdec.telemetry.catalogue import exported_series
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import start_cluster
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.clusters import start_cluster
+from tests.support.services.model_pair import ModelPair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -16,10 +16,10 @@ from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client
 from specdec.rpc.errors import SpecdecError
 from specdec.v1 import coordinator_pb2
-from tests.integration.conftest import start_cluster
 from tests.support.servers.prometheus_server import RULES, PrometheusServer, prometheus_server
 from tests.support.servers.redis_server import RedisServer
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.clusters import start_cluster
+from tests.support.services.model_pair import ModelPair
 
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 RENDERS = Path(__file__).parents[1] / "chart" / "golden"

@@ -21,8 +21,8 @@ from specdec.store.interface import Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import MakeCluster
 from tests.support.servers.redis_server import RedisServer
+from tests.support.services.clusters import MakeCluster
 from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running
 from tests.support.services.faults import Reading, another, eventually, sampled_request
 from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedReplica, ScriptedTarget, identity

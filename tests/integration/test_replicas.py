@@ -14,7 +14,7 @@ from specdec.client import Client
 from specdec.rpc.errors import Cancelled, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
-from tests.integration.conftest import MakeCluster
+from tests.support.services.clusters import MakeCluster
 from tests.support.services.coordinator_harness import collect, expected_ids, finish, read_tokens, request, running
 from tests.support.services.faults import eventually, sampled_request
 from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget

@@ -19,10 +19,10 @@ from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
 from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
-from tests.integration.test_tls_cluster import replica_tls, story
 from tests.support.servers.certificates import Certificate, SecretVolume
-from tests.support.services.secured import COORDINATOR, Secured, check_health, open_tls, secure
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.faults import story
+from tests.support.services.model_pair import ModelPair
+from tests.support.services.secured import COORDINATOR, Secured, check_health, open_tls, replica_tls, secure
 
 WAIT_S = 100.0
 LIFETIME = timedelta(seconds=6)
