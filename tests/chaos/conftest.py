@@ -11,19 +11,12 @@ import pytest
 
 from specdec.cli.local.cluster import Cluster, free_port
 from tests.support.services.clusters import start_cluster
-from tests.support.services.faults import CREDIT_WINDOW, HOLD_OFF_MS, ROLES, thaw
+from tests.support.services.faults import CREDIT_WINDOW, HOLD_OFF_MS, ROLES, start_again, thaw
 from tests.support.services.model_pair import ModelPair
-from tests.support.services.tiny_pair import make_tiny_pair
 
 NEVER_S = 600.0
 DRAIN_S = 120.0
 """Longer than any stream takes; a replica without sessions ends at once."""
-
-
-@pytest.fixture(scope="session")
-def long_pair(tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
-    """The tiny pair with a context long enough for a stream to be in the middle of."""
-    return make_tiny_pair(tmp_path_factory.mktemp("long_pair"), max_model_len=4096)
 
 
 @pytest.fixture(scope="session")
@@ -34,14 +27,14 @@ def metrics_ports() -> dict[str, int]:
 
 @pytest.fixture(scope="session")
 def steady_cluster(
-    long_pair: ModelPair, metrics_ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+    tiny_pair: ModelPair, metrics_ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """A cluster of which nothing is killed; other coordinators may use its replicas."""
     settings: dict[str, dict[str, object]] = {
         f"{role}_settings": {"metrics_port": port} for role, port in metrics_ports.items()
     }
     settings["coordinator_settings"]["credit_window_tokens"] = CREDIT_WINDOW
-    with start_cluster(long_pair, tmp_path_factory.mktemp("steady"), **settings) as cluster:
+    with start_cluster(tiny_pair, tmp_path_factory.mktemp("steady"), **settings) as cluster:
         yield cluster
 
 
@@ -74,10 +67,9 @@ def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def whole(battered_cluster: Cluster) -> Iterator[Cluster]:
     """`battered_cluster` with everything running, whatever the last test did."""
-    for name, service in battered_cluster.services.items():
+    for name in battered_cluster.services:
         thaw(battered_cluster, name)
-        if not service.is_running:
-            battered_cluster.restart(name)
+    start_again(battered_cluster, *(name for name, s in battered_cluster.services.items() if not s.is_running))
     battered_cluster.wait_connected()
     yield battered_cluster
     for name in battered_cluster.services:

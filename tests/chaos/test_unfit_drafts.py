@@ -46,10 +46,10 @@ async def test_a_draft_that_nobody_runs_is_reported_and_requests_are_decoded_pla
 
 
 async def test_a_draft_with_another_tokenizer_is_incompatible_and_requests_are_served(
-    steady_cluster: Cluster, long_pair: ModelPair, tmp_path: Path
+    steady_cluster: Cluster, tiny_pair: ModelPair, tmp_path: Path
 ) -> None:
     body = make_request(temperature=1.0)
-    model = with_another_tokenizer(long_pair.draft, tmp_path / "model")
+    model = with_another_tokenizer(tiny_pair.draft, tmp_path / "model")
     with another("draft", tmp_path / "draft", model=model, model_name="stranger") as draft:
         settings = {**addresses_of(steady_cluster), "drafts": addresses_of(draft)["drafts"]}
         with another("coordinator", tmp_path / "coordinator", **settings) as coordinator:
@@ -63,9 +63,9 @@ async def test_a_draft_with_another_tokenizer_is_incompatible_and_requests_are_s
 
 
 async def test_a_draft_with_a_shorter_context_is_noticed_and_used_as_far_as_it_reaches(
-    steady_cluster: Cluster, long_pair: ModelPair, tmp_path: Path
+    steady_cluster: Cluster, tiny_pair: ModelPair, tmp_path: Path
 ) -> None:
-    with another("draft", tmp_path / "draft", model=long_pair.draft, max_model_len=DRAFT_CONTEXT) as draft:
+    with another("draft", tmp_path / "draft", model=tiny_pair.draft, max_model_len=DRAFT_CONTEXT) as draft:
         settings = {**addresses_of(steady_cluster), "drafts": addresses_of(draft)["drafts"]}
         with another("coordinator", tmp_path / "coordinator", **settings) as coordinator:
             async with Client(coordinator.address) as client:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
+from specdec.cli.local.cluster import Cluster, free_port
 from specdec.cli.local.plan import shipped_model
 from specdec.client import Client
 from tests.support.services.clusters import MakeCluster, start_cluster
@@ -40,9 +40,18 @@ def shipped_pair() -> ModelPair:
 
 
 @pytest.fixture(scope="session")
-def tiny_cluster(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def tiny_metrics_ports() -> dict[str, int]:
+    """Where `tiny_cluster` serves its metrics, by role."""
+    return {role: free_port() for role in ("target", "draft", "coordinator")}
+
+
+@pytest.fixture(scope="session")
+def tiny_cluster(
+    tiny_pair: ModelPair, tiny_metrics_ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
     """A running cluster of the tiny pair, shared by the run."""
-    with start_cluster(tiny_pair, tmp_path_factory.mktemp("tiny_cluster")) as cluster:
+    settings = {f"{role}_settings": {"metrics_port": port} for role, port in tiny_metrics_ports.items()}
+    with start_cluster(tiny_pair, tmp_path_factory.mktemp("tiny_cluster"), **settings) as cluster:
         yield cluster
 
 

@@ -154,6 +154,14 @@ def resumed(body: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
     return again
 
 
+def start_again(cluster: Cluster, *names: str) -> None:
+    """Start services that have ended, all at once, each on its port; returns when they are healthy."""
+    for name in names:
+        cluster.services[name].start()
+    for name in names:
+        cluster.wait_healthy(name)
+
+
 def freeze(cluster: Cluster, name: str) -> None:
     """Stop a service and its engine in their tracks, connections and all."""
     _signal_group(cluster, name, signal.SIGSTOP)

@@ -17,10 +17,11 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor
 SPECIAL_TOKENS = ["<bos>", "<eos>", "<pad>"]
 
 
-def make_tiny_pair(folder: Path, *, noise: float = 0.006, max_model_len: int = 512, seed: int = 0) -> ModelPair:
+def make_tiny_pair(folder: Path, *, noise: float = 0.006, max_model_len: int = 4096, seed: int = 0) -> ModelPair:
     """Write a pair to `folder`/target and `folder`/draft.
 
     Args:
+        max_model_len: Long enough, unless given, for a stream to be in the middle of.
         noise: Standard deviation of what is added to the draft's weights; 0 makes it the target itself.
     """
     tokenizer = byte_tokenizer()
