@@ -84,11 +84,13 @@ servers:  ## Install the servers that tests run: Redis and Prometheus.
 demo: $(STAMP)  ## Start the shipped pair, complete a prompt with and without speculation, stop.
 	@$(BIN)/specdec demo $(DEMO_ARGS)
 
-# Tests that start processes pin cores, so they run alone; the others share the machine between two workers.
+# Two workers each. Tests that start processes come after the others, a file, or a folder with clusters, to a worker
+# (tests/conftest.py): so services are started once, and while one worker waits for them the other goes on.
 .PHONY: test
 test: $(STAMP) tools servers  ## Run the tests.
-	@$(BIN)/pytest tests -m "not integration and not long and not gpu" -n 2 $(PYTEST_ARGS)
-	$(BIN)/pytest tests -m "integration and not long and not gpu" $(PYTEST_ARGS) || test $$? -eq 5
+	@$(BIN)/pytest tests -m "not integration and not long and not gpu" -n 2 --durations 10 $(PYTEST_ARGS)
+	$(BIN)/pytest tests -m "integration and not long and not gpu" -n 2 --dist loadfile --durations 10 $(PYTEST_ARGS) \
+	    || test $$? -eq 5
 
 .PHONY: test-long
 test-long: $(STAMP)  ## Run the tests that take minutes.

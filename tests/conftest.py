@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
+pytest_plugins = ["tests.support.services.cluster_fixtures"]
+FOLDERS_WITH_CLUSTERS = ("tests/chaos", "tests/e2e")
 PROCESS_FOLDERS = [Path(__file__).parent / name for name in ("integration", "e2e", "chaos")]
 
 # Two workers with all cores' OpenMP threads each would stall one another. Read when torch is first imported.
@@ -25,8 +29,20 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, suppres
 settings.load_profile("repeatable")
 
 
+class TogetherByCluster(LoadScopeScheduling):
+    """Gives a worker whole files, and whole folders whose files share clusters: each is started once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return next((folder for folder in FOLDERS_WITH_CLUSTERS if file.startswith(f"{folder}/")), file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByCluster | None:
+    return TogetherByCluster(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what starts processes: they pin cores, so these tests run alone."""
+    """Mark what starts processes."""
     for item in items:
         if any(folder in item.path.parents for folder in PROCESS_FOLDERS):
             item.add_marker(pytest.mark.integration)

@@ -2,10 +2,10 @@
 
 A session without a proposal can decode plainly at once, or wait until its draft has sent a tree of some depth. Which is
 better depends on the draft's speed, the network, the acceptance and the load, all at once. A formula over their
-averages was tried and waited too long (docs/decisions.md), so the choice is made by outcome. An *episode* runs from one
-miss (a step formed without a proposal at hand) to the next; what it committed over the time it took is credited to the
-depth that was waited for at its start. The depth with the best rate is chosen, and now and then another one, so that
-rates stay current.
+averages was tried and waited too long (docs/decisions/verification.md), so the choice is made by outcome. An *episode*
+runs from one miss (a step formed without a proposal at hand) to the next; what it committed over the time it took is
+credited to the depth that was waited for at its start. The depth with the best rate is chosen, and now and then another
+one, so that rates stay current.
 """
 
 from __future__ import annotations

@@ -10,24 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from specdec.cli.local.cluster import Cluster, free_port
-from tests.integration.conftest import (  # noqa: F401  pytest finds fixtures by name
-    shipped_pair,
-    start_cluster,
-)
-from tests.support.services.faults import CREDIT_WINDOW, ROLES, thaw
-from tests.support.services.tiny_pair import ModelPair, make_tiny_pair
+from tests.support.services.clusters import start_cluster
+from tests.support.services.faults import CREDIT_WINDOW, HOLD_OFF_MS, ROLES, start_again, thaw
+from tests.support.services.model_pair import ModelPair
 
 NEVER_S = 600.0
 DRAIN_S = 120.0
 """Longer than any stream takes; a replica without sessions ends at once."""
-HOLD_OFF_MS = 200
-"""Long enough for a draft on a busy machine; the tests need it used, not fast."""
-
-
-@pytest.fixture(scope="session")
-def long_pair(tmp_path_factory: pytest.TempPathFactory) -> ModelPair:
-    """The tiny pair with a context long enough for a stream to be in the middle of."""
-    return make_tiny_pair(tmp_path_factory.mktemp("long_pair"), max_model_len=4096)
 
 
 @pytest.fixture(scope="session")
@@ -38,19 +27,19 @@ def metrics_ports() -> dict[str, int]:
 
 @pytest.fixture(scope="session")
 def steady_cluster(
-    long_pair: ModelPair, metrics_ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory
+    tiny_pair: ModelPair, metrics_ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """A cluster of which nothing is killed; other coordinators may use its replicas."""
     settings: dict[str, dict[str, object]] = {
         f"{role}_settings": {"metrics_port": port} for role, port in metrics_ports.items()
     }
     settings["coordinator_settings"]["credit_window_tokens"] = CREDIT_WINDOW
-    with start_cluster(long_pair, tmp_path_factory.mktemp("steady"), **settings) as cluster:
+    with start_cluster(tiny_pair, tmp_path_factory.mktemp("steady"), **settings) as cluster:
         yield cluster
 
 
 @pytest.fixture(scope="session")
-def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:  # noqa: F811
+def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """A cluster of the shipped pair to kill services of. Steps wait for the draft.
 
     Connections to replicas that are frozen are kept, and streams wait for a target however long it takes to start.
@@ -78,10 +67,9 @@ def battered_cluster(shipped_pair: ModelPair, tmp_path_factory: pytest.TempPathF
 @pytest.fixture
 def whole(battered_cluster: Cluster) -> Iterator[Cluster]:
     """`battered_cluster` with everything running, whatever the last test did."""
-    for name, service in battered_cluster.services.items():
+    for name in battered_cluster.services:
         thaw(battered_cluster, name)
-        if not service.is_running:
-            battered_cluster.restart(name)
+    start_again(battered_cluster, *(name for name, s in battered_cluster.services.items() if not s.is_running))
     battered_cluster.wait_connected()
     yield battered_cluster
     for name in battered_cluster.services:

@@ -9,8 +9,8 @@ import pytest
 
 from specdec.cli.local.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
-from tests.chaos.conftest import HOLD_OFF_MS
 from tests.support.services.faults import (
+    HOLD_OFF_MS,
     POLL_S,
     Reading,
     eventually,

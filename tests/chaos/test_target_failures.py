@@ -22,6 +22,7 @@ from tests.support.services.faults import (
     held_back,
     make_request,
     resumed,
+    start_again,
     thaw,
 )
 
@@ -50,8 +51,7 @@ async def test_target_and_draft_killed_together_and_restarted_go_on_with_the_sam
             await stream.until(BEFORE)
             whole.kill("target")
             whole.kill("draft")
-            whole.restart("target")
-            whole.restart("draft")
+            start_again(whole, "target", "draft")
             completion = await stream.rest()
     assert completion.identity == undisturbed.identity
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from specdec.client import Client
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.faults import addresses_of, another, eventually, make_request, plain
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.model_pair import ModelPair, with_another_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -47,22 +45,11 @@ async def test_a_draft_that_nobody_runs_is_reported_and_requests_are_decoded_pla
             assert not (await client.model_info()).HasField("draft")
 
 
-def with_another_tokenizer(model: Path, folder: Path) -> Path:
-    """A copy of a model of which two tokens have changed places."""
-    shutil.copytree(model, folder)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    vocabulary = tokenizer["model"]["vocab"]
-    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
-    path.write_text(json.dumps(tokenizer))
-    return folder
-
-
 async def test_a_draft_with_another_tokenizer_is_incompatible_and_requests_are_served(
-    steady_cluster: Cluster, long_pair: ModelPair, tmp_path: Path
+    steady_cluster: Cluster, tiny_pair: ModelPair, tmp_path: Path
 ) -> None:
     body = make_request(temperature=1.0)
-    model = with_another_tokenizer(long_pair.draft, tmp_path / "model")
+    model = with_another_tokenizer(tiny_pair.draft, tmp_path / "model")
     with another("draft", tmp_path / "draft", model=model, model_name="stranger") as draft:
         settings = {**addresses_of(steady_cluster), "drafts": addresses_of(draft)["drafts"]}
         with another("coordinator", tmp_path / "coordinator", **settings) as coordinator:
@@ -76,9 +63,9 @@ async def test_a_draft_with_another_tokenizer_is_incompatible_and_requests_are_s
 
 
 async def test_a_draft_with_a_shorter_context_is_noticed_and_used_as_far_as_it_reaches(
-    steady_cluster: Cluster, long_pair: ModelPair, tmp_path: Path
+    steady_cluster: Cluster, tiny_pair: ModelPair, tmp_path: Path
 ) -> None:
-    with another("draft", tmp_path / "draft", model=long_pair.draft, max_model_len=DRAFT_CONTEXT) as draft:
+    with another("draft", tmp_path / "draft", model=tiny_pair.draft, max_model_len=DRAFT_CONTEXT) as draft:
         settings = {**addresses_of(steady_cluster), "drafts": addresses_of(draft)["drafts"]}
         with another("coordinator", tmp_path / "coordinator", **settings) as coordinator:
             async with Client(coordinator.address) as client:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -13,99 +12,14 @@ import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.cli.local.cluster import Cluster
-from specdec.rpc.errors import FailedPrecondition, InvalidRequest, SpecdecError, from_rpc_error
+from specdec.rpc.errors import FailedPrecondition, InvalidRequest
 from specdec.v1 import common_pb2 as pb
-from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from tests.support.services.faults import all_blocks_free
+from tests.support.services.peer import MAX_TOKENS, PROMPT, WIRES, Peer, open_session
 
 pytestmark = pytest.mark.integration
 
-PROMPT = list(range(10, 40))
-MAX_TOKENS = 40
 OWNERS = itertools.count()
-
-
-def open_session(**fields: Any) -> pb.OpenSession:
-    body = pb.OpenSession(
-        token_ids=PROMPT,
-        num_prompt_tokens=len(PROMPT),
-        sampling=pb.TokenSampling(
-            temperature=1.0, top_p=1.0, repetition_penalty=1.0, seed=5, max_tokens=MAX_TOKENS, ignore_eos=True
-        ),
-        speculate=True,
-        credit_position=len(PROMPT),  # the target waits after its first token
-    )
-    body.MergeFrom(pb.OpenSession(**fields))
-    return body
-
-
-@dataclass(frozen=True)
-class Wire:
-    """The stream of a role."""
-
-    stub: Callable[[grpc.aio.Channel], Any]
-    method: str
-    request: type[Any]
-    entry: type[Any]
-
-
-WIRES = {
-    "target": Wire(target_pb2_grpc.TargetServiceStub, "Verify", target_pb2.VerifyRequest, target_pb2.TargetEntry),
-    "draft": Wire(draft_pb2_grpc.DraftServiceStub, "Draft", draft_pb2.DraftRequest, draft_pb2.DraftEntry),
-}
-
-
-class Peer:
-    """Plays a coordinator with one session."""
-
-    def __init__(self, channel: grpc.aio.Channel, wire: Wire, owner_id: str) -> None:
-        self.call = getattr(wire.stub(channel), wire.method)()
-        self.epoch = 1
-        self._wire = wire
-        self._owner_id = owner_id
-        self._results: list[Any] = []
-
-    async def attach(self) -> pb.Attached:
-        attach = pb.Attach(owner_id=self._owner_id, lease_generation=1)
-        await self.call.write(self._wire.request(attach=attach))
-        return (await self.call.read()).attached
-
-    async def send(self, **body: Any) -> None:
-        session_id = f"{self._owner_id}/session"
-        entry = self._wire.entry(session_id=session_id, epoch=self.epoch, **body)
-        await self.call.write(self._wire.request(entries=[entry]))
-
-    async def next(self, kind: str) -> Any:
-        """The next result of a kind; others are skipped, but for an error."""
-        while True:
-            while not self._results:
-                frame = await self.call.read()
-                assert frame is not grpc.aio.EOF
-                self._results.extend(frame.results)
-            result = self._results.pop(0)
-            if result.WhichOneof("result") in (kind, "error"):
-                assert result.WhichOneof("result") == kind, result
-                return getattr(result, kind)
-
-    async def refusal(self) -> SpecdecError:
-        """Why the replica ends the stream."""
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            while await self.call.read() is not grpc.aio.EOF:
-                pass
-            trailing = await self.call.trailing_metadata()
-            raise grpc.aio.AioRpcError(await self.call.code(), trailing, trailing, await self.call.details())
-        return from_rpc_error(caught.value)
-
-    async def tokens_to_the_end(self) -> list[int]:
-        """All tokens of a target session, whose credit is raised."""
-        await self.send(credit=pb.Credit(position=10**6))
-        token_ids: list[int] = []
-        while True:
-            verdict = await self.next("verdict")
-            assert verdict.start_position == len(PROMPT) + 1 + len(token_ids)
-            token_ids += verdict.token_ids
-            if verdict.finish_reason:
-                return token_ids
 
 
 @asynccontextmanager

@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import yaml
 
-from tests.chart.conftest import Document
+from tests.chart.rendered import Document
 
 KINDS = {
     "v1": ("Secret", "Service", "ServiceAccount", "Pod", "ConfigMap"),

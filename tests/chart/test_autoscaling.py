@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.chart.conftest import Document, Render
+from tests.chart.rendered import Document, Render
 
 LABELS = 'namespace="llm",service="llm-target-headless"'
 METRICS = ("sessions_running", "queue_length", "kv_blocks_used", "kv_blocks")

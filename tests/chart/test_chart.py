@@ -22,7 +22,7 @@ from specdec.cli.local.cluster import MODULES
 from specdec.config import CoordinatorSettings, load_settings
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import draft_pb2, target_pb2
-from tests.chart.conftest import (
+from tests.chart.rendered import (
     CASES,
     CHART,
     CUSTOM_KINDS,

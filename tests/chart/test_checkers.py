@@ -15,7 +15,7 @@ import helm_python
 import pytest
 import yaml
 
-from tests.chart.conftest import CASES, CHART, CUSTOM_KINDS, ROOT, Document, Render, component
+from tests.chart.rendered import CASES, CHART, CUSTOM_KINDS, ROOT, Document, Render, component
 
 NODE_MODULES = ROOT / ".tools/node_modules"
 CHECKOV = ROOT / ".tools/checkov/bin/checkov"

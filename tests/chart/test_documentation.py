@@ -18,7 +18,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from specdec.cli.app import app
-from tests.chart.conftest import CASES, CHART, ROOT, Render
+from tests.chart.rendered import CASES, CHART, ROOT, Render
 
 _PARAM = re.compile(r"(?m)^\s*## @param (\S+) (.+)$")
 _TABLE = re.compile(r"(?s)(<!-- values -->\n).*(<!-- /values -->)")

@@ -22,8 +22,8 @@ from pydantic import SecretStr
 
 from specdec.cli.local.cluster import free_port
 from specdec.store.urls import RedisOptions, connect
-from tests.chart.conftest import ROOT, SETTINGS, Document, Render, component, containers
 from tests.chart.redis_process import started, until_up
+from tests.chart.rendered import ROOT, SETTINGS, Document, Render, component, containers
 from tests.support.servers.certificates import Authority, SecretVolume
 from tests.support.services.faults import eventually
 

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from tests.chart.conftest import CASES, CHART, Document, Helm, Render, component, containers
+from tests.chart.rendered import CASES, CHART, Document, Helm, Render, component, containers
 
 every_case = pytest.mark.parametrize("case", CASES)
 

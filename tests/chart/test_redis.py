@@ -15,8 +15,8 @@ from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import JournalWrite, NewRequest, ReplicaRecord, RequestKey, Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
-from tests.chart.conftest import ROOT, Render, component, containers
 from tests.chart.redis_process import Started, started, until_up
+from tests.chart.rendered import ROOT, Render, component, containers
 from tests.chart.toggles import toggle_cases
 from tests.support.servers.certificates import Authority, SecretVolume
 

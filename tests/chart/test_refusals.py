@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.chart.conftest import CHART, Document, Helm
+from tests.chart.rendered import CHART, Document, Helm
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.chart.api_server import Cluster, api_server
-from tests.chart.conftest import CHART, Document, Helm
+from tests.chart.rendered import CHART, Document, Helm
 
 REDIS: Document = {"redis": {"mode": "bundled"}}
 FIXED: Document = {**REDIS, "coordinator": {"replicas": 4}}

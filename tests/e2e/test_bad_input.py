@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Callable[[], api.GenerateRequest], str]] = {
     "empty prompt": (lambda: prompted(prompt=""), "prompt"),
     "no token ids": (ids, "prompt_token_ids"),
     "no messages": (lambda: prompted(messages=api.ChatMessages()), "messages.messages"),
-    "a prompt longer than the context": (lambda: prompted(prompt="x" * 512), "prompt"),
+    "a prompt longer than the context": (lambda: prompted(prompt="x" * 4096), "prompt"),
     "a prompt of 5 MB": (lambda: prompted(prompt="x" * 5_000_000), "prompt"),
     "a token id out of range": (lambda: ids(5, 6, 1_000_000), "prompt_token_ids.token_ids[2]"),
     "temperature -1": (lambda: sampling(temperature=-1.0), "sampling.temperature"),

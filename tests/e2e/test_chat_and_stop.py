@@ -13,7 +13,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from tests.support.services.faults import make_request, plain
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.model_pair import ModelPair
 
 pytestmark = pytest.mark.integration
 

@@ -1,4 +1,7 @@
-"""Two targets, two drafts and two coordinators under load: one of each leaves and comes back, and no stream notices."""
+"""Two targets, two drafts and two coordinators under load: one of each leaves and comes back, and no stream notices.
+
+And with nobody leaving, a conversation goes where its tokens are.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client, ClientSettings, Completion, generate_resuming
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import start_cluster
+from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import (
     CREDIT_WINDOW,
     POLL_S,
@@ -30,6 +33,7 @@ from tests.support.services.faults import (
     another,
     eventually,
     held_back,
+    sampled_request,
     scrape,
 )
 from tests.support.services.tiny_pair import make_tiny_pair
@@ -246,6 +250,20 @@ async def until_connected_to_both(client: Client) -> None:
         return len(owners) == 2
 
     await eventually(are_both, "both coordinators answer")
+
+
+async def test_the_second_turn_of_a_conversation_finds_the_first_ones_tokens_cached(
+    replicas: Cluster,
+) -> None:
+    async with Client(replicas.address) as client:
+        bodies = [sampled_request(seed, max_tokens=100) for seed in range(6)]
+        # All first turns at once, so that both targets get some.
+        firsts = await asyncio.gather(*(client.complete(first_body) for first_body in bodies))
+        for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
+            output = [token.id for token in first.choices[0].tokens]
+            prompt = [*first_body.prompt_token_ids.token_ids, *output, 40, 41, 42]
+            second = await client.complete(sampled_request(seed, prompt, max_tokens=4))
+            assert second.require_finished().usage.cached_tokens > len(first_body.prompt_token_ids.token_ids)
 
 
 async def test_no_stream_notices_that_one_of_each_leaves_and_comes_back(replicas: Cluster, tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import start_cluster
 from tests.support.engine.architectures import CONFIGS, make_pair
 from tests.support.pairwise import all_cases, pairwise_cases
+from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import eventually
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.model_pair import ModelPair
 
 pytestmark = pytest.mark.integration
 torch.set_num_threads(1)  # the services need the cores

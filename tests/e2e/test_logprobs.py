@@ -10,7 +10,7 @@ from specdec.client import Client, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.faults import make_request, plain, speculated
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.model_pair import ModelPair
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,7 @@ from tests.support.services.faults import Reading, addresses_of, another, make_r
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-MAX_TOKENS = 200
+MAX_TOKENS = 120
 SECRET = "a secret that two coordinators share"
 
 
@@ -76,7 +76,7 @@ async def test_a_client_that_holds_fewer_tokens_than_were_sent_gets_the_others_a
 async def test_penalties_stop_strings_and_speculation_go_on_as_if_nothing_had_happened(tiny_client: Client) -> None:
     body = make_request(max_tokens=MAX_TOKENS, temperature=0.8, repetition_penalty=1.2, frequency_penalty=0.5)
     text = (await tiny_client.complete(body)).choices[0].text
-    body.sampling.stop.append(next(text[i : i + 3] for i in range(80, 150) if text[i : i + 3].isascii()))
+    body.sampling.stop.append(next(text[i : i + 3] for i in range(50, 100) if text[i : i + 3].isascii()))
     whole = await tiny_client.complete(body)
     held = await dropped(tiny_client, body, 20)
     assert_continues(whole, held, await tiny_client.complete(resumed(body, held)))

@@ -13,9 +13,7 @@ from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
-from tests.integration.conftest import start_cluster
-from tests.support.services.faults import all_blocks_free, eventually, load_of, make_request
-from tests.support.services.tiny_pair import make_tiny_pair
+from tests.support.services.faults import addresses_of, all_blocks_free, another, eventually, load_of, make_request
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -29,12 +27,11 @@ SMALL_BUFFERS = [("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    folder = tmp_path_factory.mktemp("slow_client")
-    pair = make_tiny_pair(folder, max_model_len=4096)
-    credit = {"credit_window_tokens": CREDIT}
-    with start_cluster(pair, folder / "logs", coordinator_settings=credit) as cluster:
-        yield cluster
+def address(tiny_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A coordinator that gives little credit, at the replicas of `tiny_cluster`."""
+    settings = {**addresses_of(tiny_cluster), "credit_window_tokens": CREDIT}
+    with another("coordinator", tmp_path_factory.mktemp("slow_client"), **settings) as coordinator:
+        yield coordinator.address
 
 
 async def chunks_of(channel: grpc.aio.Channel, body: api.GenerateRequest) -> AsyncIterator[api.GenerateResponse]:
@@ -56,15 +53,17 @@ async def best_time(client: Client, body: api.GenerateRequest) -> float:
     return min(times)
 
 
-async def test_a_client_that_reads_one_chunk_a_second_does_not_slow_another(cluster: Cluster) -> None:
+async def test_a_client_that_reads_one_chunk_a_second_does_not_slow_another(
+    tiny_cluster: Cluster, address: str
+) -> None:
     slow_body = make_request(max_tokens=LONG, temperature=1.0)
     fast_body = make_request(max_tokens=200, temperature=1.0, seed=8)
     slow_body.speculation.enabled = fast_body.speculation.enabled = False  # the target alone decides the speed
-    target = cluster.services["target"].spec.address
+    target = tiny_cluster.services["target"].spec.address
     slow = Completion()
     async with (
-        Client(cluster.address) as client,
-        grpc.aio.insecure_channel(cluster.address, options=SMALL_BUFFERS) as channel,
+        Client(address) as client,
+        grpc.aio.insecure_channel(address, options=SMALL_BUFFERS) as channel,
     ):
         alone_s = await best_time(client, fast_body)
         alone = await client.complete(fast_body)
@@ -95,14 +94,14 @@ async def test_a_client_that_reads_one_chunk_a_second_does_not_slow_another(clus
         assert (await load_of("target", target)).kv_blocks_used * 16 < LONG
         reader.cancel()
         await asyncio.wait([reader])
-    await all_blocks_free(cluster)
+    await all_blocks_free(tiny_cluster)
 
 
-async def test_a_client_that_stops_reading_for_a_while_loses_nothing(cluster: Cluster) -> None:
+async def test_a_client_that_stops_reading_for_a_while_loses_nothing(tiny_cluster: Cluster, address: str) -> None:
     body = make_request(max_tokens=LONG, temperature=1.0)
     async with (
-        Client(cluster.address) as client,
-        grpc.aio.insecure_channel(cluster.address, options=SMALL_BUFFERS) as channel,
+        Client(address) as client,
+        grpc.aio.insecure_channel(address, options=SMALL_BUFFERS) as channel,
     ):
         chunks = chunks_of(channel, body)
         late = Completion()
@@ -112,4 +111,4 @@ async def test_a_client_that_stops_reading_for_a_while_loses_nothing(cluster: Cl
         async for chunk in chunks:
             late.add(chunk)
         assert late.identity == prompt.identity
-    await all_blocks_free(cluster)
+    await all_blocks_free(tiny_cluster)

@@ -28,13 +28,13 @@ from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_
 from specdec.cli.local.service_process import ServiceProcess
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
-from tests.chaos.test_unfit_drafts import with_another_tokenizer
-from tests.chaos.test_wire_violations import WIRES, Peer, open_session
-from tests.integration.conftest import start_cluster
 from tests.support.servers.prometheus_server import NAMESPACE, RULES, PrometheusServer, prometheus_server
 from tests.support.servers.redis_server import RedisServer
+from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import eventually
-from tests.support.services.tiny_pair import ModelPair, make_tiny_pair
+from tests.support.services.model_pair import ModelPair, with_another_tokenizer
+from tests.support.services.peer import WIRES, Peer, open_session
+from tests.support.services.tiny_pair import make_tiny_pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
 

@@ -10,15 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+import pytest
 from typer.testing import CliRunner
 
 from specdec.cli.app import app
 from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.v1 import common_pb2, coordinator_pb2
-from tests.integration.conftest import MakeCluster
+from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import speculated
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.model_pair import ModelPair
 
 PROMPT = "Once upon a time"
 DEADLINE_S = 60.0
@@ -60,8 +61,14 @@ async def test_every_token_has_an_origin(tiny_client: Client) -> None:
     assert origins.count(common_pb2.ORIGIN_DRAFT) == completion.require_finished().stats.num_accepted
 
 
-async def test_a_killed_draft_changes_no_token_and_comes_back(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster()
+@pytest.fixture(scope="module")
+def cluster(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A cluster to kill and restart services of; each test leaves it whole."""
+    with start_cluster(tiny_pair, tmp_path_factory.mktemp("restarted")) as cluster:
+        yield cluster
+
+
+async def test_a_killed_draft_changes_no_token_and_comes_back(cluster: Cluster) -> None:
     async with Client(cluster.address) as client:
         before = await client.complete(request())
         cluster.kill("draft")
@@ -73,8 +80,7 @@ async def test_a_killed_draft_changes_no_token_and_comes_back(make_cluster: Make
         assert after.identity == before.identity
 
 
-async def test_a_restarted_target_gives_the_same_tokens(make_cluster: MakeCluster) -> None:
-    cluster = make_cluster(num_drafts=0)
+async def test_a_restarted_target_gives_the_same_tokens(cluster: Cluster) -> None:
     async with Client(cluster.address) as client:
         before = await client.complete(request())
         cluster.kill("target")

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import urllib.request
-from collections.abc import Iterator
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec import __version__
-from specdec.cli.local.cluster import Cluster, free_port
+from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.telemetry.catalogue import exported_series
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import start_cluster
-from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -25,22 +22,10 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def ports() -> dict[str, int]:
-    return {role: free_port() for role in ROLES}
-
-
-@pytest.fixture(scope="module")
-def cluster(tiny_pair: ModelPair, ports: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    settings = {f"{role}_settings": {"metrics_port": port} for role, port in ports.items()}
-    with start_cluster(tiny_pair, tmp_path_factory.mktemp("metrics_pages"), **settings) as cluster:
-        yield cluster
-
-
-@pytest.fixture(scope="module")
-def pages(cluster: Cluster, ports: dict[str, int]) -> dict[str, str]:
-    """The page of each service after a request with speculation and one without."""
-    asyncio.run(traffic(cluster))
-    return {role: page_of(port) for role, port in ports.items()}
+def pages(tiny_cluster: Cluster, tiny_metrics_ports: dict[str, int]) -> dict[str, str]:
+    """The page of each service after a request with speculation and one without, at least."""
+    asyncio.run(traffic(tiny_cluster))
+    return {role: page_of(port) for role, port in tiny_metrics_ports.items()}
 
 
 def test_promtool_finds_no_fault(pages: dict[str, str]) -> None:

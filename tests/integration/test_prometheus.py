@@ -16,10 +16,11 @@ from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client
 from specdec.rpc.errors import SpecdecError
 from specdec.v1 import coordinator_pb2
-from tests.integration.conftest import start_cluster
 from tests.support.servers.prometheus_server import RULES, PrometheusServer, prometheus_server
 from tests.support.servers.redis_server import RedisServer
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.clusters import start_cluster
+from tests.support.services.faults import start_again
+from tests.support.services.model_pair import ModelPair
 
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 RENDERS = Path(__file__).parents[1] / "chart" / "golden"
@@ -92,12 +93,11 @@ async def load(cluster: Cluster, server: PrometheusServer, redis_server: RedisSe
         workers = [asyncio.create_task(work(client)) for _ in range(MAX_RUNNING)]
         try:
             await asyncio.to_thread(server.wait_for, "rate(specdec_target_verified_nodes_total[1m]) > 0")
-            await asyncio.to_thread(cluster.kill, "target")
-            await asyncio.to_thread(cluster.restart, "target")
-            await asyncio.to_thread(server.wait_for, "rate(specdec_coordinator_session_reopens_total[1m])")
             await asyncio.to_thread(cluster.kill, "draft")
             await asyncio.to_thread(server.wait_for, 'specdec_coordinator_replicas{role="draft",state="ready"} == 0')
-            await asyncio.to_thread(cluster.restart, "draft")
+            await asyncio.to_thread(cluster.kill, "target")
+            await asyncio.to_thread(start_again, cluster, "target", "draft")
+            await asyncio.to_thread(server.wait_for, "rate(specdec_coordinator_session_reopens_total[1m])")
             redis_server.stop()
             await asyncio.to_thread(server.wait_for, "specdec_coordinator_store_up == 0")
             redis_server.start()

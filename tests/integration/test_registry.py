@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from specdec.store.interface import Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import MakeCluster
 from tests.support.servers.redis_server import RedisServer
+from tests.support.services.clusters import start_cluster
 from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running
 from tests.support.services.faults import Reading, another, eventually, sampled_request
+from tests.support.services.model_pair import ModelPair
 from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedReplica, ScriptedTarget, identity
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -32,13 +33,19 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 BLOCK_TOKENS = 32
 
 
-@pytest.fixture
-async def store(redis_server: RedisServer) -> AsyncIterator[Store]:
+@asynccontextmanager
+async def store_at(server: RedisServer) -> AsyncIterator[Store]:
+    """Tries again soon: a test waits for what is there once Redis is back."""
     options = RedisOptions(timeout_s=20.0)
-    # Tries again soon: a test waits for what is there once Redis is back.
-    store = GuardedStore(connect(redis_server.url, options), backoff=Backoff(first_s=0.05, longest_s=0.05))
+    store = GuardedStore(connect(server.url, options), backoff=Backoff(first_s=0.05, longest_s=0.05))
     yield store
     await store.close()
+
+
+@pytest.fixture
+async def store(redis_server: RedisServer) -> AsyncIterator[Store]:
+    async with store_at(redis_server) as store:
+        yield store
 
 
 def settings(redis_server: RedisServer, **more: Any) -> dict[str, Any]:
@@ -237,42 +244,90 @@ async def states(store: Store) -> dict[str, str]:
         return {}
 
 
-async def test_processes_find_each_other_in_redis_and_outlive_it(
-    make_cluster: MakeCluster, redis_server: RedisServer, store: Store
-) -> None:
+@pytest.fixture(scope="module")
+def shared_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """The Redis of `registered`."""
+    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def registered(
+    tiny_pair: ModelPair, shared_redis: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """Processes that find each other in Redis: two targets, a draft, a coordinator."""
+    # On a busy machine a look-up may take longer than one should wait for it in earnest.
     registry = {"registry_ttl_s": 2.0, "redis_timeout_s": 20.0}
-    cluster = make_cluster(
+    with start_cluster(
+        tiny_pair,
+        tmp_path_factory.mktemp("registered"),
         num_targets=2,
-        redis_url=redis_server.url,
+        redis_url=shared_redis.url,
         target_settings=registry,
         draft_settings=registry,
         coordinator_settings=registry,
-    )
-    addresses = {service.spec.address for service in cluster.services.values()}
+    ) as cluster:
+        yield cluster
 
-    async def are_all_registered() -> bool:
-        return await states(store) == dict.fromkeys(addresses, "ready")
 
-    await eventually(are_all_registered, "all are registered")
-    async with Client(cluster.address) as client:
+async def test_the_second_turn_at_another_coordinator_finds_the_first_ones_tokens_cached(
+    registered: Cluster, shared_redis: RedisServer, tmp_path: Path
+) -> None:
+    fast = {"redis-url": shared_redis.url, "redis-timeout-s": 20.0, "discovery-s": 0.2}
+    with another("coordinator", tmp_path / "second", **fast) as second:
+        async with (
+            store_at(shared_redis) as store,
+            Client(registered.address) as one,
+            Client(second.address) as two,
+        ):
+
+            async def all_ready() -> bool:
+                return [replica.state for replica in (await two.status()).replicas] == ["ready"] * 3
+
+            await eventually(all_ready, "the second coordinator has found all replicas")
+            instances = {record.instance_id for record in await store.replicas() if record.role == "target"}
+            bodies = [sampled_request(seed, max_tokens=100) for seed in range(6)]
+            # All first turns at once, so that both targets get some.
+            firsts = await asyncio.gather(*(one.complete(first_body) for first_body in bodies))
+            for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
+                prompt = [*first_body.prompt_token_ids.token_ids, *first.choices[0].token_ids]
+                await until_known(store, prompt, instances)
+                turn = await two.complete(sampled_request(seed, [*prompt, 40, 41, 42], max_tokens=4))
+                assert turn.require_finished().usage.cached_tokens > len(first_body.prompt_token_ids.token_ids)
+            coordinators = {coordinator.address for coordinator in (await two.status()).coordinators}
+            assert coordinators == {registered.address, second.address}
+
+
+async def test_processes_find_each_other_in_redis_and_outlive_it(
+    registered: Cluster, shared_redis: RedisServer
+) -> None:
+    """Runs last: one target is gone for good."""
+    addresses = {service.spec.address for service in registered.services.values()}
+
+    async with store_at(shared_redis) as store, Client(registered.address) as client:
+
+        async def are_all_registered() -> bool:
+            return await states(store) == dict.fromkeys(addresses, "ready")
+
+        await eventually(are_all_registered, "all are registered")
 
         async def is_listed() -> bool:
             listed = (await client.status()).coordinators
-            return [(c.address, c.state) for c in listed] == [(cluster.address, "ready")]
+            return [(c.address, c.state) for c in listed] == [(registered.address, "ready")]
 
         await eventually(is_listed, "the coordinator lists itself")
         undisturbed = await asyncio.gather(*(client.complete(sampled_request(seed)) for seed in range(6)))
 
         readings = [Reading(client, sampled_request(seed)) for seed in range(6)]
         await asyncio.gather(*(reading.until(10) for reading in readings))
-        redis_server.stop()
+        shared_redis.stop()
         without = await client.complete(sampled_request(0))
-        redis_server.start()  # empty
+        shared_redis.start()  # empty
         disturbed = await asyncio.gather(*(reading.rest() for reading in readings))
         assert [c.identity for c in disturbed] == [c.identity for c in undisturbed]
         assert without.identity == undisturbed[0].identity
         await eventually(are_all_registered, "all have registered again")
-        await replicas_come_and_go(cluster, client, store, undisturbed[1])
+        await replicas_come_and_go(registered, client, store, undisturbed[1])
 
 
 async def replicas_come_and_go(cluster: Cluster, client: Client, store: Store, expected: Completion) -> None:
@@ -314,31 +369,3 @@ async def replicas_come_and_go(cluster: Cluster, client: Client, store: Store, e
         await eventually(is_gone, "the target that drained is withdrawn")
         assert seen <= {"ready", "draining", None}
         assert [completion.identity for completion in await rest] == [expected.identity] * 4
-
-
-async def test_the_second_turn_at_another_coordinator_finds_the_first_ones_tokens_cached(
-    make_cluster: MakeCluster, redis_server: RedisServer, store: Store, tmp_path: Path
-) -> None:
-    # On a busy machine a look-up may take longer than one should wait for it in earnest.
-    patient = {"redis_timeout_s": 20.0}
-    cluster = make_cluster(num_targets=2, num_drafts=0, redis_url=redis_server.url, coordinator_settings=patient)
-    fast = {"redis-url": redis_server.url, "redis-timeout-s": 20.0, "discovery-s": 0.2}
-    with another("coordinator", tmp_path / "second", **fast) as second:
-        address = second.services["coordinator"].spec.address
-        async with Client(cluster.address) as one, Client(address) as two:
-
-            async def both_ready() -> bool:
-                return [replica.state for replica in (await two.status()).replicas] == ["ready", "ready"]
-
-            await eventually(both_ready, "the second coordinator has found both targets")
-            instances = {record.instance_id for record in await store.replicas() if record.role == "target"}
-            bodies = [sampled_request(seed, max_tokens=100) for seed in range(6)]
-            # All first turns at once, so that both targets get some.
-            firsts = await asyncio.gather(*(one.complete(first_body) for first_body in bodies))
-            for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
-                prompt = [*first_body.prompt_token_ids.token_ids, *first.choices[0].token_ids]
-                await until_known(store, prompt, instances)
-                turn = await two.complete(sampled_request(seed, [*prompt, 40, 41, 42], max_tokens=4))
-                assert turn.require_finished().usage.cached_tokens > len(first_body.prompt_token_ids.token_ids)
-            coordinators = {coordinator.address for coordinator in (await two.status()).coordinators}
-            assert coordinators == {cluster.address, address}

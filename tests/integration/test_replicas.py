@@ -10,33 +10,16 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from coordinator.links.link_events import LinkState
 from coordinator.links.target_link import TargetLink
-from specdec.client import Client
 from specdec.rpc.errors import Cancelled, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
-from tests.integration.conftest import MakeCluster
 from tests.support.services.coordinator_harness import collect, expected_ids, finish, read_tokens, request, running
-from tests.support.services.faults import eventually, sampled_request
+from tests.support.services.faults import eventually
 from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 NUM_TOKENS = 300
-
-
-async def test_the_second_turn_of_a_conversation_finds_the_first_ones_tokens_cached(
-    make_cluster: MakeCluster,
-) -> None:
-    cluster = make_cluster(num_targets=2, num_drafts=0)
-    async with Client(cluster.address) as client:
-        bodies = [sampled_request(seed, max_tokens=100) for seed in range(6)]
-        # All first turns at once, so that both targets get some.
-        firsts = await asyncio.gather(*(client.complete(first_body) for first_body in bodies))
-        for seed, (first_body, first) in enumerate(zip(bodies, firsts, strict=True)):
-            output = [token.id for token in first.choices[0].tokens]
-            prompt = [*first_body.prompt_token_ids.token_ids, *output, 40, 41, 42]
-            second = await client.complete(sampled_request(seed, prompt, max_tokens=4))
-            assert second.require_finished().usage.cached_tokens > len(first_body.prompt_token_ids.token_ids)
 
 
 async def test_requests_spread_over_targets_and_drafts() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -13,15 +11,12 @@ from structlog.testing import capture_logs
 from specdec.backoff import Backoff
 from specdec.store.errors import StoreUnavailable, StoreUrlError
 from specdec.store.guarded import GuardedStore
-from specdec.store.interface import Appended, JournalWrite, NewRequest, RequestKey, Store
 from specdec.store.urls import RedisOptions, connect
 from tests.support.servers.certificates import Authority, SecretVolume
 from tests.support.servers.redis_server import RedisServer, redis_cluster, redis_sentinel, wait_until
+from tests.support.servers.store_use import LONG_S, PATIENT, connected, until_up, use
 from tests.support.services.faults import eventually
 
-KEY = RequestKey("tenant", "request")
-PATIENT = RedisOptions(timeout_s=20)
-LONG_S = 600.0
 DOCUMENT = Path(__file__).parents[2] / "docs" / "redis.md"
 
 
@@ -31,40 +26,6 @@ def allow(server: RedisServer, *more: str) -> RedisOptions:
     with server.client() as client:
         client.execute_command("ACL", "SETUSER", "specdec", "on", ">secret@1", *rules, *more)
     return RedisOptions(username="specdec", password=SecretStr("secret@1"), timeout_s=20)
-
-
-@asynccontextmanager
-async def connected(url: str, options: RedisOptions = PATIENT) -> AsyncIterator[Store]:
-    store = connect(url, options)
-    yield store
-    await store.close()
-
-
-async def use(store: Store) -> None:
-    """Every kind of operation."""
-    begun = await store.begin(KEY, NewRequest("owner", 1, b"params", 1, LONG_S, take_over=True, max_concurrent=9))
-    write = JournalWrite(KEY, "owner", begun.generation, 0, 0, [1, 2], [1, 1])
-    assert await store.append([write]) == [Appended.STORED]
-    record = await store.load(KEY)
-    assert record is not None
-    assert record.token_ids == ((1, 2),)
-    await store.add_prefixes("a:1", [b"digest"], LONG_S)
-    assert await store.prefix_holders([b"digest"]) == [frozenset({"a:1"})]
-    assert await store.replicas() == []
-    assert await store.take_tokens("tenant", 1, 1, 10) == 0
-    assert await store.end(KEY, "owner", begun.generation, 0)
-    await store.ping()
-
-
-async def until_up(store: Store) -> None:
-    async def is_up() -> bool:
-        try:
-            await store.ping()
-        except StoreUnavailable:
-            return False
-        return True
-
-    await eventually(is_up, "Redis answers")
 
 
 async def test_a_user_needs_no_more_rights_than_documented(tmp_path: Path) -> None:

@@ -9,12 +9,10 @@ import pytest
 import structlog.testing
 
 from specdec.store.errors import StoreUnavailable, StoreUrlError
-from specdec.store.interface import Store
 from specdec.store.urls import RedisOptions, connect
-from tests.integration.test_store_connections import connected, use
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.servers.redis_server import RedisServer, redis_cluster, redis_sentinel
-from tests.support.services.faults import eventually
+from tests.support.servers.store_use import connected, until_up, use
 
 
 @pytest.fixture
@@ -41,17 +39,6 @@ def options(volume: SecretVolume) -> RedisOptions:
 def drop_connections(server: RedisServer) -> None:
     with server.client() as client:
         client.client_kill_filter(_type="normal", skipme=True)
-
-
-async def until_up(store: Store) -> None:
-    async def is_up() -> bool:
-        try:
-            await store.ping()
-        except StoreUnavailable:
-            return False
-        return True
-
-    await eventually(is_up, "Redis is up")
 
 
 def refusals(log: list[Any]) -> list[str]:

@@ -20,9 +20,9 @@ from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.sampler import Sampler
 from specdec.sampling_params import SamplingParams
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import start_cluster
 from tests.support.engine import paged_scenarios as play
 from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import (
     CREDIT_WINDOW,
     Reading,
@@ -33,6 +33,7 @@ from tests.support.services.faults import (
     scrape,
     speculated,
 )
+from tests.support.services.model_pair import ModelPair
 from tests.support.services.rank_probe import (
     RANDOM,
     SILENCE_FILE,
@@ -44,7 +45,6 @@ from tests.support.services.rank_probe import (
     tokens_of,
 )
 from tests.support.services.rank_processes import all_gone, rank_of
-from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 torch.set_num_threads(1)  # the ranks need the cores

@@ -23,6 +23,7 @@ from specdec.rpc.errors import PermissionDenied, Unavailable
 from specdec.rpc.settings import ServiceSettings
 from tests.support.servers.certificates import Authority, Certificate
 from tests.support.services.echo_process import echo_process, verify_stream
+from tests.support.services.reflection import list_services, reflect
 from tests.support.services.secured import (
     CLIENT,
     COORDINATOR,
@@ -37,7 +38,6 @@ from tests.support.services.secured import (
     served_serial,
     server_flags,
 )
-from tests.unit.services.test_stream_relay import list_services, reflect
 
 
 @pytest.fixture

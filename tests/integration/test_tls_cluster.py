@@ -20,9 +20,11 @@ from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client, ClientSettings, Completion
 from specdec.rpc.errors import PermissionDenied, Unavailable
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
-from tests.integration.conftest import TIMEOUTS, TINY_HOLD_OFF_MS
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
-from tests.support.services.faults import speculated
+from tests.support.services.clusters import TIMEOUTS, TINY_HOLD_OFF_MS
+from tests.support.services.faults import speculated, story
+from tests.support.services.model_pair import ModelPair
+from tests.support.services.reflection import reflect
 from tests.support.services.secured import (
     CALL_TIMEOUT_S,
     CLIENT,
@@ -31,11 +33,10 @@ from tests.support.services.secured import (
     check_health,
     error_of,
     open_tls,
+    replica_tls,
     secure,
     served_serial,
 )
-from tests.support.services.tiny_pair import ModelPair
-from tests.unit.services.test_stream_relay import reflect
 
 WAIT_S = 60.0
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -101,25 +102,6 @@ def secure_cluster(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactor
     with cluster:
         cluster.start()
         yield SecureCluster(cluster, secured, volumes, health_ports, metrics_ports)
-
-
-def replica_tls(volume: SecretVolume) -> dict[str, object]:
-    """Settings of a coordinator that shows the volume's certificate to replicas."""
-    return {
-        "replica_tls": True,
-        "replica_tls_ca_file": volume.authority,
-        "replica_tls_cert_file": volume.certificate,
-        "replica_tls_key_file": volume.key,
-    }
-
-
-def story(max_tokens: int = 32) -> coordinator_pb2.GenerateRequest:
-    request = coordinator_pb2.GenerateRequest(prompt="Once upon a time")
-    request.sampling.max_tokens = max_tokens
-    request.sampling.seed = 7
-    request.sampling.ignore_eos = True
-    request.speculation.enabled = True
-    return request
 
 
 async def test_a_generation_with_mutual_tls_on_every_hop_speculates(secure_cluster: SecureCluster) -> None:

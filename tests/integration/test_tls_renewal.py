@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
 from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
-from tests.integration.test_tls_cluster import replica_tls, story
 from tests.support.servers.certificates import Certificate, SecretVolume
-from tests.support.services.secured import COORDINATOR, Secured, check_health, open_tls, secure
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.faults import POLL_S, story
+from tests.support.services.model_pair import ModelPair
+from tests.support.services.secured import COORDINATOR, Secured, check_health, open_tls, replica_tls, secure
 
 WAIT_S = 100.0
 LIFETIME = timedelta(seconds=6)
@@ -36,7 +36,7 @@ async def wait_until(condition: Callable[[], Any], process: ServiceProcess) -> N
     while not condition():
         assert time.monotonic() < ends_s, process.last_log_lines()
         assert process.is_running, process.last_log_lines()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(POLL_S)
 
 
 def log_of(process: ServiceProcess) -> str:
@@ -98,10 +98,9 @@ async def wait_serving(target: ServiceProcess, secured: Secured) -> None:
         assert time.monotonic() < ends_s, target.last_log_lines()
         assert target.is_running, target.last_log_lines()
         async with open_tls(port_of(target), secured.credentials()) as channel:
-            try:
+            with suppress(grpc.aio.AioRpcError):
                 status = await check_health(channel)
-            except grpc.aio.AioRpcError:
-                await asyncio.sleep(0.1)
+        await asyncio.sleep(POLL_S)  # a handshake after the other would take the core that the target loads on
 
 
 async def state_of_target(coordinator: ServiceProcess) -> str:
@@ -116,7 +115,7 @@ async def wait_ready(coordinator: ServiceProcess, meanwhile: Callable[[], None] 
     while await state_of_target(coordinator) != "ready":
         assert time.monotonic() < ends_s, coordinator.last_log_lines()
         meanwhile()
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(POLL_S)
 
 
 @pytest.mark.timeout(300)  # the target starts twice

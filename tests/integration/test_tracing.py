@@ -13,10 +13,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, ClientSettings, Completion
 from specdec.v1 import coordinator_pb2 as api
-from tests.integration.conftest import MakeCluster, start_cluster
 from tests.support.servers.collector import Collector, ReceivedSpan, collecting, only
+from tests.support.services.clusters import MakeCluster, start_cluster
 from tests.support.services.faults import eventually
-from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.model_pair import ModelPair
 
 PROMPT = "Zanzibar dreams of parallelogram lighthouses"
 STOP = "quicksilver marmalade"

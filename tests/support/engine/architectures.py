@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, PreTrainedConfig, Qwen3Config
 
-from tests.support.services.tiny_pair import ModelPair, _byte_tokenizer
+from tests.support.services.model_pair import ModelPair
+from tests.support.services.tiny_pair import byte_tokenizer
 
 _SIZES = {
     "hidden_size": 64,
@@ -34,7 +35,7 @@ CONFIGS: dict[str, Callable[[int], PreTrainedConfig]] = {
 
 def make_pair(architecture: str, folder: Path, *, noise: float = 0.004) -> ModelPair:
     """Write a random target, and a draft that is the target with noise on its weights."""
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[architecture](len(tokenizer)), dtype=torch.float32)
     pair = ModelPair(folder / "target", folder / "draft")

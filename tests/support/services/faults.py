@@ -22,13 +22,15 @@ from specdec.client import Client, ClientSettings, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from tests.integration.conftest import TIMEOUTS
+from tests.support.services.clusters import TIMEOUTS
 
 ROLES = ("target", "draft", "coordinator")
 PATIENCE_S = 60.0
 POLL_S = 0.05
 CREDIT_WINDOW = 16
 """Of coordinators whose streams are to stand still: see `held_back`."""
+HOLD_OFF_MS = 200
+"""Of targets whose draft is to be used, not fast: long enough on a busy machine."""
 PROMPT = "def read_all(path):\n    with open(path) as file:\n"
 
 
@@ -51,6 +53,16 @@ def sampled_request(seed: int, prompt: Sequence[int] | None = None, max_tokens: 
     message.sampling.max_tokens = max_tokens
     message.sampling.ignore_eos = True
     return message
+
+
+def story(max_tokens: int = 32) -> api.GenerateRequest:
+    """A request at the default temperature that decodes to max_tokens."""
+    request = api.GenerateRequest(prompt="Once upon a time")
+    request.sampling.max_tokens = max_tokens
+    request.sampling.seed = 7
+    request.sampling.ignore_eos = True
+    request.speculation.enabled = True
+    return request
 
 
 def plain(body: api.GenerateRequest) -> api.GenerateRequest:
@@ -140,6 +152,14 @@ def resumed(body: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
         offset = len(choice.text.encode())
         again.resume.choices.add(index=index, token_ids=choice.token_ids, text_offset_bytes=offset)
     return again
+
+
+def start_again(cluster: Cluster, *names: str) -> None:
+    """Start services that have ended, all at once, each on its port; returns when they are healthy."""
+    for name in names:
+        cluster.services[name].start()
+    for name in names:
+        cluster.wait_healthy(name)
 
 
 def freeze(cluster: Cluster, name: str) -> None:

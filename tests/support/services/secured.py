@@ -62,6 +62,16 @@ def server_flags(volume: SecretVolume, *more: str) -> tuple[str, ...]:
     return (*map(str, files), "--tls-client-ca-file", str(volume.authority), *more)
 
 
+def replica_tls(volume: SecretVolume) -> dict[str, object]:
+    """Settings of a coordinator that shows the volume's certificate to replicas."""
+    return {
+        "replica_tls": True,
+        "replica_tls_ca_file": volume.authority,
+        "replica_tls_cert_file": volume.certificate,
+        "replica_tls_key_file": volume.key,
+    }
+
+
 @asynccontextmanager
 async def ready_server(volume: SecretVolume, *flags: str) -> AsyncIterator[tuple[EchoProcess, dict[str, Any]]]:
     """A replica with mutual TLS that is ready, and what it logged of its ports."""

@@ -5,32 +5,26 @@ They start in a second and agree often enough that proposals are accepted, and r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from tests.support.services.model_pair import ModelPair
+
 CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SPECIAL_TOKENS = ["<bos>", "<eos>", "<pad>"]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelPair:
-    """Folders of a target and its draft."""
-
-    target: Path
-    draft: Path
-
-
-def make_tiny_pair(folder: Path, *, noise: float = 0.006, max_model_len: int = 512, seed: int = 0) -> ModelPair:
+def make_tiny_pair(folder: Path, *, noise: float = 0.006, max_model_len: int = 4096, seed: int = 0) -> ModelPair:
     """Write a pair to `folder`/target and `folder`/draft.
 
     Args:
+        max_model_len: Long enough, unless given, for a stream to be in the middle of.
         noise: Standard deviation of what is added to the draft's weights; 0 makes it the target itself.
     """
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -59,7 +53,7 @@ def make_tiny_pair(folder: Path, *, noise: float = 0.006, max_model_len: int = 5
     return pair
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate([*SPECIAL_TOKENS, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

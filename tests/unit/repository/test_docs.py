@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,18 @@ from specdec.telemetry.catalogue import exported_series
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
     path
-    for pattern in ("*.md", "docs/*.md", "deploy/*.md", "bench/*.md", "helm/*/README.md")
+    for pattern in ("*.md", "docs/**/*.md", "deploy/*.md", "bench/*.md", "helm/*/README.md")
     for path in ROOT.glob(pattern)
 )
+DECISIONS = sorted(path for path in ROOT.glob("docs/decisions/*.md") if path.name != "README.md")
 SETTINGS = {"TARGET": TargetSettings, "DRAFT": DraftSettings, "COORDINATOR": CoordinatorSettings}
 PACKAGES = ("coordinator", "draft_service", "specdec", "target_service")
+SOURCES = (*PACKAGES, "bench", "deploy", "helm", "models", "proto", "tests")
+NAMING = {".py", ".proto", ".cpp", ".h", ".sh", ".yaml", ".yml", ".json"}
 _CODE_BLOCK = re.compile(r"(?ms)^```.*?^```")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _METRIC = re.compile(r"\bspecdec_(?:coordinator|target|draft)_[a-z0-9_]*[a-z0-9]\b(?!_)")
+_PAGE = re.compile(r"\bdocs/[a-z_/]+\.md\b")
 _VARIABLE = re.compile(r"\bSPECDEC_(TARGET|DRAFT|COORDINATOR)_([A-Z0-9_]*[A-Z0-9])\b")
 _EVENTS = re.compile(r"\*(?:coordinator|target|draft|server|service)\*: (`[a-z_]+`(?:, (?:then |or )?`[a-z_]+`)*)")
 
@@ -53,6 +58,22 @@ def test_variables_that_are_named_are_settings(page: Path) -> None:
     for service, name in _VARIABLE.findall(page.read_text()):
         is_service_link = name in ("SERVICE_HOST", "PORT")
         assert is_service_link or name == "CONFIG" or name.lower() in SETTINGS[service].model_fields, name
+
+
+def test_pages_that_code_and_comments_name_exist() -> None:
+    sources = (path for folder in SOURCES for path in (ROOT / folder).rglob("*") if path.suffix in NAMING)
+    named = {(str(path.relative_to(ROOT)), page) for path in sources for page in _PAGE.findall(path.read_text())}
+    assert len({page for _, page in named}) > 3
+    assert [(path, page) for path, page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda path: path.name)
+def test_decisions_are_dated_newest_first_and_listed(page: Path) -> None:
+    headings = re.findall(r"(?m)^##+ (.+)$", page.read_text())
+    days = [date.fromisoformat(heading.split(" ", 1)[0]) for heading in headings]
+    assert days
+    assert days == sorted(days, reverse=True)
+    assert f"({page.name})" in (page.parent / "README.md").read_text()
 
 
 def test_events_that_troubleshooting_names_are_logged() -> None:

@@ -114,3 +114,16 @@ def test_the_engine_knows_neither_role() -> None:
 def test_no_module_is_named_after_nothing() -> None:
     modules = [path for package in ("specdec", *SERVICES) for path in modules_of(package)]
     assert [str(path) for path in modules if path.stem in FORBIDDEN_NAMES] == []
+
+
+def test_no_test_file_or_conftest_is_imported() -> None:
+    """What several of them use stands in tests/support, or beside them in a module that holds no tests."""
+    imported = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for folder in ("tests", "bench", "specdec", *SERVICES)
+        for path in modules_of(folder)
+        for name in imports_of(path)
+        if (parts := name.split("."))[0] == "tests"
+        and any(part == "conftest" or part.startswith("test_") for part in parts)
+    ]
+    assert imported == []

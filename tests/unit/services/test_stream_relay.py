@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from specdec.rpc.channel import open_channel
 from specdec.rpc.errors import (
@@ -25,6 +24,7 @@ from specdec.rpc.settings import ClientSettings
 from specdec.v1 import common_pb2, target_pb2_grpc
 from tests.support.services.echo_process import echo_process, ready_echo, verify_stream
 from tests.support.services.echo_service import TOKENIZER_BYTES
+from tests.support.services.reflection import list_services, reflect
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -154,23 +154,6 @@ async def test_ready_replica_tells_what_it_serves() -> None:
         assert [piece.tokenizer_config for piece in pieces] == ['{"a": 1}', "", ""]
         assert max(len(piece.tokenizer_json) for piece in pieces) <= 1024 * 1024
         assert sum(len(piece.tokenizer_json) for piece in pieces) == TOKENIZER_BYTES
-
-
-def reflect(channel: grpc.aio.Channel) -> Any:
-    """Opens a stream for questions on the services, with nothing asked yet.
-
-    Whoever expects a refusal writes nothing: grpc.aio ends a call that is refused while it writes as INTERNAL.
-    """
-    make_stub: Any = reflection_pb2_grpc.ServerReflectionStub
-    return make_stub(channel).ServerReflectionInfo()
-
-
-async def list_services(channel: grpc.aio.Channel) -> list[str]:
-    """Names of the services, by reflection."""
-    call = reflect(channel)
-    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-    answer = await call.read()
-    return [service.name for service in answer.list_services_response.service]
 
 
 async def test_reflection_lists_the_service_and_can_be_switched_off() -> None:

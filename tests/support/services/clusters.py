@@ -1,0 +1,38 @@
+"""Starts clusters on loopback: real processes, real sockets, real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from specdec.cli.local.cluster import Cluster, ClusterTimeouts
+from specdec.cli.local.plan import LocalPlan, plan_services
+from tests.support.services.model_pair import ModelPair
+
+TIMEOUTS = ClusterTimeouts(start_s=200.0, connect_s=100.0, stop_s=10.0)
+TINY_HOLD_OFF_MS = 50
+MakeCluster = Callable[..., Cluster]
+"""The fixture `make_cluster`."""
+
+
+def start_cluster(pair: ModelPair, log_dir: Path, **plan: Any) -> Cluster:
+    """Start a cluster on free ports; the fields of LocalPlan may be set by keyword. Raises ClusterFailed.
+
+    A step of a tiny target costs less than a draft's answer takes, so its cost model would rightly not wait for one.
+    A fixed hold-off makes it verify proposals all the same.
+    """
+    target_settings = {**plan.pop("target_settings", {})}
+    if "tiny" in str(pair.target):
+        target_settings.setdefault("hold_off_ms", TINY_HOLD_OFF_MS)
+    settings = LocalPlan(
+        target_model=str(pair.target),
+        draft_model=str(pair.draft),
+        device=plan.pop("device", "cpu"),
+        free_ports=True,
+        target_settings=target_settings,
+        **plan,
+    )
+    cluster = Cluster(plan_services(settings, environment={}), log_dir=log_dir, timeouts=TIMEOUTS)
+    cluster.start()
+    return cluster
