@@ -878,6 +878,9 @@ class LoadReport(_message.Message):
     DRAFT_CREDIT_FIELD_NUMBER: _builtins.int
     STEP_US_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    NUM_SESSIONS_FIELD_NUMBER: _builtins.int
+    MAX_SESSIONS_FIELD_NUMBER: _builtins.int
+    NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sessions that take part in steps."""
     num_waiting: _builtins.int
@@ -892,6 +895,12 @@ class LoadReport(_message.Message):
     """Moving average of the time of one step, in microseconds."""
     draining: _builtins.bool
     """The replica is shutting down: it takes no new sessions, those it has may go on for a while."""
+    num_sessions: _builtins.int
+    """Sessions that are open, of all coordinators; absent when the replica does not say."""
+    max_sessions: _builtins.int
+    """Most sessions at once; absent when the replica does not say."""
+    num_waiting_tokens: _builtins.int
+    """Tokens that are to be computed before those that wait have their first; absent when the replica does not say."""
     def __init__(
         self,
         *,
@@ -902,14 +911,81 @@ class LoadReport(_message.Message):
         draft_credit: _builtins.int = ...,
         step_us: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        num_sessions: _builtins.int | None = ...,
+        max_sessions: _builtins.int | None = ...,
+        num_waiting_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sessions", b"_max_sessions", "_num_sessions", b"_num_sessions", "_num_waiting_tokens", b"_num_waiting_tokens", "max_sessions", b"max_sessions", "num_sessions", b"num_sessions", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sessions", b"_max_sessions", "_num_sessions", b"_num_sessions", "_num_waiting_tokens", b"_num_waiting_tokens", "draft_credit", b"draft_credit", "draining", b"draining", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_sessions", b"max_sessions", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "step_us", b"step_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_sessions: _TypeAlias = _typing.Literal["max_sessions"]  # noqa: Y015
+    _WhichOneofArgType__max_sessions: _TypeAlias = _typing.Literal["_max_sessions", b"_max_sessions"]  # noqa: Y015
+    _WhichOneofReturnType__num_sessions: _TypeAlias = _typing.Literal["num_sessions"]  # noqa: Y015
+    _WhichOneofArgType__num_sessions: _TypeAlias = _typing.Literal["_num_sessions", b"_num_sessions"]  # noqa: Y015
+    _WhichOneofReturnType__num_waiting_tokens: _TypeAlias = _typing.Literal["num_waiting_tokens"]  # noqa: Y015
+    _WhichOneofArgType__num_waiting_tokens: _TypeAlias = _typing.Literal["_num_waiting_tokens", b"_num_waiting_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_sessions) -> _WhichOneofReturnType__max_sessions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_sessions) -> _WhichOneofReturnType__num_sessions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_waiting_tokens) -> _WhichOneofReturnType__num_waiting_tokens | None: ...
+
+Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class SessionProgress(_message.Message):
+    """What a session without a verdict is doing. Sent now and then, so that whoever waits can tell work from a standstill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[SessionProgress._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: SessionProgress._State.ValueType  # 0
+        """Not said."""
+        STATE_QUEUED: SessionProgress._State.ValueType  # 1
+        """It waits for its first step, or for blocks of the KV cache."""
+        STATE_RUNNING: SessionProgress._State.ValueType  # 2
+        """It takes part in steps."""
+        STATE_PAUSED: SessionProgress._State.ValueType  # 3
+        """It waits for credit."""
+
+    class State(_State, metaclass=_StateEnumTypeWrapper):
+        """Where a session stands."""
+
+    STATE_UNSPECIFIED: SessionProgress.State.ValueType  # 0
+    """Not said."""
+    STATE_QUEUED: SessionProgress.State.ValueType  # 1
+    """It waits for its first step, or for blocks of the KV cache."""
+    STATE_RUNNING: SessionProgress.State.ValueType  # 2
+    """It takes part in steps."""
+    STATE_PAUSED: SessionProgress.State.ValueType  # 3
+    """It waits for credit."""
+
+    STATE_FIELD_NUMBER: _builtins.int
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    state: Global___SessionProgress.State.ValueType
+    """Where the session stands."""
+    num_computed_tokens: _builtins.int
+    """Tokens whose keys and values are computed."""
+    def __init__(
+        self,
+        *,
+        state: Global___SessionProgress.State.ValueType = ...,
+        num_computed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_credit", b"draft_credit", "draining", b"draining", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "num_running", b"num_running", "num_waiting", b"num_waiting", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_computed_tokens", b"num_computed_tokens", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+Global___SessionProgress: _TypeAlias = SessionProgress  # noqa: Y015
 
 @_typing.final
 class GetReplicaInfoRequest(_message.Message):

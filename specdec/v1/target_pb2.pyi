@@ -147,6 +147,7 @@ class TargetResult(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     PROPOSAL_REJECTED_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
@@ -167,6 +168,10 @@ class TargetResult(_message.Message):
     def proposal_rejected(self) -> _common_pb2.ProposalRejected:
         """A proposal was no good; the session lives."""
 
+    @_builtins.property
+    def progress(self) -> _common_pb2.SessionProgress:
+        """No verdict yet: what the session is doing."""
+
     def __init__(
         self,
         *,
@@ -176,12 +181,13 @@ class TargetResult(_message.Message):
         verdict: _common_pb2.Verdict | None = ...,
         error: _common_pb2.SessionError | None = ...,
         proposal_rejected: _common_pb2.ProposalRejected | None = ...,
+        progress: _common_pb2.SessionProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "proposal_rejected", b"proposal_rejected", "result", b"result", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "progress", b"progress", "proposal_rejected", b"proposal_rejected", "result", b"result", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "opened", b"opened", "proposal_rejected", b"proposal_rejected", "result", b"result", "session_id", b"session_id", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "opened", b"opened", "progress", b"progress", "proposal_rejected", b"proposal_rejected", "result", b"result", "session_id", b"session_id", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "verdict", "error", "proposal_rejected"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "verdict", "error", "proposal_rejected", "progress"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 
