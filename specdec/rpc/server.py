@@ -85,7 +85,7 @@ def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
 
 def _make_server(settings: ServiceSettings, shares_port: bool) -> grpc.aio.Server:
     options: list[tuple[str, int]] = [
-        *wire_options(settings),
+        *wire_options(settings.wire_to_callers()),
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
