@@ -59,11 +59,13 @@ class Connections:
         self._tasks: list[asyncio.Task[None]] = []
         self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}
         """The links, by role; none before `open`."""
+        self.tls_files: TlsFiles | None = None
+        """Those for calls to replicas, if any; None before `open`."""
 
     def open(self) -> None:
         """Start links to what is configured, and keep looking for more. Raises TlsFilesBroken."""
         links, loop = self._link_settings, self._decode_loop
-        files = replica_tls_files(self._settings)
+        files = self.tls_files = replica_tls_files(self._settings)
 
         def target(at: Endpoint) -> TargetLink:
             return TargetLink(at.address, self._channel(at, files), links, events=self._targets, verdicts=loop)

@@ -44,7 +44,7 @@ from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics
 from specdec.telemetry.tracing import Tracing
-from specdec.tls_files import TlsFilesBroken
+from specdec.tls_files import TlsFiles, TlsFilesBroken
 from specdec.v1 import common_pb2 as pb
 
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -175,6 +175,14 @@ class CoordinatorService:
         await self.store.close()
         await self._tracing.close()
 
+    def tls_uses(self) -> dict[str, TlsFiles | None]:
+        """The TLS files in use beside the server's."""
+        return {
+            "replicas": self.connections.tls_files,
+            "redis": self.store.tls_files,
+            "otlp": self._tracing.tls_files,
+        }
+
     def degraded(self) -> list[str]:
         """What works less well than it should, for people."""
         if self.store.is_up:
@@ -300,4 +308,5 @@ async def run_coordinator(
         announcer=service.announcer,
         shares_port=shares_port,
         on_serving=on_serving,
+        tls_uses=service.tls_uses,
     )

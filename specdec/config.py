@@ -17,7 +17,7 @@ from pydantic_settings import NoDecode
 
 from specdec.addresses import Address
 from specdec.engine.settings import EngineSettings
-from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings
+from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings, WireSettings
 from specdec.settings_sources import load_settings, settings_or_exit
 
 __all__ = ["CoordinatorSettings", "DraftSettings", "TargetSettings", "load_settings", "settings_or_exit"]
@@ -153,6 +153,13 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         description="Processes that share the port, each with one core's worth of work; above 1 needs redis_url.",
     )
 
+    client_keepalive_time_s: float = Field(
+        default=10.0, ge=1, description="As keepalive_time_s, for connections of clients, whose networks are slower."
+    )
+    client_keepalive_timeout_s: float = Field(
+        default=20.0, ge=0.1, description="As keepalive_timeout_s, for connections of clients."
+    )
+
     max_running: int = Field(default=64, ge=1, description="Most requests that run at once, in each process.")
     max_waiting: int = Field(default=256, ge=0, description="Most requests that wait for a place, in each process.")
     queue_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a place.")
@@ -229,6 +236,14 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     trace_content: bool = Field(
         default=False, description="Put prompts, stop strings and outputs into traces; they may be personal data."
     )
+
+    def wire_to_callers(self) -> WireSettings:
+        """Callers are clients, which may sleep or be on slow lines: replicas are held to shorter times."""
+        return WireSettings(
+            max_message_bytes=self.max_message_bytes,
+            keepalive_time_s=self.client_keepalive_time_s,
+            keepalive_timeout_s=self.client_keepalive_timeout_s,
+        )
 
     @model_validator(mode="after")
     def _check_backoff(self) -> Self:

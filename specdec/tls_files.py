@@ -83,7 +83,10 @@ class TlsFiles:
         self._key = key
         self._authorities = authorities
         self._lock = threading.Lock()
-        self._refused = ""
+        self.refused = ""
+        """Why the files on disk are not in use, as of the last look at them; empty when they are."""
+        self.num_refusals = 0
+        """How often files have changed to something unusable."""
         self._current = self._load()
 
     @property
@@ -99,11 +102,12 @@ class TlsFiles:
                     self._current = self._load()
                     files = filter(None, (self._certificate, self._key, self._authorities))
                     _log.info("tls_files_renewed", **{file.setting: str(file.path) for file in files})
-                self._refused = ""
+                self.refused = ""
             except TlsFilesBroken as error:
-                if str(error) != self._refused:
+                if str(error) != self.refused:
+                    self.num_refusals += 1
                     _log.error("tls_files_refused", reason=str(error), kept="the last good certificate")
-                self._refused = str(error)
+                self.refused = str(error)
             return self._current
 
     def _read(self) -> _Content:

@@ -228,4 +228,21 @@ def _running() -> list[Panel]:
             width=12,
             alert="SpecdecReplicaIncompatible",
         ),
+        Panel(
+            "Certificates expire in",
+            "Time that is left to the certificate in use, by what it is used for; nothing without TLS. It should jump "
+            "up before it is a week, or a fifth of the certificate's life.",
+            {"{{instance}} {{use}}": f"specdec_tls_certificate_expiry_timestamp_seconds{_OF} - time()"},
+            "s",
+            width=12,
+            alert="SpecdecCertificateExpiresSoon",
+        ),
+        Panel(
+            "TLS files refused",
+            "Whether the files on disk cannot be used, so that the last good ones are; nothing without TLS.",
+            {"{{instance}} {{use}}": f"specdec_tls_files_refused{_OF}"},
+            width=12,
+            words={0: "no", 1: "yes"},
+            alert="SpecdecCertificateRefused",
+        ),
     ]

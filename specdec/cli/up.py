@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from specdec.cli.errors import reported_errors
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.log_view import LogView
 from specdec.cli.local.plan import PORTS, LocalPlan, describe_placement, plan_services, shipped_model
+from specdec.cli.local.supervision import Supervision
 from specdec.cli.views.tables import make_table
 
 _CHECK_S = 0.2
@@ -62,8 +64,8 @@ def up(
 ) -> None:
     """Start target, draft and coordinator here; stop all on Ctrl-C.
 
-    Each engine has its own GPU, or its own cores where there is no GPU. The services read SPECDEC_TARGET_*,
-    SPECDEC_DRAFT_* and SPECDEC_COORDINATOR_*, too.
+    A service that ends by itself is started again. Each engine has its own GPU, or its own cores where there is no GPU.
+    The services read SPECDEC_TARGET_*, SPECDEC_DRAFT_* and SPECDEC_COORDINATOR_*, too.
     """
     console = Console(stderr=True, highlight=False)
     with reported_errors(console), stop_on_signals():
@@ -85,18 +87,18 @@ def up(
             console.print(
                 f'  specdec generate --address {cluster.address} --show-origin --max-tokens 100 "def fibonacci(n):"'
             )
-            console.print("Ctrl-C stops all.", style="dim")
-            _watch(cluster, LogView(cluster, console) if logs else None)
+            console.print("A service that ends is started again. Ctrl-C stops all.", style="dim")
+            supervision = Supervision(cluster, lambda line: console.print(escape(line), soft_wrap=True))
+            _watch(supervision, LogView(cluster, console) if logs else None)
 
 
-def _watch(cluster: Cluster, log_view: LogView | None) -> None:
-    """Run until Ctrl-C. Raises ClusterFailed when a service ends by itself."""
-    coordinator = cluster.services["coordinator"]
+def _watch(supervision: Supervision, log_view: LogView | None) -> None:
+    """Run until Ctrl-C. Raises ClusterFailed when a service that ended cannot be started any more."""
     while True:
-        cluster.check_running()
+        supervision.check()
         if log_view is not None:
             log_view.show_new_lines()
-        coordinator.wait(_CHECK_S)
+        time.sleep(_CHECK_S)
 
 
 @contextmanager

@@ -18,6 +18,9 @@ from specdec.rpc.errors import Internal, InvalidRequest, from_rpc_error
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _T = TypeVar("_T")
+# Waits between attempts to connect; gRPC's own grow to two minutes, over which a coordinator that is back is not seen.
+_FIRST_RECONNECT_MS = 100
+_LONGEST_RECONNECT_MS = 2000
 
 # gRPC retries by itself what was refused or never reached a server, unless the server says that it has waited already
 # (see specdec.rpc.abort). A stream is retried only before its first chunk, so no token is ever delivered twice.
@@ -36,7 +39,13 @@ class ClientSettings:
 
     timeout_s: float | None = None
     """Deadline of one call; the server learns it and stops working for a call that has passed it."""
-    keepalive_s: float = 30.0
+    keepalive_s: float = 3.0
+    """Ping a silent server after this long, while calls run. Coordinators take pings down to one a second; what stands
+    between may demand more time, and closes the connection else."""
+    keepalive_timeout_s: float = 3.0
+    """A server that owes the answer to a ping this long is gone: its calls end UNAVAILABLE."""
+    connect_timeout_s: float = 5.0
+    """Longest attempt to connect to one address; then the next is tried."""
     max_message_bytes: int = 16 * 1024 * 1024
     tls: bool = False
     """Use TLS. Certificates, below, turn it on as well."""
@@ -62,7 +71,16 @@ class ClientSettings:
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
         return [
             ("grpc.service_config", service_config(service)),
-            ("grpc.keepalive_time_ms", int(self.keepalive_s * 1000)),
+            ("grpc.keepalive_time_ms", round(self.keepalive_s * 1000)),
+            ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1000)),
+            # A ping of keepalive is given up after the longer of its own time-out and this: a minute by default.
+            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1000)),
+            # By default only two pings go out until the client sends something: long streams are what it reads.
+            ("grpc.http2.max_pings_without_data", 0),
+            # A server that takes connections and never answers would hold each attempt for 20 s.
+            ("grpc.min_reconnect_backoff_ms", round(self.connect_timeout_s * 1000)),
+            ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
+            ("grpc.max_reconnect_backoff_ms", _LONGEST_RECONNECT_MS),
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
         ]

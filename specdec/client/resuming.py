@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import structlog
 
+from specdec.backoff import Backoff
 from specdec.client.client import Client, Completion
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
 
+_SPREAD = (0.5, 1.0)
 _log = structlog.get_logger(__name__)
 
 
@@ -23,7 +24,8 @@ class ResumePolicy:
     max_attempts: int = 8
     """Attempts in a row that bring no token."""
     max_wait_s: float = 5.0
-    """Longest wait between two of them, whatever the server asks for."""
+    """Longest wait between two of them, whatever the server asks for. The first is what it asks for, and each is twice
+    the one before, down to half of that by chance: with the defaults a coordinator may be away for 12 s at least."""
 
 
 async def generate_resuming(
@@ -54,7 +56,7 @@ async def generate_resuming(
             num_fruitless = 1 if held.num_tokens > num_held else num_fruitless + 1
             if held.started is None or num_fruitless >= policy.max_attempts:
                 raise
-            wait_s = min(error.retry_after_s, policy.max_wait_s) * random.uniform(0.5, 1.0)
+            wait_s = Backoff(error.retry_after_s, policy.max_wait_s, _SPREAD).wait_s(num_fruitless)
             _log.info("stream_interrupted", reason=error.reason, num_tokens=held.num_tokens, wait_s=round(wait_s, 3))
         await asyncio.sleep(wait_s)
         body = resumed_request(request, held)

@@ -21,6 +21,8 @@ def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", -1),
         ("grpc.keepalive_time_ms", round(settings.keepalive_time_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
+        # A ping of keepalive is given up after the longer of its own time-out and this, which is a minute by default.
+        ("grpc.http2.ping_timeout_ms", round(settings.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         # gRPC would stop pinging after two pings without data; idle streams must notice a dead peer too.
         ("grpc.http2.max_pings_without_data", 0),

@@ -26,12 +26,17 @@ _log = structlog.get_logger(__name__)
 
 
 @contextlib.contextmanager
-def metrics_endpoint(settings: ServiceSettings, registry: CollectorRegistry) -> Iterator[int | None]:
-    """Serve /metrics where the settings say; yields the port, None if metrics are off. Raises StartupFailed."""
+def metrics_endpoint(
+    settings: ServiceSettings, registry: CollectorRegistry, tls: TlsFiles | None = None
+) -> Iterator[int | None]:
+    """Serve /metrics where the settings say; yields the port, None if metrics are off. Raises StartupFailed.
+
+    `tls` are the server's files, for who has them already: with `metrics_tls` they are used here, too.
+    """
     if settings.metrics_port is None:
         yield None
         return
-    tls = server_tls_files(settings) if settings.metrics_tls else None
+    tls = (tls or server_tls_files(settings)) if settings.metrics_tls else None
     try:
         listeners = bound_sockets(settings.host, settings.metrics_port, socket.SO_REUSEADDR)
         servers = [_MetricsServer(listener, scrape_registry(registry), tls) for listener in listeners]

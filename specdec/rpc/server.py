@@ -36,8 +36,10 @@ from specdec.rpc.readiness import Readiness, plaintext_health
 from specdec.rpc.settings import ServiceSettings
 from specdec.rpc.startup import StartupFailed
 from specdec.rpc.tls import ClientNameInterceptor, server_credentials, server_tls_files
+from specdec.rpc.tls_watch import TlsUses, TlsWatch
 from specdec.store.announcer import Announcer
-from specdec.tls_files import TlsFilesBroken
+from specdec.telemetry import TlsMetrics
+from specdec.tls_files import TlsFiles, TlsFilesBroken
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
 # Over the drain's own limit: a drain that hangs must not hold the process.
@@ -80,12 +82,12 @@ def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
     TlsFilesBroken when a TLS file cannot; both name the setting.
     """
     server = _make_server(settings, shares_port=False)
-    return server, _bind(server, settings)
+    return server, _bind(server, settings, server_tls_files(settings))
 
 
 def _make_server(settings: ServiceSettings, shares_port: bool) -> grpc.aio.Server:
     options: list[tuple[str, int]] = [
-        *wire_options(settings),
+        *wire_options(settings.wire_to_callers()),
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
@@ -106,12 +108,14 @@ async def run_service(
     announcer: Announcer | None = None,
     shares_port: bool = False,
     on_serving: Callable[[], None] | None = None,
+    tls_uses: TlsUses = dict,
 ) -> int:
     """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
 
     `registry` is what /metrics shows when metrics are not in multiprocess mode. `announcer` registers the process
     from listening to stopped. With `shares_port` other processes of ours may have the same port. `on_serving` is called
-    once. Logs `listening` with the ports and `ready` once health is SERVING.
+    once. `tls_uses` are TLS files beside the server's, for metrics. Logs `listening` with the ports and `ready` once
+    health is SERVING.
     """
     stopping = asyncio.Event()
     aborting = asyncio.Event()
@@ -120,7 +124,8 @@ async def run_service(
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(service.stop)
             server = _make_server(settings, shares_port)
-            port = settings.port if shares_port else _bind(server, settings)
+            tls = server_tls_files(settings)
+            port = settings.port if shares_port else _bind(server, settings, tls)
             readiness = Readiness(service.grpc_names, announcer)
             await readiness.register(server)
             service.register(server)
@@ -131,7 +136,10 @@ async def run_service(
             if not shares_port:
                 await server.start()
             stack.push_async_callback(server.stop, 0)
-            metrics_port = stack.enter_context(metrics_endpoint(settings, registry or CollectorRegistry()))
+            registry = registry or CollectorRegistry()
+            metrics_port = stack.enter_context(metrics_endpoint(settings, registry, tls))
+            watch = TlsWatch(TlsMetrics(registry), lambda: {"server": tls, **tls_uses()})
+            stack.callback(asyncio.create_task(watch.run(), name="tls-watch").cancel)
             health_port = await stack.enter_async_context(plaintext_health(settings, readiness))
             _log.info(
                 "starting" if shares_port else "listening", host=settings.host, port=port, metrics_port=metrics_port,
@@ -143,7 +151,7 @@ async def run_service(
 
             async def on_started() -> None:
                 if shares_port:
-                    _bind(server, settings)
+                    _bind(server, settings, tls)
                     await server.start()
                 await readiness.set_serving(True)
                 if on_serving is not None:
@@ -216,9 +224,8 @@ def install_signals(stopping: asyncio.Event, aborting: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal, number)
 
 
-def _bind(server: grpc.aio.Server, settings: ServiceSettings) -> int:
+def _bind(server: grpc.aio.Server, settings: ServiceSettings, tls: TlsFiles | None) -> int:
     address = join_address(settings.host, settings.port)
-    tls = server_tls_files(settings)
     try:
         if tls is None:
             return server.add_insecure_port(address)

@@ -40,8 +40,12 @@ class WireSettings(BaseModel):
         le=128 * 1024 * 1024,
         description="Largest gRPC message, both ways.",
     )
-    keepalive_time_s: float = Field(default=10.0, ge=1, description="Ping a silent peer after this long.")
-    keepalive_timeout_s: float = Field(default=5.0, ge=0.1, description="A peer that owes a ping this long is gone.")
+    keepalive_time_s: float = Field(default=2.0, ge=1, description="Ping a silent peer after this long.")
+    keepalive_timeout_s: float = Field(
+        default=3.0,
+        ge=0.1,
+        description="A peer that owes the answer to a ping this long is gone: its silence shows after the sum of both.",
+    )
 
 
 class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
@@ -95,6 +99,10 @@ class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
         if self.metrics_tls and self.tls_cert_file is None:
             raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
         _check_files(self, ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
+        return self
+
+    def wire_to_callers(self) -> WireSettings:
+        """What the server's own connections are set to."""
         return self
 
 

@@ -21,6 +21,7 @@ from specdec.store.interface import (
     RequestKey,
     Store,
 )
+from specdec.tls_files import TlsFiles
 
 _Result = TypeVar("_Result")
 _BACKOFF = Backoff(first_s=0.25, longest_s=10.0, spread=(0.5, 1.0))
@@ -55,6 +56,8 @@ class GuardedStore:
             backoff: how long the store is left alone.
             clock: monotonic seconds.
         """
+        self.tls_files: TlsFiles | None = None
+        """Those that connections to the store follow, for metrics."""
         self._store = store
         self._observe = observe
         self._on_change = on_change

@@ -28,6 +28,7 @@ from specdec.store.keys import StoreKeys, escape
 from specdec.store.packing import TOKEN_BYTES, pack_tokens
 from specdec.store.records import decode_record, decode_replica, encode_replica
 from specdec.store.scripts import Script
+from specdec.tls_files import TlsFiles
 
 # Operations that ask Redis at the same time, hence also connections (to each node of a cluster); others wait.
 MAX_CONCURRENT_OPERATIONS = 32
@@ -46,6 +47,7 @@ class RedisStore:
         timeout_s: float,
         limits: StoreLimits | None = None,
         close_others: Callable[[], Awaitable[None]] | None = None,
+        tls_files: TlsFiles | None = None,
     ) -> None:
         """Use a client, which need not be connected yet and is closed with the store.
 
@@ -55,7 +57,9 @@ class RedisStore:
             timeout_s: an operation that takes longer raises StoreUnavailable.
             limits: bounds; the same in all processes that share a Redis.
             close_others: releases what belongs to the client, but is not closed by it.
+            tls_files: those that the client follows, if any.
         """
+        self.tls_files = tls_files
         self._client = client
         self._keys = keys
         self._timeout_s = timeout_s

@@ -105,4 +105,7 @@ def open_store(
     """
     if settings.redis_url is None:
         return GuardedStore(MemoryStore(), observe, on_change)
-    return GuardedStore(connect(settings.redis_url.get_secret_value(), settings.redis_options()), observe, on_change)
+    store = connect(settings.redis_url.get_secret_value(), settings.redis_options())
+    guarded = GuardedStore(store, observe, on_change)
+    guarded.tls_files = store.tls_files
+    return guarded

@@ -128,7 +128,7 @@ def connect(url: str, options: RedisOptions | None = None, limits: StoreLimits |
     if tls is not None:
         for one in (client, *sentinels):
             follow_files(one, tls)
-    return RedisStore(client, StoreKeys(options.key_prefix), options.timeout_s, limits, close_others)
+    return RedisStore(client, StoreKeys(options.key_prefix), options.timeout_s, limits, close_others, tls)
 
 
 def _split(url: str) -> SplitResult:

@@ -1,7 +1,8 @@
 """Structured logs, and the metrics of each service.
 
-Every metric is named specdec_<service>_..., is defined here and only here with the query that uses it, and is exported
-by the process that constructs its group. A target or draft is two processes, and a coordinator can be several, so their
+Every metric is named specdec_<service>_..., or specdec_tls_... and specdec_build_info where all services have it, is
+defined here and only here with the query that uses it, and is exported by the process that constructs its group.
+A target or draft is two processes, and a coordinator can be several, so their
 metrics go through prometheus_client's multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them
 (`scrape_registry`).
 `python -m specdec.telemetry.catalogue` writes docs/metrics.md.
@@ -13,6 +14,7 @@ from specdec.telemetry.logs import setup_logging
 from specdec.telemetry.registry import BuildInfo, enable_multiprocess_metrics, forget_gauges, scrape_registry
 from specdec.telemetry.relay_metrics import RelayMetrics
 from specdec.telemetry.target_metrics import TargetMetrics
+from specdec.telemetry.tls_metrics import TlsMetrics
 
 __all__ = [
     "BuildInfo",
@@ -21,6 +23,7 @@ __all__ = [
     "RelayMetrics",
     "SupervisorMetrics",
     "TargetMetrics",
+    "TlsMetrics",
     "enable_multiprocess_metrics",
     "forget_gauges",
     "scrape_registry",

@@ -11,6 +11,7 @@ from specdec.telemetry.draft_metrics import DraftMetrics
 from specdec.telemetry.registry import BuildInfo, MetricDoc
 from specdec.telemetry.relay_metrics import RelayMetrics
 from specdec.telemetry.target_metrics import TargetMetrics
+from specdec.telemetry.tls_metrics import TlsMetrics
 
 _HEAD = """# Metrics
 
@@ -36,7 +37,7 @@ def catalogue() -> dict[str, list[MetricDoc]]:
     registry = CollectorRegistry()
     target, draft = TargetMetrics(registry), DraftMetrics(registry)
     return {
-        "all": BuildInfo(registry, "coordinator").docs,
+        "all": BuildInfo(registry, "coordinator").docs + TlsMetrics(registry).docs,
         "coordinator": CoordinatorMetrics(registry).docs + SupervisorMetrics(registry).docs,
         "target": target.docs + RelayMetrics(registry, "target").docs,
         "draft": draft.docs + RelayMetrics(registry, "draft").docs,

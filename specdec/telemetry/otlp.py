@@ -36,6 +36,11 @@ class Pipeline:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self.tracer = self._provider.get_tracer("specdec", __version__)
 
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files that exports follow, if any."""
+        return self._exporter.files
+
     def flush_and_stop(self) -> None:
         """Export what is queued, and end the thread. May take as long as the collector does."""
         self._provider.shutdown()
@@ -50,8 +55,8 @@ class _FollowingExporter(SpanExporter):
 
     def __init__(self, settings: TracingSettings) -> None:
         self._settings = settings
-        self._files = _tls_files(settings)
-        self._tls = None if self._files is None else self._files.current()
+        self.files = _tls_files(settings)
+        self._tls = None if self.files is None else self.files.current()
         self._exporter = _exporter(settings, self._tls)
         self._lock = threading.Lock()
         self._is_shut_down = False
@@ -69,7 +74,7 @@ class _FollowingExporter(SpanExporter):
                 self._exporter.shutdown()
 
     def _renew(self) -> None:
-        latest = None if self._files is None else self._files.current()
+        latest = None if self.files is None else self.files.current()
         with self._lock:
             if latest is self._tls or self._is_shut_down:
                 return

@@ -19,6 +19,7 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specdec.telemetry.tracing_settings import TracingSettings
+from specdec.tls_files import TlsFiles
 from specdec.v1 import trace_pb2
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ class Tracing:
     def is_on(self) -> bool:
         """Whether spans are exported."""
         return self._pipeline is not None
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files that exports follow, if any."""
+        return None if self._pipeline is None else self._pipeline.tls_files
 
     def parent(self, headers: Mapping[str, str]) -> Context:
         """The context that W3C headers name; an empty one when they name none, do not parse, or tracing is off."""

@@ -18,6 +18,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import grpc
@@ -28,12 +29,14 @@ from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_
 from specdec.cli.local.service_process import ServiceProcess
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
+from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.servers.prometheus_server import NAMESPACE, RULES, PrometheusServer, prometheus_server
-from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer, redis_client
 from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import eventually
 from tests.support.services.model_pair import ModelPair, with_another_tokenizer
 from tests.support.services.peer import WIRES, Peer, open_session
+from tests.support.services.secured import secure
 from tests.support.services.tiny_pair import make_tiny_pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(300)]
@@ -48,6 +51,7 @@ BAD_NOISE = 0.5
 MAX_RUNNING = 6
 MAX_WAITING = 4
 NUM_WORKERS = 4 * (MAX_RUNNING + MAX_WAITING)  # twice what both processes hold
+LONG = timedelta(days=90)
 JOBS = ("coordinator", "target", "draft", "stranger")
 ALERTS = {
     rule["alert"]: rule
@@ -74,6 +78,9 @@ class Fleet:
     redis: RedisServer
     prometheus: PrometheusServer
     ports: dict[str, int]
+    authority: Authority
+    shown: SecretVolume
+    """What all services show to Redis."""
 
     def fires(self, name: str, role: str) -> None:
         """Wait until a service's alert fires, and check what it tells: every label that its texts name is there."""
@@ -99,8 +106,13 @@ def fleet(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Ite
         (rules / name).write_text(hurried((RULES / name).read_text()))
     pair = ModelPair(tiny_pair.target, make_tiny_pair(folder / "tiny_bad_pair", noise=BAD_NOISE).draft)
     ports = {job: free_port() for job in JOBS}
+    secured = secure(folder / "tls")
+    authority = secured.authority.certificate
+    # Its own volume: what the fleet shows is spoilt, what Redis shows is not.
+    shown = SecretVolume(folder / "shown", secured.authority.issue("fleet", valid_for=LONG), authority)
+    tls = redis_client(shown)
     with (
-        RedisServer(folder) as redis,
+        RedisServer(folder, tls=secured.volume) as redis,
         start_cluster(
             pair,
             folder / "cluster",
@@ -110,20 +122,22 @@ def fleet(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Ite
                 # Less than those that decode at once fill, however far each is; some wait all the same.
                 "num_blocks": 20,
                 "max_batch_seqs": 4,
+                **tls,
             },
-            draft_settings={"metrics_port": ports["draft"]},
+            draft_settings={"metrics_port": ports["draft"], **tls},
             coordinator_settings={
                 "metrics_port": ports["coordinator"],
                 "num_processes": 2,
                 "max_running": MAX_RUNNING,
                 "max_waiting": MAX_WAITING,
                 "target_timeout_s": 0.5,
+                **tls,
             },
         ) as cluster,
         prometheus_server(folder / "prometheus", ports, rules, interval=INTERVAL) as prometheus,
     ):
         prometheus.wait_for('count(up{job!="stranger"} == 1) == 3')
-        yield Fleet(cluster, redis, prometheus, ports)
+        yield Fleet(cluster, redis, prometheus, ports, secured.authority, shown)
 
 
 def body(max_tokens: int, speculate: bool) -> coordinator_pb2.GenerateRequest:
@@ -228,6 +242,7 @@ async def test_a_draft_of_another_version_with_another_tokenizer(
         "model": with_another_tokenizer(tiny_pair.draft, tmp_path / "model"),
         "metrics_port": fleet.ports["stranger"],
         "redis_url": fleet.redis.url,
+        **redis_client(fleet.shown),
         "device": "cpu",
     }
     spec = service_spec("draft", "stranger", free_port(), RoleSettings(overrides=settings), environment={})
@@ -253,6 +268,19 @@ async def test_a_redis_that_is_gone(fleet: Fleet) -> None:
         finally:
             fleet.redis.start()
         await asyncio.to_thread(fleet.silent, "SpecdecReplicaCannotRegister")
+
+
+async def test_a_certificate_that_expires_soon_and_one_that_is_not_its_keys(fleet: Fleet) -> None:
+    issue, authority = fleet.authority.issue, fleet.authority.certificate
+    try:
+        soon = issue("fleet", valid_for=timedelta(hours=1))
+        fleet.shown.write(soon, authority)
+        await told(fleet, *(("SpecdecCertificateExpiresSoon", role) for role in ("coordinator", "target", "draft")))
+        fleet.shown.write(Certificate(issue("fleet").key, soon.chain), authority)
+        await told(fleet, *(("SpecdecCertificateRefused", role) for role in ("coordinator", "target", "draft")))
+    finally:
+        fleet.shown.write(issue("fleet", valid_for=LONG), authority)
+    await asyncio.to_thread(fleet.silent, "SpecdecCertificateExpiresSoon", "SpecdecCertificateRefused")
 
 
 async def test_a_coordinator_that_contradicts_itself(fleet: Fleet) -> None:

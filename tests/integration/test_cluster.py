@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -22,7 +16,6 @@ from tests.support.services.faults import speculated
 from tests.support.services.model_pair import ModelPair
 
 PROMPT = "Once upon a time"
-DEADLINE_S = 60.0
 
 
 def request(*, speculate: bool = True, temperature: float = 1.0, seed: int = 7) -> coordinator_pb2.GenerateRequest:
@@ -107,54 +100,3 @@ def test_models_lists_both_replicas_as_ready(tiny_cluster: Cluster) -> None:
     result = CliRunner().invoke(app, ["models", "--address", tiny_cluster.address], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.stderr
     assert result.stdout.count("ready") == 2
-
-
-@contextmanager
-def running_up(pair: ModelPair) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
-    """Yield `specdec up` once it is ready, and all processes below it."""
-    arguments = ["up", "--target", str(pair.target), "--draft", str(pair.draft), "--device", "cpu", "--free-ports"]
-    command = [sys.executable, "-m", "specdec.cli.main", *arguments]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    # Whoever runs the tests in the background of a shell ignores SIGINT, and children inherit that.
-    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
-    finally:
-        signal.signal(signal.SIGINT, inherited)
-    with started as process:
-        try:
-            assert process.stderr is not None
-            lines = []
-            for line in process.stderr:
-                lines.append(line)
-                if line.startswith("Ready at"):
-                    break
-            assert process.poll() is None, "".join(lines)
-            yield process, psutil.Process(process.pid).children(recursive=True)
-        finally:
-            process.kill()
-
-
-def test_one_interrupt_stops_everything(tiny_pair: ModelPair) -> None:
-    with running_up(tiny_pair) as (process, children):
-        assert len(children) >= 5  # Three services, two of them with an engine.
-        process.send_signal(signal.SIGINT)
-        assert process.wait(DEADLINE_S) == 130
-        assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []
-
-
-def test_nothing_survives_a_killed_parent(tiny_pair: ModelPair) -> None:
-    with running_up(tiny_pair) as (process, children):
-        process.kill()
-        assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []
-
-
-def test_up_ends_with_an_error_when_a_service_dies(tiny_pair: ModelPair) -> None:
-    with running_up(tiny_pair) as (process, children):
-        draft = next(child for child in children if "draft_service" in child.cmdline())
-        draft.kill()
-        assert process.stderr is not None
-        output = process.stderr.read()
-        assert process.wait(DEADLINE_S) == 1
-        assert "draft ended with exit code -9" in output
-        assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []

@@ -16,11 +16,13 @@ from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client
 from specdec.rpc.errors import SpecdecError
 from specdec.v1 import coordinator_pb2
+from tests.support.servers.certificates import SecretVolume
 from tests.support.servers.prometheus_server import RULES, PrometheusServer, prometheus_server
-from tests.support.servers.redis_server import RedisServer
+from tests.support.servers.redis_server import RedisServer, redis_client
 from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import start_again
 from tests.support.services.model_pair import ModelPair
+from tests.support.services.secured import secure
 
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 RENDERS = Path(__file__).parents[1] / "chart" / "golden"
@@ -117,14 +119,23 @@ async def load(cluster: Cluster, server: PrometheusServer, redis_server: RedisSe
 
 
 @pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as server:
+def redis_tls(tmp_path_factory: pytest.TempPathFactory) -> SecretVolume:
+    """What Redis and its clients show each other, so that there are certificates to tell of."""
+    return secure(tmp_path_factory.mktemp("tls") / "redis").volume
+
+
+@pytest.fixture(scope="module")
+def redis_server(redis_tls: SecretVolume, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path_factory.mktemp("redis"), tls=redis_tls) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def scraped(
-    tiny_pair: ModelPair, redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory
+    tiny_pair: ModelPair,
+    redis_server: RedisServer,
+    redis_tls: SecretVolume,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[PrometheusServer]:
     """A Prometheus that has scraped a cluster under load."""
     folder = tmp_path_factory.mktemp("prometheus")
@@ -140,6 +151,7 @@ def scraped(
                 "max_running": MAX_RUNNING,
                 "max_waiting": MAX_RUNNING,
                 "redis_url": redis_server.url,
+                **redis_client(redis_tls),
                 # Their page is made of those of two processes, and of what only their supervisor counts.
                 "num_processes": 2,
             },

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
+from specdec.cli.local.cluster import free_port
 from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.support.servers.certificates import Certificate, SecretVolume
 from tests.support.services.faults import POLL_S, story
 from tests.support.services.model_pair import ModelPair
+from tests.support.services.one_service import running
 from tests.support.services.secured import COORDINATOR, Secured, check_health, open_tls, replica_tls, secure
 
 WAIT_S = 100.0
@@ -74,17 +75,6 @@ class ShortLived:
 
     def _issue(self, valid_for: timedelta) -> Certificate:
         return self._secured.authority.issue("coordinator", dns_names=[COORDINATOR], valid_for=valid_for)
-
-
-@asynccontextmanager
-async def running(role: str, overrides: dict[str, object], folder: Path) -> AsyncIterator[ServiceProcess]:
-    settings = RoleSettings(overrides={"metrics_port": None, **overrides})
-    process = ServiceProcess(service_spec(role, role, free_port(), settings, environment={}), folder / f"{role}.log")
-    process.start()
-    try:
-        yield process
-    finally:
-        process.kill()
 
 
 def port_of(process: ServiceProcess) -> int:

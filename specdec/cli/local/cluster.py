@@ -202,6 +202,14 @@ class Cluster:
                     on_wait(f"{what}; its log ends: {said}")
                     told = said
 
+    def is_healthy(self, name: str) -> bool:
+        """Return whether a service answers SERVING at this moment; takes at most a second."""
+        with self._channel(self.services[name].spec.address) as channel, contextlib.suppress(grpc.RpcError):
+            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+            answer = check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            return answer.status == health_pb2.HealthCheckResponse.SERVING
+        return False
+
     def wait_connected(self, num_ready: int | None = None) -> None:
         """Return when the coordinator reports every replica (or this many) ready. Raises ClusterFailed."""
         service = self.services["coordinator"]
@@ -235,15 +243,15 @@ class Cluster:
             yield
             service.wait(POLL_S)
         raise ClusterFailed(
-            "\n".join([f"{service.spec.name} {failure} within {timeout_s:g} s", *details, *_end_of_log(service)])
+            "\n".join([f"{service.spec.name} {failure} within {timeout_s:g} s", *details, *end_of_log(service)])
         )
 
     def check_running(self) -> None:
         """Raise ClusterFailed, with the end of its log, when a service has ended without being told to."""
         for service in self.services.values():
             if service.exit_code is not None and not service.told_to_end:
-                reason = f"{service.spec.name} ended with exit code {service.exit_code}"
-                raise ClusterFailed("\n".join([reason, *_end_of_log(service)]))
+                reason = f"{service.spec.name} {service.describe_end()}"
+                raise ClusterFailed("\n".join([reason, *end_of_log(service)]))
 
     def kill(self, name: str) -> None:
         """Kill a service at once, with its own children; `restart` brings it back."""
@@ -276,5 +284,6 @@ class Cluster:
                 service.kill()
 
 
-def _end_of_log(service: ServiceProcess) -> list[str]:
+def end_of_log(service: ServiceProcess) -> list[str]:
+    """The last lines of a service's log and where it is, for the message of an error."""
     return [*(f"  | {line}" for line in service.last_log_lines()), f"  log: {service.log_path}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +84,8 @@ def plan_services(
             **_common_defaults(plan, "coordinator", 0),
             "reconnect_backoff_max_s": RECONNECT_S,
             "discovery_s": DISCOVERY_S,
+            # A coordinator that is started again takes up the streams of its former life.
+            "resume_secret": secrets.token_hex(32),
         },
         overrides={**plan.coordinator_settings, **replicas},
     )

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+_END_LINES = 50
+"""An error further up is not what ended a service."""
+_ERROR = re.compile(r"\[(error|critical) *\]|\"level\": ?\"(error|critical)\"|^[\w.]*(Error|Exception)\b")
+"""In either format of logs, or as the last line of a traceback."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +43,15 @@ class ServiceProcess:
         self.log_path = log_path
         self.told_to_end = False
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start_bytes = 0
+        """Where in the log this life of it begins."""
 
     def start(self) -> None:
         """Start it in a session of its own, which a terminal's Ctrl-C does not reach; append to its log."""
         command = [sys.executable, "-m", "specdec.cli.local.child", str(os.getpid())]
         command += [",".join(map(str, self.spec.cores)), self.spec.module, *self.spec.arguments]
         with self.log_path.open("ab") as log:
+            self._log_start_bytes = log.tell()
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -67,6 +76,15 @@ class ServiceProcess:
     def is_running(self) -> bool:
         """Whether it was started and has not ended."""
         return self._process is not None and self._process.poll() is None
+
+    def describe_end(self) -> str:
+        """Return how it ended, for people, as in `was killed by SIGKILL`; it must have ended."""
+        code = self.exit_code
+        if code is None or code >= 0:
+            return f"ended with exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
 
     def terminate(self) -> None:
         """Ask it to drain and leave."""
@@ -96,6 +114,18 @@ class ServiceProcess:
         except subprocess.TimeoutExpired:
             return False
         return True
+
+    def last_error_line(self) -> str:
+        """Return the last error among the end of what it logged since it was started, or else the last line, or ""."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(self._log_start_bytes)
+                lines = log.read().decode("utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        lines = [line.strip() for line in lines[-_END_LINES:] if line.strip()]
+        errors = [line for line in lines if _ERROR.search(line)]
+        return (errors or lines or [""])[-1]
 
     def last_log_lines(self, count: int = 15) -> Sequence[str]:
         """Return the end of its log."""

@@ -25,7 +25,7 @@ from specdec.store.guarded import GuardedStore
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, RelayMetrics, enable_multiprocess_metrics, setup_logging
 from specdec.telemetry.tracing import Tracing
-from specdec.tls_files import TlsFilesBroken
+from specdec.tls_files import TlsFiles, TlsFilesBroken
 from specdec.v1 import common_pb2
 
 TOKENIZER_PIECE_BYTES = 1024 * 1024
@@ -131,6 +131,13 @@ class ReplicaService:
         if self._store is not None:
             await self._store.close()
 
+    def tls_uses(self) -> dict[str, TlsFiles | None]:
+        """The TLS files in use beside the server's."""
+        return {
+            "redis": None if self._store is None else self._store.tls_files,
+            "otlp": self._tracing.tls_files,
+        }
+
     def _describe(self) -> common_pb2.GetReplicaInfoResponse:
         return self._engine.info or common_pb2.GetReplicaInfoResponse(version=__version__)
 
@@ -170,7 +177,9 @@ async def _run(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
         _log.error("startup_failed", reason=str(error))
         return 1
     BuildInfo(registry, role.name)
-    return await run_service(service, settings, registry=registry, announcer=service.announcer)
+    return await run_service(
+        service, settings, registry=registry, announcer=service.announcer, tls_uses=service.tls_uses
+    )
 
 
 def _pin_all_threads(cores: frozenset[int] | None) -> None:

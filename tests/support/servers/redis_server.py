@@ -110,6 +110,15 @@ class RedisServer:
         os.kill(self._process.pid, number)
 
 
+def redis_client(volume: SecretVolume) -> dict[str, object]:
+    """Settings of a service that shows this certificate to Redis."""
+    return {
+        "redis_tls_ca_file": volume.authority,
+        "redis_tls_cert_file": volume.certificate,
+        "redis_tls_key_file": volume.key,
+    }
+
+
 class RedisCluster:
     """Three masters with a third of the slots each; the first has a replica."""
 

@@ -1,0 +1,89 @@
+"""`specdec up` as people run it: it starts again what dies, streams go on, and it ends when it is told to."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from specdec.client import Client, Completion, generate_resuming
+from tests.support.services.faults import CREDIT_WINDOW, held_back, make_request
+from tests.support.services.tiny_pair import ModelPair
+from tests.support.services.up_command import running_up
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+DEADLINE_S = 60.0
+MODULES = {"target": "target_service", "draft": "draft_service", "coordinator": "coordinator"}
+STANDS_STILL = ("--coordinator-set", f"credit_window_tokens={CREDIT_WINDOW}")
+"""A stream that is not read goes no further, so that it is under way when something dies."""
+
+
+def test_one_interrupt_stops_everything(tiny_pair: ModelPair) -> None:
+    with running_up(tiny_pair) as up:
+        children = up.children()
+        assert len(children) >= 5  # Three services, two of them with an engine.
+        up.process.send_signal(signal.SIGINT)
+        assert up.wait_end() == 130
+        assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []
+
+
+def test_nothing_survives_a_killed_parent(tiny_pair: ModelPair) -> None:
+    with running_up(tiny_pair) as up:
+        children = up.children()
+        up.process.kill()
+        assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []
+
+
+async def test_a_stream_goes_on_exactly_while_each_service_dies_and_is_started_again(tiny_pair: ModelPair) -> None:
+    body = make_request(max_tokens=400, temperature=1.0)
+    with running_up(tiny_pair, STANDS_STILL) as up:
+        async with Client(up.address) as client:
+            undisturbed = await client.complete(body)
+        to_kill = list(MODULES)
+        completion = Completion()
+        async with held_back(up.address) as client:
+            async for chunk in generate_resuming(client, body):
+                completion.add(chunk)
+                if to_kill and completion.num_tokens >= 100 * (len(MODULES) - len(to_kill)) + 20:
+                    up.service(MODULES[to_kill.pop(0)]).kill()
+        assert not to_kill
+        for name in MODULES:
+            died = up.wait_line(f"{name} was killed by SIGKILL; starting it again in 0.5 s. Its log")
+            assert "Its log: " in died
+            up.wait_line(f"{name} is started again")
+            up.wait_line(f"{name} is ready again")
+        assert completion.identity == undisturbed.identity
+        assert completion.choices[0].finished is not None
+        async with Client(up.address) as client:  # on the same ports
+            assert (await client.complete(body)).identity == undisturbed.identity
+
+
+def test_an_interrupt_while_a_service_is_down_stops_everything(tiny_pair: ModelPair) -> None:
+    with running_up(tiny_pair) as up:
+        up.service("draft_service").kill()
+        up.wait_line("draft was killed by SIGKILL; starting it again")
+        children = up.children()
+        up.process.send_signal(signal.SIGINT)
+        assert up.wait_end() == 130
+        assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []
+        assert not any("Traceback" in line for line in up.lines)
+
+
+def test_a_service_that_can_never_start_again_ends_the_command_with_the_reason(
+    tiny_pair: ModelPair, tmp_path: Path
+) -> None:
+    config = tmp_path / "coordinator.yaml"
+    config.write_text("max_running: 8\n")
+    with running_up(tiny_pair, variables={"SPECDEC_COORDINATOR_CONFIG": str(config)}) as up:
+        children = up.children()
+        config.write_text("max_runing: 8\n")
+        up.service("coordinator").kill()
+        assert up.wait_end() == 1
+        output = "\n".join(up.lines)
+        assert "error: coordinator ended with exit code 2, 5 times before it was ready" in output
+        assert "max_runing" in output
+        assert output.count("coordinator is started again") == 5
+        assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []

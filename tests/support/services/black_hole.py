@@ -1,0 +1,82 @@
+"""A TCP proxy whose connections stay open and go silent, as those to a machine that lost its power or its network."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+_READ_BYTES = 65536
+
+
+class BlackHole:
+    """Forwards to an address, until `swallow`: from then on nothing that is sent arrives, either way.
+
+    Without an address it swallows from the start: connections are taken, and never answered.
+    """
+
+    def __init__(self, upstream: str | None) -> None:
+        self._upstream = upstream
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_open = asyncio.Event()
+        if upstream is not None:
+            self._is_open.set()
+        self.address = ""
+        self.num_accepted = 0
+
+    def swallow(self) -> None:
+        """Let everything vanish, connections to come included."""
+        self._is_open.clear()
+
+    def forward(self) -> None:
+        """Let what is held arrive after all, and what follows."""
+        self._is_open.set()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection."""
+        self.num_accepted += 1
+        self._writers.add(writer)
+        await self._is_open.wait()
+        assert self._upstream is not None
+        host, _, port = self._upstream.rpartition(":")
+        try:
+            up_reader, up_writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers.add(up_writer)
+        for source, sink in ((reader, up_writer), (up_reader, writer)):
+            task = asyncio.create_task(self._relay(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _relay(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await source.read(_READ_BYTES):
+                await self._is_open.wait()
+                sink.write(data)
+                await sink.drain()
+        await self._is_open.wait()  # That it was closed is not to arrive either.
+        sink.close()
+
+    def close(self) -> None:
+        """Break off all connections."""
+        for task in self._tasks:
+            task.cancel()
+        for writer in self._writers:
+            writer.transport.abort()
+
+
+@asynccontextmanager
+async def black_hole(upstream: str | None = None) -> AsyncIterator[BlackHole]:
+    """A proxy on a free port, closed at the end."""
+    hole = BlackHole(upstream)
+    server = await asyncio.start_server(hole.accept, "127.0.0.1", 0)
+    hole.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield hole
+    finally:
+        server.close()
+        hole.close()

@@ -1,0 +1,22 @@
+"""One service as a process, without a cluster around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
+from specdec.cli.local.service_process import ServiceProcess
+
+
+@asynccontextmanager
+async def running(role: str, overrides: dict[str, object], folder: Path) -> AsyncIterator[ServiceProcess]:
+    """A service of its own on a free port, killed at the end; it may not be ready yet."""
+    settings = RoleSettings(overrides={"metrics_port": None, **overrides})
+    process = ServiceProcess(service_spec(role, role, free_port(), settings, environment={}), folder / f"{role}.log")
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()

@@ -1,0 +1,96 @@
+"""`specdec up` as a process: what it prints, and the services below it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import psutil
+
+from tests.support.services.tiny_pair import ModelPair
+
+PATIENCE_S = 120.0
+
+
+class UpCommand:
+    """A running `specdec up`. What it prints is read by a thread, so that it never waits for the test."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._has_new = threading.Condition()
+        self._has_ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._has_new:
+                self.lines.append(line.rstrip("\n"))
+                self._has_new.notify_all()
+        with self._has_new:
+            self._has_ended = True
+            self._has_new.notify_all()
+
+    def wait_line(self, text: str, after: int = 0) -> str:
+        """The first line with a text, of those from number `after` on."""
+        ends_s = time.monotonic() + PATIENCE_S
+        with self._has_new:
+            while True:
+                found = next((line for line in self.lines[after:] if text in line), None)
+                if found is not None:
+                    return found
+                left_s = ends_s - time.monotonic()
+                assert left_s > 0, f"no line with {text!r}: {self.lines}"
+                assert not self._has_ended, f"it ended without a line with {text!r}: {self.lines}"
+                self._has_new.wait(left_s)
+
+    def wait_end(self) -> int:
+        """Its exit code; all it printed is then in `lines`."""
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return code
+
+    @property
+    def address(self) -> str:
+        """The coordinator's."""
+        return self.wait_line("Ready at").split()[2].rstrip(".")
+
+    def children(self) -> list[psutil.Process]:
+        """All processes below it."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def service(self, module: str) -> psutil.Process:
+        """The process of a service, by its module."""
+        (found,) = (child for child in psutil.Process(self.process.pid).children() if module in child.cmdline())
+        return found
+
+
+@contextmanager
+def running_up(
+    pair: ModelPair, more: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> Iterator[UpCommand]:
+    """Yield `specdec up` once it is ready."""
+    arguments = ["up", "--target", str(pair.target), "--draft", str(pair.draft), "--device", "cpu", "--free-ports"]
+    command = [sys.executable, "-m", "specdec.cli.main", *arguments, *more]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
+    # Whoever runs the tests in the background of a shell ignores SIGINT, and children inherit that.
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        started = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    finally:
+        signal.signal(signal.SIGINT, inherited)
+    up = UpCommand(started)
+    try:
+        up.wait_line("Ready at")
+        yield up
+    finally:
+        started.kill()
+        up.wait_end()
