@@ -5,6 +5,7 @@ import platform
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.runner import ModelRunner
@@ -87,6 +88,8 @@ def test_asking_for_what_the_cpu_lacks_is_an_error_that_says_so(
 
 def test_the_kernels_that_run_are_those_that_were_chosen() -> None:
     """Also under each selection of `make test-isa`, which sets the environment."""
+    aten = torch.backends.cpu.get_cpu_capability().lower()
+    assert aten == os.environ.get("ATEN_CPU_CAPABILITY", aten)
     kernels = NativeKernels(1)
     chosen = {variant.name: variant for variant in variants_for(platform.machine())}[kernels.variant]
     assert kernels.variant == os.environ.get("SPECDEC_NATIVE_ISA", kernels.variant)
