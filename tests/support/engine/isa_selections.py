@@ -60,7 +60,8 @@ def run(selection: Selection) -> bool:
     """Run the tests under a selection; without kernels, those of torch."""
     chosen = [*_TORCH_TESTS, "-k", "torch"] if selection.isa == "none" else _ALL_TESTS
     command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "no:cacheprovider", *chosen]
-    return subprocess.run(command, env={**os.environ, **selection.caps, ISA_VARIABLE: selection.isa}).returncode == 0
+    environment = {**os.environ, **selection.caps, ISA_VARIABLE: selection.isa, "OMP_WAIT_POLICY": "passive"}
+    return subprocess.run(command, env=environment).returncode == 0
 
 
 def main() -> int:
