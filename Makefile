@@ -92,6 +92,11 @@ test: $(STAMP) tools servers  ## Run the tests.
 	$(BIN)/pytest tests -m "integration and not long and not gpu" -n 2 --dist loadfile --durations 10 $(PYTEST_ARGS) \
 	    || test $$? -eq 5
 
+# The numerics as other CPUs have them: see the file.
+.PHONY: test-isa
+test-isa: $(STAMP)  ## Run the tests of numerics under each instruction set that this CPU has, and without kernels.
+	@$(BIN)/python -m tests.support.engine.isa_selections
+
 .PHONY: test-long
 test-long: $(STAMP)  ## Run the tests that take minutes.
 	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5

@@ -55,7 +55,7 @@ class EngineSettings(BaseModel):
     trust_remote_code: bool = Field(default=False, description="Allow code from the model's repository.")
     native: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="C++ CPU kernels: auto uses them where a compiler is there, on fails without.",
+        description="C++ CPU kernels: auto uses the wheel's or a compiler's, where there are any, on fails without.",
     )
     fused: Literal["auto", "off"] = Field(
         default="auto", description="One native call per step for Llama-like models on CPU float32."

@@ -28,7 +28,7 @@ class ClusterTimeouts:
     """Times in seconds."""
 
     start_s: float = 600.0
-    """For one service to become healthy; the first start compiles kernels."""
+    """For one service to become healthy; in a checkout the first start compiles kernels."""
     connect_s: float = 30.0
     """For the coordinator to have connected to every replica."""
     stop_s: float = 15.0

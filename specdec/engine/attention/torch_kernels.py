@@ -1,7 +1,8 @@
 """Attention kernels in plain torch: a row-invariant one, and one that keeps a GPU busy.
 
-A row-invariant kernel fixes the order of all sums by absolute position (tiles of ``TILE`` positions, online softmax
-from left to right), so that a row's bits depend on nothing but its own tokens.
+A row-invariant kernel fixes the order of all sums by absolute position (a tree within each tile of ``TILE``
+positions, tiles from left to right), so that a row's bits depend on nothing but its own tokens. A library's matrix
+product fixes no order: it may take another for another shape or layout, and on another CPU.
 """
 
 import torch
@@ -10,13 +11,17 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
 
-TILE = 16  # positions per softmax tile; a tile's first position is a multiple of it
+TILE = 16  # positions per tile; a tile's first position is a multiple of it
 MAX_PATH_LEN = 65  # a tree has at most 64 nodes, so a path has at most 64 (one to spare)
 _GATHER_ELEMENTS = 1 << 26  # keys that the gathering kernel may hold at once
+_PRODUCT_ELEMENTS = 1 << 20  # products that the tiled kernel may hold at once, if a tile of one row has no more
 
 
 class TiledAttention:
-    """Row-invariant attention in plain torch, float32 inside. Cost: a few ATen calls per tile and layer."""
+    """Row-invariant attention in plain torch, float32 inside. Cost: some 50 ATen calls per layer, and two per tile.
+
+    Sums are trees of element-wise additions, which are rounded alike in any shape, layout and instruction set.
+    """
 
     def __call__(
         self,
@@ -29,45 +34,62 @@ class TiledAttention:
     ) -> torch.Tensor:
         """See ``AttentionKernel``."""
         cache = cache_of(context)
-        batch = context.batch
-        cache.write(layer, batch.slot_mapping, key, value)
+        positions = context.batch.position_ids
+        cache.write(layer, context.batch.slot_mapping, key, value)
         slots = _slots_by_position(context, cache.block_size)  # [T, L]
-        num_rows, num_heads, _ = query.shape
-        num_kv_heads = key.shape[1]
-        group = num_heads // num_kv_heads
-        queries = query.float().reshape(num_rows * num_kv_heads, group, -1) * options.scaling
-        positions = batch.position_ids[:, None]
-        first = _first_positions(positions, options.sliding_window)
-        shape = (num_rows, num_kv_heads, group)
-        if options.sinks is None:
-            peak = queries.new_full(shape, -1e30)
-            total = queries.new_zeros(shape)
-        else:
-            peak = options.sinks.float().view(1, num_kv_heads, group).expand(shape).clone()
-            total = queries.new_ones(shape)
-        out = queries.new_zeros(*shape, value.shape[2])
-        start = int(first.min()) // TILE * TILE
-        for tile in range(start, int(positions.max()) + 1, TILE):
-            blocks, offsets = (
-                slots[:, tile : tile + TILE] // cache.block_size,
-                slots[:, tile : tile + TILE] % cache.block_size,
+        num_rows, num_heads, key_dim = query.shape
+        per_position = num_heads * max(key_dim, value.shape[2])
+        chunk = max(1, _PRODUCT_ELEMENTS // (per_position * slots.shape[1]))
+        span = max(1, _PRODUCT_ELEMENTS // (per_position * chunk * TILE)) * TILE
+        parts = [
+            self._attend(
+                query[i : i + chunk], slots[i : i + chunk], positions[i : i + chunk, None], layer, cache, options, span
             )
-            keys = cache.keys[layer][blocks, :, offsets].float()  # [T, TILE, Hkv, D]
-            values = cache.values[layer][blocks, :, offsets].float()
-            keys = keys.permute(0, 2, 3, 1).reshape(num_rows * num_kv_heads, -1, TILE)
-            values = values.transpose(1, 2).reshape(num_rows * num_kv_heads, TILE, -1)
-            scores = torch.bmm(queries, keys).view(*shape, TILE)
-            scores = _softcapped(scores, options.softcap)
-            covered = torch.arange(tile, tile + TILE, device=slots.device)
-            visible = (covered >= first) & (covered <= positions)  # [T, TILE]
-            scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
-            new_peak = torch.maximum(peak, scores.amax(-1))
-            decay = torch.exp(peak - new_peak)
-            weights = torch.exp(scores - new_peak[..., None])
-            total = total * decay + weights.sum(-1)
-            flat = torch.bmm(weights.view(num_rows * num_kv_heads, group, TILE), values)
-            out = out * decay[..., None] + flat.view(out.shape)
-            peak = new_peak
+            for i in range(0, num_rows, chunk)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @staticmethod
+    def _attend(
+        query: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        layer: int,
+        cache: KVCache,
+        options: AttentionOptions,
+        span: int,
+    ) -> torch.Tensor:
+        """Attend ``span`` positions at a time, whole tiles: it bounds memory and changes no bit."""
+        num_rows, num_heads, _ = query.shape
+        num_kv_heads = cache.geometries[layer].num_kv_heads
+        group = num_heads // num_kv_heads
+        queries = query.float().reshape(num_rows, num_kv_heads, group, 1, -1) * options.scaling
+        first = _first_positions(positions, options.sliding_window)
+        start, end = int(first.min()) // TILE * TILE, (int(positions.max()) // TILE + 1) * TILE
+        spans = [(i, min(i + span, end)) for i in range(start, end, span)]
+        products = [
+            _tree_sum(queries * _read(cache.keys[layer], slots[:, i:j], cache.block_size)[:, :, None], -1)
+            for i, j in spans
+        ]
+        scores = _softcapped(torch.cat(products, -1), options.softcap)  # [T, Hkv, group, end - start]
+        covered = torch.arange(start, end, device=slots.device)
+        visible = (covered >= first) & (covered <= positions)  # [T, end - start]
+        scores = scores.masked_fill(~visible[:, None, None, :], float("-inf"))
+        peak = scores.amax(-1)
+        total = torch.zeros_like(peak)
+        if options.sinks is not None:
+            sinks = options.sinks.float().view(1, num_kv_heads, group)
+            peak = torch.maximum(peak, sinks)
+            total = torch.exp(sinks - peak)
+        weights = torch.exp(scores - peak[..., None])
+        out = total.new_zeros(1)
+        for i, j in spans:
+            values = _read(cache.values[layer], slots[:, i:j], cache.block_size).unflatten(2, (-1, TILE))
+            tiles = weights[..., i - start : j - start].unflatten(-1, (-1, TILE))  # [T, Hkv, group, tiles, TILE]
+            for tile_total in _tree_sum(tiles, -1).unbind(-1):  # from left to right: absent tiles are zeros
+                total = total + tile_total
+            for tile_out in _tree_sum(tiles[..., None] * values[:, :, None], -2).unbind(-2):
+                out = out + tile_out
         out = out / total[..., None]
         return out.reshape(num_rows, num_heads, -1).to(query.dtype)
 
@@ -137,6 +159,21 @@ class GatherAttention:
             weights = torch.softmax(scores, -1)
         out = torch.matmul(weights, values.float())
         return out.reshape(num_rows, num_heads, -1).to(query.dtype)
+
+
+def _read(store: torch.Tensor, slots: torch.Tensor, block_size: int) -> torch.Tensor:
+    """Keys or values of slots ``[T, L]`` as float32 ``[T, Hkv, L, D]``."""
+    return store[slots // block_size, :, slots % block_size].float().transpose(1, 2)
+
+
+def _tree_sum(terms: torch.Tensor, dim: int) -> torch.Tensor:
+    """The sum over one dimension, by adding its upper to its lower half until one is left."""
+    while (size := terms.shape[dim]) > 1:
+        half = size // 2
+        pairs = terms.narrow(dim, 0, half) + terms.narrow(dim, half, half)
+        odd = terms.narrow(dim, 2 * half, size - 2 * half)
+        terms = torch.cat([pairs, odd], dim) if size % 2 else pairs
+    return terms.squeeze(dim)
 
 
 def _first_positions(positions: torch.Tensor, sliding_window: int | None) -> torch.Tensor:

@@ -5,13 +5,20 @@ Here the weight is packed once and every output is one sum in a fixed order. The
 ATen computes the last few elements of a tensor by another ``exp`` than the rest.
 """
 
+import hashlib
+import os
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from specdec.engine.native.variants import cpu_features
+
 _ACTIVATION_MODULES = ("GELU", "SiLU", "Sigmoid", "Mish", "Laplace", "Softplus", "Hardswish", "Swish")
+_BLOCK_ROWS = 8  # few, as plain decoding pads its one row to them
 _VECTOR_MULTIPLE = 64  # ATen's vectorised loops take at most this many elements at a time
 
 
@@ -62,27 +69,59 @@ class WholeVectorActivation(nn.Module):
         return result[: x.numel()].view(x.shape)
 
 
-class OneDnnWeight:
-    """A weight packed by oneDNN for 8 rows; a row's bits depend on neither other rows nor threads."""
+class TorchWeight:
+    """A weight that torch multiplies in blocks of exactly ``_BLOCK_ROWS`` rows, padded where there are fewer.
+
+    Libraries choose their loops, and so the order of a sum, by the number of rows: oneDNN has another kernel for
+    a single row of a long sum, and more of them on old CPUs. Of one shape it always runs the same code, so a row's
+    bits depend on itself, and at most on its place in the block: that is for the self-test to find out.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, num_threads: int) -> None:
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 8)
-        self._bias = None if bias is None else bias.detach().clone()
+        """Pack ``[N, K]``; ``num_threads`` are used only if they give the bits of one thread."""
+        own_bias = None if bias is None else bias.detach().clone()
+        self._product = _onednn_product(weight, own_bias) or partial(
+            nn.functional.linear, weight=weight.detach().clone(), bias=own_bias
+        )
+        self._out_features = weight.shape[0]
         self._num_threads = num_threads
+        trial = torch.linspace(-1.0, 1.0, _BLOCK_ROWS * weight.shape[1]).sin_().view(_BLOCK_ROWS, -1)
+        threaded = self(trial)
+        self._num_threads = 1
+        if torch.equal(threaded, self(trial)):
+            self._num_threads = num_threads
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """See ``PackedWeight``. Only this call uses more than one ATen thread."""
-        if rows.shape[0] == 0:
-            return rows.new_empty(0, self._weight.shape[0])
+        num_rows = rows.shape[0]
+        if num_rows == 0:
+            return rows.new_empty(0, self._out_features)
+        missing = -num_rows % _BLOCK_ROWS
+        blocks = (nn.functional.pad(rows, (0, 0, 0, missing)) if missing else rows).split(_BLOCK_ROWS)
         threads = torch.get_num_threads()
         if threads != self._num_threads:
             torch.set_num_threads(self._num_threads)
         try:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+            parts = [self._product(block) for block in blocks]
         finally:
             if threads != self._num_threads:
                 torch.set_num_threads(threads)
-        return out
+        return (parts[0] if len(parts) == 1 else torch.cat(parts))[:num_rows]
+
+
+def torch_path() -> str:
+    """Name of what ``TorchWeight`` computes on this machine: oneDNN and BLAS have other kernels for other CPUs."""
+    library = "onednn" if torch.backends.mkldnn.is_available() else "blas"
+    cpu = " ".join([*sorted(cpu_features()), os.environ.get("ONEDNN_MAX_CPU_ISA", "")])
+    return f"{library}-{_BLOCK_ROWS}-{hashlib.blake2b(cpu.encode(), digest_size=4).hexdigest()}"
+
+
+def _onednn_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """oneDNN's product with a weight packed for blocks of rows; None where this torch has no oneDNN."""
+    if not torch.backends.mkldnn.is_available():
+        return None
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _BLOCK_ROWS)
+    return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, packed, bias, "none", [], "")
 
 
 def make_modules_row_invariant(model: nn.Module, pack: WeightPacker) -> None:

@@ -14,18 +14,20 @@ from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
-from specdec.engine.model.linear import OneDnnWeight, make_modules_row_invariant
+from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.probe import Probe, ProbeLog, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
+from specdec.engine.native.variants import UnsupportedIsa
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import shard_model
 from specdec.engine.settings import EngineSettings
 
 _CPU_KV_BYTES = 1 << 30
 _CUDA_FREE_SHARE = 0.9
+_INSTALL_KERNELS = "install specdec from a wheel for this machine, or a C++ compiler (Debian: apt-get install g++)"
 _WARMUP_ROWS = (1, 2, 8, 32)
 _logger = logging.getLogger(__name__)
 
@@ -125,6 +127,7 @@ class _RunnerBuilder:
         if settings.deterministic and not self._is_exact:
             raise ModelLoadError("deterministic needs float32 on CPU: no row-invariant kernels exist for anything else")
         self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
+        self._no_kernels = ""  # why there are none, and what to do about it
         self._kernels = self._make_kernels() if self._is_exact else None
 
     @torch.inference_mode()
@@ -161,7 +164,7 @@ class _RunnerBuilder:
             error, row_invariant = self._test(fused, recorded.geometries, expected)
             if error <= tolerance(loaded.dtype) and row_invariant:
                 loaded.release_model()
-                return fused, f"fused-{KERNEL_VERSION}-lanes{kernels.lanes}", row_invariant
+                return fused, f"fused-{KERNEL_VERSION}-{kernels.variant}", row_invariant
             _logger.error("the fused decoder failed its self-test and is not used", extra={"logit_error": error})
             loaded.model = ragged.model = load_model(self._settings).model
             ragged = RaggedModel(loaded.model, ragged.kernel)
@@ -174,19 +177,28 @@ class _RunnerBuilder:
                 "and values decides its attention",
             )
         row_invariant = row_invariant and self._is_exact
+        if self._no_kernels:
+            if not expected:
+                self._no_kernels += " (and self_test is off, which would show whether torch suffices)"
+            promise = "holds" if row_invariant else "is not given"
+            _logger.warning(f"no native kernels, row invariance {promise}: {self._no_kernels}")
         if self._settings.deterministic and not row_invariant:
-            raise ModelLoadError(f"{loaded.identity.name} is not row-invariant: a row's logits differ with its company")
+            why = self._no_kernels or "a row's logits differ with its company"
+            raise ModelLoadError(f"{loaded.identity.name} is not row-invariant on this machine: {why}")
         return ragged, kernel_path, row_invariant
 
     def _make_kernels(self) -> NativeKernels | None:
         if self._settings.native == "off":
+            self._no_kernels = "native is off"
             return None
         try:
             return NativeKernels(self._settings.num_threads)
+        except UnsupportedIsa as error:
+            raise ModelLoadError(str(error)) from error
         except NativeUnavailable as error:
+            self._no_kernels = f"{error}; {_INSTALL_KERNELS}"
             if self._settings.native == "on":
-                raise ModelLoadError(f"native kernels were asked for: {error}") from error
-            _logger.warning("no native kernels: the slower torch path is used", extra={"reason": str(error)})
+                raise ModelLoadError(f"native kernels were asked for: {self._no_kernels}") from error
             return None
 
     def _install_kernels(self, ragged: RaggedModel) -> str:
@@ -194,11 +206,11 @@ class _RunnerBuilder:
         if not self._is_exact:
             return "torch"
         if self._kernels is None:
-            make_modules_row_invariant(ragged.model, partial(OneDnnWeight, num_threads=self._settings.num_threads))
-            return "onednn"
+            make_modules_row_invariant(ragged.model, partial(TorchWeight, num_threads=self._settings.num_threads))
+            return torch_path()
         make_modules_row_invariant(ragged.model, self._kernels.pack)
         ragged.kernel = NativeAttention(self._kernels)
-        return f"native-{KERNEL_VERSION}-lanes{self._kernels.lanes}"
+        return f"native-{KERNEL_VERSION}-{self._kernels.variant}"
 
     def _dense_logits(self) -> DenseLogits:
         """Logits ``[T, V]`` of the probe's sequences by the model's own attention."""
@@ -212,10 +224,13 @@ class _RunnerBuilder:
     def _test(
         self, step_model: StepModel, geometries: list[LayerGeometry], expected: DenseLogits
     ) -> tuple[float, bool]:
-        """Run the self-test; returns the error against dense logits and whether rows were invariant."""
+        """Run the self-test; returns the error against dense logits and whether rows were invariant.
+
+        Without it the kernels' own row invariance is believed: their order of sums is theirs. torch's is not.
+        """
         loaded, probe = self._loaded, self._probe
         if not expected:
-            return 0.0, self._is_exact
+            return 0.0, self._kernels is not None
         cache = KVCache(geometries, probe.num_blocks, self._settings.block_size, loaded.dtype, loaded.device)
         with refusing(loaded.identity.architecture):
             log: ProbeLog = probe.run(step_model, cache)

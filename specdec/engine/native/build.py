@@ -1,5 +1,9 @@
-"""Builds the native kernels: one compiler call, once per source version, compiler and CPU type."""
+"""Finds the native kernels: built into the package, or compiled on first use, once per source version and compiler.
 
+Needs nothing but the standard library: ``setup.py`` builds the wheel's kernels with it.
+"""
+
+import ctypes
 import fcntl
 import hashlib
 import os
@@ -7,29 +11,47 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-_SOURCES = ("kernels.cpp", "decoder.cpp", "thread_pool.cpp", "sampling.cpp")
-_HEADERS = ("simd.h", "thread_pool.h", "linear.h", "attention.h")
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
+from specdec.engine.native.variants import ISA_VARIABLE, Variant, choose_variant
+
+SOURCES = ("kernels.cpp", "decoder.cpp", "thread_pool.cpp", "sampling.cpp")
+HEADERS = ("simd.h", "thread_pool.h", "linear.h", "attention.h")
+PREBUILT_FOLDER = "lib"
+_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
+_HERE = Path(__file__).parent
 _BUILD_TIMEOUT_S = 300
-_LIBRARY = "libspecdec_kernels.so"
 
 
 class NativeUnavailable(RuntimeError):
-    """No native kernels on this machine: no compiler, or it failed."""
+    """No native kernels on this machine: none were built, and there is no compiler, or it failed."""
 
 
-def build_library() -> Path:
-    """Return the compiled library, compiling it on the first call on this machine (about 10 s).
+def load_library() -> tuple[ctypes.CDLL, Variant]:
+    """The kernels for this CPU. Raises ``NativeUnavailable``, and ``UnsupportedIsa`` for a wrong choice."""
+    variant = choose_variant()
+    if variant is None:
+        raise NativeUnavailable(f"{ISA_VARIABLE} is none")
+    library = build_library(variant)
+    try:
+        return ctypes.CDLL(str(library)), variant
+    except OSError as error:
+        raise NativeUnavailable(f"{library} cannot be loaded: {error}") from error
 
-    It lies in ``$SPECDEC_NATIVE_CACHE`` or the user's cache directory, under a name made of the sources, the
-    flags, the compiler and the CPU's feature flags; concurrent processes wait for one another. Raises
-    ``NativeUnavailable``.
+
+def build_library(variant: Variant) -> Path:
+    """Return a variant's library: the package's own, or else one compiled on the first call (about 15 s).
+
+    What is compiled lies in ``$SPECDEC_NATIVE_CACHE`` or the user's cache directory, under a name made of the sources,
+    the flags and the compiler; concurrent processes wait for one another. Raises ``NativeUnavailable``.
     """
-    compiler = _find_compiler()
-    directory = _cache_root() / build_key(compiler)
-    library = directory / _LIBRARY
+    prebuilt = _HERE / PREBUILT_FOLDER / library_name(variant)
+    if prebuilt.is_file():
+        return prebuilt
+    compiler = find_compiler()
+    directory = _cache_root() / build_key(compiler, variant)
+    library = directory / library_name(variant)
     if library.is_file():
         return library
     try:
@@ -37,54 +59,42 @@ def build_library() -> Path:
         with (directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.is_file():
-                _compile(compiler, library)
+                compile_library(compiler, variant, library)
     except OSError as error:
         raise NativeUnavailable(f"the kernel cache {directory} is not writable: {error}") from error
     return library
 
 
-def build_key(compiler: str) -> str:
-    """Hex name of a build: equal for equal sources, flags, compiler and CPU features."""
-    here = Path(__file__).parent
+def library_name(variant: Variant) -> str:
+    """File name of a variant's library."""
+    return f"libspecdec_{variant.name}.so"
+
+
+def build_key(compiler: str, variant: Variant) -> str:
+    """Hex name of a build: equal for equal sources, flags and compiler."""
     digest = hashlib.blake2b(digest_size=12)
-    for name in (*_HEADERS, *_SOURCES):
-        digest.update((here / name).read_bytes())
+    for name in (*HEADERS, *SOURCES):
+        digest.update((_HERE / name).read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    digest.update("\n".join([*_FLAGS, version, platform.machine(), cpu_features()]).encode())
+    digest.update("\n".join([*_FLAGS, *variant.flags, version, platform.machine()]).encode())
     return digest.hexdigest()
 
 
-def cpu_features() -> str:
-    """What the CPU can do, as the operating system lists it; the processor's name where it does not."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(("flags", "Features")):
-                return " ".join(sorted(line.partition(":")[2].split()))
-    except OSError:
-        pass
-    return platform.processor()
-
-
-def _find_compiler() -> str:
-    for name in filter(None, (os.environ.get("CXX"), "c++", "g++", "clang++")):
+def find_compiler(names: Sequence[str] = ("c++", "g++", "clang++")) -> str:
+    """Path of ``$CXX``, or else of the first of these that is installed. Raises ``NativeUnavailable``."""
+    for name in filter(None, (os.environ.get("CXX"), *names)):
         found = shutil.which(name)
         if found:
             return found
-    raise NativeUnavailable("no C++ compiler (c++, g++ or clang++) is installed")
+    raise NativeUnavailable(f"no C++ compiler ({', '.join(names)}) is installed")
 
 
-def _cache_root() -> Path:
-    chosen = os.environ.get("SPECDEC_NATIVE_CACHE")
-    if chosen:
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native"
-
-
-def _compile(compiler: str, library: Path) -> None:
-    here = Path(__file__).parent
+def compile_library(compiler: str, variant: Variant, library: Path, link_flags: Sequence[str] = ()) -> None:
+    """Compile a variant; the file appears whole or not at all. Raises ``NativeUnavailable`` and ``OSError``."""
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        unfinished = Path(scratch) / _LIBRARY
-        command = [compiler, *_FLAGS, *(str(here / name) for name in _SOURCES), "-o", str(unfinished)]
+        unfinished = Path(scratch) / library.name
+        sources = [str(_HERE / name) for name in SOURCES]
+        command = [compiler, *_FLAGS, *variant.flags, *sources, *link_flags, "-o", str(unfinished)]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired as error:
@@ -92,3 +102,10 @@ def _compile(compiler: str, library: Path) -> None:
         if done.returncode != 0:
             raise NativeUnavailable(f"{compiler} failed: {done.stderr[-2000:]}")
         unfinished.rename(library)
+
+
+def _cache_root() -> Path:
+    chosen = os.environ.get("SPECDEC_NATIVE_CACHE")
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native"

@@ -8,7 +8,7 @@ import torch
 
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
-from specdec.engine.native.build import build_library
+from specdec.engine.native.build import load_library
 
 KERNEL_VERSION = 1  # part of the numerics id: raise it whenever a kernel's bits change
 _INT64, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -74,12 +74,14 @@ class AttentionView(ctypes.Structure):
 class NativeKernels:
     """The compiled library and its team of threads. Calls release the GIL.
 
-    Raises ``NativeUnavailable`` where the library cannot be built.
+    Raises what ``load_library`` raises.
     """
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self.library = _load_library()
+        self.library, variant = load_library()
+        _declare_signatures(self.library)
+        self.variant = variant.name  # decides the bits, with KERNEL_VERSION
         self.pool: int = self.library.specdec_pool_create(num_threads)
         self.panel_width: int = self.library.specdec_panel_width()
         self.lanes: int = self.library.specdec_lanes()
@@ -193,8 +195,7 @@ class NativeAttention:
         return out
 
 
-def _load_library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(build_library()))
+def _declare_signatures(library: ctypes.CDLL) -> None:
     signatures: dict[str, tuple[object, Sequence[object]]] = {
         "specdec_panel_width": (ctypes.c_int, ()),
         "specdec_lanes": (ctypes.c_int, ()),
@@ -211,4 +212,3 @@ def _load_library() -> ctypes.CDLL:
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, list(arguments)
-    return library

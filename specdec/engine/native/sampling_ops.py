@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from specdec.engine.native.build import NativeUnavailable, build_library
+from specdec.engine.native.build import NativeUnavailable, load_library
 
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -13,11 +13,11 @@ _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 class NativeSampling:
     """`perturbed_top` and `cut_` in C++, on the caller's thread. Calls release the GIL.
 
-    Raises `NativeUnavailable` where the library cannot be built.
+    Raises what `load_library` raises.
     """
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(str(build_library()))
+        library, _ = load_library()
         try:
             self._perturbed_top = library.specdec_perturbed_top
             self._cut = library.specdec_cut

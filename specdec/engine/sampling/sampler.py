@@ -56,11 +56,12 @@ class Sampler:
         Args:
             vocab_size: ids at and past it are never sampled.
             device: of the logits.
-            native: C++ kernels for the CPU: "auto" takes them where they can be built, "on" demands them, "off" does
-                without. The results are the same.
+            native: C++ kernels for the CPU: "auto" takes them where they are built or can be, "on" demands them, "off"
+                does without. The results are the same.
 
         Raises:
-            NativeUnavailable: `native` is "on" and they cannot be built.
+            NativeUnavailable: `native` is "on" and there are none.
+            UnsupportedIsa: this CPU cannot run those that the environment chose.
         """
         self.vocab_size = vocab_size
         self.device = torch.device(device)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as reference
 
-from specdec.engine.native.build import NativeUnavailable, build_library
+from specdec.engine.native.build import NativeUnavailable, load_library
 from specdec.engine.sampling.noise import Purpose, gumbel, noise_key
 from specdec.engine.sampling.sampler import RowContext, Sampler, TokenHistory
 from specdec.sampling_params import SamplingParams
@@ -27,7 +27,7 @@ def path(request: pytest.FixtureRequest) -> str:
 def native() -> None:
     """Skip where the native kernels cannot be built."""
     try:
-        build_library()
+        load_library()
     except NativeUnavailable as error:
         pytest.skip(str(error))
 
