@@ -10,7 +10,7 @@ from specdec.engine.sequence import Sequence
 from specdec.engine.tree import ROOT, TokenTree
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.sessions import Session
+from specdec.worker.sessions import EngineSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Head:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class DraftSession(Session):
+class DraftSession(EngineSession):
     """One choice while its continuation is guessed.
 
     Invariants: ``heads[0]`` is the main one and always there; every head's tokens are the committed ones

@@ -59,14 +59,6 @@ class BlockPool:
         free, cached = len(self._free), len(self._cached)
         return BlockStats(used=self.num_blocks - free - cached, cached=cached, free=free)
 
-    def ref_count(self, block: int) -> int:
-        """How many owners a block has."""
-        return self._ref_counts[block]
-
-    def is_hashed(self, block: int) -> bool:
-        """Whether the prefix cache can find this block."""
-        return self._digests[block] is not None
-
     def allocate(self, num_blocks: int) -> list[int]:
         """Hand out blocks with one owner each, evicting the least recently used cached ones when free ones
         run out.
@@ -113,13 +105,6 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
-
-    def evict_all(self) -> int:
-        """Forget every cached block (new weights, a test); returns how many there were."""
-        num_evicted = len(self._cached)
-        while self._cached:
-            self._free.append(self._evict())
-        return num_evicted
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)

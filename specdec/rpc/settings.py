@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode
 
-from specdec.rpc.bridge.affinity import parse_cores
+from specdec.rpc.affinity import parse_cores
 from specdec.store.settings import StoreSettings
 from specdec.telemetry.tracing_settings import TracingSettings
 

@@ -51,7 +51,8 @@ class SessionTrace:
         attributes = self.attributes
         for name, amount in amounts.items():
             key = f"specdec.{name}"
-            attributes[key] = attributes.get(key, 0) + amount  # type: ignore[operator]
+            before = attributes.get(key, 0)
+            attributes[key] = amount + before if isinstance(before, int | float) else amount
 
     def stepped(self, began_at_s: float) -> None:
         """A step that the session was part of is over."""

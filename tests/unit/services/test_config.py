@@ -13,7 +13,7 @@ from specdec.config import (
     settings_or_exit,
 )
 from specdec.engine.settings import EngineSettings
-from specdec.rpc.bridge.affinity import parse_cores, split_cores
+from specdec.rpc.affinity import parse_cores, split_cores
 from specdec.settings_sources import SettingsInvalid
 
 
