@@ -18,8 +18,8 @@ from target_service.walk import Walk
 _MAX_FITTED_ROWS = 128
 """Prefill chunks would bend the line that decodes and verifications lie on."""
 _MAX_UNANSWERED = 2
-"""A draft that let so many misses in a row go by is not waited for until it has sent something: it may be gone. One is
-too few, as a draft that has just been opened still computes the prompt."""
+"""A draft that let so many misses in a row go by is not waited for until it has sent something: it may be gone. Chosen,
+not measured: every wait in vain delays a token, and a single answer may be late."""
 _PATIENCE = 1.5
 """A step waits this many times what a draft takes on average for the depth that is wanted. About half of the answers
 take longer than the average, and one that is missed by little has cost the wait and brought nothing. Chosen, not

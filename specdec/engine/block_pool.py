@@ -60,8 +60,7 @@ class BlockPool:
         return BlockStats(used=self.num_blocks - free - cached, cached=cached, free=free)
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Hand out blocks with one owner each, evicting the least recently used cached ones when free ones
-        run out.
+        """Hand out blocks with one owner each, evicting the least recently used cached ones when free ones run out.
 
         Raises:
             OutOfBlocks: fewer are free; none is handed out then.
@@ -190,8 +189,7 @@ class BlockPool:
         digests: list[bytes] | None = None,
         max_blocks: int | None = None,
     ) -> list[int]:
-        """Blocks of the longest cached prefix of full blocks; they gain no owner, so `share` them before
-        anything else.
+        """Blocks of the longest cached prefix of full blocks; they gain no owner, so `share` them before anything else.
 
         `digests` is the sequence's hash chain if it has one: it is continued as far as the search goes, and
         not recomputed.
@@ -208,8 +206,7 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, digest: bytes) -> bool:
-        """Hash a used block, whose slots must all be final; returns false if an equal block is hashed
-        already.
+        """Hash a used block, whose slots must all be final; returns false if an equal block is hashed already.
 
         Raises:
             KVInvariantError: nobody owns the block, or it has another hash.

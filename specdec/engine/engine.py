@@ -161,8 +161,7 @@ class Engine:
     def step(self) -> StepOutput | None:
         """Run one batch; None if nothing can run. Sequences that complete have no token pending afterwards.
 
-        Trees verified by the step before are forgotten unless accepted. If the runner raises, no sequence
-        advanced.
+        Trees verified by the step before are forgotten unless accepted. If the runner raises, no sequence advanced.
         """
         for seq in self._unaccepted:
             self._forget_nodes(seq)

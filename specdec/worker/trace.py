@@ -19,20 +19,17 @@ _SAMPLED = 1
 
 @dataclass(slots=True)
 class SessionTrace:
-    """Times and sums of one opening of a session. Times are of time.monotonic.
-
-    Attributes:
-        traceparent: W3C context of the span that the session's hangs below.
-        first_step_at_s: when the first step that it was part of began; the session was queued until then.
-        prefilled_at_s: when its prompt was computed.
-        attributes: facts, by name.
-    """
+    """Times and sums of one opening of a session. Times are of time.monotonic."""
 
     traceparent: str
+    """W3C context of the span that the session's hangs below."""
     opened_at_s: float = field(default_factory=time.monotonic)
     first_step_at_s: float | None = None
+    """When the first step that it was part of began; the session was queued until then."""
     prefilled_at_s: float | None = None
+    """When its prompt was computed."""
     attributes: dict[str, Value] = field(default_factory=dict)
+    """Facts, by name."""
 
     @classmethod
     def begin(cls, traceparent: str) -> SessionTrace | None:

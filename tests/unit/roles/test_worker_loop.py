@@ -266,7 +266,7 @@ def test_an_idle_worker_wakes_up_for_a_deadline() -> None:
     table = EngineSessionTable(session_ttl_s=60.0)
     table.add(EngineSession(session_id="s", epoch=1, owner=owner, deadline_s=100.0))
     assert table.next_expiry_s() == 101.0
-    table.add(EngineSession("t", 1, owner, orphaned_at_s=30.0))
+    table.add(EngineSession(session_id="t", epoch=1, owner=owner, orphaned_at_s=30.0))
     assert table.next_expiry_s() == 90.0
 
 
