@@ -12,8 +12,7 @@ from specdec.engine.tree import ROOT
 class Branches:
     """Heads of all sessions and the engine's sequences behind them.
 
-    A branch shares its blocks with the head that it was forked from and copies the last one when it first
-    writes.
+    A branch shares its blocks with the head that it was forked from and copies the last one when it first writes.
     """
 
     def __init__(self, engine: Engine, max_model_len: int) -> None:
@@ -62,8 +61,7 @@ class Branches:
             self._fork(session, leaf)
 
     def follow(self, session: DraftSession, new: list[int]) -> int:
-        """Commit tokens: the head that shares most of them becomes the main one, and holds them all
-        afterwards.
+        """Commit tokens: the head that shares most of them becomes the main one, and holds them all afterwards.
 
         Returns:
             How many of the tokens the tree held, from the first one on.

@@ -12,7 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from typing import Any, cast
+from typing import Any
 
 from google.rpc import code_pb2
 
@@ -31,8 +31,9 @@ from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.errors import SessionFailure, invalid
-from specdec.worker.loop import EngineWorker
-from specdec.worker.sessions import Owner, Session
+from specdec.worker.host import SessionHost
+from specdec.worker.opening import check_room
+from specdec.worker.sessions import Owner
 
 
 class Drafter:
@@ -40,12 +41,12 @@ class Drafter:
 
     def __init__(
         self,
-        worker: EngineWorker,
+        host: SessionHost[DraftSession],
         built: BuiltEngine,
         settings: DraftSettings,
         recorder: DraftRecorder,
     ) -> None:
-        self._worker = worker
+        self._host = host
         self._engine = built.engine
         self._guesser = Guesser(built.sampler, settings.num_siblings, settings.num_sparse)
         self._identity = built.info.identity
@@ -61,9 +62,7 @@ class Drafter:
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> DraftSession:
         """Check and admit a session."""
         settings = self._settings
-        if len(self._worker.sessions) >= settings.max_sessions:
-            message = f"all {settings.max_sessions} sessions are taken"
-            raise SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message)
+        check_room(len(self._host.sessions), settings.max_sessions)
         now_s = time.monotonic()
         session = new_session(owner, session_id, epoch, body, identity=self._identity, settings=settings, now_s=now_s)
         self._recorder.opened()
@@ -79,20 +78,19 @@ class Drafter:
         self._branches.plant(session, seq)
         return session
 
-    def position(self, session: Session) -> int:
+    def position(self, session: DraftSession) -> int:
         """Number of committed tokens."""
-        return cast(DraftSession, session).num_committed
+        return session.num_committed
 
-    def entry(self, session: Session, kind: str, body: Any) -> None:
+    def entry(self, session: DraftSession, kind: str, body: Any) -> None:
         """A commit."""
         if kind == "commit":
             started_s = time.monotonic()
-            self._commit(cast(DraftSession, session), body.start_position, list(body.token_ids))
+            self._commit(session, body.start_position, list(body.token_ids))
             self._recorder.commit_handled(time.monotonic() - started_s)
 
-    def close(self, session: Session) -> None:
+    def close(self, session: DraftSession) -> None:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
-        session = cast(DraftSession, session)
         if session.trace is not None:
             trace_end(session.trace, session)
         self._branches.free(session)
@@ -101,34 +99,29 @@ class Drafter:
     def owner_message(self, owner: Owner, message: Any) -> None:
         """The load that a target reported bounds how far ahead its sessions are drafted; one with no name has all."""
         if message.HasField("target_load"):
-            for session in owner.sessions.values():
-                cast(DraftSession, session).target_credit = message.target_load.draft_credit
+            for session in self._host.sessions.of(owner):
+                session.target_credit = message.target_load.draft_credit
         if message.target_loads:
             credits = {told.target: told.load.draft_credit for told in message.target_loads}
-            for session in owner.sessions.values():
-                drafted = cast(DraftSession, session)
-                drafted.target_credit = credits.get(drafted.body.target, drafted.target_credit)
+            for session in self._host.sessions.of(owner):
+                session.target_credit = credits.get(session.body.target, session.target_credit)
 
-    def set_orphaned(self, session: Session, orphaned: bool) -> None:
+    def set_orphaned(self, session: DraftSession, orphaned: bool) -> None:
         """Orphans take part in no step."""
-        self._plan(cast(DraftSession, session))
+        self._plan(session)
 
-    def resend(self, session: Session, committed_length: int) -> None:
+    def resend(self, session: DraftSession, committed_length: int) -> None:
         """Emit the chain again: whether the last proposal arrived is not known."""
-        session = cast(DraftSession, session)
         if committed_length != session.num_committed:
             message = f"commits up to {committed_length} were lost"
-            code = code_pb2.OUT_OF_RANGE
-            self._worker.fail(
-                session, SessionFailure(code, "COMMIT_GAP", message, expected_position=session.num_committed)
-            )
-            return
+            code, position = code_pb2.OUT_OF_RANGE, session.num_committed
+            raise SessionFailure(code, "COMMIT_GAP", message, expected_position=position)
         self._propose(session)
 
     def load(self) -> pb.LoadReport:
         """Load of the engine; exports the gauges too."""
         stats = self._engine.stats()
-        self._recorder.load(stats, len(self._worker.sessions))
+        self._recorder.load(stats, len(self._host.sessions))
         return pb.LoadReport(
             num_running=stats.running,
             num_waiting=stats.waiting,
@@ -169,6 +162,9 @@ class Drafter:
         self._plan(session)
 
     # --- steps
+
+    def absorb_proposals(self, now_s: float) -> None:
+        """A draft makes proposals and gets none."""
 
     def wait_s(self, now_s: float) -> float | None:
         """0 while some head wants more; else nothing is due until a frame arrives."""
@@ -224,7 +220,7 @@ class Drafter:
         """Decide which heads grow on, start new ones, and send what is due."""
         growth = self._growth
         if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.orphaned_at_s is None:
-            num_free = growth.num_branches(len(self._worker.sessions)) - self._branches.retire(session, growth)
+            num_free = growth.num_branches(len(self._host.sessions)) - self._branches.retire(session, growth)
             self._branches.start(session, growth, num_free)
         is_idle = True
         for head in session.heads:
@@ -255,4 +251,4 @@ class Drafter:
         if session.trace is not None:
             session.trace.add(num_proposals=1)
         session.committed_at_s = None
-        self._worker.emit(session, proposal=make_proposal(session).SerializeToString())
+        self._host.emit(session, proposal=make_proposal(session).SerializeToString())

@@ -8,31 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GrowthPolicy:
-    """Bounds of a session's tree.
-
-    Attributes:
-        max_ahead_tokens: deepest node. It exceeds what the target verifies in one step, so that a fully
-        accepted block
-            finds its successor under way.
-        max_nodes: most nodes of a tree.
-        max_heads: most places that grow at once, over all sessions: the main path first, then the outcomes
-        likely to follow
-            a verdict (a runner-up instead of the first guess), so that most verdicts find their continuation
-            at the target.
-        min_path_score: a path stops where the estimated probability that all of it is accepted falls below
-        this: a target
-            would not verify it, and after the next commit it would most likely be thrown away.
-        min_branch_score: the same, for starting a branch.
-        min_new_steps: a proposal costs every process between draft and target; one step's guesses are rarely
-        worth that.
-    """
+    """Bounds of a session's tree."""
 
     max_ahead_tokens: int
+    """Deepest node. It exceeds what the target verifies in one step, so that a fully accepted block finds its successor
+    under way."""
     max_nodes: int
+    """Most nodes of a tree."""
     max_heads: int
+    """Most places that grow at once, over all sessions: the main path first, then the outcomes likely to follow a
+    verdict (a runner-up instead of the first guess), so that most verdicts find their continuation at the target."""
     min_path_score: float = 0.02
+    """A path stops where the estimated probability that all of it is accepted falls below this: a target would not
+    verify it, and after the next commit it would most likely be thrown away."""
     min_branch_score: float = 0.04
+    """The same, for starting a branch."""
     min_new_steps: int = 2
+    """A proposal costs every process between draft and target; one step's guesses are rarely worth that."""
 
     @property
     def node_limit(self) -> int:

@@ -20,19 +20,15 @@ Place = tuple[DraftSession, Head]
 
 @dataclass(frozen=True, slots=True)
 class Guesser:
-    """Guesses next tokens from the draft's logits.
-
-    Attributes:
-        sampler: applies the target's processing of logits and, in coupled mode, the target's noise.
-        num_siblings: runners-up offered beside each token in coupled mode. They cost the draft nothing: where
-        the target
-            samples one of them instead, the step commits it and one more token.
-        num_sparse: rejection mode: size of the distribution that a token is drawn from.
-    """
+    """Guesses next tokens from the draft's logits."""
 
     sampler: Sampler
+    """Applies the target's processing of logits and, in coupled mode, the target's noise."""
     num_siblings: int
+    """Runners-up offered beside each token in coupled mode. They cost the draft nothing: where the target samples one
+    of them instead, the step commits it and one more token."""
     num_sparse: int
+    """Rejection mode: size of the distribution that a token is drawn from."""
 
     def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess]:
         """One guess per place from its row of `logits` [R, V]."""

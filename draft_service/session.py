@@ -10,43 +10,37 @@ from specdec.engine.sequence import Sequence
 from specdec.engine.tree import ROOT, TokenTree
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.sessions import Session
+from specdec.worker.sessions import EngineSession
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """What the draft thinks comes next at one place.
-
-    Attributes:
-        token_id: the token that the target would sample if its logits were the draft's.
-        score: estimated probability that it is accepted if all before it are.
-        siblings: runners-up, each with its score.
-        sample: the sparse distribution it was drawn from (rejection mode).
-    """
+    """What the draft thinks comes next at one place."""
 
     token_id: int
+    """The token that the target would sample if its logits were the draft's."""
     score: float
+    """Estimated probability that it is accepted if all before it are."""
     siblings: tuple[tuple[int, float], ...] = ()
+    """Runners-up, each with its score."""
     sample: DraftSample | None = None
+    """The sparse distribution it was drawn from (rejection mode)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the draft remembers of one node of the tree.
-
-    Attributes:
-        score: as in Guess.
-        path_score: estimated probability that the node and all its ancestors are accepted.
-        is_end: the choice would end with it; nothing hangs below.
-        draft_us: time of the step that guessed it.
-        sample: rejection mode only.
-    """
+    """What the draft remembers of one node of the tree."""
 
     score: float
+    """As in Guess."""
     path_score: float
+    """Estimated probability that the node and all its ancestors are accepted."""
     is_end: bool
+    """The choice would end with it; nothing hangs below."""
     draft_us: int
+    """Time of the step that guessed it."""
     sample: DraftSample | None
+    """Rejection mode only."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,39 +54,38 @@ class Head:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class DraftSession(Session):
+class DraftSession(EngineSession):
     """One choice while its continuation is guessed.
 
-    Invariants: ``heads[0]`` is the main one and always there; every head's tokens are the committed ones
-    followed by the path from the root to its node; `notes` has one entry per node.
-
-    Attributes:
-        body: the OpenSession that began it.
-        params, mode: how the target picks and verifies tokens.
-        history: counts of the committed tokens.
-        num_committed: tokens that are final.
-        max_chain: longest chain in rejection mode, where rounds are synchronous; 0 for a session that wants
-        no drafts;
-            None in coupled mode, where the growth policy decides.
-        tree, notes: guesses below the last committed token.
-        heads: the sequences that grow the tree.
-        target_credit: how many draft tokens per step the target last found worth verifying; None: not told.
-        num_unsent: steps whose nodes no proposal has carried yet.
-        committed_at_s: when the last commit arrived, until a proposal answers it.
+    Invariants: ``heads[0]`` is the main one and always there; every head's tokens are the committed ones followed by
+    the path from the root to its node; `notes` has one entry per node.
     """
 
     body: pb.OpenSession
+    """The message that opened it."""
     params: SamplingParams
+    """How the target picks tokens."""
     mode: VerifyMode
+    """How it verifies them."""
     history: TokenHistory
+    """Counts of the committed tokens."""
     num_committed: int
+    """Tokens that are final."""
     max_chain: int | None
+    """Longest chain in rejection mode, where rounds are synchronous; 0 for a session that wants no drafts; None in
+    coupled mode, where the growth policy decides."""
     tree: TokenTree = field(default_factory=TokenTree)
+    """Guesses below the last committed token."""
     notes: list[Note] = field(default_factory=list)
+    """What is remembered of each of them."""
     heads: list[Head] = field(default_factory=list)
+    """The sequences that grow the tree."""
     target_credit: int | None = None
+    """How many draft tokens per step the target last found worth verifying; None: not told."""
     num_unsent: int = 0
+    """Steps whose nodes no proposal has carried yet."""
     committed_at_s: float | None = None
+    """When the last commit arrived, until a proposal answers it."""
 
     @property
     def main_path(self) -> list[int]:

@@ -19,4 +19,4 @@ _WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftRes
 def run_engine(port: EnginePort, settings: DraftSettings) -> None:
     """Entry of the process: returns when the servicer is gone or says stop."""
     recorder = DraftRecorder(DraftMetrics(REGISTRY))
-    run_role(port, settings, _WIRE, "draft-engine", lambda worker, built: Drafter(worker, built, settings, recorder))
+    run_role(port, settings, _WIRE, "draft-engine", lambda host, built: Drafter(host, built, settings, recorder))

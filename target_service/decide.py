@@ -13,26 +13,24 @@ from specdec.engine.tree import ROOT, TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import position_logprobs
-from target_service.session import TargetSession
+from target_service.session import SessionState, TargetSession
 from target_service.walk import Walk, walk_tree
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A session whose pending tokens a step has computed.
-
-    Attributes:
-        session: the session; its sequence holds the committed tokens.
-        root_row: row of the logits that decides the next token; node ``i`` has row ``root_row + 1 + i``.
-        tree: the nodes offered; the first `num_nodes` were verified.
-        chosen: for each of them, its index in the session's speculation tree.
-    """
+    """A session whose pending tokens a step has computed."""
 
     session: TargetSession
+    """Its sequence holds the committed tokens."""
     root_row: int
+    """Row of the logits that decides the next token; node ``i`` has row ``root_row + 1 + i``."""
     tree: TokenTree
+    """The nodes offered."""
     num_nodes: int
+    """How many of them, from the first one on, were verified."""
     chosen: list[int]
+    """For each node offered, its index in the session's speculation tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ class _Rows:
     def walk(self, sampler: Sampler) -> Walk:
         """Walk the verified tree by the session's mode of verification."""
         candidate, session = self.candidate, self.candidate.session
-        is_first = not session.has_decided and session.num_tokens == session.body.num_prompt_tokens
+        is_first = session.state is SessionState.PREFILL and session.num_tokens == session.body.num_prompt_tokens
         return walk_tree(
             candidate.tree,
             candidate.num_nodes,

@@ -6,7 +6,7 @@ import torch
 
 from specdec.engine.sampling.sampler import TokenLogprobs
 from specdec.v1 import common_pb2 as pb
-from target_service.session import TargetSession
+from target_service.session import SessionState, TargetSession
 
 
 def position_logprobs(entry: TokenLogprobs | None) -> pb.PositionLogprobs:
@@ -52,7 +52,7 @@ def take_prompt_logprobs(session: TargetSession, logits: torch.Tensor, start: in
         start: position of its first token; after a preemption chunks come again.
         vocab_size: as in `prompt_logprobs`.
     """
-    if session.has_decided:
+    if session.state is not SessionState.PREFILL:
         return
     body = session.body
     num_known = len(session.prompt_logprobs) - start

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from specdec.engine.outputs import EngineStats, StepOutput
+from specdec.engine.outputs import EngineStats
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
 from target_service.policy.payoff import Payoff
 from target_service.session import TargetSession
+from target_service.step_record import StepRecord
 
 _ORIGINS = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
 _FINISH = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in pb.FinishReason.items()}
@@ -41,14 +42,14 @@ class TargetRecorder:
         """A proposal was malformed."""
         self._metrics.mismatches.inc()
 
-    def step(self, output: StepOutput, elapsed_s: float) -> None:
-        """One step of the engine."""
-        num_nodes = sum(item.tree_nodes for item in output.items)
-        is_prefill = any(item.num_new_tokens > 1 for item in output.items)
+    def step(self, step: StepRecord) -> None:
+        """One step of the engine; a StepObserver."""
+        num_nodes = sum(item.tree_nodes for item in step.output.items)
+        is_prefill = any(item.num_new_tokens > 1 for item in step.output.items)
         kind = "verify" if num_nodes else "prefill" if is_prefill else "plain"
-        self._engine.observe_step(output, kind, elapsed_s)
+        self._engine.observe_step(step.output, kind, step.elapsed_s)
         if num_nodes:
-            self._metrics.verify_seconds.observe(elapsed_s)
+            self._metrics.verify_seconds.observe(step.elapsed_s)
             self._metrics.verified_nodes.inc(num_nodes)
 
     def turn(self, outside_s: float, payoff: Payoff | None) -> None:
@@ -64,12 +65,13 @@ class TargetRecorder:
         metrics = self._metrics
         for origin in verdict.origins:
             metrics.tokens.labels(_ORIGINS[origin]).inc()
-        if session.last_verdict_at_s is None:
-            metrics.ttft_seconds.observe(decided_at_s - session.opened_at_s)
+        last_at_s = session.times.last_verdict_at_s
+        if last_at_s is None:
+            metrics.ttft_seconds.observe(decided_at_s - session.times.opened_at_s)
         else:
             num_tokens = len(verdict.token_ids)
             for _ in range(num_tokens):
-                metrics.inter_token_seconds.observe((decided_at_s - session.last_verdict_at_s) / num_tokens)
+                metrics.inter_token_seconds.observe((decided_at_s - last_at_s) / num_tokens)
             (metrics.hits if verdict.hit else metrics.misses).inc()
             metrics.hold_off_seconds.observe(verdict.hold_off_us * 1e-6)
         for depth, count in enumerate(verdict.verified_by_depth, 1):

@@ -7,8 +7,8 @@ from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.opening import check_open, sampling_params, verify_mode
-from specdec.worker.sessions import Owner, Session
-from target_service.session import TargetSession
+from specdec.worker.sessions import Owner
+from target_service.session import SessionTimes, TargetSession
 from target_service.speculation_tree import SpeculationTree
 from target_service.walk import EndOfChoice
 
@@ -40,7 +40,6 @@ def new_session(
         session_id=session_id,
         epoch=epoch,
         owner=owner,
-        seq=None,
         body=body,
         params=params,
         mode=mode,
@@ -49,19 +48,5 @@ def new_session(
         tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
         max_nodes=min(limit, settings.max_proposal_nodes) if body.speculate else 0,
         credit_position=body.credit_position,
-        opened_at_s=now_s,
-    )
-
-
-def may_fork(session: TargetSession, parent: Session | None) -> bool:
-    """Whether `parent` is about to compute the very prompt of `session`, so that it may wait and share the KV."""
-    return (
-        isinstance(parent, TargetSession)
-        and parent.owner is session.owner
-        and parent.seq is not None
-        and not parent.has_decided
-        and len(parent.body.token_ids) == parent.body.num_prompt_tokens
-        and session.body.token_ids == parent.body.token_ids
-        and session.body.cache_salt == parent.body.cache_salt
-        and not session.body.HasField("num_prompt_logprobs")
+        times=SessionTimes(now_s),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -9,65 +10,125 @@ from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.sessions import Session
+from specdec.worker.sessions import EngineSession
+from target_service.policy.hold_off import HoldOff, MissRecord
 from target_service.speculation_tree import SpeculationTree
 from target_service.walk import EndOfChoice
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
-class TargetSession(Session):
-    """One choice while it decodes.
+class SessionState(enum.Enum):
+    """Where a session stands: FORKING, PREFILL, then DECIDED and HIT, MISS or HELD in turns, at last ENDED."""
 
-    Attributes:
-        seq: its tokens and KV; None while it waits for the prompt that it is forked from, and after its end.
-        body: the OpenSession that began it; its tokens are those of the sequence until the sequence exists.
-        params, mode, end: how tokens are picked, verified, and when the choice ends.
-        history: token counts for penalties and positions.
-        tree: proposals below the last committed token.
-        arrived: the latest proposal not yet in the tree; it carries all that earlier ones did.
-        max_nodes: most nodes verified in one step; 0 without speculation.
-        credit_position: the session pauses when it has committed this many tokens.
-        sent: verdicts that the owner has not acknowledged, oldest first.
-        prompt_logprobs: of the prompt's tokens after the first, while prefill goes on.
-        opened_at_s, first_step_at_s, last_verdict_at_s: monotonic times.
-        is_undecided: a verdict was sent and the next step's hold-off is not planned yet.
-        held_since_s: when the hold-off began; a draft's answer is timed from here.
-        wanted_depth: depth of the tree that the next step waits for, until `hold_until_s`.
-        episode: depth waited for at the last miss, when that was, and the number of tokens then.
-        num_unanswered: verdicts in a row to which no proposal came in time.
-        had_proposal: a usable proposal was at hand when the next step could first be formed.
-    """
+    FORKING = enum.auto()
+    """It waits for the prompt that another session computes, and has no sequence of its own."""
+    PREFILL = enum.auto()
+    """Its first token is not decided yet."""
+    DECIDED = enum.auto()
+    """A verdict was sent; what its next step waits for is not planned."""
+    HIT = enum.auto()
+    """Planned: a usable proposal was at hand when its next step could first be formed."""
+    MISS = enum.auto()
+    """Planned: there was none, and the step is not held off for one."""
+    HELD = enum.auto()
+    """Planned: there was none, and the step is held off for one, as `TargetSession.hold_off` says."""
+    ENDED = enum.auto()
+    """Its sequence is freed."""
 
-    seq: Sequence | None
-    body: pb.OpenSession
-    params: SamplingParams
-    mode: VerifyMode
-    end: EndOfChoice
-    history: TokenHistory
-    tree: SpeculationTree
-    arrived: bytes | None = None
-    max_nodes: int
-    credit_position: int
+
+@dataclass(slots=True)
+class SessionTimes:
+    """Of time.monotonic, in seconds."""
+
     opened_at_s: float
-    sent: deque[pb.Verdict] = field(default_factory=deque)
-    prompt_logprobs: list[pb.PositionLogprobs] = field(default_factory=list)
     first_step_at_s: float | None = None
-    has_decided: bool = False
     last_verdict_at_s: float | None = None
-    is_undecided: bool = False
-    wanted_depth: int = 0
-    hold_until_s: float = 0.0
-    held_since_s: float | None = None
-    num_unanswered: int = 0
-    episode: tuple[int, float, int] | None = None
-    had_proposal: bool = False
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TargetSession(EngineSession):
+    """One choice while it decodes. `begin`, `decided`, `plan` and `finish` are all that change its state."""
+
+    body: pb.OpenSession
+    """The message that opened it; its tokens are the session's until there is a sequence."""
+    params: SamplingParams
+    """How tokens are picked."""
+    mode: VerifyMode
+    """How they are verified."""
+    end: EndOfChoice
+    """When the choice ends."""
+    history: TokenHistory
+    """Token counts for penalties and positions."""
+    tree: SpeculationTree
+    """Proposals below the last committed token."""
+    max_nodes: int
+    """Most nodes verified in one step; 0 without speculation."""
+    credit_position: int
+    """The session pauses when it has committed this many tokens."""
+    times: SessionTimes
+    arrived: bytes | None = None
+    """The latest proposal not yet in the tree; it carries all that earlier ones did."""
+    sent: deque[pb.Verdict] = field(default_factory=deque)
+    """Verdicts that the owner has not acknowledged, oldest first."""
+    prompt_logprobs: list[pb.PositionLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens after the first, while prefill goes on."""
+    misses: MissRecord = field(default_factory=MissRecord)
+    """What waiting for its draft has brought."""
+    state: SessionState = field(default=SessionState.FORKING, init=False)
+    hold_off: HoldOff | None = field(default=None, init=False)
+    """What its next step waits for; set while the state is HELD."""
+    _seq: Sequence | None = field(default=None, init=False)
+
+    @property
+    def seq(self) -> Sequence:
+        """Its tokens and KV. Raises RuntimeError when FORKING or ENDED."""
+        if self._seq is None:
+            raise RuntimeError(f"session {self.session_id} is {self.state.name} and has no sequence")
+        return self._seq
+
+    @property
+    def has_seq(self) -> bool:
+        """Whether it is neither FORKING nor ENDED."""
+        return self._seq is not None
 
     @property
     def token_ids(self) -> list[int]:
         """Committed tokens, prompt included."""
-        return self.seq.token_ids if self.seq is not None else list(self.body.token_ids)
+        return self._seq.token_ids if self._seq is not None else list(self.body.token_ids)
 
     @property
     def num_tokens(self) -> int:
         """Number of committed tokens, prompt included."""
-        return len(self.seq.token_ids) if self.seq is not None else len(self.body.token_ids)
+        return len(self._seq.token_ids) if self._seq is not None else len(self.body.token_ids)
+
+    def held_s(self, now_s: float) -> float:
+        """How long its next step has been held off."""
+        return 0.0 if self.hold_off is None else now_s - self.hold_off.since_s
+
+    def update_pause(self) -> None:
+        """Pause for want of credit or of an owner, or go on; the first token needs no credit."""
+        if self._seq is not None:
+            is_starved = self.state is not SessionState.PREFILL and self.num_tokens >= self.credit_position
+            self._seq.paused = is_starved or self.orphaned_at_s is not None
+
+    def begin(self, seq: Sequence) -> None:
+        """Decode on a sequence from now on: PREFILL."""
+        self._seq, self.state = seq, SessionState.PREFILL
+
+    def decided(self, now_s: float) -> None:
+        """A verdict was sent: DECIDED."""
+        self.state, self.hold_off = SessionState.DECIDED, None
+        self.times.last_verdict_at_s = now_s
+
+    def plan(self, hold_off: HoldOff | None) -> None:
+        """What the next step waits for is known: HIT, MISS or HELD."""
+        self.hold_off = hold_off
+        if hold_off is not None:
+            self.state = SessionState.HELD
+        else:
+            self.state = SessionState.HIT if len(self.tree) else SessionState.MISS
+
+    def finish(self) -> Sequence | None:
+        """ENDED; returns the sequence, if it had one, to be freed."""
+        seq, self._seq = self._seq, None
+        self.state, self.hold_off = SessionState.ENDED, None
+        return seq

@@ -27,16 +27,14 @@ DEFAULT_SCORE = 0.7
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a proposal says about one node besides its token.
-
-    Attributes:
-        score: the draft's estimate of the probability that it is accepted, given that its parent is.
-        token_ids, probs: the truncated distribution that it was sampled from (rejection mode only).
-    """
+    """What a proposal says about one node besides its token."""
 
     score: float
+    """The draft's estimate of the probability that it is accepted, given that its parent is."""
     token_ids: tuple[int, ...] = ()
+    """Of the truncated distribution that it was sampled from (rejection mode only)."""
     probs: tuple[float, ...] = ()
+    """Of these tokens, in the same order."""
 
 
 @dataclass(slots=True)

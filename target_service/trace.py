@@ -5,6 +5,7 @@ from __future__ import annotations
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.trace import SessionTrace
 from target_service.session import TargetSession
+from target_service.step_record import StepRecord
 
 
 def trace_verdict(trace: SessionTrace, verdict: pb.Verdict) -> None:
@@ -23,11 +24,18 @@ def trace_verdict(trace: SessionTrace, verdict: pb.Verdict) -> None:
     )
 
 
+def trace_preemptions(step: StepRecord) -> None:
+    """Count a step's preemptions at the sessions that suffered them; a StepObserver."""
+    for session in step.preempted:
+        if session.trace is not None:
+            session.trace.add(num_preemptions=1)
+
+
 def trace_end(trace: SessionTrace, session: TargetSession) -> None:
     """Add what is known at the end, while the session still holds its sequence."""
-    if session.first_step_at_s is not None:
-        trace.stepped(session.first_step_at_s)
-    seq = session.seq
+    if session.times.first_step_at_s is not None:
+        trace.stepped(session.times.first_step_at_s)
+    seq = session.seq if session.has_seq else None
     trace.add(
         num_prompt_tokens=session.body.num_prompt_tokens,
         num_cached_tokens=0 if seq is None else seq.num_cached_tokens,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specdec.v1 import common_pb2 as pb
 from target_service.decide import Decision
-from target_service.session import TargetSession
+from target_service.session import SessionState, TargetSession
 
 
 def make_verdict(decision: Decision, began_at_s: float, elapsed_s: float, held_s: float, num_wasted: int) -> pb.Verdict:
@@ -31,13 +31,13 @@ def make_verdict(decision: Decision, began_at_s: float, elapsed_s: float, held_s
         stop_token_id=walk.stop_token_id,
         verified_by_depth=depths_of(candidate.tree.depths[: candidate.num_nodes]),
         num_accepted=len(walk.path),
-        hit=session.had_proposal,
+        hit=session.state is SessionState.HIT,
         step_us=int(elapsed_s * 1e6),
         hold_off_us=int(held_s * 1e6),
         draft_us=session.tree.draft_us,
         num_wasted=num_wasted,
     )
-    if not session.has_decided:
+    if session.state is SessionState.PREFILL:
         _describe_prefill(session, verdict, began_at_s + elapsed_s)
     return verdict
 
@@ -56,9 +56,10 @@ def end_position(verdict: pb.Verdict) -> int:
 
 
 def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s: float) -> None:
-    first_step_at_s = session.first_step_at_s or session.opened_at_s
-    verdict.queue_us = int((first_step_at_s - session.opened_at_s) * 1e6)
+    opened_at_s = session.times.opened_at_s
+    first_step_at_s = session.times.first_step_at_s or opened_at_s
+    verdict.queue_us = int((first_step_at_s - opened_at_s) * 1e6)
     verdict.prefill_us = int((decided_at_s - first_step_at_s) * 1e6)
-    verdict.num_cached_tokens = session.seq.num_cached_tokens if session.seq is not None else 0
+    verdict.num_cached_tokens = session.seq.num_cached_tokens
     verdict.prompt_logprobs.extend(session.prompt_logprobs)
     session.prompt_logprobs = []

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, cast
-
-from google.protobuf.message import DecodeError
-from google.rpc import code_pb2
+from typing import Any
 
 from specdec.config import TargetSettings
 from specdec.engine.errors import EngineError
@@ -16,17 +13,21 @@ from specdec.engine.tree import TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
-from specdec.worker.errors import SessionFailure, invalid
-from specdec.worker.loop import EngineWorker
-from specdec.worker.sessions import Owner, Session
+from specdec.worker.errors import invalid
+from specdec.worker.host import SessionHost
+from specdec.worker.opening import check_room
+from specdec.worker.sessions import Owner
 from target_service.decide import Candidate, Decision, decide
+from target_service.forks import Forks, may_fork
 from target_service.logprobs import take_prompt_logprobs
 from target_service.metrics import TargetRecorder
-from target_service.opening import may_fork, new_session
-from target_service.policy.pacing import Pacing
-from target_service.policy.payoff import Payoff, PayoffMeter
-from target_service.session import TargetSession
-from target_service.trace import trace_end, trace_verdict
+from target_service.opening import new_session
+from target_service.pacing import Pacing
+from target_service.policy.payoff import PayoffMeter
+from target_service.proposal_intake import ProposalIntake
+from target_service.session import SessionState, TargetSession
+from target_service.step_record import StepObserver, StepRecord
+from target_service.trace import trace_end, trace_preemptions, trace_verdict
 from target_service.verdicts import end_position, make_verdict
 
 
@@ -39,13 +40,13 @@ class Verifier:
 
     def __init__(
         self,
-        worker: EngineWorker,
+        host: SessionHost[TargetSession],
         built: BuiltEngine,
         settings: TargetSettings,
         recorder: TargetRecorder,
     ) -> None:
         self.pacing = Pacing(settings.hold_off_ms)
-        self._worker = worker
+        self._host = host
         self._engine = built.engine
         self._sampler = built.sampler
         self._identity = built.info.identity
@@ -55,8 +56,14 @@ class Verifier:
         self._payoff = PayoffMeter()
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
-        self._forks: dict[str, list[TargetSession]] = {}
-        """Sessions that wait for the prompt of another one, by its id."""
+        self._forks = Forks()
+        self._intake = ProposalIntake(host, recorder)
+        self._observers: tuple[StepObserver, ...] = (
+            trace_preemptions,
+            recorder.step,
+            self._record_turn,
+            self._fit_step_time,
+        )
         recorder.serves(self._identity)
 
     # --- sessions
@@ -64,25 +71,22 @@ class Verifier:
     def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TargetSession:
         """Check and admit a session. A fork of a prompt in prefill waits for it; its KV is then shared."""
         settings = self._settings
-        if len(self._worker.sessions) >= settings.max_sessions:
-            message = f"all {settings.max_sessions} sessions are taken"
-            raise SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message)
+        check_room(len(self._host.sessions), settings.max_sessions)
         now_s = time.monotonic()
         session = new_session(owner, session_id, epoch, body, identity=self._identity, settings=settings, now_s=now_s)
         self._recorder.opened()
-        if may_fork(session, self._worker.sessions.get(body.fork_from)):
-            self._forks.setdefault(body.fork_from, []).append(session)
+        if may_fork(session, self._host.sessions.get(body.fork_from)):
+            self._forks.wait(session)
         else:
             self._start(session)
         return session
 
-    def position(self, session: Session) -> int:
+    def position(self, session: TargetSession) -> int:
         """Number of committed tokens."""
-        return cast(TargetSession, session).num_tokens
+        return session.num_tokens
 
-    def entry(self, session: Session, kind: str, body: Any) -> None:
+    def entry(self, session: TargetSession, kind: str, body: Any) -> None:
         """A proposal, or more credit."""
-        session = cast(TargetSession, session)
         if kind == "proposal":
             session.arrived = body
             self._payoff.proposal_came(self._due_at_s)
@@ -90,45 +94,42 @@ class Verifier:
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
                 session.sent.popleft()
-            self._update_pause(session)
+            session.update_pause()
 
-    def close(self, session: Session) -> None:
+    def close(self, session: TargetSession) -> None:
         """Free the sequence; its full blocks stay in the prefix cache."""
-        session = cast(TargetSession, session)
         if session.trace is not None:
             trace_end(session.trace, session)
-        if session.seq is not None:
-            del self._by_seq[session.seq.seq_id]
-            self._engine.free(session.seq)
-            session.seq = None
-        elif session in (waiting := self._forks.get(session.body.fork_from, [])):
-            waiting.remove(session)
+        self._forks.drop(session)
+        if (seq := session.finish()) is not None:
+            del self._by_seq[seq.seq_id]
+            self._engine.free(seq)
         if not (session.sent and session.sent[-1].finish_reason):
             self._recorder.aborted()
-        for orphan in self._forks.pop(session.session_id, []):
+        for orphan in self._forks.take(session.session_id):
             self._start(orphan)
 
     def owner_message(self, owner: Owner, message: Any) -> None:
         """Frames carry nothing for a target besides their entries."""
 
-    def set_orphaned(self, session: Session, orphaned: bool) -> None:
+    def set_orphaned(self, session: TargetSession, orphaned: bool) -> None:
         """Orphans take part in no step."""
-        self._update_pause(cast(TargetSession, session))
+        session.update_pause()
 
-    def resend(self, session: Session, committed_length: int) -> None:
+    def resend(self, session: TargetSession, committed_length: int) -> None:
         """Emit the verdicts that end past `committed_length` again."""
-        for verdict in cast(TargetSession, session).sent:
+        for verdict in session.sent:
             if end_position(verdict) > committed_length:
-                self._worker.emit(session, verdict=verdict)
+                self._host.emit(session, verdict=verdict)
 
     def load(self) -> pb.LoadReport:
         """Load of the engine; exports the gauges too."""
         stats = self._engine.stats()
         credit = self.pacing.draft_credit(self._settings.max_draft_tokens)
-        self._recorder.load(stats, len(self._worker.sessions), credit)
+        self._recorder.load(stats, len(self._host.sessions), credit)
         return pb.LoadReport(
             num_running=stats.running,
-            num_waiting=stats.waiting + sum(map(len, self._forks.values())),
+            num_waiting=stats.waiting + len(self._forks),
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
             draft_credit=credit,
@@ -137,109 +138,148 @@ class Verifier:
 
     # --- steps
 
-    def wait_s(self, now_s: float) -> float | None:
-        """When the next step is due: now, after a hold-off, or not before a frame arrives."""
+    def absorb_proposals(self, now_s: float) -> None:
+        """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
         self._due_at_s, self._turn_began_s = now_s, time.monotonic()
         ready = self._ready()
         for session in ready:
-            if session.arrived is not None:
-                self._merge(session, session.arrived)
-                session.arrived = None
-        return self.pacing.wait_s(ready, now_s)
+            self._intake.absorb(session, self.pacing, now_s)
+        self.pacing.plan(ready, now_s)
+
+    def wait_s(self, now_s: float) -> float | None:
+        """When the next step is due: now, after a hold-off, or not before a frame arrives."""
+        return self.pacing.wait_s(self._ready(), now_s)
 
     def step(self) -> None:
-        """Choose what to verify, run the engine once, and turn its logits into verdicts."""
+        """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers."""
         started_s = time.monotonic()
-        ready = self._ready()
-        chosen = self.pacing.choose_trees(ready)
+        chosen = self.pacing.choose_trees(self._ready())
         output = self._engine.step()
         if output is None:
             return
-        for seq in output.preempted:
-            if (trace := self._by_seq[seq.seq_id].trace) is not None:
-                trace.add(num_preemptions=1)
+        preempted = [self._by_seq[seq.seq_id] for seq in output.preempted]
         candidates = self._candidates(output, chosen, started_s)
         decisions = decide(candidates, output.logits, self._sampler)
         elapsed_s = time.monotonic() - started_s
-        self._recorder.step(output, elapsed_s)
-        held_s = max((self._held_s(decision.candidate.session) for decision in decisions), default=0.0)
-        # A step that carries prefill says nothing of speculation: plain decoding would have carried it, too.
-        is_decode = all(item.num_new_tokens <= 1 and self._by_seq[item.seq.seq_id].has_decided for item in output.items)
+        # Both are of before the verdicts, which end hold-offs and prefills.
+        held_s = max((decision.candidate.session.held_s(self._due_at_s) for decision in decisions), default=0.0)
+        is_decode = all(
+            item.num_new_tokens <= 1 and self._by_seq[item.seq.seq_id].state is not SessionState.PREFILL
+            for item in output.items
+        )
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
-        # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
-        turn_s = time.monotonic() - self._turn_began_s
-        self._recorder.turn(turn_s - elapsed_s, self._payoff_of(decisions, turn_s, held_s) if is_decode else None)
-        self.pacing.observe_step(output.num_tokens, turn_s)
+        record = StepRecord(
+            output=output,
+            preempted=preempted,
+            due_at_s=self._due_at_s,
+            elapsed_s=elapsed_s,
+            turn_s=time.monotonic() - self._turn_began_s,
+            held_s=held_s,
+            num_committed=[len(decision.walk.token_ids) for decision in decisions],
+            is_decode=is_decode,
+            is_plain=not any(decision.candidate.num_nodes for decision in decisions),
+            drafts_may_work=any(session.max_nodes for session in self._host.sessions),
+        )
+        for observe in self._observers:
+            observe(record)
 
     def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
         candidates = []
         for item in output.items:
             session = self._by_seq[item.seq.seq_id]
-            if session.first_step_at_s is None:
-                session.first_step_at_s = started_s
+            if session.times.first_step_at_s is None:
+                session.times.first_step_at_s = started_s
             if item.seq.prompt_logits:
                 take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
             if not item.completes:
                 continue
             root_row = item.rows.stop - item.tree_nodes - 1
-            for fork in self._forks.pop(session.session_id, []):
+            for fork in self._forks.take(session.session_id):
                 self._register(fork, self._engine.fork(item.seq))
-                fork.first_step_at_s = started_s
+                fork.times.first_step_at_s = started_s
                 candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
             tree = item.seq.verified_tree or TokenTree()
             candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
         return candidates
 
     def _commit(self, decision: Decision, started_s: float, elapsed_s: float) -> None:
-        candidate, walk = decision.candidate, decision.walk
-        session, seq = candidate.session, candidate.session.seq
-        assert seq is not None
-        self.pacing.observe_walk(session, candidate.chosen[: candidate.num_nodes], walk)
+        """Make a decision final, in an order in which each part finds the session as it needs it.
+
+        1. `_prune` learns from the tree that was verified, then cuts it to what hangs below the new last token.
+        2. `make_verdict` and `_tell` describe the decision by the state, times and length that the session had before.
+        3. `_take` gives the tokens to the engine's sequence and to the history.
+        4. `_go_on` ends the session, or lets it run for as long as its credit allows.
+        """
+        session = decision.candidate.session
         num_stale = session.tree.num_stale
-        num_wasted = session.tree.advance(walk.token_ids) + num_stale
-        if session.mode is VerifyMode.REJECTION:
-            num_wasted += session.tree.clear()
-        verdict = make_verdict(decision, started_s, elapsed_s, self._held_s(session), num_wasted)
+        num_wasted = self._prune(decision) + num_stale
+        verdict = make_verdict(decision, started_s, elapsed_s, session.held_s(self._due_at_s), num_wasted)
+        self._tell(session, verdict, num_stale)
+        self._take(decision)
+        self._go_on(session, decision.walk.finish_reason)
+
+    def _prune(self, decision: Decision) -> int:
+        """Returns how many nodes were dropped unaccepted."""
+        candidate, tree = decision.candidate, decision.candidate.session.tree
+        self.pacing.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
+        num_dropped = tree.advance(decision.walk.token_ids)
+        if candidate.session.mode is VerifyMode.REJECTION:
+            num_dropped += tree.clear()
+        return num_dropped
+
+    def _tell(self, session: TargetSession, verdict: pb.Verdict, num_stale: int) -> None:
         session.tree.num_stale = session.tree.draft_us = 0
         decided_at_s = time.monotonic()
         self._recorder.verdict(session, verdict, num_stale, decided_at_s)
         if session.trace is not None:
             trace_verdict(session.trace, verdict)
-        session.last_verdict_at_s = decided_at_s
-        session.has_decided = True
+        session.decided(decided_at_s)
         session.sent.append(verdict)
-        self._worker.emit(session, verdict=verdict)
+        self._host.emit(session, verdict=verdict)
+
+    def _take(self, decision: Decision) -> None:
+        candidate, walk = decision.candidate, decision.walk
+        seq = candidate.session.seq
         if candidate.num_nodes:
             self._engine.accept(seq, walk.path)
         self._engine.append(seq, walk.token_ids[len(walk.path) :])
         self._engine.finalize(seq, len(seq.token_ids))
-        session.history.append(walk.token_ids)
-        if walk.finish_reason:
-            self._worker.end(session, pb.FinishReason.Name(walk.finish_reason).removeprefix("FINISH_REASON_").lower())
+        candidate.session.history.append(walk.token_ids)
+
+    def _go_on(self, session: TargetSession, reason: pb.FinishReason.ValueType) -> None:
+        if reason:
+            self.close(session)
+            self._host.ended(session, pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower())
             return
-        seq.prompt_logits = False
-        self._update_pause(session)
-        self.pacing.after_verdict(session)
+        session.seq.prompt_logits = False
+        session.update_pause()
+
+    # --- observers of steps
+
+    def _record_turn(self, step: StepRecord) -> None:
+        # A step that carries prefill says nothing of speculation: plain decoding would have carried it, too.
+        payoff = None
+        if step.is_decode:
+            payoff = self._payoff.of_step(
+                step.num_committed,
+                step.turn_s,
+                step.held_s,
+                is_plain=step.is_plain,
+                drafts_may_work=step.drafts_may_work,
+                began_at_s=step.due_at_s,
+                step_time=self.pacing.step_time,
+            )
+        self._recorder.turn(step.turn_s - step.elapsed_s, payoff)
+
+    def _fit_step_time(self, step: StepRecord) -> None:
+        # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
+        self.pacing.observe_step(step.output.num_tokens, step.turn_s)
 
     # --- details
 
-    def _payoff_of(self, decisions: list[Decision], turn_s: float, held_s: float) -> Payoff:
-        return self._payoff.of_step(
-            [len(decision.walk.token_ids) for decision in decisions],
-            turn_s,
-            held_s,
-            is_plain=not any(decision.candidate.num_nodes for decision in decisions),
-            drafts_may_work=any(cast(TargetSession, session).max_nodes for session in self._worker.sessions),
-            began_at_s=self._due_at_s,
-            step_time=self.pacing.step_time,
-        )
-
-    def _held_s(self, session: TargetSession) -> float:
-        return self._due_at_s - session.held_since_s if session.held_since_s is not None else 0.0
-
     def _ready(self) -> list[TargetSession]:
-        return [s for s in self._by_seq.values() if s.seq is not None and s.seq.is_ready]
+        return [session for session in self._by_seq.values() if session.seq.is_ready]
 
     def _start(self, session: TargetSession) -> None:
         body = session.body
@@ -256,32 +296,6 @@ class Verifier:
         self._register(session, seq)
 
     def _register(self, session: TargetSession, seq: Sequence) -> None:
-        session.seq = seq
+        session.begin(seq)
         self._by_seq[seq.seq_id] = session
-        self._update_pause(session)
-
-    def _update_pause(self, session: TargetSession) -> None:
-        if session.seq is not None:
-            starved = session.has_decided and session.num_tokens >= session.credit_position
-            session.seq.paused = starved or session.orphaned_at_s is not None
-
-    def _merge(self, session: TargetSession, encoded: bytes) -> None:
-        if not session.max_nodes:
-            return
-        depth_before = session.tree.max_depth
-        try:
-            proposal = pb.Proposal.FromString(encoded)
-            session.tree.merge(proposal, session.token_ids)
-        except DecodeError:
-            self._reject(session, invalid("proposal", "does not parse"))
-            return
-        except SessionFailure as failure:
-            self._reject(session, failure)
-            return
-        self.pacing.observe_proposal(session, depth_before, proposal, self._due_at_s)
-
-    def _reject(self, session: TargetSession, failure: SessionFailure) -> None:
-        """A bad proposal costs the session its draft, never its tokens."""
-        self._recorder.rejected_proposal()
-        rejected = pb.ProposalRejected(status=failure.to_status(), expected_position=session.num_tokens)
-        self._worker.emit(session, proposal_rejected=rejected)
+        session.update_pause()

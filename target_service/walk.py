@@ -1,8 +1,8 @@
 """From sampled tokens to a verdict: the walk down the verified tree, in both modes of verification.
 
-Coupled (design section 1): the target's token at each node is a function of prompt, parameters, seed and position, so
-a node is accepted iff it carries that token. Rejection (Leviathan et al. arXiv:2211.17192, algorithm 1; Chen et al.
-arXiv:2302.01318) accepts with probability min(1, p/q) and otherwise draws from the residual.
+Coupled (docs/architecture.md): the target's token at each node is a function of prompt, parameters, seed and position,
+so a node is accepted iff it carries that token. Rejection (docs/rejection.md) accepts with probability min(1, p/q) and
+otherwise draws from the residual. `reference.py` has both on one screen.
 """
 
 from __future__ import annotations
@@ -17,37 +17,32 @@ from specdec.v1 import common_pb2 as pb
 
 @dataclass(slots=True)
 class Walk:
-    """What a step commits for a session.
-
-    Attributes:
-        token_ids, origins: the committed tokens and where each came from.
-        rows: for each committed token, the node (`ROOT`: the last committed token) whose logits decided it.
-        path: the accepted nodes, root-down.
-        finish_reason: set when the last token ends the choice.
-        stop_token_id: the stop or end-of-sequence token that ended it.
-    """
+    """What a step commits for a session."""
 
     token_ids: list[int] = field(default_factory=list)
+    """The committed tokens."""
     origins: list[pb.Origin.ValueType] = field(default_factory=list)
+    """Where each of them came from."""
     rows: list[int] = field(default_factory=list)
+    """For each committed token, the node (`ROOT`: the last committed token) whose logits decided it."""
     path: list[int] = field(default_factory=list)
+    """The accepted nodes, root-down."""
     finish_reason: pb.FinishReason.ValueType = pb.FINISH_REASON_UNSPECIFIED
+    """Set when the last token ends the choice."""
     stop_token_id: int | None = None
+    """The stop or end-of-sequence token that ended it."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndOfChoice:
-    """When a choice ends on its tokens alone.
-
-    Attributes:
-        params: stop tokens, ignore_eos and max_tokens.
-        num_prompt_tokens: length of the prompt.
-        max_model_len: the longest sequence that the model takes.
-    """
+    """When a choice ends on its tokens alone."""
 
     params: SamplingParams
+    """Stop tokens, ignore_eos and max_tokens."""
     num_prompt_tokens: int
+    """Length of the prompt."""
     max_model_len: int
+    """The longest sequence that the model takes."""
 
     def check(self, token_id: int, num_tokens: int) -> tuple[pb.FinishReason.ValueType, int | None]:
         """Whether the choice ends with `token_id` as its token number `num_tokens` (prompt included)."""

@@ -19,4 +19,4 @@ _WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.Tar
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:
     """Entry of the process: returns when the servicer is gone or says stop."""
     recorder = TargetRecorder(TargetMetrics(REGISTRY))
-    run_role(port, settings, _WIRE, "target-engine", lambda worker, built: Verifier(worker, built, settings, recorder))
+    run_role(port, settings, _WIRE, "target-engine", lambda host, built: Verifier(host, built, settings, recorder))

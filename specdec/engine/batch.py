@@ -1,9 +1,8 @@
 """A scheduled step as tensors: one ragged batch of prefill chunks, decodes and trees.
 
-Rows of one item are its new tokens, then its tree nodes; items follow each other. Row ``r`` attends to
-positions ``0 .. position_ids[r]``, always in order of position: the first ``context_lens[r]`` of them through
-the block table, the rest (only for nodes of branching trees) through
-``path_slots[path_offsets[r]:path_offsets[r + 1]]``.
+Rows of one item are its new tokens, then its tree nodes; items follow each other. Row ``r`` attends to positions ``0 ..
+position_ids[r]``, always in order of position: the first ``context_lens[r]`` of them through the block table, the rest
+(only for nodes of branching trees) through ``path_slots[path_offsets[r]:path_offsets[r + 1]]``.
 """
 
 from __future__ import annotations
@@ -20,40 +19,35 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Batch:
     """Input of one forward pass, on the runner's device.
 
     T rows, S sequences, R rows with logits, P path slots.
 
     For every row: ``context_lens[r] + (path_offsets[r + 1] - path_offsets[r]) == position_ids[r] + 1``.
-
-    Attributes:
-        input_ids: [T] int64.
-        position_ids: [T] int64; a tree node's is that of a token at its depth.
-        slot_mapping: [T] int64, the physical slot (block * block_size + offset) that the row writes; no two
-            rows share one.
-        row_seq: [T] int32, the row's line of `block_tables`; never decreases.
-        context_lens: [T] int32, leading positions read through the block table, the row itself included
-            unless it has a path.
-        path_offsets: [T + 1] int32, bounds of each row's part of `path_slots`.
-        path_slots: [P] int32, physical slots of positions ``context_lens[r] ..``, in order of position, the
-            row itself last.
-        block_tables: [S, max_blocks] int32, padded with zeros.
-        logits_indices: [R] int64, rows whose logits are wanted, ascending.
-        num_seqs: S.
     """
 
     input_ids: torch.Tensor
+    """[T] int64."""
     position_ids: torch.Tensor
+    """[T] int64; a tree node's is that of a token at its depth."""
     slot_mapping: torch.Tensor
+    """[T] int64, the physical slot (block * block_size + offset) that the row writes; no two rows share one."""
     row_seq: torch.Tensor
+    """[T] int32, the row's line of `block_tables`; never decreases."""
     context_lens: torch.Tensor
+    """[T] int32, leading positions read through the block table, the row itself included unless it has a path."""
     path_offsets: torch.Tensor
+    """[T + 1] int32, bounds of each row's part of `path_slots`."""
     path_slots: torch.Tensor
+    """[P] int32, physical slots of positions ``context_lens[r] ..``, in order of position, the row itself last."""
     block_tables: torch.Tensor
+    """[S, max_blocks] int32, padded with zeros."""
     logits_indices: torch.Tensor
+    """[R] int64, rows whose logits are wanted, ascending."""
     num_seqs: int
+    """Equals S."""
 
 
 @dataclass(slots=True)

@@ -59,17 +59,8 @@ class BlockPool:
         free, cached = len(self._free), len(self._cached)
         return BlockStats(used=self.num_blocks - free - cached, cached=cached, free=free)
 
-    def ref_count(self, block: int) -> int:
-        """How many owners a block has."""
-        return self._ref_counts[block]
-
-    def is_hashed(self, block: int) -> bool:
-        """Whether the prefix cache can find this block."""
-        return self._digests[block] is not None
-
     def allocate(self, num_blocks: int) -> list[int]:
-        """Hand out blocks with one owner each, evicting the least recently used cached ones when free ones
-        run out.
+        """Hand out blocks with one owner each, evicting the least recently used cached ones when free ones run out.
 
         Raises:
             OutOfBlocks: fewer are free; none is handed out then.
@@ -113,13 +104,6 @@ class BlockPool:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
-
-    def evict_all(self) -> int:
-        """Forget every cached block (new weights, a test); returns how many there were."""
-        num_evicted = len(self._cached)
-        while self._cached:
-            self._free.append(self._evict())
-        return num_evicted
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
@@ -205,8 +189,7 @@ class BlockPool:
         digests: list[bytes] | None = None,
         max_blocks: int | None = None,
     ) -> list[int]:
-        """Blocks of the longest cached prefix of full blocks; they gain no owner, so `share` them before
-        anything else.
+        """Blocks of the longest cached prefix of full blocks; they gain no owner, so `share` them before anything else.
 
         `digests` is the sequence's hash chain if it has one: it is continued as far as the search goes, and
         not recomputed.
@@ -223,8 +206,7 @@ class BlockPool:
         return blocks
 
     def register(self, block: int, digest: bytes) -> bool:
-        """Hash a used block, whose slots must all be final; returns false if an equal block is hashed
-        already.
+        """Hash a used block, whose slots must all be final; returns false if an equal block is hashed already.
 
         Raises:
             KVInvariantError: nobody owns the block, or it has another hash.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Ids
 
@@ -14,8 +13,6 @@ from specdec.engine.outputs import EngineStats, ItemOutput, StepOutput
 from specdec.engine.runner import Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
-
-__all__ = ["Engine", "EngineStats", "ItemOutput", "StepOutput"]
 
 
 class Engine:
@@ -29,8 +26,6 @@ class Engine:
         self.runner = runner
         self.block_pool = block_pool
         self.scheduler = scheduler
-        self.operations = 0
-        """Work done by rollbacks: tokens and blocks dropped, and one per call."""
         self._ids = itertools.count()
         self._unaccepted: list[Sequence] = []  # verified in the last step
         self._rollbacks = 0
@@ -73,28 +68,10 @@ class Engine:
     def fork(self, parent: Sequence) -> Sequence:
         """A second sequence with the parent's tokens; blocks are shared until either writes (copy-on-write).
 
-        The tree and pending prompt logits stay with the parent. Cost: one copy of the token ids and the block
-        table.
+        The tree and pending prompt logits stay with the parent. Cost: one copy of the token ids and the block table.
         """
         self._check_held(parent)
-        seq_id = next(self._ids)
-        child = Sequence(
-            seq_id=seq_id,
-            token_ids=list(parent.token_ids),
-            num_prompt_tokens=parent.num_prompt_tokens,
-            num_final_tokens=parent.num_final_tokens,
-            num_computed_tokens=parent.num_computed_tokens,
-            num_served_tokens=parent.num_served_tokens,
-            num_cached_tokens=parent.num_cached_tokens,
-            block_ids=parent.block_ids[: self._num_blocks(parent.num_computed_tokens)],
-            priority=parent.priority,
-            arrival=seq_id,
-            cache_salt=parent.cache_salt,
-            wants_logits=parent.wants_logits,
-            block_digests=list(parent.block_digests),
-            num_hashed_blocks=parent.num_hashed_blocks,
-            admitted=parent.admitted,
-        )
+        child = parent.forked(next(self._ids), self._num_blocks(parent.num_computed_tokens))
         self.block_pool.share(child.block_ids)
         self.scheduler.add(child)
         return child
@@ -125,8 +102,7 @@ class Engine:
         """Cut a sequence to its first `num_tokens` tokens; whole blocks past the end are freed.
 
         When the cut falls where a chunk of a prefill happened to end, no step has given the last token's logits; it
-        is computed once more for them. Cost: what is dropped, whatever the length of what stays (counted in
-        `operations`).
+        is computed once more for them. Cost: what is dropped, whatever the length of what stays.
 
         Raises:
             SequenceStateError: that would drop final tokens, or the sequence is shorter.
@@ -141,7 +117,7 @@ class Engine:
         seq.num_served_tokens = min(seq.num_served_tokens, num_tokens)
         if seq.num_served_tokens < seq.num_computed_tokens == num_tokens:
             seq.num_computed_tokens -= 1
-        self.operations += 1 + num_dropped + self._forget_nodes(seq)
+        self._forget_nodes(seq)
         self._rollbacks += 1
         self._rollback_tokens += num_dropped
 
@@ -185,10 +161,8 @@ class Engine:
     def step(self) -> StepOutput | None:
         """Run one batch; None if nothing can run. Sequences that complete have no token pending afterwards.
 
-        Trees verified by the step before are forgotten unless accepted. If the runner raises, no sequence
-        advanced.
+        Trees verified by the step before are forgotten unless accepted. If the runner raises, no sequence advanced.
         """
-        started_s = time.perf_counter()
         for seq in self._unaccepted:
             self._forget_nodes(seq)
         self._unaccepted = []
@@ -209,8 +183,6 @@ class Engine:
             items=outputs,
             preempted=scheduled.preempted,
             num_tokens=scheduled.num_tokens,
-            started_s=started_s,
-            elapsed_s=time.perf_counter() - started_s,
         )
 
     def stats(self) -> EngineStats:
@@ -274,15 +246,14 @@ class Engine:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_pool.block_size)
 
-    def _forget_nodes(self, seq: Sequence) -> int:
-        """Forget verified nodes and free the blocks past the computed tokens; returns how many."""
+    def _forget_nodes(self, seq: Sequence) -> None:
+        """Forget verified nodes and free the blocks past the computed tokens."""
         seq.verified_tree, seq.num_verified_nodes = None, 0
         num_kept = self._num_blocks(seq.num_computed_tokens)
         dropped = seq.block_ids[num_kept:]
         if dropped:
             del seq.block_ids[num_kept:]
             self.block_pool.free(dropped)
-        return len(dropped)
 
     def _hash_final_blocks(self, seq: Sequence) -> None:
         num_full = min(seq.num_final_tokens, seq.num_computed_tokens) // self.block_pool.block_size

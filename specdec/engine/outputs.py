@@ -9,54 +9,50 @@ import torch
 from specdec.engine.sequence import Sequence
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class ItemOutput:
-    """One sequence's share of a step.
-
-    Attributes:
-        seq: the sequence.
-        rows: its rows of the logits: [last token, node 0, ...] if it completes, after every other row of the
-            chunk if it wants prompt logits.
-        start: position of the first token computed.
-        num_new_tokens: tokens computed; zero only for a tree below a token that was computed before, whose
-            row is then missing from `rows`.
-        tree_nodes: leading nodes of the sequence's tree that were verified.
-        completes: no token of the sequence was pending afterwards.
-    """
+    """One sequence's share of a step."""
 
     seq: Sequence
     rows: slice
+    """Its rows of the logits: [last token, node 0, ...] if it completes, after every other row of the chunk if it wants
+    prompt logits."""
     start: int
+    """Position of the first token computed."""
     num_new_tokens: int
+    """Tokens computed; zero only for a tree below a token that was computed before, whose row is then missing from
+    `rows`."""
     tree_nodes: int
+    """Leading nodes of the sequence's tree that were verified."""
     completes: bool
+    """No token of the sequence was pending afterwards."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class StepOutput:
-    """Logits [R, V] float32 on the runner's device, and whose they are.
-
-    `num_tokens` is the rows of the batch. `elapsed_s` runs from `started_s` (of time.perf_counter) until the runner
-    returned: on a GPU the kernels may still run.
-    """
+    """What one step computed. On a GPU its kernels may still run."""
 
     logits: torch.Tensor
+    """[R, V] float32 on the runner's device."""
     items: list[ItemOutput]
+    """Whose they are."""
     preempted: list[Sequence]
+    """Sequences that gave up their blocks for the step."""
     num_tokens: int
-    started_s: float
-    elapsed_s: float
+    """Rows of the batch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """A snapshot of the gauges and the counters since the start."""
+    """A snapshot: gauges of now, and counters since the start."""
 
     blocks_used: int
     blocks_cached: int
     blocks_total: int
     running: int
+    """Sequences that hold blocks."""
     waiting: int
+    """Sequences that hold none."""
     prefix_query_tokens: int
     prefix_hit_tokens: int
     preemptions: int

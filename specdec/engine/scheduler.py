@@ -12,24 +12,17 @@ from specdec.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class ScheduledItem:
-    """One sequence's share of a step: tokens ``[start, start + num_new_tokens)``, then leading nodes of its
-    tree.
-
-    Attributes:
-        seq: the sequence.
-        start: its computed tokens before the step.
-        num_new_tokens: pending tokens computed now; zero only for a tree below a token that is computed
-            already.
-        num_tree_nodes: nodes verified now, a prefix of ``seq.tree``; node ``i`` writes logical slot
-            ``len(token_ids) + i``.
-        completes: no token is pending afterwards.
-    """
+    """One sequence's share of a step: tokens ``[start, start + num_new_tokens)``, then leading nodes of its tree."""
 
     seq: Sequence
     start: int
+    """Its computed tokens before the step."""
     num_new_tokens: int
+    """Pending tokens computed now; zero only for a tree below a token that is computed already."""
     num_tree_nodes: int
+    """Nodes verified now, a prefix of ``seq.tree``; node ``i`` writes logical slot ``len(token_ids) + i``."""
     completes: bool
+    """No token is pending afterwards."""
 
 
 @dataclass(slots=True)

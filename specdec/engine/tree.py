@@ -14,8 +14,7 @@ MAX_TREE_NODES = 64
 
 
 class TokenTree:
-    """Proposed tokens in topological order: a parent comes before its children, so any prefix of the nodes is
-    a tree.
+    """Proposed tokens in topological order: a parent comes before its children, so any prefix of the nodes is a tree.
 
     Node ``i`` has token ``token_ids[i]`` and parent ``parents[i]``, which is ``ROOT`` or less than ``i``.
     Depth counts from 1.
@@ -92,8 +91,7 @@ class TokenTree:
         return self._children.get((parent, token_id))
 
     def add(self, parent: int, token_id: int) -> int:
-        """Hang a token below `parent` and return its node; an equal child that is there already is returned
-        instead.
+        """Hang a token below `parent` and return its node; an equal child that is there already is returned instead.
 
         Raises:
             TreeError: there is no such parent.

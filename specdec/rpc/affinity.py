@@ -26,9 +26,8 @@ def parse_cores(text: str) -> frozenset[int]:
 def split_cores(setting: str, available: Iterable[int]) -> tuple[frozenset[int] | None, frozenset[int] | None]:
     """The cores of (engine, servicer); None means: leave as it is.
 
-    `setting` is auto, off or a list. auto leaves the lowest eighth of the cores, at least one, to the
-    servicer and the others to the engine; with one core both share it. Raises ValueError when a listed core
-    is not available.
+    `setting` is auto, off or a list. auto leaves the lowest eighth of the cores, at least one, to the servicer and the
+    others to the engine; with one core both share it. Raises ValueError when a listed core is not available.
     """
     cores = sorted(available)
     if setting == "off" or (setting == "auto" and len(cores) < 2):

@@ -246,8 +246,7 @@ def internal_error(cause: BaseException) -> Internal:
 def from_status(status: status_pb2.Status) -> SpecdecError:
     """The error that a status stands for: the class its reason names, else the one its code names.
 
-    Statuses of other makers (gRPC itself, proxies) become the class of their code, or Internal where there is
-    none.
+    Statuses of other makers (gRPC itself, proxies) become the class of their code, or Internal where there is none.
     """
     info = error_details_pb2.ErrorInfo()
     violations = error_details_pb2.BadRequest()

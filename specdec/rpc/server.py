@@ -74,18 +74,14 @@ class Service(Protocol):
         """Releases everything. Called once, whatever happened before."""
 
 
-def build_server(settings: ServiceSettings) -> tuple[grpc.aio.Server, int]:
-    """A server that is bound, not started, and the port it has.
+def build_server(
+    settings: ServiceSettings, tls: TlsFiles | None, *, shares_port: bool = False
+) -> tuple[grpc.aio.Server, int]:
+    """A server that is not started, and the port it has; it is bound unless it is to share that port.
 
-    It has keepalive, explicit message limits, TLS when configured, and turns errors of handlers into typed
-    statuses. TLS files are read again when they change. Raises StartupFailed when the port cannot be used and
-    TlsFilesBroken when a TLS file cannot; both name the setting.
+    It has keepalive, explicit message limits, TLS with `tls`, and turns errors of handlers into typed statuses. Raises
+    StartupFailed, which names the setting, when the port cannot be used.
     """
-    server = _make_server(settings, shares_port=False)
-    return server, _bind(server, settings, server_tls_files(settings))
-
-
-def _make_server(settings: ServiceSettings, shares_port: bool) -> grpc.aio.Server:
     options: list[tuple[str, int]] = [
         *wire_options(settings.wire_to_callers()),
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
@@ -97,7 +93,8 @@ def _make_server(settings: ServiceSettings, shares_port: bool) -> grpc.aio.Serve
     interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
     if settings.tls_allowed_client_names:
         interceptors.append(ClientNameInterceptor(settings.tls_allowed_client_names))
-    return grpc.aio.server(interceptors=interceptors, options=options)
+    server = grpc.aio.server(interceptors=interceptors, options=options)
+    return server, settings.port if shares_port else _bind(server, settings, tls)
 
 
 async def run_service(
@@ -123,9 +120,8 @@ async def run_service(
     try:
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(service.stop)
-            server = _make_server(settings, shares_port)
             tls = server_tls_files(settings)
-            port = settings.port if shares_port else _bind(server, settings, tls)
+            server, port = build_server(settings, tls, shares_port=shares_port)
             readiness = Readiness(service.grpc_names, announcer)
             await readiness.register(server)
             service.register(server)

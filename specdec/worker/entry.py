@@ -12,9 +12,11 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.worker.build import BuiltEngine, build_engine
+from specdec.worker.host import SessionHost
 from specdec.worker.loop import EngineWorker
 from specdec.worker.ranks import lead_ranks
 from specdec.worker.role import Role, Wire
+from specdec.worker.sessions import SessionT
 
 _FLUSH_TIMEOUT_S = 2.0
 
@@ -24,7 +26,7 @@ def run_role(
     settings: TargetSettings | DraftSettings,
     wire: Wire,
     service: str,
-    make_role: Callable[[EngineWorker, BuiltEngine], Role],
+    make_role: Callable[[SessionHost[SessionT], BuiltEngine], Role[SessionT]],
 ) -> None:
     """Load the model, announce it, and run the role until the servicer goes or says stop.
 
@@ -45,12 +47,12 @@ def run_role(
             report(str(error))
             return
         built.info.instance_id = port.instance_id
-        traces = settings.otlp_endpoint is not None
-        worker = EngineWorker(port, wire, built.info, settings.session_ttl_s, traces=traces)
-        worker.role = make_role(worker, built)
         identity = built.info.identity
+        host = SessionHost[SessionT](port, wire, identity, settings.session_ttl_s)
+        role = make_role(host, built)
+        worker = EngineWorker(port, wire, built.info, host, role, traces=settings.otlp_endpoint is not None)
         log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
-        built.info.load.CopyFrom(worker.role.load())
+        built.info.load.CopyFrom(role.load())
         gc.collect()
         gc.freeze()  # what the model brought stays for good: collections need not walk it between steps
         port.send(FrameKind.READY, payload=built.info.SerializeToString())

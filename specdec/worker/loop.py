@@ -7,9 +7,8 @@ step decides for one coordinator leaves in one message, whatever the number of s
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -17,16 +16,17 @@ from google.rpc import code_pb2
 
 from specdec.rpc.bridge.frames import EnginePort, Frame, FrameKind, PeerGone
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import SessionFailure, stream_status
+from specdec.worker.errors import SessionFailure
+from specdec.worker.host import SessionHost
 from specdec.worker.role import Role, Wire
-from specdec.worker.sessions import Owner, Session, SessionTable, StaleLease
+from specdec.worker.sessions import Owner, SessionT, StaleLease
 from specdec.worker.trace import SessionTrace
 
 _LOAD_INTERVAL_S = 0.25
 _MAX_PENDING_BYTES = 32 * 2**20
 
 
-class EngineWorker:
+class EngineWorker(Generic[SessionT]):
     """Runs one role over one engine port until the servicer goes or tells it to stop."""
 
     def __init__(
@@ -34,48 +34,28 @@ class EngineWorker:
         port: EnginePort,
         wire: Wire,
         info: pb.GetReplicaInfoResponse,
-        session_ttl_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        host: SessionHost[SessionT],
+        role: Role[SessionT],
         *,
         traces: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`traces`: whether the servicer wants to know of sessions that are traced."""
-        self.port = port
-        self._traces = traces
-        self._clock = clock
-        self.sessions = SessionTable(session_ttl_s)
+        """`host` is the one that `role` was made with; `traces`: the servicer wants to know of traced sessions."""
+        self._port = port
         self._wire = wire
         self._info = info
-        self._outbox: dict[int, list[Any]] = defaultdict(list)
-        self._attached: dict[int, pb.Attached] = {}
+        self._host = host
+        self._sessions = host.sessions
+        self._responses = host.responses
+        self._role = role
+        self._traces = traces
+        self._clock = clock
         self._next_load_s = 0.0
         self._told_load: pb.LoadReport | None = None
         self._draining = False
         self._leaving = False
         self._stopping = False
         self._log = structlog.get_logger("specdec.worker")
-        self.role: Role
-
-    def emit(self, session: Session, **body: Any) -> None:
-        """Queue a result for the session's owner; dropped when its stream is broken (attach resends)."""
-        if session.owner.stream_id is not None:
-            result = self._wire.result(session_id=session.session_id, epoch=session.epoch, **body)
-            self._outbox[session.owner.stream_id].append(result)
-
-    def end(self, session: Session, reason: str = "closed") -> None:
-        """Close a session from this side; `reason` is for its trace."""
-        self.sessions.remove(session)
-        self.role.close(session)
-        if session.trace is not None:
-            self._tell_trace(session, session.trace, reason)
-
-    def fail(self, session: Session, failure: SessionFailure) -> None:
-        """End a session with an error that its owner is told."""
-        self._log.warning("session_failed", **session.log_fields, reason=failure.reason, error=str(failure))
-        self.emit(session, error=_session_error(failure))
-        if session.trace is not None:
-            session.trace.attributes["error.type"] = failure.reason
-        self.end(session, "failed")
 
     def run(self) -> None:
         """Loop until told to stop. Ends quietly when the servicer is gone."""
@@ -84,35 +64,46 @@ class EngineWorker:
                 self._turn()
         except PeerGone:
             self._log.info("servicer_gone")
-        for session in list(self.sessions):
-            if session.trace is not None:
-                self._tell_trace(session, session.trace, "shutdown")
+        for session in self._sessions:
+            self._host.tell_trace(session, "shutdown")
 
     def _turn(self) -> None:
-        for frame in self.port.poll(0):
+        for frame in self._port.poll(0):
             self._handle(frame)
         now_s = self._clock()
-        for session in self.sessions.expired(now_s):
-            self._log.info("session_expired", **session.log_fields)
-            self.end(session, "expired")
-        for session in self.sessions.overdue(now_s):
-            message = "the request's deadline has passed, and the session was not closed"
-            self.fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
+        self._end_overdue(now_s)
         # Asked after all that arrived is known: what is at hand now decides whether to wait at all.
-        until_step_s = self.role.wait_s(now_s)
+        self._role.absorb_proposals(now_s)
+        until_step_s = self._role.wait_s(now_s)
         if until_step_s == 0:
-            self.role.step()
+            self._role.step()
             self._flush()
             return
         self._flush()
-        for frame in self.port.poll(self._timeout_s(until_step_s, now_s)):
+        for frame in self._port.poll(self._timeout_s(until_step_s, now_s)):
             self._handle(frame)
+
+    def _end_overdue(self, now_s: float) -> None:
+        for session in self._sessions.expired(now_s):
+            self._log.info("session_expired", **session.log_fields)
+            self._end(session, "expired")
+        for session in self._sessions.overdue(now_s):
+            message = "the request's deadline has passed, and the session was not closed"
+            self._fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
+
+    def _end(self, session: SessionT, reason: str) -> None:
+        self._role.close(session)
+        self._host.ended(session, reason)
+
+    def _fail(self, session: SessionT, failure: SessionFailure) -> None:
+        self._role.close(session)
+        self._host.failed(session, failure)
 
     def _timeout_s(self, until_step_s: float | None, now_s: float) -> float:
         waits = [self._next_load_s - now_s]
         if until_step_s is not None:
             waits.append(until_step_s)
-        if (expiry_s := self.sessions.next_expiry_s()) is not None:
+        if (expiry_s := self._sessions.next_expiry_s()) is not None:
             waits.append(expiry_s - now_s)
         return max(0.0, min(waits))
 
@@ -122,25 +113,19 @@ class EngineWorker:
         if now_s >= self._next_load_s:
             self._next_load_s = now_s + _LOAD_INTERVAL_S
             load = self._load()
-            self.port.send(FrameKind.LOAD, 0, load.SerializeToString())
-        streams = set(self._outbox) | set(self._attached)
+            self._port.send(FrameKind.LOAD, 0, load.SerializeToString())
+        streams = self._responses.streams
         if load is not None and load != self._told_load:
-            streams.update(self.sessions.streams)  # also those who have no session here, or none any more
+            streams.update(self._sessions.streams)  # also those who have no session here, or none any more
             self._told_load = load
-        for stream_id in streams:
-            response = self._wire.response(results=self._outbox.pop(stream_id, ()))
-            if (attached := self._attached.pop(stream_id, None)) is not None:
-                response.attached.CopyFrom(attached)
-                load = load or self._load()
-            if load is not None:
-                response.load.CopyFrom(load)
-            self.port.send(FrameKind.MESSAGE, stream_id, response.SerializeToString())
-        if self._draining and not len(self.sessions):
-            self.port.send(FrameKind.DRAINED, 0, b"")
+        on_attach = load if load is not None or not self._responses.has_attached else self._load()
+        self._responses.flush(streams, load, on_attach)
+        if self._draining and not len(self._sessions):
+            self._port.send(FrameKind.DRAINED, 0, b"")
             self._draining = False
 
     def _load(self) -> pb.LoadReport:
-        load = self.role.load()
+        load = self._role.load()
         load.draining = self._leaving
         return load
 
@@ -149,10 +134,9 @@ class EngineWorker:
             case FrameKind.MESSAGE:
                 self._handle_message(frame.stream_id, frame.payload)
             case FrameKind.STREAM_CLOSED:
-                self._outbox.pop(frame.stream_id, None)
-                self._attached.pop(frame.stream_id, None)
-                for session in self.sessions.detach(frame.stream_id, self._clock()):
-                    self.role.set_orphaned(session, True)
+                self._responses.drop(frame.stream_id)
+                for session in self._sessions.detach(frame.stream_id, self._clock()):
+                    self._role.set_orphaned(session, True)
             case FrameKind.DRAIN:
                 self._draining = self._leaving = True
                 self._next_load_s = 0.0  # owners learn of it with the next flush
@@ -165,78 +149,91 @@ class EngineWorker:
         try:
             request = self._wire.request.FromString(payload)
         except DecodeError:
-            self._abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the message does not parse")
+            self._responses.abort(
+                stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", "the message does not parse"
+            )
             return
-        owner = self.sessions.owner_of(stream_id)
+        owner = self._sessions.owner_of(stream_id)
         if request.HasField("attach") == (owner is not None):
             reason = "NOT_ATTACHED" if owner is None else "ALREADY_ATTACHED"
             message = "the first message, and only that, must be an attach"
-            self._abort(stream_id, code_pb2.FAILED_PRECONDITION, reason, message)
+            self._responses.abort(stream_id, code_pb2.FAILED_PRECONDITION, reason, message)
             return
         if owner is None and (owner := self._attach(stream_id, request.attach)) is None:
             return
-        self.role.owner_message(owner, request)
+        self._role.owner_message(owner, request)
         for entry in request.entries:
             self._handle_entry(owner, stream_id, entry)
-        if self.port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
-            self._abort(stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", "responses are not being read")
+        if self._port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
+            self._responses.abort(
+                stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", "responses are not being read"
+            )
 
     def _attach(self, stream_id: int, attach: pb.Attach) -> Owner | None:
         try:
-            owner, former = self.sessions.attach(stream_id, attach.owner_id, attach.lease_generation)
+            owner, former = self._sessions.attach(stream_id, attach.owner_id, attach.lease_generation)
         except StaleLease as error:
-            self._abort(stream_id, code_pb2.FAILED_PRECONDITION, "STALE_LEASE", str(error))
+            self._responses.abort(stream_id, code_pb2.FAILED_PRECONDITION, "STALE_LEASE", str(error))
             return None
         if former is not None and former != stream_id:
-            self._abort(former, code_pb2.ABORTED, "OWNER_REPLACED", "the owner attached on another stream")
+            self._responses.abort(former, code_pb2.ABORTED, "OWNER_REPLACED", "the owner attached on another stream")
         listed = {s.session_id: s for s in attach.sessions}
-        for session in [s for s in owner.sessions.values() if not _is_same(s, listed.get(s.session_id))]:
-            self.end(session, "not attached again")
-        unknown = [session_id for session_id in listed if session_id not in owner.sessions]
-        self._attached[stream_id] = pb.Attached(
-            identity=self._info.identity, unknown_session_ids=unknown, instance_id=self._info.instance_id
+        held: dict[str, SessionT] = {}
+        for session in self._sessions.of(owner):
+            if (told := listed.get(session.session_id)) is not None and told.epoch == session.epoch:
+                held[session.session_id] = session
+            else:
+                self._end(session, "not attached again")
+        unknown = [session_id for session_id in listed if session_id not in held]
+        self._responses.attached(
+            stream_id,
+            pb.Attached(identity=self._info.identity, unknown_session_ids=unknown, instance_id=self._info.instance_id),
         )
-        self._log.info("attached", owner=owner.owner_id, sessions=len(owner.sessions), unknown=len(unknown))
-        for session in list(owner.sessions.values()):
-            self.role.set_orphaned(session, False)
-            self.role.resend(session, listed[session.session_id].committed_length)
+        self._log.info("attached", owner=owner.owner_id, sessions=len(held), unknown=len(unknown))
+        for session_id, session in held.items():
+            self._resume(session, listed[session_id].committed_length)
         return owner
+
+    def _resume(self, session: SessionT, committed_length: int) -> None:
+        self._role.set_orphaned(session, False)
+        try:
+            self._role.resend(session, committed_length)
+        except SessionFailure as failure:
+            self._fail(session, failure)
 
     def _handle_entry(self, owner: Owner, stream_id: int, entry: Any) -> None:
         kind = entry.WhichOneof("entry")
-        session = self.sessions.get(entry.session_id)
+        session = self._sessions.get(entry.session_id)
         if kind == "open":
             self._open(owner, stream_id, entry, session)
             return
         if kind is None or session is None or session.owner is not owner or session.epoch != entry.epoch:
             return
         if kind == "close":
-            self.end(session, entry.close.reason)
+            self._end(session, entry.close.reason)
             return
         try:
-            self.role.entry(session, kind, getattr(entry, kind))
+            self._role.entry(session, kind, getattr(entry, kind))
         except SessionFailure as failure:
-            self.fail(session, failure)
+            self._fail(session, failure)
 
-    def _open(self, owner: Owner, stream_id: int, entry: Any, current: Session | None) -> None:
+    def _open(self, owner: Owner, stream_id: int, entry: Any, current: SessionT | None) -> None:
         try:
             if current is not None and not self._replace(current, owner, entry):
                 return
-            session = self.role.open(owner, entry.session_id, entry.epoch, entry.open)
+            session = self._role.open(owner, entry.session_id, entry.epoch, entry.open)
         except SessionFailure as failure:
-            error = _session_error(failure)
-            result = self._wire.result(session_id=entry.session_id, epoch=entry.epoch, error=error)
-            self._outbox[stream_id].append(result)
+            self._host.refuse(stream_id, entry.session_id, entry.epoch, failure)
             return
         session.lease_generation = entry.open.lease_generation
         if entry.open.HasField("deadline_ms"):
             session.deadline_s = self._clock() + entry.open.deadline_ms / 1000
         if self._traces and entry.open.traceparent:
             session.trace = SessionTrace.begin(entry.open.traceparent)
-        self.sessions.add(session)
-        self.emit(session, opened=pb.SessionOpened(position=self.role.position(session)))
+        self._sessions.add(session)
+        self._host.emit(session, opened=pb.SessionOpened(position=self._role.position(session)))
 
-    def _replace(self, current: Session, owner: Owner, entry: Any) -> bool:
+    def _replace(self, current: SessionT, owner: Owner, entry: Any) -> bool:
         """Make way for a session that is opened again; false when the entry is an old one.
 
         The lease of a request decides between owners: a lower generation is refused, a higher one takes the session
@@ -250,36 +247,8 @@ class EngineWorker:
         if is_same_owner and entry.epoch <= current.epoch:
             return False
         if is_same_owner:
-            self.end(current, "reopened")
+            self._end(current, "reopened")
         else:
             message = f"taken over under lease generation {generation}"
-            self.fail(current, SessionFailure(code_pb2.ABORTED, "SESSION_TAKEN_OVER", message))
+            self._fail(current, SessionFailure(code_pb2.ABORTED, "SESSION_TAKEN_OVER", message))
         return True
-
-    def _tell_trace(self, session: Session, trace: SessionTrace, reason: str) -> None:
-        trace.attributes.update(
-            {
-                "gen_ai.request.model": self._info.identity.name,
-                "specdec.session_id": session.session_id,
-                "specdec.epoch": session.epoch,
-                "specdec.device": self._info.identity.device,
-                "specdec.numerics_id": self._info.identity.numerics_id,
-                "specdec.end_reason": reason,
-            }
-        )
-        told = trace.encode(self._wire.span_name, self._wire.last_phase)
-        self.port.send(FrameKind.SESSION_SPAN, payload=told)
-
-    def _abort(self, stream_id: int, code: int, reason: str, message: str) -> None:
-        self._outbox.pop(stream_id, None)
-        self._attached.pop(stream_id, None)
-        status = stream_status(code, reason, message)
-        self.port.send(FrameKind.STREAM_ABORT, stream_id, status.SerializeToString())
-
-
-def _is_same(session: Session, listed: pb.AttachedSession | None) -> bool:
-    return listed is not None and listed.epoch == session.epoch
-
-
-def _session_error(failure: SessionFailure) -> pb.SessionError:
-    return pb.SessionError(status=failure.to_status(), expected_position=failure.expected_position)

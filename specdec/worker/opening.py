@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+from google.rpc import code_pb2
+
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import invalid
+from specdec.worker.errors import SessionFailure, invalid
 
 _VERIFY_MODES = {pb.VERIFY_MODE_COUPLED: VerifyMode.COUPLED, pb.VERIFY_MODE_REJECTION: VerifyMode.REJECTION}
 
@@ -19,6 +21,13 @@ def verify_mode(body: pb.OpenSession, params: SamplingParams, default: VerifyMod
     if params.is_greedy:
         return VerifyMode.COUPLED
     return _VERIFY_MODES.get(body.verify_mode, default)
+
+
+def check_room(num_sessions: int, max_sessions: int) -> None:
+    """Raise SessionFailure where a replica holds as many sessions as it may."""
+    if num_sessions >= max_sessions:
+        message = f"all {max_sessions} sessions are taken"
+        raise SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message)
 
 
 def check_open(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> None:

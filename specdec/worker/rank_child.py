@@ -22,7 +22,7 @@ EXIT_REFUSED = 3
 """The model was refused: rank 0, which runs the same checks, says why."""
 
 
-class RankLaunch(TypedDict):
+class RankInstructions(TypedDict):
     """What the leading rank tells."""
 
     rank: int
@@ -46,14 +46,14 @@ def store_path(store_fd: int) -> Path:
 
 def main() -> int:
     """Follow rank 0; the exit code is 0 when it says stop or is gone, 1 after a failure."""
-    launch: RankLaunch = json.load(sys.stdin)
-    die_with_parent(launch["parent_pid"])
+    instructions: RankInstructions = json.load(sys.stdin)
+    die_with_parent(instructions["parent_pid"])
     leave_signals_to_parent()
     faulthandler.enable()
-    setup_logging(launch["service"], launch["log_level"], launch["log_format"])
-    if launch["cores"]:
-        os.sched_setaffinity(0, launch["cores"])
-    for descriptor in (launch["socket_fd"], launch["store_fd"]):
+    setup_logging(instructions["service"], instructions["log_level"], instructions["log_format"])
+    if instructions["cores"]:
+        os.sched_setaffinity(0, instructions["cores"])
+    for descriptor in (instructions["socket_fd"], instructions["store_fd"]):
         os.set_inheritable(descriptor, False)
     log = structlog.get_logger("specdec.worker.rank_child")
 
@@ -65,14 +65,14 @@ def main() -> int:
     from specdec.engine.parallel.step_frames import LeaderGone
     from specdec.engine.settings import EngineSettings
 
-    settings = EngineSettings.model_validate_json(launch["settings"])
+    settings = EngineSettings.model_validate_json(instructions["settings"])
     try:
-        with socket.socket(fileno=launch["socket_fd"]) as connection:
+        with socket.socket(fileno=instructions["socket_fd"]) as connection:
             group = RankGroup.join(
-                launch["rank"],
+                instructions["rank"],
                 settings.tensor_parallel_size,
-                launch["device_type"],
-                store_path(launch["store_fd"]),
+                instructions["device_type"],
+                store_path(instructions["store_fd"]),
                 settings.collective_timeout_s,
             )
             runner = ModelRunner.load(settings, group)
@@ -82,10 +82,10 @@ def main() -> int:
     except LeaderGone:
         return 0
     except EngineError as error:
-        log.error("rank_refused", rank=launch["rank"], reason=str(error))
+        log.error("rank_refused", rank=instructions["rank"], reason=str(error))
         return EXIT_REFUSED
     except Exception:
-        log.exception("rank_failed", rank=launch["rank"])
+        log.exception("rank_failed", rank=instructions["rank"])
         return 1
     return 0
 

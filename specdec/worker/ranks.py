@@ -28,7 +28,7 @@ from specdec.engine.model.loader import check_tensor_parallel
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.step_frames import StepFrame, StepKind
 from specdec.engine.settings import EngineSettings
-from specdec.worker.rank_child import EXIT_REFUSED, RankLaunch, store_path
+from specdec.worker.rank_child import EXIT_REFUSED, RankInstructions, store_path
 
 _STOP_S = 2.0
 _NOTICE_S = 1.0  # how long a death may take to be noticed here after a collective has failed for it
@@ -67,7 +67,7 @@ class Ranks:
             ours.settimeout(self.settings.collective_timeout_s)
             self.connections.append(ours)
             with theirs:
-                launch: RankLaunch = {
+                instructions: RankInstructions = {
                     "rank": rank,
                     "settings": self.settings.model_dump_json(),
                     "device_type": self._device_type,
@@ -79,9 +79,9 @@ class Ranks:
                     "log_level": log_level,
                     "log_format": log_format,
                 }
-                process = _spawn(launch)
+                process = _spawn(instructions)
             self._processes[os.pidfd_open(process.pid)] = (rank, process)
-            structlog.get_logger(__name__).info("rank_started", rank=rank, pid=process.pid, cores=launch["cores"])
+            structlog.get_logger(__name__).info("rank_started", rank=rank, pid=process.pid, cores=instructions["cores"])
         if shares is not None:
             os.sched_setaffinity(0, shares[0])
         signal.signal(signal.SIGUSR1, self._raise_lost)
@@ -204,19 +204,19 @@ def _raise_if_lost(ranks: Ranks, error: Exception) -> None:
         raise lost from error
 
 
-def _spawn(launch: RankLaunch) -> subprocess.Popen[bytes]:
+def _spawn(instructions: RankInstructions) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     for name in _LAUNCHER_ONLY:
         environment.pop(name, None)
     process = subprocess.Popen(
         [sys.executable, "-m", "specdec.worker.rank_child"],
         stdin=subprocess.PIPE,
-        pass_fds=[launch["socket_fd"], launch["store_fd"]],
+        pass_fds=[instructions["socket_fd"], instructions["store_fd"]],
         env=environment,
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-        stdin.write(json.dumps(launch).encode())
+        stdin.write(json.dumps(instructions).encode())
     return process
 
 

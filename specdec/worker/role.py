@@ -6,35 +6,42 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.sessions import Owner, Session
+from specdec.worker.sessions import Owner, SessionT
 
 
-class Role(Protocol):
-    """What a target or a draft does with sessions; the loop does the rest."""
+class Role(Protocol[SessionT]):
+    """What a target or a draft does with sessions of its own kind; the loop does the rest.
 
-    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> Session:
+    Once a turn, after all frames that have arrived, the loop asks for `absorb_proposals`, then for `wait_s`, and for
+    `step` if one is due.
+    """
+
+    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> SessionT:
         """Make a session; raises SessionFailure."""
 
-    def position(self, session: Session) -> int:
+    def position(self, session: SessionT) -> int:
         """Number of tokens held."""
 
-    def entry(self, session: Session, kind: str, body: Any) -> None:
+    def entry(self, session: SessionT, kind: str, body: Any) -> None:
         """Any entry but open and close; raises SessionFailure."""
 
     def owner_message(self, owner: Owner, message: Any) -> None:
         """What a frame says besides its entries."""
 
-    def close(self, session: Session) -> None:
+    def close(self, session: SessionT) -> None:
         """Free what the session holds."""
 
-    def set_orphaned(self, session: Session, orphaned: bool) -> None:
+    def set_orphaned(self, session: SessionT, orphaned: bool) -> None:
         """The owner's stream broke, or is back."""
 
-    def resend(self, session: Session, committed_length: int) -> None:
-        """Emit again what the owner has not seen."""
+    def resend(self, session: SessionT, committed_length: int) -> None:
+        """Emit again what the owner has not seen; raises SessionFailure when that is not held any more."""
+
+    def absorb_proposals(self, now_s: float) -> None:
+        """Take what has arrived for the next step into account, and decide what that step waits for."""
 
     def wait_s(self, now_s: float) -> float | None:
-        """0: a step is due; positive: not before then; None: nothing to do until a frame arrives."""
+        """0: a step is due; positive: not before then; None: nothing to do until a frame arrives. Changes nothing."""
 
     def step(self) -> None:
         """Run one step and emit what it decided."""
@@ -51,5 +58,6 @@ class Wire:
     response: type[Any]
     result: type[Any]
     span_name: str = "session"
-    """Of a session that is traced, and of its last phase, after queue and prefill."""
+    """Of a session that is traced."""
     last_phase: str = "decode"
+    """Name of the last phase of such a span, after queue and prefill."""

@@ -13,7 +13,8 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from specdec.worker.trace import SessionTrace
 
@@ -26,13 +27,25 @@ class StaleLease(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Session:
-    """One choice while it decodes, as a replica sees it. Roles extend it."""
+class Owner:
+    """A coordinator process."""
+
+    owner_id: str
+    lease_generation: int
+    stream_id: int | None
+    """Of its live stream; None: broken."""
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class EngineSession:
+    """One choice while it decodes, as an engine process sees it. Roles extend it."""
 
     session_id: str
     epoch: int
+    """Grows with every opening of the session; what an owner says about an earlier one is dropped."""
     owner: Owner
     orphaned_at_s: float | None = None
+    """When its owner's stream broke; None while there is one."""
     lease_generation: int = 0
     """Of the request's lease; decides between owners who both claim the session."""
     deadline_s: float | None = None
@@ -47,34 +60,32 @@ class Session:
         return {"session": self.session_id, **trace}
 
 
-@dataclass(slots=True, eq=False)
-class Owner:
-    """A coordinator process: its lease, its live stream (None: broken) and its sessions."""
-
-    owner_id: str
-    lease_generation: int
-    stream_id: int | None
-    sessions: dict[str, Session] = field(default_factory=dict)
+SessionT = TypeVar("SessionT", bound=EngineSession)
 
 
-class SessionTable:
-    """All sessions of a replica by id, and their owners by stream."""
+class EngineSessionTable(Generic[SessionT]):
+    """All sessions of a replica by id and by owner, and the owners by stream."""
 
     def __init__(self, session_ttl_s: float) -> None:
         self.session_ttl_s = session_ttl_s
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, SessionT] = {}
+        self._by_owner: dict[str, dict[str, SessionT]] = {}
         self._owners: dict[str, Owner] = {}
         self._streams: dict[int, Owner] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def __iter__(self) -> Iterator[Session]:
+    def __iter__(self) -> Iterator[SessionT]:
         return iter(self._sessions.values())
 
-    def get(self, session_id: str) -> Session | None:
+    def get(self, session_id: str) -> SessionT | None:
         """The session, if the replica holds it."""
         return self._sessions.get(session_id)
+
+    def of(self, owner: Owner) -> list[SessionT]:
+        """The owner's sessions, in the order in which they were opened."""
+        return list(self._by_owner.get(owner.owner_id, {}).values())
 
     def owner_of(self, stream_id: int) -> Owner | None:
         """The owner that attached on this stream."""
@@ -105,40 +116,41 @@ class SessionTable:
         owner.lease_generation = lease_generation
         owner.stream_id = stream_id
         self._streams[stream_id] = owner
-        for session in owner.sessions.values():
+        for session in self.of(owner):
             session.orphaned_at_s = None
         return owner, former
 
-    def detach(self, stream_id: int, now_s: float) -> list[Session]:
+    def detach(self, stream_id: int, now_s: float) -> list[SessionT]:
         """The stream broke: its owner's sessions become orphans, which are returned."""
         owner = self._streams.pop(stream_id, None)
         if owner is None:
             return []
         owner.stream_id = None
-        for session in owner.sessions.values():
+        for session in self.of(owner):
             session.orphaned_at_s = now_s
         self._forget_if_idle(owner)
-        return list(owner.sessions.values())
+        return self.of(owner)
 
-    def add(self, session: Session) -> None:
+    def add(self, session: SessionT) -> None:
         """Register an opened session."""
         self._sessions[session.session_id] = session
-        session.owner.sessions[session.session_id] = session
+        self._by_owner.setdefault(session.owner.owner_id, {})[session.session_id] = session
 
-    def remove(self, session: Session) -> None:
+    def remove(self, session: SessionT) -> None:
         """Forget a closed session."""
         if self._sessions.get(session.session_id) is session:
             del self._sessions[session.session_id]
-        if session.owner.sessions.get(session.session_id) is session:
-            del session.owner.sessions[session.session_id]
+        owned = self._by_owner.get(session.owner.owner_id, {})
+        if owned.get(session.session_id) is session:
+            del owned[session.session_id]
         self._forget_if_idle(session.owner)
 
-    def expired(self, now_s: float) -> list[Session]:
+    def expired(self, now_s: float) -> list[SessionT]:
         """Orphans whose time to live has passed."""
         limit = now_s - self.session_ttl_s
         return [s for s in self._sessions.values() if s.orphaned_at_s is not None and s.orphaned_at_s <= limit]
 
-    def overdue(self, now_s: float) -> list[Session]:
+    def overdue(self, now_s: float) -> list[SessionT]:
         """Sessions that their owners should have ended when their deadlines passed."""
         limit = now_s - DEADLINE_GRACE_S
         return [s for s in self._sessions.values() if s.deadline_s is not None and s.deadline_s <= limit]
@@ -151,5 +163,7 @@ class SessionTable:
         return min(times, default=None)
 
     def _forget_if_idle(self, owner: Owner) -> None:
-        if owner.stream_id is None and not owner.sessions:
-            self._owners.pop(owner.owner_id, None)
+        if not self._by_owner.get(owner.owner_id):
+            self._by_owner.pop(owner.owner_id, None)
+            if owner.stream_id is None:
+                self._owners.pop(owner.owner_id, None)

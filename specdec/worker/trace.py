@@ -19,20 +19,17 @@ _SAMPLED = 1
 
 @dataclass(slots=True)
 class SessionTrace:
-    """Times and sums of one opening of a session. Times are of time.monotonic.
-
-    Attributes:
-        traceparent: W3C context of the span that the session's hangs below.
-        first_step_at_s: when the first step that it was part of began; the session was queued until then.
-        prefilled_at_s: when its prompt was computed.
-        attributes: facts, by name.
-    """
+    """Times and sums of one opening of a session. Times are of time.monotonic."""
 
     traceparent: str
+    """W3C context of the span that the session's hangs below."""
     opened_at_s: float = field(default_factory=time.monotonic)
     first_step_at_s: float | None = None
+    """When the first step that it was part of began; the session was queued until then."""
     prefilled_at_s: float | None = None
+    """When its prompt was computed."""
     attributes: dict[str, Value] = field(default_factory=dict)
+    """Facts, by name."""
 
     @classmethod
     def begin(cls, traceparent: str) -> SessionTrace | None:
@@ -51,7 +48,8 @@ class SessionTrace:
         attributes = self.attributes
         for name, amount in amounts.items():
             key = f"specdec.{name}"
-            attributes[key] = attributes.get(key, 0) + amount  # type: ignore[operator]
+            before = attributes.get(key, 0)
+            attributes[key] = amount + before if isinstance(before, int | float) else amount
 
     def stepped(self, began_at_s: float) -> None:
         """A step that the session was part of is over."""

@@ -17,18 +17,48 @@ DEPTHS = (0, 2, 4)
 """Depths that a step may wait for; 0 decodes plainly at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class HoldOff:
+    """A step of one session that waits for a draft. Times are of the worker's clock."""
+
+    since_s: float
+    """A draft's answer is timed from here."""
+    until_s: float
+    depth: int
+    """The wait is over before `until_s` once the tree is this deep."""
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What goes on since a session's last miss."""
+
+    depth: int
+    """Waited for at the miss; 0: not at all."""
+    began_s: float
+    num_tokens: int
+    """Of the session, then."""
+
+
+@dataclass(slots=True)
+class MissRecord:
+    """What a session's misses say of its draft."""
+
+    num_unanswered: int = 0
+    """Misses in a row after which no proposal came in time."""
+    episode: Episode | None = None
+    """The present one; None before the first miss, and where hold-offs are fixed."""
+
+
 @dataclass(slots=True)
 class DraftLatency:
-    """Moving averages of how fast the drafts answer, in seconds.
-
-    Attributes:
-        first_s: from a verdict that left no proposal to the first usable node.
-        node_s: from one node to the next.
-    """
+    """Moving averages of how fast the drafts answer, in seconds."""
 
     first_s: float = 0.005
+    """From a verdict that left no proposal to the first usable node."""
     node_s: float = 0.003
+    """From one node to the next."""
     weight: float = 0.1
+    """Of a new observation."""
 
     def observe_first(self, elapsed_s: float) -> None:
         """A proposal answered a verdict after `elapsed_s`."""
@@ -43,22 +73,19 @@ class DraftLatency:
         return self.first_s + max(0, depth - 1) * self.node_s
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class HoldOffChoice:
-    """Picks the depth to wait for, for sessions of one kind (greedy, or sampled at a like temperature).
-
-    Attributes:
-        window: episodes for which a depth is kept. A wait that follows plain steps profits from what the draft did
-            during these, so depths are compared in runs of their own.
-        explore_every: one window in this many tries the depth that was tried least of late.
-        decay: how fast old episodes fade.
-        min_gain: waiting must have been this much better than not waiting: rates are noisy, and a wait is a risk.
-    """
+    """Picks the depth to wait for, for sessions of one kind (greedy, or sampled at a like temperature)."""
 
     window: int = 12
+    """Episodes for which a depth is kept. A wait that follows plain steps profits from what the draft did during these,
+    so depths are compared in runs of their own."""
     explore_every: int = 8
+    """One window in this many tries the depth that was tried least of late."""
     decay: float = 0.99
+    """What is left of an episode's weight after one more."""
     min_gain: float = 1.1
+    """Waiting must have been this much better than not waiting: rates are noisy, and a wait is a risk."""
     _tokens: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
     _time_s: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
     _episodes: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))

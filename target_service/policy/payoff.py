@@ -16,15 +16,12 @@ _QUIET_S = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Payoff:
-    """Two times for the same tokens, in seconds, summed over the sessions that committed them.
-
-    Attributes:
-        decode_s: what they took, hold-off included.
-        plain_s: what plain decoding of the same batch would have taken; over decode_s it is the speed-up.
-    """
+    """Two times for the same tokens, in seconds, summed over the sessions that committed them."""
 
     decode_s: float
+    """What they took, hold-off included."""
     plain_s: float
+    """What plain decoding of the same batch would have taken; over decode_s it is the speed-up."""
 
 
 class PlainSteps:

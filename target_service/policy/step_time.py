@@ -21,10 +21,14 @@ class StepTimeModel:
     """
 
     base_s: float = 0.010
+    """Of a step without rows; the prior until steps are seen, as `row_s`."""
     row_s: float = 0.0005
+    """More for each row."""
     decay: float = 0.98
+    """What is left of a step's weight after one more."""
     _prior: tuple[float, float] = field(init=False)
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # weight, x, y, xx, xy
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    """Weight, x, y, xx, xy."""
 
     def __post_init__(self) -> None:
         self._prior = (self.base_s, self.row_s)

@@ -28,9 +28,12 @@ class AttentionOptions:
     """What a layer asks of its attention, besides queries, keys and values."""
 
     scaling: float
-    sliding_window: int | None = None  # row at position p reads positions > p - sliding_window
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap)
-    sinks: torch.Tensor | None = None  # [num_heads], one extra logit per head without a value
+    sliding_window: int | None = None
+    """The row at position p reads positions > p - sliding_window."""
+    softcap: float | None = None
+    """Scores become softcap * tanh(score / softcap)."""
+    sinks: torch.Tensor | None = None
+    """[num_heads], one extra logit per head without a value."""
 
 
 class AttentionKernel(Protocol):
@@ -60,8 +63,10 @@ class ForwardContext:
     batch: Batch
     cache: KVCache | None
     kernel: AttentionKernel
-    num_calls: int = 0  # attention calls so far: the ordinal names the KV layer
-    scratch: dict[str, Any] = field(default_factory=dict)  # what a kernel computes once per pass
+    num_calls: int = 0
+    """Attention calls so far: the ordinal names the KV layer."""
+    scratch: dict[str, Any] = field(default_factory=dict)
+    """What a kernel computes once per pass."""
 
 
 class RecordingKernel:

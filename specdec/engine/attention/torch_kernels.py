@@ -192,8 +192,7 @@ def _softcapped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def _slots_by_position(context: ForwardContext, block_size: int) -> torch.Tensor:
     """Physical slot of every position of every row, ``[T, L]``, computed once per pass.
 
-    L is a multiple of ``TILE``. Entries past a row's own position name some valid slot, to be masked by the
-    reader.
+    L is a multiple of ``TILE``. Entries past a row's own position name some valid slot, to be masked by the reader.
     """
     slots: torch.Tensor | None = context.scratch.get("slots")
     if slots is None:

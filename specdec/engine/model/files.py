@@ -14,7 +14,7 @@ _NUM_SAMPLES = 64
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelIdentity:
     """What two engines must share for one to continue the other's sessions."""
 
@@ -27,8 +27,7 @@ class ModelIdentity:
 
 
 def find_model_files(model: str, revision: str | None) -> tuple[Path, str]:
-    """Return the directory of a model and its revision ("" for a plain directory), downloading a hub id if
-    need be.
+    """Return the directory of a model and its revision ("" for a plain directory), downloading a hub id if need be.
 
     Raises ``ModelLoadError`` where neither a directory nor a reachable hub repository has the name.
     """

@@ -30,7 +30,7 @@ _UNLIMITED_LEN = 4096  # default for models without a longest sequence
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class LoadedModel:
     """A model in memory, still with its own modules and dense attention, and what its files say."""
 
@@ -39,7 +39,8 @@ class LoadedModel:
     tokenizer: TokenizerFiles
     eos_token_ids: tuple[int, ...]
     max_model_len: int
-    vocab_size: int  # ids that the tokenizer can name; the logits may have more columns
+    vocab_size: int
+    """Ids that the tokenizer can name; the logits may have more columns."""
     num_logits: int
     num_parameters: int
     dtype: torch.dtype

@@ -27,8 +27,7 @@ class StepModel(Protocol):
 
 
 class RaggedModel:
-    """A model whose attention goes through ``kernel``. Constructing it switches the model's attention for
-    good.
+    """A model whose attention goes through ``kernel``. Constructing it switches the model's attention for good.
 
     Raises ``ModelNotSupported`` where the model does not take the registered function.
     """
@@ -46,8 +45,7 @@ class RaggedModel:
     def record_attention(self, probe: Probe) -> RecordingKernel:
         """Run two shapes without attending; returns what each attention call of a pass was given.
 
-        Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in
-        all layers.
+        Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in all layers.
         """
         recorders = (RecordingKernel(), RecordingKernel())
         with refusing(self.model.config.model_type):

@@ -1,9 +1,8 @@
 """Counter-based noise: every random number is a hash of where it is used.
 
-Nothing here has state, so a draft and a target, or a request before and after a crash, draw the same numbers.
-The integers are identical on every device. The Gumbel values are computed in float64 and rounded once to
-float32: two math libraries that differ in the last bit of a float64 agree on the float32 in all but a few of
-10^9 arguments.
+Nothing here has state, so a draft and a target, or a request before and after a crash, draw the same numbers. The
+integers are identical on every device. The Gumbel values are computed in float64 and rounded once to float32: two math
+libraries that differ in the last bit of a float64 agree on the float32 in all but a few of 10^9 arguments.
 
 The random numbers of one (seed, choice, purpose, position) hang on a 64-bit key, made by the output function
 of SplitMix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014). Over the token ids

@@ -17,7 +17,7 @@ from specdec.engine.sampling.perturbed_top import perturbed_top
 from specdec.engine.sampling.rejection import DraftSample, draw
 from specdec.engine.sampling.token_history import TokenHistory
 
-__all__ = ["Candidate", "DraftSample", "RowContext", "Sampler", "TokenHistory", "TokenLogprobs"]
+__all__ = ["DraftSample", "RowContext", "Sampler", "ScoredToken", "TokenHistory", "TokenLogprobs"]
 
 NativeMode = Literal["auto", "on", "off"]
 
@@ -26,7 +26,7 @@ DRAFT_SUPPORT = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class ScoredToken:
     """A token and its score with noise; of two, the higher is the likelier to be the target's token."""
 
     token_id: int
@@ -87,11 +87,11 @@ class Sampler:
         """
         return self._top(logits, rows, 1)[0]
 
-    def candidates(self, logits: Tensor, rows: Sequence[RowContext], num_candidates: int) -> list[list[Candidate]]:
+    def candidates(self, logits: Tensor, rows: Sequence[RowContext], num_candidates: int) -> list[list[ScoredToken]]:
         """Return per row the best tokens with noise, best first; the first is what `sample` returns."""
         n = min(num_candidates, self.vocab_size)
         token_ids, scores = self._top(logits, rows, n)
-        found = [Candidate(*pair) for pair in zip(token_ids, scores, strict=True)]
+        found = [ScoredToken(*pair) for pair in zip(token_ids, scores, strict=True)]
         return [
             [candidate for candidate in found[r * n : (r + 1) * n] if candidate.score > -math.inf]
             for r in range(len(rows))

@@ -20,12 +20,11 @@ class TokenCounts(NamedTuple):
 class TokenHistory:
     """Counts of the committed tokens of one session.
 
-    Cost: O(1) per token appended or truncated; `counts` is O(1) without extra tokens and O(distinct) with.
+    Cost: O(1) per token appended; `counts` is O(1) without extra tokens and O(distinct) with.
     """
 
     def __init__(self, prompt_ids: Iterable[int]) -> None:
         self._tokens = list(prompt_ids)
-        self._num_prompt_tokens = len(self._tokens)
         self._slots: dict[int, int] = {}
         self._token_ids = np.empty(64, dtype=np.int64)
         self._num_total = np.zeros(64, dtype=np.int64)
@@ -45,18 +44,6 @@ class TokenHistory:
             self._num_total[slot] += 1
             self._num_output[slot] += 1
         self._tokens.extend(token_ids)
-
-    def truncate(self, num_tokens: int) -> None:
-        """Forget all tokens past the first `num_tokens`, prompt included; ValueError inside the prompt."""
-        if not self._num_prompt_tokens <= num_tokens <= len(self._tokens):
-            raise ValueError(
-                f"cannot truncate {len(self._tokens)} tokens ({self._num_prompt_tokens} of prompt) to {num_tokens}"
-            )
-        for token_id in self._tokens[num_tokens:]:
-            slot = self._slots[token_id]
-            self._num_total[slot] -= 1
-            self._num_output[slot] -= 1
-        del self._tokens[num_tokens:]
 
     def counts(self, extra_tokens: Sequence[int] = ()) -> TokenCounts:
         """Return the counts of the committed tokens followed by `extra_tokens` of output."""

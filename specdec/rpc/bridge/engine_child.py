@@ -24,7 +24,7 @@ _LAST_FRAMES_S = 2.0
 _ENGINE_EXTRA = frozenset({"accelerate", "numpy", "safetensors", "torch", "transformers"})
 
 
-class Launch(TypedDict):
+class EngineInstructions(TypedDict):
     """What the parent tells."""
 
     entry: str
@@ -45,18 +45,18 @@ class Launch(TypedDict):
 
 def main() -> int:
     """Runs the entry; 0 when it returns or the servicer is gone, 1 when it fails."""
-    launch: Launch = json.load(sys.stdin)
-    die_with_parent(launch["parent_pid"])
+    instructions: EngineInstructions = json.load(sys.stdin)
+    die_with_parent(instructions["parent_pid"])
     leave_signals_to_parent()
     faulthandler.enable()
-    setup_logging(launch["service"], launch["log_level"], launch["log_format"])
-    if launch["cores"]:
-        os.sched_setaffinity(0, launch["cores"])
-    os.set_inheritable(launch["socket_fd"], False)
-    port = EnginePort(socket.socket(fileno=launch["socket_fd"]), launch["instance_id"])
+    setup_logging(instructions["service"], instructions["log_level"], instructions["log_format"])
+    if instructions["cores"]:
+        os.sched_setaffinity(0, instructions["cores"])
+    os.set_inheritable(instructions["socket_fd"], False)
+    port = EnginePort(socket.socket(fileno=instructions["socket_fd"]), instructions["instance_id"])
     try:
-        settings = _resolve(launch["settings_class"]).model_validate_json(launch["settings"])
-        _resolve(launch["entry"])(port, settings)
+        settings = _resolve(instructions["settings_class"]).model_validate_json(instructions["settings"])
+        _resolve(instructions["entry"])(port, settings)
     except PeerGone:
         return 0
     except Exception as error:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 
-from specdec.rpc.bridge.engine_child import Launch
+from specdec.rpc.bridge.engine_child import EngineInstructions
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.store.settings import StoreSettings
 
@@ -39,7 +39,7 @@ def launch_engine(
         instance_id: of this start.
     """
     cls = type(settings)
-    launch: Launch = {
+    instructions: EngineInstructions = {
         "entry": entry,
         "settings_class": f"{cls.__module__}:{cls.__qualname__}",
         "settings": settings.model_dump_json(exclude=_NOT_FOR_ENGINES),
@@ -60,7 +60,7 @@ def launch_engine(
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-        stdin.write(json.dumps(launch).encode())
+        stdin.write(json.dumps(instructions).encode())
     return process
 
 

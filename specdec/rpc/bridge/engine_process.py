@@ -17,11 +17,8 @@ from google.rpc import status_pb2
 from specdec.rpc.bridge.engine_launch import describe_exit, launch_engine
 from specdec.rpc.bridge.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
 from specdec.rpc.bridge.frame_writer import FrameWriter
-from specdec.rpc.bridge.frames import EnginePort
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.v1 import common_pb2
-
-__all__ = ["EnginePort", "EngineProcess", "StreamSink"]
 
 _RECEIVE_BYTES = 256 * 1024
 # Requests kept for an engine that is in a long step; senders wait above it.
@@ -56,7 +53,12 @@ class EngineProcess:
         *,
         service: str,
         cores: frozenset[int] | None = None,
+        on_session_span: Callable[[bytes], None] | None = None,
     ) -> None:
+        """What to run, as `launch_engine` takes it.
+
+        `on_session_span` is called with the encoded SessionSpan of each traced session that has ended; must not block.
+        """
         self.instance_id = secrets.token_hex(8)
         """Changes with each start."""
         self._entry = entry
@@ -84,8 +86,7 @@ class EngineProcess:
         self.info: common_pb2.GetReplicaInfoResponse | None = None
         """What it serves, with the latest load; None before it is ready."""
         self.tokenizer_config = ""
-        self.on_session_span: Callable[[bytes], None] = lambda encoded: None
-        """Called with the encoded SessionSpan of a traced session that has ended; must not block."""
+        self._on_session_span = on_session_span
 
     @property
     def is_ready(self) -> bool:
@@ -256,7 +257,8 @@ class EngineProcess:
             case FrameKind.DRAINED:
                 self._drained.set()
             case FrameKind.SESSION_SPAN:
-                self.on_session_span(frame.payload)
+                if self._on_session_span is not None:
+                    self._on_session_span(frame.payload)
             case _:
                 _log.warning("unexpected_frame", kind=frame.kind.name)
 

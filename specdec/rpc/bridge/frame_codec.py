@@ -87,11 +87,6 @@ class FrameDecoder:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    @property
-    def num_buffered_bytes(self) -> int:
-        """Bytes of a frame that is not complete yet."""
-        return len(self._buffer)
-
     def feed(self, data: bytes) -> list[Frame]:
         """The frames that `data` completes, in order. Raises FrameError on an unknown kind or length."""
         buffer = self._buffer

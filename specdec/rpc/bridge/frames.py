@@ -37,10 +37,6 @@ class EnginePort:
         self._is_polling_writes = False
         self._peer_gone = False
 
-    def fileno(self) -> int:
-        """The socket's descriptor, so that a port can be handed to select."""
-        return self._connection.fileno()
-
     def poll(self, timeout_s: float | None) -> list[Frame]:
         """All frames that have arrived, in order; waits up to `timeout_s` for the first one.
 

@@ -61,9 +61,14 @@ class ReplicaService:
             engine_cores, self._cores = split_cores(settings.engine_cores, os.sched_getaffinity(0))
         except ValueError as error:
             raise StartupFailed(str(error)) from error
-        self._engine = EngineProcess(role.engine_entry, settings, service=f"{role.name}-engine", cores=engine_cores)
         self._tracing = Tracing(settings, role.name)
-        self._engine.on_session_span = self._tracing.record
+        self._engine = EngineProcess(
+            role.engine_entry,
+            settings,
+            service=f"{role.name}-engine",
+            cores=engine_cores,
+            on_session_span=self._tracing.record,
+        )
         metrics = RelayMetrics(registry, role.name)
         self._relay = StreamRelay(self._engine, metrics, settings.stream_buffer_bytes)
         self._store: GuardedStore | None = None

@@ -132,8 +132,15 @@ def assert_blocks_add_up(engine: Engine) -> None:
     pool = engine.block_pool
     held = [block for seq in engine.scheduler.sequences for block in seq.block_ids]
     assert [held.count(block) for block in range(pool.num_blocks)] == [
-        pool.ref_count(block) for block in range(pool.num_blocks)
+        pool._ref_counts[block] for block in range(pool.num_blocks)
     ]
     stats = pool.stats()
     assert stats.used == len(set(held))
     assert stats.used + stats.cached + stats.free == pool.num_blocks
+
+
+def evict_all(pool: BlockPool) -> int:
+    """Make the prefix cache forget every block that nobody owns, by using them all; returns how many there were."""
+    num_cached = pool.stats().cached
+    pool.free(pool.allocate(pool.num_free))
+    return num_cached

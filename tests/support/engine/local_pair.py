@@ -19,17 +19,20 @@ from prometheus_client import CollectorRegistry
 
 from draft_service.drafter import Drafter
 from draft_service.metrics import DraftRecorder
+from draft_service.session import DraftSession
 from specdec.config import DraftSettings, TargetSettings
 from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
 from specdec.worker.build import BuiltEngine, build_engine
+from specdec.worker.host import SessionHost
 from specdec.worker.loop import EngineWorker
 from specdec.worker.role import Wire
 from target_service.metrics import TargetRecorder
-from target_service.policy.pacing import Pacing
+from target_service.pacing import Pacing
 from target_service.policy.step_time import StepTimeModel
+from target_service.session import TargetSession
 from target_service.verifier import Verifier
 
 MODELS = Path(__file__).parents[3] / "models"
@@ -137,9 +140,9 @@ class LocalPair:
 
     def reset(self) -> None:
         """New workers over the same engines, whose prefix caches stay as they are."""
-        for worker in (self.target, self.draft):
-            for session in list(worker.sessions):
-                worker.end(session)
+        for worker, host in ((self.target, self.target_host), (self.draft, self.draft_host)):
+            for session in list(host.sessions):
+                worker._end(session, "closed")
         self._start_workers()
 
     def _start_workers(self) -> None:
@@ -148,15 +151,27 @@ class LocalPair:
             port.outbox.clear()
             port.num_pending_bytes = 0
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-        self.target = self._worker(self.target_port, TARGET_WIRE, self.target_built)
         self.target_registry = CollectorRegistry()
         recorder = TargetRecorder(TargetMetrics(self.target_registry))
-        self.verifier = Verifier(self.target, self.target_built, self.target_settings, recorder)
-        self.target.role = self.verifier
-        self.draft = self._worker(self.draft_port, DRAFT_WIRE, self.draft_built)
+        self.target_host: SessionHost[TargetSession] = self._host(self.target_port, TARGET_WIRE, self.target_built)
+        self.verifier = Verifier(self.target_host, self.target_built, self.target_settings, recorder)
+        self.target = EngineWorker(
+            self.target_port,
+            TARGET_WIRE,
+            self.target_built.info,
+            self.target_host,
+            self.verifier,  # type: ignore[arg-type]
+        )
         draft_recorder = DraftRecorder(DraftMetrics(CollectorRegistry()))
-        self.drafter = Drafter(self.draft, self.draft_built, self.draft_settings, draft_recorder)
-        self.draft.role = self.drafter
+        self.draft_host: SessionHost[DraftSession] = self._host(self.draft_port, DRAFT_WIRE, self.draft_built)
+        self.drafter = Drafter(self.draft_host, self.draft_built, self.draft_settings, draft_recorder)
+        self.draft = EngineWorker(
+            self.draft_port,
+            DRAFT_WIRE,
+            self.draft_built.info,
+            self.draft_host,
+            self.drafter,  # type: ignore[arg-type]
+        )
         self.opens: dict[str, pb.OpenSession] = {}
         self.epochs: dict[str, int] = {}
         self.outcomes: dict[str, Outcome] = {}
@@ -166,8 +181,8 @@ class LocalPair:
         self.send_target(target_pb2.VerifyRequest(attach=attach))
         self.send_draft(draft_pb2.DraftRequest(attach=attach))
 
-    def _worker(self, port: ListPort, wire: Wire, built: BuiltEngine) -> EngineWorker:
-        return EngineWorker(port, wire, built.info, session_ttl_s=60.0)  # type: ignore[arg-type]
+    def _host(self, port: ListPort, wire: Wire, built: BuiltEngine) -> SessionHost[Any]:
+        return SessionHost(port, wire, built.info.identity, session_ttl_s=60.0)  # type: ignore[arg-type]
 
     # --- frames
 
@@ -255,7 +270,7 @@ class LocalPair:
 
     def check_nothing_left(self) -> None:
         """No session, sequence or block outlives what was opened."""
-        assert len(self.target.sessions) == len(self.draft.sessions) == 0
+        assert len(self.target_host.sessions) == len(self.draft_host.sessions) == 0
         for engine in (self.target_built.engine, self.draft_built.engine):
             assert len(engine.scheduler) == 0
             assert engine.stats().blocks_used == 0

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from specdec.engine.block_pool import BlockPool
-from specdec.engine.engine import Engine, StepOutput
+from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner
+from specdec.engine.outputs import StepOutput
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.tree import TokenTree
 

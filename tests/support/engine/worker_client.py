@@ -9,7 +9,9 @@ from google.rpc import error_details_pb2, status_pb2
 from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2, trace_pb2
+from specdec.worker.host import SessionHost
 from specdec.worker.loop import EngineWorker
+from specdec.worker.role import Role
 from tests.support.engine.local_pair import DRAFT_WIRE, TARGET_WIRE, ListPort, LocalPair
 
 
@@ -29,7 +31,9 @@ class WorkerClient:
     def __init__(self, pair: LocalPair, role: str) -> None:
         pair.reset()
         self.pair = pair
-        self.worker: EngineWorker = getattr(pair, role)
+        self.worker: EngineWorker[Any] = getattr(pair, role)
+        self.host: SessionHost[Any] = getattr(pair, f"{role}_host")
+        self.role: Role[Any] = pair.verifier if role == "target" else pair.drafter
         self.port: ListPort = getattr(pair, f"{role}_port")
         self.engine = getattr(pair, f"{role}_built").engine
         self.wire = TARGET_WIRE if role == "target" else DRAFT_WIRE
@@ -90,10 +94,15 @@ class WorkerClient:
         return [getattr(result, kind) for result in found]
 
     def session(self, session_id: str = "s") -> Any:
-        return self.worker.sessions.get(session_id)
+        return self.host.sessions.get(session_id)
+
+    def end_all(self) -> None:
+        """End what is left, as the worker ends sessions."""
+        for session in list(self.host.sessions):
+            self.worker._end(session, "closed")
 
     def check_nothing_held(self) -> None:
-        assert len(self.worker.sessions) == 0
+        assert len(self.host.sessions) == 0
         assert len(self.engine.scheduler) == 0
         assert self.engine.stats().blocks_used == 0
 

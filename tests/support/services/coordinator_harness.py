@@ -196,7 +196,7 @@ async def running(
     )
     registry = CollectorRegistry()
     service = CoordinatorService(settings, registry)
-    server, port = build_server(settings)
+    server, port = build_server(settings, tls=None)
     service.register(server)
     await server.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")

@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 def sequence(num_tokens: int, blocks: list[int], tree: TokenTree | None = None) -> Sequence:
     tokens = list(range(100, 100 + num_tokens))
-    return Sequence(0, tokens, num_tokens, block_ids=array("i", blocks), tree=tree)
+    return Sequence(seq_id=0, token_ids=tokens, num_prompt_tokens=num_tokens, block_ids=array("i", blocks), tree=tree)
 
 
 def item(seq: Sequence, start: int, num_new: int, num_nodes: int = 0) -> ScheduledItem:

@@ -6,6 +6,7 @@ import pytest
 
 from specdec.engine.block_pool import BlockPool, BlockStats
 from specdec.engine.errors import KVInvariantError, OutOfBlocks
+from tests.support.engine.exact_runner import evict_all
 
 PROMPT = list(range(12))
 
@@ -44,7 +45,7 @@ def test_a_shared_block_is_free_after_its_last_owner() -> None:
     [block] = pool.allocate(1)
     pool.share([block])
     pool.free([block])
-    assert pool.ref_count(block) == 1
+    assert pool._ref_counts[block] == 1
     pool.free([block])
     assert pool.num_free == 2
 
@@ -114,7 +115,7 @@ def test_evicting_all_leaves_used_blocks_alone() -> None:
     pool = BlockPool(8, 4)
     blocks = cache_prompt(pool, PROMPT)
     pool.share(blocks[:1])
-    assert pool.evict_all() == 2
+    assert evict_all(pool) == 2
     assert pool.stats() == BlockStats(used=1, cached=0, free=7)
     assert pool.lookup(PROMPT) == blocks[:1]
 
@@ -125,7 +126,7 @@ def test_the_second_of_two_equal_blocks_stays_unhashed() -> None:
     assert pool.register(first, b"digest")
     assert not pool.register(second, b"digest")
     assert pool.register(first, b"digest")
-    assert (pool.is_hashed(first), pool.is_hashed(second)) == (True, False)
+    assert ((pool._digests[first] is not None), (pool._digests[second] is not None)) == (True, False)
 
 
 def test_a_block_is_hashed_once_and_while_it_is_owned() -> None:
@@ -171,7 +172,7 @@ def test_writing_into_a_shared_block_copies_only_what_is_kept() -> None:
     assert pool.ensure_writable(child, 6, 4) == [(parent[1], child[1])]
     assert child[0] == parent[0]
     assert set(child[1:]).isdisjoint(parent)
-    assert [pool.ref_count(block) for block in parent] == [2, 1, 1]
+    assert [pool._ref_counts[block] for block in parent] == [2, 1, 1]
 
 
 def test_a_table_is_unchanged_when_blocks_run_out() -> None:
@@ -191,7 +192,7 @@ def test_a_hashed_block_is_copied_before_it_is_written_and_stays_cached() -> Non
     pool.register(table[0], b"digest")
     [(source, destination)] = pool.ensure_writable(table, 3, 1)
     assert table[0] == destination
-    assert pool.is_hashed(source)
+    assert pool._digests[source] is not None
     assert pool.stats() == BlockStats(used=1, cached=1, free=1)
 
 

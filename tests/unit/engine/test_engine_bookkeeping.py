@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.engine.engine import Engine, StepOutput
+from specdec.engine.engine import Engine
 from specdec.engine.errors import KVInvariantError, SequenceStateError, SequenceTooLong, TreeError
+from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
-from tests.support.engine.exact_runner import assert_blocks_add_up, fresh_logits, make_engine
+from tests.support.engine.exact_runner import assert_blocks_add_up, evict_all, fresh_logits, make_engine
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 
@@ -48,7 +49,6 @@ def test_prefill_and_decode_give_the_logits_of_the_last_token() -> None:
     output = step(engine)
     assert torch.equal(output.logits, fresh_logits(PROMPT)[None])
     assert output.num_tokens == 9
-    assert output.elapsed_s >= 0
     [item] = output.items
     assert (item.seq, item.rows, item.start, item.num_new_tokens) == (seq, slice(0, 1), 0, 9)
     assert (item.tree_nodes, item.completes) == (0, True)
@@ -221,12 +221,9 @@ def test_the_cost_of_a_rollback_does_not_depend_on_the_context() -> None:
         engine.append(seq, range(10))
         engine.block_pool.ensure_writable(seq.block_ids, context, 10)
         seq.num_computed_tokens += 10
-        before = engine.operations
-        opcodes = count_opcodes(engine.rollback, seq, context + 1)
-        costs.add((engine.operations - before, opcodes))
+        costs.add(count_opcodes(engine.rollback, seq, context + 1))
         assert (runner.num_slot_copies, runner.num_block_copies, runner.num_forwards) == (0, 0, 0)
-    [(operations, opcodes)] = costs
-    assert operations == 1 + 9 + 2
+    [opcodes] = costs
     assert opcodes > 0
 
 
@@ -235,10 +232,10 @@ def test_only_full_blocks_of_final_tokens_are_hashed() -> None:
     seq = prefilled(engine)
     engine.append(seq, [1, 2, 3, 4, 5, 6, 7])
     step(engine)
-    hashed = [engine.block_pool.is_hashed(block) for block in seq.block_ids]
+    hashed = [engine.block_pool._digests[block] is not None for block in seq.block_ids]
     assert hashed == [True, True, False, False, False]
     engine.finalize(seq, 13)
-    hashed = [engine.block_pool.is_hashed(block) for block in seq.block_ids]
+    hashed = [engine.block_pool._digests[block] is not None for block in seq.block_ids]
     assert hashed == [True, True, True, False, False]
 
 
@@ -340,7 +337,7 @@ def test_preemption_keeps_tokens_and_tree_and_loses_no_logits() -> None:
     seq.tree = TokenTree([1, 2, 3], [-1, -1, 1])
     engine.scheduler.preempt(seq)
     assert_blocks_add_up(engine)
-    engine.block_pool.evict_all()
+    evict_all(engine.block_pool)
     output = step(engine)
     assert output.items[0].num_new_tokens == 10
     assert torch.equal(output.logits[3], fresh_logits([*PROMPT, 7, 2, 3]))

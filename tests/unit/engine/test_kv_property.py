@@ -15,14 +15,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
-from specdec.engine.engine import Engine, StepOutput
+from specdec.engine.engine import Engine
 from specdec.engine.errors import SequenceTooLong
 from specdec.engine.model.runner import ModelRunner
+from specdec.engine.outputs import StepOutput
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tree import TokenTree
-from tests.support.engine.exact_runner import ExactRunner, assert_blocks_add_up, fresh_logits, prefix_contents
+from tests.support.engine.exact_runner import (
+    ExactRunner,
+    assert_blocks_add_up,
+    evict_all,
+    fresh_logits,
+    prefix_contents,
+)
 from tests.support.engine.tiny_models import save_tiny_model
 
 BLOCK_SIZE = 4
@@ -154,7 +161,7 @@ class KVMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        self.engine.block_pool.evict_all()
+        evict_all(self.engine.block_pool)
 
     @rule(new=tokens, proposals=st.lists(trees(), max_size=3), choices=paths)
     def decode(self, new: list[int], proposals: list[TokenTree], choices: list[int]) -> None:
@@ -265,7 +272,7 @@ def tiny_llama() -> ModelRunner:
 def fresh_model_logits(token_ids: tuple[int, ...]) -> torch.Tensor:
     """Logits of the last token, prefilled in one piece in blocks that no engine uses."""
     blocks = range(NUM_BLOCKS, NUM_BLOCKS + -(-len(token_ids) // BLOCK_SIZE))
-    seq = Sequence(0, list(token_ids), len(token_ids), block_ids=array("i", blocks))
+    seq = Sequence(seq_id=0, token_ids=list(token_ids), num_prompt_tokens=len(token_ids), block_ids=array("i", blocks))
     item = ScheduledItem(seq, 0, len(token_ids), 0, completes=True)
     batch, _ = build_batch(ScheduledStep([item]), BLOCK_SIZE, "cpu")
     return tiny_llama().forward(batch)[0]

@@ -15,6 +15,18 @@ from specdec.engine.tree import TokenTree
 BLOCK_SIZE = 4
 
 
+def a_sequence(seq_id: int, token_ids: list[int], num_prompt_tokens: int, *, priority: int = 0) -> Sequence:
+    """One whose prompt is all that is final."""
+    return Sequence(
+        seq_id=seq_id,
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        num_final_tokens=num_prompt_tokens,
+        priority=priority,
+        arrival=seq_id,
+    )
+
+
 class World:
     """A scheduler and the least that an engine does around it."""
 
@@ -26,7 +38,7 @@ class World:
     def add(self, num_tokens: int, *, priority: int = 0, first_token: int = 0) -> Sequence:
         seq_id = next(self._ids)
         tokens = [first_token + 100 * seq_id + i for i in range(num_tokens)]
-        seq = Sequence(seq_id, tokens, num_tokens, num_tokens, priority=priority, arrival=seq_id)
+        seq = a_sequence(seq_id, tokens, num_tokens, priority=priority)
         self.scheduler.add(seq)
         return seq
 
@@ -278,7 +290,7 @@ def test_a_prompt_that_does_not_fit_yet_holds_no_cached_blocks_either() -> None:
     world.pool.extend_digests(digests, prompt.token_ids, b"", 2)
     for block, digest in zip(prompt.block_ids, digests, strict=True):
         world.pool.register(block, digest)
-    waiting = Sequence(99, prompt.token_ids + [1] * 16, 24, 24, arrival=99)
+    waiting = a_sequence(99, prompt.token_ids + [1] * 16, 24)
     holder = world.add(4)
     world.settle()
     world.scheduler.add(waiting)

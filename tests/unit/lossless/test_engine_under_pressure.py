@@ -97,7 +97,7 @@ def test_forks_of_a_session_that_is_closed_in_prefill_start_on_their_own(
     opens = forks(salt=b"%d" % next(salts))
 
     def close_parent(pair: LocalPair) -> None:
-        if "0" in pair.live and len(pair.target.sessions) == 3:
+        if "0" in pair.live and len(pair.target_host.sessions) == 3:
             pair.send_entry("0", close=pb.CloseSession(reason="cancelled"))
             pair.live.discard("0")
 

@@ -31,8 +31,7 @@ def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
     grow(client, max_heads=1, min_path_score=0.0)
     client.attach()
     yield client
-    for session in list(client.worker.sessions):
-        client.worker.end(session)
+    client.end_all()
     client.check_nothing_held()
 
 
@@ -93,7 +92,7 @@ def other(token: int) -> int:
 def test_it_drafts_as_far_ahead_as_it_may_and_no_further(client: WorkerClient) -> None:
     drafting(client)
     assert len(chain_of(client)) == MAX_AHEAD
-    assert client.worker.role.wait_s(0.0) is None
+    assert client.role.wait_s(0.0) is None
 
 
 def test_every_proposal_carries_the_whole_chain_from_the_last_committed_position(client: WorkerClient) -> None:

@@ -8,8 +8,8 @@ import pytest
 from google.rpc import code_pb2
 
 from specdec.v1 import common_pb2 as pb
+from target_service.pacing import Pacing
 from target_service.policy.hold_off import DraftLatency
-from target_service.policy.pacing import Pacing
 from tests.support.engine.local_pair import FreeRows, LocalPair, chain, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient, fields_of, reason_of
 
@@ -28,8 +28,7 @@ def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
     client.attach()
     client.turn()
     yield client
-    for session in list(client.worker.sessions):
-        client.worker.end(session)
+    client.end_all()
     client.check_nothing_held()
 
 
@@ -279,4 +278,4 @@ def test_stale_proposals_do_not_count_as_an_answer(client: WorkerClient) -> None
         client.clock.now_s += 0.6
         client.turn()
     assert client.pair.verifier.pacing.draft_latency == latency
-    assert client.session().num_unanswered > 2
+    assert client.session().misses.num_unanswered > 2

@@ -9,7 +9,7 @@ from google.rpc import code_pb2
 
 from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.sessions import Owner, Session, SessionTable
+from specdec.worker.sessions import EngineSession, EngineSessionTable, Owner
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient, reason_of
 
@@ -25,8 +25,7 @@ def loaded_pair() -> LocalPair:
 def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
     client = WorkerClient(loaded_pair, "target")
     yield client
-    for session in list(client.worker.sessions):
-        client.worker.end(session)
+    client.end_all()
     client.check_nothing_held()
 
 
@@ -264,10 +263,10 @@ def test_a_session_that_is_not_closed_at_its_deadline_is_ended(client: WorkerCli
 
 def test_an_idle_worker_wakes_up_for_a_deadline() -> None:
     owner = Owner("a", 0, 1)
-    table = SessionTable(session_ttl_s=60.0)
-    table.add(Session("s", 1, owner, deadline_s=100.0))
+    table = EngineSessionTable(session_ttl_s=60.0)
+    table.add(EngineSession(session_id="s", epoch=1, owner=owner, deadline_s=100.0))
     assert table.next_expiry_s() == 101.0
-    table.add(Session("t", 1, owner, orphaned_at_s=30.0))
+    table.add(EngineSession(session_id="t", epoch=1, owner=owner, orphaned_at_s=30.0))
     assert table.next_expiry_s() == 90.0
 
 

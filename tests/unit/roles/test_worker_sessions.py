@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.worker.sessions import Owner, Session, SessionTable, StaleLease
+from specdec.worker.sessions import EngineSession, EngineSessionTable, Owner, StaleLease
 
 TTL_S = 60.0
 
 
-def table_with(owner_id: str = "a", stream_id: int = 1, lease: int = 5) -> tuple[SessionTable, Owner]:
-    table = SessionTable(TTL_S)
+def table_with(owner_id: str = "a", stream_id: int = 1, lease: int = 5) -> tuple[EngineSessionTable, Owner]:
+    table = EngineSessionTable(TTL_S)
     owner, former = table.attach(stream_id, owner_id, lease)
     assert former is None
     return table, owner
 
 
-def add(table: SessionTable, owner: Owner, session_id: str, epoch: int = 1) -> Session:
-    session = Session(session_id=session_id, epoch=epoch, owner=owner)
+def add(table: EngineSessionTable, owner: Owner, session_id: str, epoch: int = 1) -> EngineSession:
+    session = EngineSession(session_id=session_id, epoch=epoch, owner=owner)
     table.add(session)
     return session
 
@@ -38,7 +38,7 @@ def test_a_newer_stream_cuts_off_the_older_one_and_inherits_its_sessions(lease: 
     assert (again, former) == (owner, 1)
     assert owner.lease_generation == lease
     assert table.owner_of(1) is None
-    assert owner.sessions == {"s": session}
+    assert table.of(owner) == [session]
 
 
 def test_a_lower_lease_is_refused_and_changes_nothing() -> None:
@@ -97,7 +97,7 @@ def test_removing_a_session_that_was_replaced_keeps_its_successor() -> None:
     new = add(table, owner, "s", epoch=2)
     table.remove(old)
     assert table.get("s") is new
-    assert owner.sessions == {"s": new}
+    assert table.of(owner) == [new]
     assert len(table) == 1
 
 

@@ -102,7 +102,7 @@ async def _overload(_request: bytes, context: grpc.aio.ServicerContext) -> None:
 
 @pytest.fixture
 async def channel() -> AsyncIterator[Any]:
-    server, port = build_server(ServiceSettings(host="127.0.0.1", port=0))
+    server, port = build_server(ServiceSettings(host="127.0.0.1", port=0), tls=None)
     handlers: dict[str, Any] = {
         "Invalid": grpc.unary_unary_rpc_method_handler(_raise_invalid),
         "Bug": grpc.unary_stream_rpc_method_handler(_raise_bug),

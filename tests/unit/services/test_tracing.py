@@ -174,8 +174,7 @@ def client(pair: LocalPair, request: pytest.FixtureRequest) -> Iterator[WorkerCl
     client.worker._traces = True
     client.attach()
     yield client
-    for session in list(client.worker.sessions):
-        client.worker.end(session)
+    client.end_all()
 
 
 def opened(client: WorkerClient, traceparent: str = PARENT, **body: Any) -> None:
@@ -231,8 +230,8 @@ def test_a_session_that_fails_says_why_and_its_log_line_carries_the_trace(
         def warning(self, event: str, **fields: Any) -> None:
             lines.append({"event": event, **fields})
 
-    monkeypatch.setattr(client.worker, "_log", Log())
-    client.worker.fail(client.session(), SessionFailure(code_pb2.INTERNAL, "BROKEN", "it broke"))
+    monkeypatch.setattr(client.host, "_log", Log())
+    client.worker._fail(client.session(), SessionFailure(code_pb2.INTERNAL, "BROKEN", "it broke"))
     client.turn()
     attributes = attributes_of(client.spans[0])
     assert (attributes["error.type"], attributes["specdec.end_reason"]) == ("BROKEN", "failed")

@@ -9,17 +9,28 @@ from collections.abc import Sequence
 from specdec.engine.tree import ROOT
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
-from target_service.policy.hold_off import DraftLatency, HoldOffChoice, kind_of
+from target_service.policy.hold_off import DraftLatency, Episode, HoldOff, HoldOffChoice, kind_of
 from target_service.policy.step_time import StepTimeModel
 from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
-from target_service.session import TargetSession
+from target_service.session import SessionState, TargetSession
 from target_service.walk import Walk
 
-_MAX_FITTED_ROWS = 128  # prefill chunks would bend the line that decodes and verifications lie on
+_MAX_FITTED_ROWS = 128
+"""Prefill chunks would bend the line that decodes and verifications lie on."""
 _MAX_UNANSWERED = 2
+"""A draft that let so many misses in a row go by is not waited for until it has sent something: it may be gone. Chosen,
+not measured: every wait in vain delays a token, and a single answer may be late."""
 _PATIENCE = 1.5
+"""A step waits this many times what a draft takes on average for the depth that is wanted. About half of the answers
+take longer than the average, and one that is missed by little has cost the wait and brought nothing. Chosen, not
+measured: a wait that is too long shows in the rate of its episodes, so that `HoldOffChoice` turns to another depth."""
 _CREDIT_WEIGHT = 0.05
+"""Of one session's step in the mean number of verified nodes: the mean follows about the last twenty."""
+_CREDIT_MARGIN = 1.5
+"""Drafts are told to propose this much more than steps have verified of late, and one node on top: the mean is over
+steps of unequal size, and with no more than was verified on offer it could only fall."""
 _FIRST_MEAN_NODES = 4.0
+"""Before any step has verified anything; it makes a credit of seven nodes."""
 
 
 class Pacing:
@@ -33,6 +44,17 @@ class Pacing:
         self._hold_off_ms = hold_off_ms
         self._mean_nodes = _FIRST_MEAN_NODES
 
+    def plan(self, ready: Sequence[TargetSession], now_s: float) -> None:
+        """Decide which sessions' next steps are held off, and for what.
+
+        Stops at a session that waits for nothing: the step is due then, for those after it as well.
+        """
+        for session in ready:
+            if session.state is SessionState.DECIDED:
+                session.plan(self._plan_hold_off(session, now_s))
+            if _waits_for_nothing(session):
+                return
+
     def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
         """Time until the next step is due; 0: now; None: nothing to step.
 
@@ -43,34 +65,31 @@ class Pacing:
             return None
         until_s = 0.0
         for session in ready:
-            if session.is_undecided:
-                self._plan_hold_off(session, now_s)
-            if not session.has_decided or (session.wanted_depth == 0 and len(session.tree) == 0):
+            if _waits_for_nothing(session):
                 return 0.0
-            if session.tree.max_depth < session.wanted_depth:
-                until_s = max(until_s, session.hold_until_s - now_s)
+            if session.hold_off is not None and session.tree.max_depth < session.hold_off.depth:
+                until_s = max(until_s, session.hold_off.until_s - now_s)
         return until_s
 
     def choose_trees(self, ready: Sequence[TargetSession]) -> dict[str, list[int]]:
         """Set the tree that the next step verifies for each session; returns the chosen nodes by session id."""
         for session in ready:
-            if session.seq is not None:
-                session.seq.tree = None  # chosen for a step that had no room for the session
-        candidates = [s for s in ready if s.seq is not None and len(s.tree) and s.seq.num_pending_tokens <= 1]
+            session.seq.tree = None  # chosen for a step that had no room for the session
+        candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1]
         limits = [s.max_nodes for s in candidates]
-        scores = [self._path_scores(s, min(s.end.max_depth(s.num_tokens), self._credit(s))) for s in candidates]
+        scores = [self._path_scores(s, min(s.end.max_depth(s.num_tokens), _credit(s))) for s in candidates]
         selected = select_nodes(scores, limits, len(ready) - len(candidates), self.step_time)
         for nodes in selected:
             self._mean_nodes += _CREDIT_WEIGHT * (len(nodes) - self._mean_nodes)
         chosen: dict[str, list[int]] = {}
         for session, nodes in zip(candidates, selected, strict=True):
-            if nodes and session.seq is not None:
+            if nodes:
                 session.seq.tree, chosen[session.session_id] = session.tree.select(nodes)
         return chosen
 
     def draft_credit(self, limit: int) -> int:
         """Draft tokens per session that are worth proposing: some more than steps have verified of late."""
-        return max(1, min(limit, math.ceil(1.5 * self._mean_nodes) + 1))
+        return max(1, min(limit, math.ceil(_CREDIT_MARGIN * self._mean_nodes) + 1))
 
     def observe_step(self, num_rows: int, elapsed_s: float) -> None:
         """A step took this long."""
@@ -97,44 +116,33 @@ class Pacing:
         num_new = session.tree.max_depth - depth_before
         if num_new <= 0:
             return
-        session.num_unanswered = 0
+        session.misses.num_unanswered = 0
         latency = self.draft_latency
         if proposal.path_length:
             node_us = proposal.draft_us / proposal.path_length
             session.tree.draft_us += round(node_us * num_new)
             latency.observe_node(node_us * 1e-6)
-        if session.held_since_s is not None and depth_before == 0:
-            latency.observe_first(max(0.0, now_s - session.held_since_s - (num_new - 1) * latency.node_s))
+        if session.hold_off is not None and depth_before == 0:
+            latency.observe_first(max(0.0, now_s - session.hold_off.since_s - (num_new - 1) * latency.node_s))
 
-    def after_verdict(self, session: TargetSession) -> None:
-        """A verdict was sent: the next step's hold-off is planned once all that arrived meanwhile is in the tree."""
-        session.is_undecided = True
-        session.had_proposal = False
-        session.held_since_s = None
-        session.wanted_depth = 0
-
-    def _plan_hold_off(self, session: TargetSession, now_s: float) -> None:
-        session.is_undecided = False
-        session.had_proposal = len(session.tree) > 0
+    def _plan_hold_off(self, session: TargetSession, now_s: float) -> HoldOff | None:
         max_depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
-        if session.had_proposal or max_depth == 0:
-            return
-        choice = self._hold_off[kind_of(session.params.temperature)]
-        if session.episode is not None:
-            depth, began_s, num_tokens = session.episode
-            choice.observe(depth, session.num_tokens - num_tokens, now_s - began_s)
-            session.episode = None
-        session.num_unanswered += 1
-        if session.num_unanswered > _MAX_UNANSWERED:
-            return
+        if len(session.tree) or max_depth == 0:
+            return None
+        choice, misses = self._hold_off[kind_of(session.params.temperature)], session.misses
+        if misses.episode is not None:
+            last, misses.episode = misses.episode, None
+            choice.observe(last.depth, session.num_tokens - last.num_tokens, now_s - last.began_s)
+        misses.num_unanswered += 1
+        if misses.num_unanswered > _MAX_UNANSWERED:
+            return None
         if self._hold_off_ms is not None:
             wanted, hold_s = max_depth, self._hold_off_ms / 1e3
         else:
             wanted = choice.choose(max_depth)
             hold_s = _PATIENCE * self.draft_latency.until_depth(wanted)
-            session.episode = (wanted, now_s, session.num_tokens)
-        if wanted and hold_s > 0:
-            session.wanted_depth, session.held_since_s, session.hold_until_s = wanted, now_s, now_s + hold_s
+            misses.episode = Episode(wanted, now_s, session.num_tokens)
+        return HoldOff(now_s, now_s + hold_s, wanted) if wanted and hold_s > 0 else None
 
     def _path_scores(self, session: TargetSession, max_depth: int) -> list[float]:
         """Estimated probability that each node is reached and accepted; 0 below `max_depth`."""
@@ -148,6 +156,12 @@ class Pacing:
             scores.append(rate * (scores[parent] if parent >= 0 else 1.0))
         return scores
 
-    @staticmethod
-    def _credit(session: TargetSession) -> int:
-        return max(0, session.credit_position - session.num_tokens - 1)
+
+def _waits_for_nothing(session: TargetSession) -> bool:
+    """Whether the session's next step is prefill, or plain decoding that is not held off."""
+    return session.state is SessionState.PREFILL or (session.hold_off is None and not len(session.tree))
+
+
+def _credit(session: TargetSession) -> int:
+    """Nodes that may be accepted before the session pauses; one more token always follows them."""
+    return max(0, session.credit_position - session.num_tokens - 1)

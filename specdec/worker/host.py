@@ -1,0 +1,73 @@
+"""A replica's sessions as its role and its loop share them: which there are, what owners are told, how sessions end."""
+
+from __future__ import annotations
+
+from typing import Any, Generic
+
+import structlog
+
+from specdec.rpc.bridge.frames import EnginePort, FrameKind
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.errors import SessionFailure
+from specdec.worker.pending_responses import PendingResponses
+from specdec.worker.role import Wire
+from specdec.worker.sessions import EngineSession, EngineSessionTable, SessionT
+
+
+class SessionHost(Generic[SessionT]):
+    """What a role is made with: it emits results of its sessions here, and says when it has closed one.
+
+    It knows no role: whoever ends a session closes it at the role first (`EngineWorker`, or the role itself), then
+    tells the host by `ended` or `failed`.
+    """
+
+    def __init__(self, port: EnginePort, wire: Wire, identity: pb.ModelIdentity, session_ttl_s: float) -> None:
+        self.sessions = EngineSessionTable[SessionT](session_ttl_s)
+        self.responses = PendingResponses(port, wire)
+        self._port = port
+        self._wire = wire
+        self._identity = identity
+        self._log = structlog.get_logger("specdec.worker")
+
+    def emit(self, session: SessionT, **body: Any) -> None:
+        """Queue a result for the session's owner; dropped when its stream is broken (attach resends)."""
+        if session.owner.stream_id is not None:
+            self.responses.add(session.owner.stream_id, session.session_id, session.epoch, **body)
+
+    def refuse(self, stream_id: int, session_id: str, epoch: int, failure: SessionFailure) -> None:
+        """Tell who asked for a session why there is none."""
+        self.responses.add(stream_id, session_id, epoch, error=_session_error(failure))
+
+    def ended(self, session: SessionT, reason: str) -> None:
+        """Forget a session that its role has closed; `reason` is for its trace."""
+        self.sessions.remove(session)
+        self.tell_trace(session, reason)
+
+    def failed(self, session: SessionT, failure: SessionFailure) -> None:
+        """Forget a session that its role has closed because of an error, and tell its owner."""
+        self._log.warning("session_failed", **session.log_fields, reason=failure.reason, error=str(failure))
+        self.emit(session, error=_session_error(failure))
+        if session.trace is not None:
+            session.trace.attributes["error.type"] = failure.reason
+        self.ended(session, "failed")
+
+    def tell_trace(self, session: EngineSession, reason: str) -> None:
+        """Tell the servicer of a session that ends, if it is traced."""
+        if session.trace is None:
+            return
+        session.trace.attributes.update(
+            {
+                "gen_ai.request.model": self._identity.name,
+                "specdec.session_id": session.session_id,
+                "specdec.epoch": session.epoch,
+                "specdec.device": self._identity.device,
+                "specdec.numerics_id": self._identity.numerics_id,
+                "specdec.end_reason": reason,
+            }
+        )
+        told = session.trace.encode(self._wire.span_name, self._wire.last_phase)
+        self._port.send(FrameKind.SESSION_SPAN, payload=told)
+
+
+def _session_error(failure: SessionFailure) -> pb.SessionError:
+    return pb.SessionError(status=failure.to_status(), expected_position=failure.expected_position)

@@ -1,0 +1,44 @@
+"""Proposals on their way into the trees of their sessions."""
+
+from __future__ import annotations
+
+from google.protobuf.message import DecodeError
+
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.errors import SessionFailure, invalid
+from specdec.worker.host import SessionHost
+from target_service.metrics import TargetRecorder
+from target_service.pacing import Pacing
+from target_service.session import TargetSession
+
+
+class ProposalIntake:
+    """Merges what has arrived, and answers what is malformed."""
+
+    def __init__(self, host: SessionHost[TargetSession], recorder: TargetRecorder) -> None:
+        self._host = host
+        self._recorder = recorder
+
+    def absorb(self, session: TargetSession, pacing: Pacing, now_s: float) -> None:
+        """Hang the session's latest proposal, if one has arrived, on its tree; `pacing` learns how fast it came.
+
+        A bad proposal costs the session its draft, never its tokens.
+        """
+        encoded, session.arrived = session.arrived, None
+        if encoded is None or not session.max_nodes:
+            return
+        depth_before = session.tree.max_depth
+        try:
+            proposal = pb.Proposal.FromString(encoded)
+            session.tree.merge(proposal, session.token_ids)
+        except DecodeError:
+            self._reject(session, invalid("proposal", "does not parse"))
+        except SessionFailure as failure:
+            self._reject(session, failure)
+        else:
+            pacing.observe_proposal(session, depth_before, proposal, now_s)
+
+    def _reject(self, session: TargetSession, failure: SessionFailure) -> None:
+        self._recorder.rejected_proposal()
+        rejected = pb.ProposalRejected(status=failure.to_status(), expected_position=session.num_tokens)
+        self._host.emit(session, proposal_rejected=rejected)

@@ -1,0 +1,47 @@
+"""Both modes of verification on one screen: for one session what `decide.py` and `walk.py` do for many at once.
+
+It runs in a test only, which holds it equal to the real walk on random trees and logits. ``target`` is the model: from
+the drafted tokens behind the last committed one to logits [V] float32 of the next. ``t`` is the position of the first
+token that is decided. Penalties, cuts and the end of a choice are left out.
+"""
+
+from collections.abc import Callable, Mapping, Sequence, Set
+
+import torch
+from torch import Tensor
+
+from specdec.engine.sampling.noise import Purpose, gumbel, noise_key, uniform
+
+Path = tuple[int, ...]
+Target = Callable[[Path], Tensor]
+
+
+def coupled(tree: Set[Path], target: Target, temperature: float, seed: int, t: int) -> list[int]:
+    """The target's own tokens for as long as the tree has them, and one more: the tree decides only how many."""
+    path: Path = ()
+    while path == () or path in tree:
+        path += (sample(target(path), temperature, seed, t + len(path)),)
+    return list(path)
+
+
+def rejection(
+    chain: Sequence[tuple[int, Mapping[int, float]]], target: Target, temperature: float, seed: int, t: int
+) -> list[int]:
+    """Each drafted x ~ q stays with probability min(1, p(x) / q(x)); else one of max(0, p - q) ends the round."""
+    path: Path = ()
+    for x, q in chain:
+        p = torch.softmax(target(path).double() / temperature, dim=0)
+        if uniform(seed, 0, Purpose.ACCEPT, t + len(path)) * q[x] >= p[x]:
+            residual = torch.stack([p[token] - q.get(token, 0.0) for token in range(len(p))]).clamp(min=0)
+            point = uniform(seed, 0, Purpose.RESIDUAL, t + len(path)) * residual.sum()
+            return [*path, int(torch.searchsorted(residual.cumsum(0), point, right=True))]
+        path += (x,)
+    return [*path, sample(target(path), temperature, seed, t + len(path))]
+
+
+def sample(logits: Tensor, temperature: float, seed: int, t: int) -> int:
+    """By the Gumbel-max trick a sample of softmax(logits / temperature), and the same one wherever it is drawn."""
+    if temperature == 0:
+        return int(logits.argmax())
+    noise = gumbel(torch.tensor([noise_key(seed, 0, Purpose.PLAIN, t)]), torch.arange(len(logits)))[0]
+    return int(((logits - logits.max()) / temperature + noise).argmax())
