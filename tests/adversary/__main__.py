@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,12 +19,16 @@ import typer
 
 from tests.adversary import report
 from tests.adversary.chaos import BOUND_S, ChaosSettings, run_chaos
-from tests.adversary.pairs import subject
+from tests.adversary.pairs import replicas_with, subject
 from tests.adversary.plan import as_json, make_plan, make_short_plan, select_kinds
+from tests.adversary.soak.report import soak_text
+from tests.adversary.soak.run import SoakSettings, run_soak
 from tests.adversary.topology import Topology
 from tests.adversary.workload import make_requests
 
 _Result = TypeVar("_Result")
+KEYS_LIVE_MINUTES = 11
+"""Keys of the journal and of prefixes live for up to 660 s by default."""
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
@@ -115,6 +120,42 @@ def chaos(
         say(f"results: {report.save(f'chaos-{pair}', raw, text, results)}")
     if result.verdict.failures:
         say(f"FAILED: {len(result.verdict.failures)} failures with seed {seed}; logs in {folder}")
+        raise SystemExit(1)
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(help="How long the load lasts.", min=1.0)] = 60.0,
+    share: Annotated[float, typer.Option(help="The load, as a share of what was measured as capacity.")] = 0.8,
+    capacity_s: Annotated[float, typer.Option(help="How long capacity is measured.", min=5.0)] = 60.0,
+    clients: Annotated[int, typer.Option(help="Clients at once when capacity is measured.", min=1)] = 16,
+    seed: Annotated[int, typer.Option(help="Of the requests and their moments.")] = 1,
+    pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
+    kv_cache_mib: Annotated[int, typer.Option(help="KV cache of each replica, small so that it fills early.")] = 48,
+    logs: Annotated[Path | None, typer.Option(help="Folder of the services' logs; none: a new one.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of results.")] = report.RESULTS,
+    keep: Annotated[bool, typer.Option(help="Write results.")] = True,
+) -> None:
+    """Load with churn for long; fails when memory, descriptors, blocks, sessions, keys or latencies grow."""
+    folder = logs or Path(tempfile.mkdtemp(prefix="specdec-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"logs in {folder}")
+    models = subject(pair, folder)
+    settings = SoakSettings(minutes=minutes, share=share, capacity_s=capacity_s, sizes=models.sizes, seed=seed)
+    fleet = replicas_with(models.fleet(Topology(num_clients=clients)), kv_cache_memory_bytes=kv_cache_mib << 20)
+    if minutes < KEYS_LIVE_MINUTES * 3:
+        # Else keys could but grow for as long as the run lasts.
+        brief_s = max(1.0, minutes * 60 / 6)
+        fleet = replace(fleet, coordinator={"journal_keep_s": brief_s, "prefix_ttl_s": brief_s})
+    result = run_to_the_end(run_soak(fleet, settings, folder, say))
+    command = f"make soak SOAK_ARGS='{' '.join(sys.argv[2:])}'"
+    text = soak_text(result, command)
+    typer.echo(text)
+    if keep:
+        raw = {"command": command, "pair": pair, **asdict(result)}
+        say(f"results: {report.save(f'soak-{pair}', raw, text, results)}")
+    if result.failures:
+        say(f"FAILED: {len(result.failures)} failures; logs in {folder}")
         raise SystemExit(1)
 
 

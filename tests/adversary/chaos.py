@@ -23,8 +23,8 @@ from tests.adversary.waiting import POLL_S, until
 
 BOUND_S = 10.0
 """Within which every stream goes on, while there is a target and a coordinator that nothing is wrong with."""
-WHOLE_S = 60.0
-"""Within which all services are healthy and used again after a fault."""
+WHOLE_S = 120.0
+"""Within which all services are healthy and used again after a fault. To load takes a busy machine most of it."""
 ORPHANS_S = 15.0
 
 

@@ -46,6 +46,8 @@ class FleetSettings:
     target: Mapping[str, object] = field(default_factory=dict)
     draft: Mapping[str, object] = field(default_factory=dict)
     coordinator: Mapping[str, object] = field(default_factory=dict)
+    api_key: str | None = None
+    """Who asks coordinators for their status."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,19 +180,18 @@ class Fleet:
 
     async def _not_ready(self, coordinator: str) -> list[str]:
         wanted = self.topology.num_targets + self.topology.num_drafts
+        key = self.settings.api_key
+        metadata = None if key is None else (("authorization", f"Bearer {key}"),)
         async with grpc.aio.insecure_channel(self.direct_address(coordinator)) as channel:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
             try:
-                status = await stub.GetStatus(api.GetStatusRequest(), timeout=1.0, metadata=self._metadata())
+                status = await stub.GetStatus(api.GetStatusRequest(), timeout=1.0, metadata=metadata)
             except grpc.aio.AioRpcError as error:
                 return [f"{coordinator} has no status: {error.code().name}"]
         states = [f"{r.role} {r.address} is {r.state} {r.detail}".rstrip() for r in status.replicas]
         ready = sum(replica.state == "ready" for replica in status.replicas)
         degraded = [f"{coordinator}: {line}" for line in status.degraded]
         return degraded if ready >= wanted else [f"{coordinator} sees {ready} of {wanted} ready: {'; '.join(states)}"]
-
-    def _metadata(self) -> tuple[tuple[str, str], ...] | None:
-        return None
 
     async def _prepare(self) -> None:
         ports = {name: free_port() for name in self.topology.services}

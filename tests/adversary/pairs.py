@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specdec.cli.local.plan import shipped_model
@@ -39,3 +39,8 @@ def subject(name: str, folder: Path) -> Subject:
         pair = ModelPair(Path(shipped_model("target")), Path(shipped_model("draft")))
         return Subject(pair=pair, sizes=SHIPPED_SIZES)
     raise ValueError(f"no pair is called {name}; there are tiny and shipped")
+
+
+def replicas_with(fleet: FleetSettings, **settings: object) -> FleetSettings:
+    """The same fleet, with these settings of its targets and drafts."""
+    return replace(fleet, target={**fleet.target, **settings}, draft={**fleet.draft, **settings})

@@ -16,8 +16,8 @@ class Stream:
     name: str
     moved_s: dict[int, float]
     """When each choice that has not ended last got a token; at first, when the request was sent."""
-    reported: bool = False
-    """It has been called stuck since it last moved."""
+    reported_s: float | None = None
+    """Of when on it has been told that it is stuck."""
 
     @property
     def oldest_s(self) -> float:
@@ -70,7 +70,6 @@ class Progress:
         for window in self._windows:
             window.add(name, since_s, now)
         stream.moved_s[choice] = now
-        stream.reported = False
         if is_end and len(stream.moved_s) > 1:  # the last one's end is followed by the request's
             del stream.moved_s[choice]
 
@@ -97,11 +96,11 @@ class Progress:
         return all(stream.oldest_s >= start_s for stream in self.streams)
 
     def stuck(self, longer_than_s: float, since_s: float = 0.0) -> list[tuple[Stream, float]]:
-        """Streams that have stood for longer, counted from `since_s` at the earliest, each told once until it moves."""
+        """Streams that have stood for longer, counted from `since_s` at the earliest, each told once."""
         now, found = self._clock(), []
         for stream in self.streams:
             stood_s = now - max(stream.oldest_s, since_s)
-            if stood_s > longer_than_s and not stream.reported:
-                stream.reported = True
+            if stood_s > longer_than_s and stream.reported_s != stream.oldest_s:
+                stream.reported_s = stream.oldest_s
                 found.append((stream, stood_s))
         return found

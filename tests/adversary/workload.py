@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from specdec.client import Completion
+from specdec.client import CompletedChoice, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.faults import PROMPT
@@ -80,8 +80,7 @@ def difference(completion: Completion, undisturbed: Completion) -> str | None:
             return f"choice {index}: tokens differ from position {position} on"
         if choice.text != other.text:
             return f"choice {index}: text differs: {choice.text!r} instead of {other.text!r}"
-        logprobs = [token.logprobs for token in choice.tokens], [token.logprobs for token in other.tokens]
-        if (position := _first_difference(*logprobs)) is not None:
+        if (position := _first_difference(_logprobs(choice), _logprobs(other))) is not None:
             return f"choice {index}: log-probabilities differ at position {position}"
         if [token.text for token in choice.tokens] != [token.text for token in other.tokens]:
             return f"choice {index}: texts of tokens differ"
@@ -107,6 +106,10 @@ def _end(finished: api.ChoiceFinished | None) -> tuple[object, ...]:
         return ("no end",)
     matched = finished.WhichOneof("matched")
     return (pb.FinishReason.Name(finished.reason), matched and getattr(finished, matched))
+
+
+def _logprobs(choice: CompletedChoice) -> list[pb.PositionLogprobs | None]:
+    return [token.logprobs if token.HasField("logprobs") else None for token in choice.tokens]
 
 
 def _first_difference(ours: list, theirs: list) -> int | None:
