@@ -45,15 +45,23 @@ def run_to_the_end(work: Coroutine[Any, Any, _Result]) -> _Result:
 
     async def guarded() -> _Result:
         task = asyncio.ensure_future(work)
+
+        def interrupt(number: signal.Signals) -> None:
+            interruptions.append(number)
+            say(f"{number.name}: stopping everything")
+            task.cancel()
+
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+            asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
         return await task
 
+    interruptions: list[signal.Signals] = []
     try:
         return asyncio.run(guarded())
     except asyncio.CancelledError:
-        say("interrupted; everything was stopped")
-        raise SystemExit(130) from None
+        if not interruptions:
+            raise
+        raise SystemExit(128 + interruptions[0]) from None
 
 
 @app.callback()

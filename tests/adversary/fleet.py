@@ -26,7 +26,7 @@ from tests.adversary.waiting import POLL_S
 from tests.support.services.tiny_pair import ModelPair
 
 HOST = "127.0.0.1"
-START_S = 120.0
+START_S = 300.0
 RESTART_S = 1.0
 """From a service's end to its restart, unless a fault says otherwise: what Kubernetes takes at first."""
 ENGINE_MODULE = "specdec.rpc.bridge.engine_child"
@@ -89,7 +89,8 @@ class Fleet:
             await self._prepare()
             for name in self.services:
                 await self._start(name)
-            await self.whole(START_S)
+            if missing := await self.whole(START_S):
+                raise FleetFailed(f"not up after {START_S:g} s: {'; '.join(missing)}; logs in {self.folder}")
             self._watch = asyncio.create_task(self._keep_running(), name="fleet")
         except BaseException:
             await self._stack.aclose()

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import psutil
 
@@ -99,18 +99,16 @@ def _group(leader: psutil.Process) -> list[psutil.Process]:
 
 async def _redis(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
     redis = fleet.redis
-
-    async def restore() -> None:
-        await redis.restore()
-
-    do: dict[str, Callable[[], Awaitable[None]]] = {
-        "redis-kill": lambda: redis.kill_for(fault.heal_after_s),
-        "redis-empty": redis.empty,
-        "redis-freeze": lambda: redis.freeze_for(fault.heal_after_s),
-        "redis-past": restore,
-    }
     if fault.kind == "redis-past":
         await redis.remember()
         await asyncio.sleep(fault.heal_after_s)
     on_injected()
-    await do[fault.kind]()
+    match fault.kind:
+        case "redis-kill":
+            await redis.kill_for(fault.heal_after_s)
+        case "redis-empty":
+            await redis.empty()
+        case "redis-freeze":
+            await redis.freeze_for(fault.heal_after_s)
+        case "redis-past":
+            await redis.restore()
