@@ -97,12 +97,14 @@ class Clients:
         except SpecdecError as error:
             verdict.fail("error", f"{name}: {type(error).__name__} {error.reason}: {error}; {_held(completion)}")
         else:
-            if completion.finished is None and cut_after is not None:
-                found, verdict.num_cut_off = prefix_difference(completion, reference), verdict.num_cut_off + 1
-            else:
-                found, verdict.num_equal = difference(completion, reference), verdict.num_equal + 1
+            is_cut_off = completion.finished is None and cut_after is not None
+            found = (prefix_difference if is_cut_off else difference)(completion, reference)
             if found is not None:
                 verdict.fail("unequal", f"{name}: {found}; {_held(completion)}")
+            elif is_cut_off:
+                verdict.num_cut_off += 1
+            else:
+                verdict.num_equal += 1
         finally:
             self._progress.end(name)
 

@@ -228,7 +228,8 @@ class Fleet:
         assert service.pid is not None
         self._groups.add(service.pid)
         self.started_s[name] = time.monotonic()
-        await self.proxy.set_owner(name, service.pid)
+        if role_of(name) == "coordinator":  # They share the listeners of replicas.
+            await self.proxy.set_owner(name, service.pid)
 
     async def _keep_running(self) -> None:
         due_s: dict[str, float] = {}

@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
-import psutil
-
 from tests.adversary.proxy_link import Flow, Link
+from tests.adversary.socket_owner import owner_of
 
 HOST = "127.0.0.1"
 BACKLOG = 256
@@ -77,7 +76,7 @@ class Proxy:
 
     async def _listen(self, source: str | None, destination: str, port: int) -> int:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            name = source or await asyncio.to_thread(self._owner_of, writer.get_extra_info("peername")[1])
+            name = source or self._owner_of(writer.get_extra_info("peername")[1])
             await self._link(f"{name}>{destination}", port).carry(reader, writer)
 
         if source is not None:
@@ -88,14 +87,8 @@ class Proxy:
         return listening
 
     def _owner_of(self, peer_port: int) -> str:
-        for pid, name in self._owners.items():
-            try:
-                connections = psutil.Process(pid).net_connections("tcp4")
-            except psutil.Error:
-                continue
-            if any(connection.laddr.port == peer_port for connection in connections):
-                return name
-        return UNKNOWN
+        pid = owner_of(peer_port, list(self._owners))
+        return UNKNOWN if pid is None else self._owners.get(pid, UNKNOWN)
 
 
 async def main() -> None:

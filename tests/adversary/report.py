@@ -41,7 +41,7 @@ def chaos_text(result: ChaosResult, command: str) -> str:
     verdict = result.verdict
     lines = [
         f"`{command}`: {len(result.records)} events in {result.wall_s:.0f} s; {verdict.num_equal} answers and"
-        f" {verdict.num_cut_off} that were cut off were compared with their undisturbed runs;"
+        f" {verdict.num_cut_off} that were cut off were equal to their undisturbed runs;"
         f" {len(verdict.failures)} failures.",
         "",
         "A stall is the longest time that any choice of any stream got no token, from the fault's beginning on;",

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 NO_EVENT = "no fault"
+ENDINGS = ("unequal", "error", "hung")
+"""Failures that are a request's end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,5 +51,5 @@ class Verdict:
 
     @property
     def num_done(self) -> int:
-        """Requests whose answer was found equal, cut off ones included."""
-        return self.num_equal + self.num_cut_off
+        """Requests that have ended: answers that were equal, cut off ones included, and those that failed."""
+        return self.num_equal + self.num_cut_off + sum(failure.what in ENDINGS for failure in self.failures)

@@ -6,14 +6,14 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from specdec.client import Client, ClientSettings, Completion, generate_resuming
+from specdec.client import Client, Completion, generate_resuming
 from specdec.rpc.errors import Overloaded, SpecdecError
 from specdec.v1 import coordinator_pb2 as api
 from tests.adversary.fleet import Fleet
+from tests.adversary.soak.connections import Connections, Name
 from tests.adversary.soak.tenants import Tenants
 from tests.adversary.workload import Sizes, difference, make_requests
 
@@ -49,19 +49,23 @@ class Load:
         self._tenants = tenants
         self._sizes = sizes
         self._rng = random.Random(seed)
-        self._connections: dict[tuple[str, str], Client] = {}
-        self._retired: list[asyncio.Task[None]] = []
+        self._connections = Connections(fleet.address_for)
         self._running: set[asyncio.Task[None]] = set()
         self._probes: list[tuple[api.GenerateRequest, Completion]] = []
         self.latencies = Latencies()
         self.counts: Counter[str] = Counter()
         self.failures: list[str] = []
 
+    @property
+    def num_connections(self) -> int:
+        """How many there have been."""
+        return self._connections.num_opened
+
     async def prepare(self) -> None:
         """Get the answers that probes are compared with."""
-        key = self._tenants.operator
-        for body in make_requests(NUM_PROBES, self._sizes, seed=1):
-            self._probes.append((body, await self._connect("client-0", key).complete(body)))
+        async with self._connections.use(("client-0", self._tenants.operator)) as client:
+            for body in make_requests(NUM_PROBES, self._sizes, seed=1):
+                self._probes.append((body, await client.complete(body)))
 
     async def closed_loop(self, num_clients: int, seconds: float) -> float:
         """Requests per second that so many clients get answered, each asking again at once."""
@@ -94,9 +98,8 @@ class Load:
         """Close all connections."""
         for task in self._running:
             task.cancel()
-        await asyncio.gather(*self._running, *self._retired, return_exceptions=True)
-        for client in self._connections.values():
-            await client.close()
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await self._connections.close()
 
     async def _one(self) -> None:
         rng = self._rng
@@ -108,10 +111,10 @@ class Load:
             # Every fourth of a set is text; here all are sets of one.
             body.sampling.temperature = rng.choice((0.0, 0.7, 1.0))
         cut_after = rng.randrange(1, 100) if reference is None and rng.random() < CUT_OFF_SHARE else None
-        client = self._client()
         completion = Completion()
         try:
-            await self._read(client, body, completion, cut_after)
+            async with self._connections.use(await self._name()) as client:
+                await self._read(client, body, completion, cut_after)
         except Overloaded:
             self.counts["refused"] += 1
         except SpecdecError as error:
@@ -143,36 +146,11 @@ class Load:
                 if cut_after is not None and completion.num_tokens >= cut_after:
                     return
 
-    def _client(self) -> Client:
-        """One of the connections of a tenant; now and then a new one in its place."""
-        at = self._rng.choice(self._fleet.topology.clients)
-        key = self._tenants.pick(self._rng)
-        if self._rng.random() < RECONNECT_SHARE and (at, key) in self._connections:
-            self._retire([(at, key)])
-        gone = [one for one in self._connections if one[1] not in (*self._tenants.current, self._tenants.operator)]
-        self._retire(gone)
-        return self._connect(at, key)
-
-    def _connect(self, at: str, key: str) -> Client:
-        client = self._connections.get((at, key))
-        if client is None:
-            self.counts["connections"] += 1
-            client = Client(self._fleet.address_for(at), ClientSettings(api_key=key))
-            self._connections[at, key] = client
-        return client
-
-    def _retire(self, names: Sequence[tuple[str, str]]) -> None:
-        """Close connections once the streams that run now have ended."""
-        clients = [self._connections.pop(name) for name in names]
-        if not clients:
-            return
-        streams = list(self._running)
-
-        async def close() -> None:
-            if streams:
-                await asyncio.wait(streams)
-            for client in clients:
-                await client.close()
-
-        self._retired = [task for task in self._retired if not task.done()]
-        self._retired.append(asyncio.create_task(close()))
+    async def _name(self) -> Name:
+        """Who asks next: a client of a tenant that is there, now and then over a new connection."""
+        keys = self._tenants.current
+        await self._connections.give_up_all_but([*keys, self._tenants.operator])
+        name = self._rng.choice(self._fleet.topology.clients), self._tenants.pick(self._rng)
+        if self._rng.random() < RECONNECT_SHARE:
+            await self._connections.give_up(name)
+        return name

@@ -12,7 +12,8 @@ def soak_text(result: SoakResult, command: str) -> str:
     counts = ", ".join(f"{count} {what}" for what, count in sorted(result.counts.items()))
     lines = [
         f"`{command}`: {minutes:.1f} minutes at {result.rate_per_s:.2f} requests/s, of {result.capacity_per_s:.2f}"
-        f" answered per second at most; {result.num_tenants} tenants one after the other; {counts}.",
+        f" answered per second at most; {result.num_tenants} tenants came and went,"
+        f" {result.num_connections} connections; {counts}.",
         "",
         "Growth is the median slope (Theil and Sen) over the last two thirds, times their length.",
         "",

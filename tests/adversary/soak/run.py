@@ -47,6 +47,7 @@ class SoakResult:
     samples: list[Sample] = field(default_factory=list)
     growths: list[Growth] = field(default_factory=list)
     num_tenants: int = 0
+    num_connections: int = 0
     failures: list[str] = field(default_factory=list)
 
 
@@ -100,6 +101,7 @@ async def _soak(
 
     await until(is_released, RELEASE_S)
     result.counts, result.num_tenants = dict(load.counts), tenants.num_ever
+    result.num_connections = load.num_connections
     result.growths = growths(result.times_s, result.samples)
     result.failures = [
         *load.failures,
