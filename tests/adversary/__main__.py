@@ -139,7 +139,7 @@ def soak(
     clients: Annotated[int, typer.Option(help="Clients at once when capacity is measured.", min=1)] = 16,
     seed: Annotated[int, typer.Option(help="Of the requests and their moments.")] = 1,
     pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
-    kv_cache_mib: Annotated[int, typer.Option(help="KV cache of each replica, small so that it fills early.")] = 48,
+    kv_blocks: Annotated[int, typer.Option(help="KV blocks of each replica, few so that the cache fills early.")] = 512,
     logs: Annotated[Path | None, typer.Option(help="Folder of the services' logs; none: a new one.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of results.")] = report.RESULTS,
     keep: Annotated[bool, typer.Option(help="Write results.")] = True,
@@ -150,7 +150,7 @@ def soak(
     say(f"logs in {folder}")
     models = subject(pair, folder)
     settings = SoakSettings(minutes=minutes, share=share, capacity_s=capacity_s, sizes=models.sizes, seed=seed)
-    fleet = replicas_with(models.fleet(Topology(num_clients=clients)), kv_cache_memory_bytes=kv_cache_mib << 20)
+    fleet = replicas_with(models.fleet(Topology(num_clients=clients)), num_blocks=kv_blocks)
     if minutes < KEYS_LIVE_MINUTES * 3:
         # Else keys could but grow for as long as the run lasts.
         brief_s = max(1.0, minutes * 60 / 6)

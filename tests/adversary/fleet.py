@@ -91,6 +91,7 @@ class Fleet:
                 await self._start(name)
             if missing := await self.whole(START_S):
                 raise FleetFailed(f"not up after {START_S:g} s: {'; '.join(missing)}; logs in {self.folder}")
+            await self._check_links()
             self._watch = asyncio.create_task(self._keep_running(), name="fleet")
         except BaseException:
             await self._stack.aclose()
@@ -221,6 +222,13 @@ class Fleet:
                 own |= self.settings.draft
             spec = service_spec(role, name, port, RoleSettings(overrides=own), environment={})
             self.services[name] = ServiceProcess(spec, self.folder / f"{name}.log")
+
+    async def _check_links(self) -> None:
+        """A link that nothing goes through is one that no fault can befall."""
+        connections = await self.proxy.connections()
+        unused = [name for name in self.topology.links if not name.startswith("client") and not connections.get(name)]
+        if unused:
+            raise FleetFailed(f"nothing goes through {', '.join(unused)}; there are {connections}")
 
     async def _start(self, name: str) -> None:
         service = self.services[name]

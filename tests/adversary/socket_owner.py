@@ -7,8 +7,12 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-LOOPBACK = "0100007F"
-TABLE = Path("/proc/net/tcp")
+TABLES = {
+    Path("/proc/net/tcp"): "0100007F",
+    # gRPC's sockets speak both versions: to them 127.0.0.1 is ::ffff:127.0.0.1.
+    Path("/proc/net/tcp6"): "0000000000000000FFFF00000100007F",
+}
+"""127.0.0.1, as each table writes it."""
 
 
 def owner_of(port: int, pids: Iterable[int]) -> int | None:
@@ -28,10 +32,11 @@ def owner_of(port: int, pids: Iterable[int]) -> int | None:
 
 def _inode_of(port: int) -> str | None:
     """The socket whose local end it is; connections that are over have none."""
-    local = f" {LOOPBACK}:{port:04X} "
-    for line in TABLE.read_text().splitlines():
-        if local in line:
-            fields = line.split()
-            if fields[1] == local.strip() and fields[9] != "0":
-                return fields[9]
+    for table, loopback in TABLES.items():
+        local = f"{loopback}:{port:04X}"
+        for line in table.read_text().splitlines():
+            if local in line:
+                fields = line.split()
+                if fields[1] == local and fields[9] != "0":
+                    return fields[9]
     return None

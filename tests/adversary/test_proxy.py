@@ -118,7 +118,8 @@ async def test_a_reset_ends_connections_at_once_and_new_ones_are_carried() -> No
         assert await echoed(await asyncio.open_connection(HOST, port), b"after") == b"after"
 
 
-async def test_links_to_one_port_are_told_apart_by_the_process_that_connects() -> None:
+@pytest.mark.parametrize("address", [HOST, f"::ffff:{HOST}"])
+async def test_links_to_one_port_are_told_apart_by_the_process_that_connects(address: str) -> None:
     def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"x")
 
@@ -126,7 +127,7 @@ async def test_links_to_one_port_are_told_apart_by_the_process_that_connects() -
         port = await proxy.listen("b", server.sockets[0].getsockname()[1])
         await proxy.set_owner("me", os.getpid())
         await proxy.set_flow("you>b", forth=Flow(held=True))
-        reader, _ = await asyncio.open_connection(HOST, port)
+        reader, _ = await asyncio.open_connection(address, port)
         assert await asyncio.wait_for(reader.readexactly(1), LONG_S) == b"x"
         assert await proxy.connections() == {"me>b": 1}
 
