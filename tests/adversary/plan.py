@@ -144,6 +144,8 @@ def make_short_plan(seed: int, topology: Topology) -> list[Event]:
     others = [kind for kind in chosen if kind not in (*kills, *redis, LASTING_IN_SHORT)]
     for kinds in (kills, redis, others):
         rng.shuffle(kinds)
+    # Beside a stopped target nothing else takes one away: nobody would be left, and streams might rightly stand.
+    chosen[kills[-1]] = (kills[-1], "draft")
     # An odd one is alone.
     order = [*kills, LASTING_IN_SHORT, *itertools.chain(*zip(redis, others, strict=False)), *others[len(redis) :]]
     pairs = [order[first : first + 2] for first in range(0, len(order), 2)]

@@ -45,6 +45,8 @@ def test_the_short_plan_has_every_kind_once_and_stops_an_engine_for_long() -> No
         faults = [fault for event in make_short_plan(seed, TOPOLOGY) for fault in event.faults]
         assert sorted(fault.kind for fault in faults) == sorted({kind for kind, _ in all_kinds()})
         assert [fault.kind for fault in faults if fault.heal_after_s > 10.0] == ["stop-engine"]
+        [judged] = [event for event in make_short_plan(seed, TOPOLOGY) if "stop-engine" in event.label]
+        assert not leaves_nobody(judged, TOPOLOGY)
 
 
 def test_two_at_once_are_two() -> None:
