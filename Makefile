@@ -18,6 +18,8 @@ CRD_PACKAGES := @kubernetes-models/cert-manager@4.4.4 @kubernetes-models/keda@0.
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+CHAOS_ARGS ?=
+SOAK_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -104,6 +106,14 @@ test-long: $(STAMP)  ## Run the tests that take minutes.
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest tests -m gpu --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
+
+.PHONY: chaos
+chaos: $(STAMP) servers  ## Break a fleet at random while clients compare all answers (CHAOS_ARGS="--seed 7").
+	@$(BIN)/python -m tests.adversary chaos $(CHAOS_ARGS)
+
+.PHONY: soak
+soak: $(STAMP) servers  ## Load a fleet for an hour and look for what grows (SOAK_ARGS="--minutes 60").
+	@$(BIN)/python -m tests.adversary soak $(SOAK_ARGS)
 
 .PHONY: lint
 lint: lint-python lint-proto  ## Check style, types and protos.

@@ -1,0 +1,171 @@
+"""`python -m tests.adversary chaos`: faults at random, from a printed seed. `... soak`: long load, and what grows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import structlog
+import typer
+
+from tests.adversary import report
+from tests.adversary.chaos import BOUND_S, ChaosSettings, run_chaos
+from tests.adversary.pairs import replicas_with, subject
+from tests.adversary.plan import as_json, make_plan, make_short_plan, select_kinds
+from tests.adversary.soak.report import soak_text
+from tests.adversary.soak.run import SoakSettings, run_soak
+from tests.adversary.topology import Topology
+from tests.adversary.workload import make_requests
+
+_Result = TypeVar("_Result")
+KEYS_LIVE_MINUTES = 11
+"""Keys of the journal and of prefixes live for up to 660 s by default."""
+app = typer.Typer(add_completion=False, no_args_is_help=True)
+
+
+def say(text: str) -> None:
+    """Tell people, with the time since the start."""
+    typer.echo(f"[{time.monotonic() - _BEGAN_S:7.1f}] {text}")
+
+
+_BEGAN_S = time.monotonic()
+
+
+def run_to_the_end(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Run; SIGINT and SIGTERM end the work in order, so that nothing is left running."""
+
+    async def guarded() -> _Result:
+        task = asyncio.ensure_future(work)
+
+        def interrupt(number: signal.Signals) -> None:
+            interruptions.append(number)
+            say(f"{number.name}: stopping everything")
+            task.cancel()
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            asyncio.get_running_loop().add_signal_handler(number, interrupt, number)
+        return await task
+
+    interruptions: list[signal.Signals] = []
+    try:
+        return asyncio.run(guarded())
+    except asyncio.CancelledError:
+        if not interruptions:
+            raise
+        raise SystemExit(128 + interruptions[0]) from None
+
+
+@app.callback()
+def prepare() -> None:
+    """Try to break a fleet, and tell whether it broke."""
+    for name in [name for name in os.environ if name.startswith("SPECDEC_")]:
+        del os.environ[name]
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+
+
+@app.command()
+def chaos(
+    seed: Annotated[int | None, typer.Option(help="Of the plan and of the clients; none: a random one.")] = None,
+    only: Annotated[str, typer.Option(help="Numbers of events of the plan, separated by commas; none: all.")] = "",
+    kinds: Annotated[str, typer.Option(help="KIND or KIND:TIER, separated by commas; * stands for anything.")] = "",
+    rounds: Annotated[int, typer.Option(help="How often each kind comes.", min=1)] = 1,
+    num_pairs: Annotated[
+        int | None, typer.Option(help="Pairs of faults per round; none: half as many as kinds.")
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Least number of answers that are compared.", min=1)] = 1000,
+    distinct: Annotated[int, typer.Option(help="Different requests among them.", min=1)] = 96,
+    clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 16,
+    bound_s: Annotated[float, typer.Option(help="Within which every stream is to go on.")] = BOUND_S,
+    pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
+    short: Annotated[bool, typer.Option(help="The plan of the short run in `make test`.")] = False,
+    logs: Annotated[Path | None, typer.Option(help="Folder of the services' logs; none: a new one.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of results.")] = report.RESULTS,
+    keep: Annotated[bool, typer.Option(help="Write results.")] = True,
+    dry: Annotated[bool, typer.Option(help="Print the plan and end.")] = False,
+) -> None:
+    """Break things at random while clients compare all answers with undisturbed runs."""
+    seed = secrets.randbelow(2**32) if seed is None else seed
+    topology = Topology(num_clients=clients)
+    chosen = select_kinds([pattern for pattern in kinds.split(",") if pattern])
+    plan = make_plan(seed, topology, kinds=chosen, rounds=rounds, num_pairs=num_pairs)
+    if short:
+        plan = make_short_plan(seed, topology)
+    wanted = {int(number) for number in only.split(",") if number}
+    plan = [event for event in plan if not wanted or event.index in wanted]
+    say(f"seed {seed}; again with --seed {seed}, one event of it with --only N")
+    for event in plan:
+        typer.echo(f"  {event.describe()}")
+    if dry:
+        return
+    folder = logs or Path(tempfile.mkdtemp(prefix="specdec-chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"logs in {folder}")
+    models = subject(pair, folder)
+    settings = ChaosSettings(
+        events=plan,
+        requests=make_requests(distinct, models.sizes),
+        num_requests=requests,
+        seed=seed,
+        bound_s=bound_s,
+    )
+    result = run_to_the_end(run_chaos(models.fleet(topology), settings, folder, say))
+    command = (
+        f"make chaos CHAOS_ARGS='{' '.join([*sys.argv[2:], *([] if '--seed' in sys.argv else ['--seed', str(seed)])])}'"
+    )
+    text = report.chaos_text(result, command)
+    typer.echo(text)
+    if keep:
+        raw = {"seed": seed, "command": command, "pair": pair, "plan": as_json(plan), **report.chaos_json(result)}
+        say(f"results: {report.save(f'chaos-{pair}', raw, text, results)}")
+    if result.verdict.failures:
+        say(f"FAILED: {len(result.verdict.failures)} failures with seed {seed}; logs in {folder}")
+        raise SystemExit(1)
+
+
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(help="How long the load lasts.", min=1.0)] = 60.0,
+    share: Annotated[float, typer.Option(help="The load, as a share of what was measured as capacity.")] = 0.8,
+    capacity_s: Annotated[float, typer.Option(help="How long capacity is measured.", min=5.0)] = 60.0,
+    clients: Annotated[int, typer.Option(help="Clients at once when capacity is measured.", min=1)] = 16,
+    seed: Annotated[int, typer.Option(help="Of the requests and their moments.")] = 1,
+    pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
+    kv_blocks: Annotated[int, typer.Option(help="KV blocks of each replica, few so that the cache fills early.")] = 512,
+    logs: Annotated[Path | None, typer.Option(help="Folder of the services' logs; none: a new one.")] = None,
+    results: Annotated[Path, typer.Option(help="Folder of results.")] = report.RESULTS,
+    keep: Annotated[bool, typer.Option(help="Write results.")] = True,
+) -> None:
+    """Load with churn for long; fails when memory, descriptors, blocks, sessions, keys or latencies grow."""
+    folder = logs or Path(tempfile.mkdtemp(prefix="specdec-soak-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    say(f"logs in {folder}")
+    models = subject(pair, folder)
+    settings = SoakSettings(minutes=minutes, share=share, capacity_s=capacity_s, sizes=models.sizes, seed=seed)
+    fleet = replicas_with(models.fleet(Topology(num_clients=clients)), num_blocks=kv_blocks)
+    if minutes < KEYS_LIVE_MINUTES * 3:
+        # Else keys could but grow for as long as the run lasts.
+        brief_s = max(1.0, minutes * 60 / 6)
+        fleet = replace(fleet, coordinator={"journal_keep_s": brief_s, "prefix_ttl_s": brief_s})
+    result = run_to_the_end(run_soak(fleet, settings, folder, say))
+    command = f"make soak SOAK_ARGS='{' '.join(sys.argv[2:])}'"
+    text = soak_text(result, command)
+    typer.echo(text)
+    if keep:
+        raw = {"command": command, "pair": pair, **asdict(result)}
+        say(f"results: {report.save(f'soak-{pair}', raw, text, results)}")
+    if result.failures:
+        say(f"FAILED: {len(result.failures)} failures; logs in {folder}")
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    app()

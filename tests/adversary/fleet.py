@@ -1,0 +1,266 @@
+"""Services with their default settings, joined by the proxy, and started again when they end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
+from specdec.cli.local.service_process import ServiceProcess
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import coordinator_pb2_grpc
+from tests.adversary.proxy_process import ProxyProcess
+from tests.adversary.redis_fault import FaultyRedis
+from tests.adversary.topology import REDIS, Topology, role_of
+from tests.adversary.waiting import POLL_S
+from tests.support.services.model_pair import ModelPair
+
+HOST = "127.0.0.1"
+START_S = 300.0
+RESTART_S = 1.0
+"""From a service's end to its restart, unless a fault says otherwise: what Kubernetes takes at first."""
+ENGINE_MODULE = "specdec.rpc.bridge.engine_child"
+Say = Callable[[str], None]
+
+
+class FleetFailed(Exception):
+    """The fleet did not start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSettings:
+    """What is started. All that is not named here is left at its default, time-outs above all."""
+
+    pair: ModelPair
+    topology: Topology = field(default_factory=Topology)
+    target: Mapping[str, object] = field(default_factory=dict)
+    draft: Mapping[str, object] = field(default_factory=dict)
+    coordinator: Mapping[str, object] = field(default_factory=dict)
+    api_key: str | None = None
+    """Who asks coordinators for their status."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """A service that ended."""
+
+    name: str
+    at_s: float
+    exit_code: int
+    last_lines: tuple[str, ...]
+
+
+class Fleet:
+    """Use as an async context manager, in the main thread: services die with the thread that started them."""
+
+    def __init__(self, settings: FleetSettings, folder: Path, say: Say) -> None:
+        self.settings = settings
+        self.topology = settings.topology
+        self.folder = folder
+        self.proxy = ProxyProcess()
+        self.redis = FaultyRedis(folder / "redis")
+        self.services: dict[str, ServiceProcess] = {}
+        self.metrics_ports: dict[str, int] = {}
+        self.endings: list[Ending] = []
+        self.started_s: dict[str, float] = {}
+        self.restart_s: dict[str, float] = {}
+        """How long a service that ends next stays away."""
+        self._client_ports: dict[tuple[str, str], int] = {}
+        self._groups: set[int] = set()
+        self._say = say
+        self._watch: asyncio.Task[None] | None = None
+        self._stack = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Fleet:
+        try:
+            await self._stack.enter_async_context(self.proxy)
+            self._stack.enter_context(self.redis)
+            self._stack.callback(self._end_all)
+            await self._prepare()
+            for name in self.services:
+                await self._start(name)
+            if missing := await self.whole(START_S):
+                raise FleetFailed(f"not up after {START_S:g} s: {'; '.join(missing)}; logs in {self.folder}")
+            await self._check_links()
+            self._watch = asyncio.create_task(self._keep_running(), name="fleet")
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._stack.aclose()
+
+    def address_for(self, client: str) -> str:
+        """All coordinators, as a gRPC name with several addresses, by this client's own links."""
+        ports = [self._client_ports[client, coordinator] for coordinator in self.topology.of("coordinator")]
+        turn = int(client.rpartition("-")[2]) % len(ports)
+        return "ipv4:" + ",".join(f"{HOST}:{port}" for port in [*ports[turn:], *ports[:turn]])
+
+    def direct_address(self, name: str) -> str:
+        """A service, past the proxy."""
+        return self.services[name].spec.address
+
+    def engine_of(self, name: str) -> psutil.Process | None:
+        """The engine process of a replica, if it is there."""
+        pid = self.services[name].pid
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(pid).children(recursive=True):
+                if ENGINE_MODULE in child.cmdline():
+                    return child
+        return None
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """All processes that run, by name; an engine is NAME/engine."""
+        found = {}
+        for name, service in self.services.items():
+            if service.is_running:
+                found[name] = psutil.Process(service.pid)
+            engine = self.engine_of(name) if role_of(name) != "coordinator" else None
+            if engine is not None:
+                found[f"{name}/engine"] = engine
+        found[REDIS] = psutil.Process(self.redis.pid)
+        return found
+
+    def orphans(self) -> list[psutil.Process]:
+        """Processes that are left of services that have ended."""
+        current = {service.pid for service in self.services.values() if service.is_running}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                group = os.getpgid(process.pid)
+                # Numbers of groups are used again.
+                is_ours = group in self._groups and any("specdec" in word for word in process.cmdline())
+                if is_ours and group not in current and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    async def whole(self, timeout_s: float) -> list[str]:
+        """Wait until every service is healthy and every coordinator uses every replica; returns what is not by then."""
+        ends_s = time.monotonic() + timeout_s
+        while missing := await self.missing():
+            if time.monotonic() > ends_s:
+                return missing
+            await asyncio.sleep(POLL_S)
+        return []
+
+    async def missing(self) -> list[str]:
+        """What is not as it should be, now."""
+        checks = [self._unhealthy(name) for name in self.services]
+        views = [self._not_ready(name) for name in self.topology.of("coordinator")]
+        return [line for found in await asyncio.gather(*checks, *views) for line in found]
+
+    async def is_healthy(self, name: str) -> bool:
+        """Whether a service answers SERVING within a second."""
+        return not await self._unhealthy(name)
+
+    async def _unhealthy(self, name: str) -> list[str]:
+        if not self.services[name].is_running:
+            return [f"{name} does not run"]
+        async with grpc.aio.insecure_channel(self.direct_address(name)) as channel:
+            try:
+                answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+            except grpc.aio.AioRpcError as error:
+                return [f"{name}: {error.code().name}"]
+        is_serving = answer.status == health_pb2.HealthCheckResponse.SERVING
+        return [] if is_serving else [f"{name} is not serving"]
+
+    async def _not_ready(self, coordinator: str) -> list[str]:
+        wanted = self.topology.num_targets + self.topology.num_drafts
+        key = self.settings.api_key
+        metadata = None if key is None else (("authorization", f"Bearer {key}"),)
+        async with grpc.aio.insecure_channel(self.direct_address(coordinator)) as channel:
+            stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
+            try:
+                status = await stub.GetStatus(api.GetStatusRequest(), timeout=1.0, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                return [f"{coordinator} has no status: {error.code().name}"]
+        states = [f"{r.role} {r.address} is {r.state} {r.detail}".rstrip() for r in status.replicas]
+        ready = sum(replica.state == "ready" for replica in status.replicas)
+        degraded = [f"{coordinator}: {line}" for line in status.degraded]
+        return degraded if ready >= wanted else [f"{coordinator} sees {ready} of {wanted} ready: {'; '.join(states)}"]
+
+    async def _prepare(self) -> None:
+        ports = {name: free_port() for name in self.topology.services}
+        self.metrics_ports = {name: free_port() for name in self.topology.services}
+        for client in self.topology.clients:
+            for coordinator in self.topology.of("coordinator"):
+                port = await self.proxy.listen(coordinator, ports[coordinator], source=client)
+                self._client_ports[client, coordinator] = port
+        for name, port in ports.items():
+            role = role_of(name)
+            redis_port = await self.proxy.listen(REDIS, self.redis.port, source=name)
+            seen_at = port if role == "coordinator" else await self.proxy.listen(name, port)
+            own: dict[str, object] = {
+                "redis_url": f"redis://{HOST}:{redis_port}",
+                "advertise_address": f"{HOST}:{seen_at}",
+                "metrics_port": self.metrics_ports[name],
+                "log_format": "console",
+            }
+            if role == "coordinator":
+                own |= {"resume_secret": "0123456789abcdef" * 4, **self.settings.coordinator}
+            elif role == "target":
+                own |= {"model": self.settings.pair.target, "device": "cpu", "engine_cores": "off"}
+                own |= self.settings.target
+            else:
+                own |= {"model": self.settings.pair.draft, "device": "cpu", "engine_cores": "off"}
+                own |= self.settings.draft
+            spec = service_spec(role, name, port, RoleSettings(overrides=own), environment={})
+            self.services[name] = ServiceProcess(spec, self.folder / f"{name}.log")
+
+    async def _check_links(self) -> None:
+        """A link that nothing goes through is one that no fault can befall."""
+        connections = await self.proxy.connections()
+        unused = [name for name in self.topology.links if not name.startswith("client") and not connections.get(name)]
+        if unused:
+            raise FleetFailed(f"nothing goes through {', '.join(unused)}; there are {connections}")
+
+    async def _start(self, name: str) -> None:
+        service = self.services[name]
+        service.start()
+        assert service.pid is not None
+        self._groups.add(service.pid)
+        self.started_s[name] = time.monotonic()
+        if role_of(name) == "coordinator":  # They share the listeners of replicas.
+            await self.proxy.set_owner(name, service.pid)
+
+    async def _keep_running(self) -> None:
+        due_s: dict[str, float] = {}
+        while True:
+            now = time.monotonic()
+            for name, service in self.services.items():
+                code = service.exit_code
+                if code is None:
+                    continue
+                if name not in due_s:
+                    self.endings.append(
+                        Ending(name=name, at_s=now, exit_code=code, last_lines=tuple(service.last_log_lines(8)))
+                    )
+                    due_s[name] = now + self.restart_s.pop(name, RESTART_S)
+                elif now >= due_s[name]:
+                    del due_s[name]
+                    await self._start(name)
+            await asyncio.sleep(POLL_S)
+
+    def _end_all(self) -> None:
+        orphans = self.orphans()
+        for service in self.services.values():
+            service.kill()
+        for process in orphans:
+            with contextlib.suppress(psutil.Error):
+                process.kill()

@@ -1,0 +1,114 @@
+"""Does to a fleet what a plan says, and undoes it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+
+import psutil
+
+from tests.adversary.fleet import Fleet
+from tests.adversary.plan import KILLS, RESET, SILENCES, SLOWNESSES, STOPS, Fault
+from tests.adversary.proxy_link import PLAIN, Flow
+
+HELD = Flow(held=True)
+FLOWS = {
+    "partition": (HELD, HELD),
+    "one-way-to": (HELD, PLAIN),
+    "one-way-from": (PLAIN, HELD),
+    "delay": (Flow(delay_s=0.1, jitter_s=0.1),) * 2,
+    "trickle": (Flow(max_piece_bytes=64, piece_gap_s=0.002),) * 2,
+    "lossy": (Flow(delay_s=0.005, jitter_s=0.02, loss=0.05, resend_s=0.2),) * 2,
+}
+assert set(FLOWS) == {*SILENCES, *SLOWNESSES}
+Injected = Callable[[], None]
+
+
+async def inject(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
+    """Return when the fault is over. A service that was killed is then about to be started, by the fleet.
+
+    Args:
+        on_injected: Called at the moment when it begins.
+    """
+    if fault.kind in KILLS:
+        fleet.restart_s[fault.at] = fault.heal_after_s
+        on_injected()
+        _kill(fault, fleet)
+        await asyncio.sleep(fault.heal_after_s)
+    elif fault.kind in STOPS:
+        await _stop(fault, fleet, on_injected)
+    elif fault.kind in FLOWS:
+        forth, back = FLOWS[fault.kind]
+        await fleet.proxy.set_flow(fault.at, forth=forth, back=back)
+        on_injected()
+        try:
+            await asyncio.sleep(fault.heal_after_s)
+        finally:
+            await fleet.proxy.heal(fault.at)
+    elif fault.kind == RESET:
+        on_injected()
+        await fleet.proxy.reset(fault.at)
+    else:
+        await _redis(fault, fleet, on_injected)
+
+
+def _kill(fault: Fault, fleet: Fleet) -> None:
+    match fault.kind:
+        case "kill-group":
+            fleet.services[fault.at].kill()
+        case "kill-servicer":
+            fleet.services[fault.at].signal(signal.SIGKILL)
+        case "kill-engine":
+            if engine := fleet.engine_of(fault.at):
+                with contextlib.suppress(psutil.Error):
+                    engine.kill()
+
+
+async def _stop(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
+    """Stop processes, and let those go on that are still there."""
+    stopped = _processes(fault, fleet)
+    on_injected()
+    for process in stopped:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(fault.heal_after_s)
+    finally:
+        for process in stopped:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGCONT)
+
+
+def _processes(fault: Fault, fleet: Fleet) -> list[psutil.Process]:
+    engine, pid = fleet.engine_of(fault.at), fleet.services[fault.at].pid
+    if fault.kind == "stop-engine":
+        return [engine] if engine is not None else []
+    found = []
+    with contextlib.suppress(psutil.Error):
+        servicer = psutil.Process(pid)
+        found = [servicer] if fault.kind == "stop-servicer" else [servicer, *_group(servicer)]
+    return found
+
+
+def _group(leader: psutil.Process) -> list[psutil.Process]:
+    return [child for child in leader.children(recursive=True) if os.getpgid(child.pid) == leader.pid]
+
+
+async def _redis(fault: Fault, fleet: Fleet, on_injected: Injected) -> None:
+    redis = fleet.redis
+    if fault.kind == "redis-past":
+        await redis.remember()
+        await asyncio.sleep(fault.heal_after_s)
+    on_injected()
+    match fault.kind:
+        case "redis-kill":
+            await redis.kill_for(fault.heal_after_s)
+        case "redis-empty":
+            await redis.empty()
+        case "redis-freeze":
+            await redis.freeze_for(fault.heal_after_s)
+        case "redis-past":
+            await redis.restore()

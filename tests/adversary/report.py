@@ -1,0 +1,87 @@
+"""What is kept of a run: raw results as JSON, and the same for people as Markdown."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.report import machine, versions
+from tests.adversary.chaos import ChaosResult
+from tests.adversary.recovery import markdown, table
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
+
+
+def save(name: str, results: dict[str, Any], text: str, folder: Path = RESULTS) -> Path:
+    """Write both files; returns the one for people."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M")
+    measured = {"machine": machine(), "versions": versions(), **results}
+    (folder / f"{stamp}-{name}.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    path = folder / f"{stamp}-{name}.md"
+    heading = f"# {name}, {stamp}\n\n{_describe(measured)}\n\n"
+    path.write_text(heading + text, encoding="utf-8")
+    return path
+
+
+def _describe(measured: dict[str, Any]) -> str:
+    where, what = measured["machine"], measured["versions"]
+    load = ", ".join(f"{value:.1f}" for value in where["load_average"])
+    return (
+        f"Revision {what['specdec']}, Python {what['python']}, on {where['usable_cores']} cores of {where['cpu']}"
+        f" ({where['system']}); load average at the end {load}."
+    )
+
+
+def chaos_text(result: ChaosResult, command: str) -> str:
+    """A run of chaos for people."""
+    verdict = result.verdict
+    lines = [
+        f"`{command}`: {len(result.records)} events in {result.wall_s:.0f} s; {verdict.num_equal} answers and"
+        f" {verdict.num_cut_off} that were cut off were equal to their undisturbed runs;"
+        f" {len(verdict.failures)} failures.",
+        "",
+        "A stall is the longest time that any choice of any stream got no token, from the fault's beginning on;",
+        "requests that were sent meanwhile count, too. Of each event the worst stream counts.",
+        "",
+        markdown(table(result.records, verdict.failures)),
+        f"Refused before the first chunk, and asked again: {dict(verdict.refusals) or 'none'}.",
+        "",
+    ]
+    if verdict.failures:
+        lines += ["## Failures", ""]
+        lines += [f"- {f.what} at {f.at_s:.0f} s, event {f.event} ({f.label}): {f.detail}" for f in verdict.failures]
+        lines.append("")
+    lines += ["## Descriptors", "", descriptors_text(result), ""]
+    return "\n".join(lines)
+
+
+def descriptors_text(result: ChaosResult) -> str:
+    """How many files each process that lived for at least four events had open, at first and at last."""
+    seen: dict[tuple[str, int], list[int]] = {}
+    for record in result.records:
+        for name, (pid, count) in record.descriptors.items():
+            seen.setdefault((name, pid), []).append(count)
+    rows = [
+        f"| {name} | {len(counts)} | {counts[0]} | {max(counts)} | {counts[-1]} |"
+        for (name, _), counts in sorted(seen.items())
+        if len(counts) >= 4
+    ]
+    return "\n".join(["| process | events | first | most | last |", "|---|---|---|---|---|", *rows])
+
+
+def chaos_json(result: ChaosResult) -> dict[str, Any]:
+    """A run of chaos for programs."""
+    verdict = result.verdict
+    return {
+        "wall_s": result.wall_s,
+        "num_equal": verdict.num_equal,
+        "num_cut_off": verdict.num_cut_off,
+        "refusals": dict(verdict.refusals),
+        "failures": [asdict(failure) for failure in verdict.failures],
+        "events": [asdict(record) for record in result.records],
+        "recovery": [asdict(row) for row in table(result.records, verdict.failures)],
+    }

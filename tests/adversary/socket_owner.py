@@ -1,0 +1,42 @@
+"""Which process holds a connection of loopback; read from /proc, as fast as that can be."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+TABLES = {
+    Path("/proc/net/tcp"): "0100007F",
+    # gRPC's sockets speak both versions: to them 127.0.0.1 is ::ffff:127.0.0.1.
+    Path("/proc/net/tcp6"): "0000000000000000FFFF00000100007F",
+}
+"""127.0.0.1, as each table writes it."""
+
+
+def owner_of(port: int, pids: Iterable[int]) -> int | None:
+    """The process, of these, that holds the connection whose end at 127.0.0.1 has this port, if one does."""
+    inode = _inode_of(port)
+    if inode is None:
+        return None
+    link = f"socket:[{inode}]"
+    for pid in pids:
+        with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if os.readlink(entry.path) == link:
+                        return pid
+    return None
+
+
+def _inode_of(port: int) -> str | None:
+    """The socket whose local end it is; connections that are over have none."""
+    for table, loopback in TABLES.items():
+        local = f"{loopback}:{port:04X}"
+        for line in table.read_text().splitlines():
+            if local in line:
+                fields = line.split()
+                if fields[1] == local and fields[9] != "0":
+                    return fields[9]
+    return None

@@ -1,0 +1,90 @@
+"""Plans: repeatable, complete, and only of what can be done."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.adversary.injection import FLOWS
+from tests.adversary.plan import (
+    KILLS,
+    LASTING_S,
+    REDIS_FAULTS,
+    RESET,
+    STOPS,
+    Event,
+    all_kinds,
+    leaves_nobody,
+    make_plan,
+    make_short_plan,
+    select_kinds,
+)
+from tests.adversary.topology import REDIS, Topology
+
+TOPOLOGY = Topology()
+
+
+def test_a_seed_makes_the_same_plan_again_and_another_seed_another() -> None:
+    assert make_plan(7, TOPOLOGY) == make_plan(7, TOPOLOGY)
+    assert make_plan(7, TOPOLOGY) != make_plan(8, TOPOLOGY)
+
+
+def test_every_kind_comes_alone_once_per_round_and_pairs_come_on_top() -> None:
+    plan = make_plan(3, TOPOLOGY, rounds=2, num_pairs=5)
+    alone = [(event.faults[0].kind, event.faults[0].tier) for event in plan if " + " not in event.label]
+    for pair in all_kinds():
+        assert alone.count(pair) >= 2
+    assert len(plan) == 2 * len(all_kinds()) + 2 * 5
+    assert sum(len(event.faults) == 2 for event in plan) >= 8
+    assert [event.index for event in plan] == list(range(len(plan)))
+
+
+def test_the_short_plan_has_every_kind_once_and_stops_an_engine_for_long() -> None:
+    for seed in range(50):
+        faults = [fault for event in make_short_plan(seed, TOPOLOGY) for fault in event.faults]
+        assert sorted(fault.kind for fault in faults) == sorted({kind for kind, _ in all_kinds()})
+        assert [fault.kind for fault in faults if fault.heal_after_s > 10.0] == ["stop-engine"]
+        [judged] = [event for event in make_short_plan(seed, TOPOLOGY) if "stop-engine" in event.label]
+        assert not leaves_nobody(judged, TOPOLOGY)
+
+
+def test_two_at_once_are_two() -> None:
+    plan = make_plan(5, TOPOLOGY, num_pairs=60)
+    wanted = [event for event in plan if len(event.faults) == 2]
+    assert len(wanted) >= 55, "only of some pairs nothing is left for the second"
+    for event in wanted:
+        first, second = event.faults
+        assert first.kind != second.kind or first.tier != second.tier
+
+
+def test_faults_befall_what_is_there_and_can_be_done_there() -> None:
+    doable = {*KILLS, *STOPS, *FLOWS, RESET, *REDIS_FAULTS}
+    for event in make_plan(11, TOPOLOGY, rounds=5):
+        for fault in event.faults:
+            assert fault.kind in doable
+            assert fault.heal_after_s <= LASTING_S[1]
+            if ">" in fault.at:
+                source, destination = fault.at.split(">")
+                assert destination in [*TOPOLOGY.services, REDIS]
+                assert source == "*" or source.endswith("-*") or source in [*TOPOLOGY.services, *TOPOLOGY.clients]
+            else:
+                assert fault.at in [*TOPOLOGY.services, REDIS]
+
+
+def test_kinds_are_selected_by_patterns_and_a_wrong_one_is_named() -> None:
+    assert select_kinds([]) == all_kinds()
+    assert select_kinds(["stop-*:target"]) == [(f"stop-{what}", "target") for what in ("group", "engine", "servicer")]
+    assert select_kinds(["redis-kill", "kill-group:draft"]) == [("kill-group", "draft"), ("redis-kill", REDIS)]
+    with pytest.raises(ValueError, match="meteor"):
+        select_kinds(["meteor"])
+
+
+def test_only_what_takes_all_of_a_tier_leaves_nobody() -> None:
+    [one] = make_plan(1, TOPOLOGY, kinds=[("kill-group", "target")])
+    fault = one.faults[0]
+    other = replace(fault, at="target-1" if fault.at == "target-0" else "target-0")
+    assert not leaves_nobody(one, TOPOLOGY)
+    assert leaves_nobody(Event(index=0, after_s=0, faults=(fault, other)), TOPOLOGY)
+    redis = replace(fault, kind="redis-kill", tier=REDIS, at=REDIS)
+    assert not leaves_nobody(Event(index=0, after_s=0, faults=(fault, redis)), TOPOLOGY)

@@ -1,0 +1,48 @@
+"""Who is in the fleet, and which links join them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ROLES = ("target", "draft", "coordinator")
+REDIS = "redis"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Numbers of services and clients. Services are named ROLE-NUMBER, links SOURCE>DESTINATION."""
+
+    num_targets: int = 2
+    num_drafts: int = 2
+    num_coordinators: int = 2
+    num_clients: int = 16
+
+    def of(self, role: str) -> list[str]:
+        """The services of a role."""
+        count = {"target": self.num_targets, "draft": self.num_drafts, "coordinator": self.num_coordinators}[role]
+        return [f"{role}-{number}" for number in range(count)]
+
+    @property
+    def services(self) -> list[str]:
+        """All services, replicas first."""
+        return [name for role in ROLES for name in self.of(role)]
+
+    @property
+    def clients(self) -> list[str]:
+        """All clients."""
+        return [f"client-{number}" for number in range(self.num_clients)]
+
+    @property
+    def links(self) -> list[str]:
+        """All links."""
+        replicas = [*self.of("target"), *self.of("draft")]
+        return [
+            *(f"{client}>{coordinator}" for client in self.clients for coordinator in self.of("coordinator")),
+            *(f"{coordinator}>{replica}" for coordinator in self.of("coordinator") for replica in replicas),
+            *(f"{service}>{REDIS}" for service in self.services),
+        ]
+
+
+def role_of(name: str) -> str:
+    """The role in a service's name: target-1 is a target."""
+    return name.partition("-")[0]
