@@ -14,7 +14,7 @@ from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import position_logprobs
 from target_service.session import SessionState, TargetSession
-from target_service.walk import Walk, walk_tree
+from target_service.tree.walk import Walk, walk_tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.opening import check_open, sampling_params, verify_mode
 from specdec.worker.sessions import Owner
 from target_service.session import SessionTimes, TargetSession
-from target_service.speculation_tree import SpeculationTree
-from target_service.walk import EndOfChoice
+from target_service.tree.speculation_tree import SpeculationTree
+from target_service.tree.walk import EndOfChoice
 
 
 def new_session(

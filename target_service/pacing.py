@@ -13,7 +13,7 @@ from target_service.policy.hold_off import DraftLatency, Episode, HoldOff, HoldO
 from target_service.policy.step_time import StepTimeModel
 from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
 from target_service.session import SessionState, TargetSession
-from target_service.walk import Walk
+from target_service.tree.walk import Walk
 
 _MAX_FITTED_ROWS = 128
 """Prefill chunks would bend the line that decodes and verifications lie on."""

@@ -12,8 +12,8 @@ from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import EngineSession
 from target_service.policy.hold_off import HoldOff, MissRecord
-from target_service.speculation_tree import SpeculationTree
-from target_service.walk import EndOfChoice
+from target_service.tree.speculation_tree import SpeculationTree
+from target_service.tree.walk import EndOfChoice
 
 
 class SessionState(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,88 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.import_graph import Graph, circle, grouped, import_graph
+
 ROOT = Path(__file__).resolve().parents[3]
 SERVICES = ("coordinator", "draft_service", "target_service")
 TENSORS = ("torch", "transformers", "safetensors")
+PACKAGES = ("specdec", *SERVICES)
+MOST_FILES = 16
+"""Of one folder, the face (`__init__.py`) included."""
+# Floors from the lowest up: a line imports from lines before it only. Names on one line do not know each other.
+FLOORS = {
+    "specdec": """
+        addresses backoff certificates parent_process sampling_limits sampling_params settings_sources tls_files v1
+        engine store telemetry
+        rpc
+        client config
+        cli worker
+    """,
+    "specdec.engine": """
+        errors settings
+        block_pool tree
+        sequence
+        outputs scheduler
+        batch
+        attention parallel runner
+        engine native
+        model sampling
+        leading_runner
+    """,
+    "specdec.worker": """
+        engine_gauges errors rank_child trace
+        opening ranks sessions
+        build role
+        pending_responses
+        host
+        loop
+        entry
+    """,
+    "specdec.rpc": """
+        affinity errors listening startup tls_watch
+        abort settings
+        error_interceptor readiness tls
+        channel metrics_endpoint
+        server
+        bridge
+    """,
+    "specdec.cli": """
+        connection errors keys sampling_options views
+        generate health local models
+        serve up
+        demo
+        app
+        main
+    """,
+    "coordinator": """
+        tasks text
+        sessions tenants
+        journal links
+        observer replicas
+        finishing intake
+        decode_loop recovery replay
+        connections generation
+        servicer
+        service
+        processes
+        __main__
+    """,
+    "target_service": """
+        policy servicer tree
+        __main__ session
+        forks logprobs opening pacing step_record
+        decide metrics trace
+        proposal_intake verdicts
+        verifier
+        worker
+    """,
+    "draft_service": """
+        growth metrics servicer session
+        __main__ branches commits guess opening proposals trace
+        drafter
+        worker
+    """,
+}
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 
 
@@ -127,3 +207,38 @@ def test_no_test_file_or_conftest_is_imported() -> None:
         and any(part == "conftest" or part.startswith("test_") for part in parts)
     ]
     assert imported == []
+
+
+@functools.cache
+def graph_of_all() -> Graph:
+    return import_graph(ROOT, PACKAGES)
+
+
+def test_modules_import_each_other_in_no_circle() -> None:
+    assert circle(graph_of_all()) == []
+
+
+@pytest.mark.parametrize("package", FLOORS)
+def test_imports_go_down_only(package: str) -> None:
+    floors = [line.split() for line in FLOORS[package].strip().splitlines()]
+    floor_of = {f"{package}.{name}": number for number, names in enumerate(floors) for name in names}
+    inside = {name: imported for name, imported in graph_of_all().items() if f"{name}.".startswith(f"{package}.")}
+    graph = grouped(inside, depth=package.count(".") + 2)
+    unplaced = sorted(graph.keys() - floor_of.keys() - {package})
+    assert unplaced == [], "every file and folder has a floor: see FLOORS"
+    upwards = [
+        f"{name} imports {other}"
+        for name, imported in graph.items()
+        for other in imported & floor_of.keys()
+        if name in floor_of and floor_of[other] >= floor_of[name]
+    ]
+    assert upwards == []
+
+
+def test_no_folder_is_a_crowd() -> None:
+    folders = {path.parent for package in PACKAGES for path in modules_of(package)}
+    sizes = {
+        str(folder.relative_to(ROOT)): len([p for p in folder.glob("*.py") if "_pb2" not in p.name])
+        for folder in folders
+    }
+    assert {folder: size for folder, size in sizes.items() if size > MOST_FILES} == {}

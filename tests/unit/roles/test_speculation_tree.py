@@ -9,7 +9,7 @@ from google.rpc import code_pb2
 
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure
-from target_service.speculation_tree import DEFAULT_SCORE, SpeculationTree
+from target_service.tree.speculation_tree import DEFAULT_SCORE, SpeculationTree
 
 COMMITTED = [10, 11, 12]
 

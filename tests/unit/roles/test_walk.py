@@ -9,7 +9,7 @@ import pytest
 from specdec.engine.tree import TokenTree
 from specdec.sampling_params import SamplingParams
 from specdec.v1 import common_pb2 as pb
-from target_service.walk import EndOfChoice, Walk, walk_tree
+from target_service.tree.walk import EndOfChoice, Walk, walk_tree
 
 EOS = 2
 STOP = 77
