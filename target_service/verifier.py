@@ -9,17 +9,17 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
 from specdec.config import TargetSettings
-from specdec.engine.errors import EngineError
+from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
-from specdec.worker.errors import SessionFailure, invalid
+from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
 from specdec.worker.loop import EngineWorker
 from specdec.worker.sessions import Owner, Session
-from target_service.decide import Candidate, Decision, decide
+from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.logprobs import take_prompt_logprobs
 from target_service.metrics import TargetRecorder
 from target_service.opening import may_fork, new_session
@@ -158,8 +158,8 @@ class Verifier:
         for seq in output.preempted:
             if (trace := self._by_seq[seq.seq_id].trace) is not None:
                 trace.add(num_preemptions=1)
-        candidates = self._candidates(output, chosen, started_s)
-        decisions = decide(candidates, output.logits, self._sampler)
+        candidates, undecided = self._candidates(output, chosen, started_s)
+        decisions, spoiled = decide(candidates, output.logits, self._sampler)
         elapsed_s = time.monotonic() - started_s
         self._recorder.step(output, elapsed_s)
         held_s = max((self._held_s(decision.candidate.session) for decision in decisions), default=0.0)
@@ -167,19 +167,30 @@ class Verifier:
         is_decode = all(item.num_new_tokens <= 1 and self._by_seq[item.seq.seq_id].has_decided for item in output.items)
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
+        for each in (*undecided, *spoiled):
+            self._worker.fail(each.session, non_finite_logits(each.error, expected_position=each.session.num_tokens))
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
         turn_s = time.monotonic() - self._turn_began_s
         self._recorder.turn(turn_s - elapsed_s, self._payoff_of(decisions, turn_s, held_s) if is_decode else None)
         self.pacing.observe_step(output.num_tokens, turn_s)
 
-    def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
-        candidates = []
+    def _candidates(
+        self, output: StepOutput, chosen: dict[str, list[int]], started_s: float
+    ) -> tuple[list[Candidate], list[Undecided]]:
+        """Whose logits a step has computed, and whose prompt it could not describe."""
+        candidates: list[Candidate] = []
+        undecided: list[Undecided] = []
         for item in output.items:
             session = self._by_seq[item.seq.seq_id]
             if session.first_step_at_s is None:
                 session.first_step_at_s = started_s
+            is_bad = False
             if item.seq.prompt_logits:
-                take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
+                try:
+                    take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
+                except NonFiniteLogits as error:
+                    undecided.append(Undecided(session, error))
+                    is_bad = True
             if not item.completes:
                 continue
             root_row = item.rows.stop - item.tree_nodes - 1
@@ -187,9 +198,11 @@ class Verifier:
                 self._register(fork, self._engine.fork(item.seq))
                 fork.first_step_at_s = started_s
                 candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
+            if is_bad:
+                continue
             tree = item.seq.verified_tree or TokenTree()
             candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
-        return candidates
+        return candidates, undecided
 
     def _commit(self, decision: Decision, started_s: float, elapsed_s: float) -> None:
         candidate, walk = decision.candidate, decision.walk

@@ -40,6 +40,11 @@ class DraftRecovery:
             session.draft_retry.cancel()
         session.draft_retry = asyncio.get_running_loop().call_later(wait_s, self.open, session)
 
+    def forgo(self, session: Session, cause: str) -> None:
+        """No draft can go on with a session: it decodes without one to its end, whatever drafts come or return."""
+        session.speculate = False
+        self.drop(session, cause)
+
     def drop(self, session: Session, cause: str) -> None:
         """Take a session's draft away."""
         self._observer.metrics.draft_fallbacks.labels(cause).inc()

@@ -6,6 +6,8 @@ target stream ended       another target that serves the same model takes its se
 no target for too long    UNAVAILABLE (the client can resume)
 target drains             it gets no new sessions; those it has go on there until its stream ends
 session held elsewhere    CANCELLED, TAKEN_OVER: another coordinator goes on with it
+logits not finite         at a target: INTERNAL, NON_FINITE_LOGITS, for any other target would say the same; at a
+                          draft: the session goes on without drafts, for good
 target refuses a session  opened again with growing waits; at once, without its draft, when a proposal was at fault;
                           elsewhere, when the target has failed too often or drains
 draft ended or wrong      the session goes on without it, and gets a draft again when there is one
@@ -39,6 +41,8 @@ _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_
 """What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
 _HELD_ELSEWHERE = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
 """What a replica says whose session another coordinator holds now: asking again would not help."""
+_NON_FINITE = "NON_FINITE_LOGITS"
+"""What a replica says whose model gave NaN or infinity for the session's tokens: so would any other with that model."""
 _log = structlog.get_logger(__name__)
 
 
@@ -162,7 +166,10 @@ class Recovery:
         if isinstance(link, DraftLink):
             if _is_fault(error.status.code, reason):
                 self._fleet.failed(link)
-            self._drafts.failed(session, reason.lower())
+            if reason == _NON_FINITE:
+                self._drafts.forgo(session, reason.lower())
+            else:
+                self._drafts.failed(session, reason.lower())
         elif error.status.code == code_pb2.INVALID_ARGUMENT and session.was_relayed and not field.startswith("open"):
             if session.draft is not None:
                 self._fleet.failed(session.draft)
@@ -171,7 +178,7 @@ class Recovery:
         elif reason in _HELD_ELSEWHERE:
             failure = Cancelled("another coordinator holds the session", reason="TAKEN_OVER")
             self._decode_loop.fail(session.request, failure)
-        elif error.status.code in _FATAL:
+        elif error.status.code in _FATAL or reason == _NON_FINITE:
             self._decode_loop.fail(session.request, from_status(error.status))
         else:
             if _is_fault(error.status.code, reason):
@@ -199,7 +206,7 @@ class Recovery:
 
 
 def _is_fault(code: int, reason: str) -> bool:
-    return code not in _NO_FAULT and reason not in _HELD_ELSEWHERE
+    return code not in _NO_FAULT and reason not in _HELD_ELSEWHERE and reason != _NON_FINITE
 
 
 def _reason_and_field(error: pb.SessionError) -> tuple[str, str]:
