@@ -205,6 +205,8 @@ class Drafter:
         sessions = {id(session): session for session, _ in places}
         for (session, _), guess in zip(places, guesses, strict=True):
             if guess is None and sessions.pop(id(session), None) is not None:
+                for head in session.heads:
+                    self._engine.distrust(head.seq)
                 failure = non_finite_logits(NonFiniteLogits(), expected_position=session.num_committed)
                 self._worker.fail(session, failure)
         for (session, head), guess in zip(places, guesses, strict=True):

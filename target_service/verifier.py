@@ -168,7 +168,7 @@ class Verifier:
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
         for each in (*undecided, *spoiled):
-            self._worker.fail(each.session, non_finite_logits(each.error, expected_position=each.session.num_tokens))
+            self._fail_undecided(each)
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
         turn_s = time.monotonic() - self._turn_began_s
         self._recorder.turn(turn_s - elapsed_s, self._payoff_of(decisions, turn_s, held_s) if is_decode else None)
@@ -203,6 +203,13 @@ class Verifier:
             tree = item.seq.verified_tree or TokenTree()
             candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
         return candidates, undecided
+
+    def _fail_undecided(self, undecided: Undecided) -> None:
+        """End a session that cannot be decided on; its KV may be NaN, so nobody else shall go on from it."""
+        session = undecided.session
+        if session.seq is not None:
+            self._engine.distrust(session.seq)
+        self._worker.fail(session, non_finite_logits(undecided.error, expected_position=session.num_tokens))
 
     def _commit(self, decision: Decision, started_s: float, elapsed_s: float) -> None:
         candidate, walk = decision.candidate, decision.walk

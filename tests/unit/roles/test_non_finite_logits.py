@@ -124,6 +124,31 @@ def test_at_the_draft_the_session_alone_loses_its_draft(
         assert told(outcomes[name]) == told(undisturbed[name])
 
 
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_nothing_that_was_computed_for_the_session_is_taken_from_the_prefix_cache(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    engine = getattr(pair, f"{role}_built").engine
+    engine.block_pool.evict_all()
+    undisturbed = pair.run(sessions(temperature=1.0), hold_off_ms=HOLD_MS)
+    engine.block_pool.evict_all()
+    pair.reset()
+    with monkeypatch.context() as patch:
+        spoil_rows(pair, role, patch, past_the_first_tokens(math.nan))
+        pair.run(sessions(temperature=1.0), hold_off_ms=HOLD_MS if role == "target" else None)
+    pair.reset()
+    found: dict[str, int] = {}
+
+    def note(name: str, output: StepOutput, item: ItemOutput) -> None:
+        found.setdefault(name, item.seq.num_cached_tokens)
+
+    spoil_rows(pair, role, monkeypatch, note)
+    again = pair.run(sessions(temperature=1.0), hold_off_ms=HOLD_MS)
+    assert found["b"] == 0
+    assert min(found["a"], found["c"]) > 0
+    assert {name: told(o) for name, o in again.items()} == {name: told(o) for name, o in undisturbed.items()}
+
+
 def test_a_prompt_whose_log_probabilities_are_no_numbers_fails_its_session_alone(
     pair: LocalPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
