@@ -51,7 +51,8 @@ def test_bounds_themselves_are_allowed() -> None:
     check_sampling(
         api.SamplingParams(
             top_p=1.0, min_p=1.0, repetition_penalty=0.01, temperature=100.0, presence_penalty=-2.0,
-            frequency_penalty=2.0, logit_bias={99: -100.0}, max_tokens=40, min_tokens=40, stop=["12345678"], n=4, logprobs=5,
+            frequency_penalty=2.0, logit_bias={99: -100.0}, max_tokens=40, min_tokens=40, stop=["12345678"], n=4,
+            logprobs=5,
         ),
         LIMITS,
     )  # fmt: skip
