@@ -113,7 +113,7 @@ def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
 
 def _saturated(adjusted: Tensor, values: Tensor) -> Tensor:
     """What `values` were adjusted to, but no infinity where there was none, and no change where there was no number."""
-    return torch.where(values.isfinite(), adjusted.clamp(-_LARGEST, _LARGEST), values)
+    return torch.where(values.abs() < math.inf, adjusted.clamp_(-_LARGEST, _LARGEST), values)
 
 
 def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
