@@ -205,6 +205,7 @@ class CoordinatorService:
             max_logprobs=settings.max_logprobs,
             max_logit_bias=settings.max_logit_bias,
             max_prompt_bytes=settings.max_prompt_bytes,
+            eos_token_ids=frozenset(identity.eos_token_ids),
         )
 
     def _default_allowance(self) -> Allowance:

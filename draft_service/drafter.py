@@ -26,11 +26,11 @@ from draft_service.proposals import make_proposal
 from draft_service.session import DraftSession, Guess, Head
 from draft_service.trace import trace_end, trace_step
 from specdec.config import DraftSettings
-from specdec.engine.errors import EngineError
+from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
-from specdec.worker.errors import SessionFailure, invalid
+from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
 from specdec.worker.host import SessionHost
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
@@ -192,13 +192,26 @@ class Drafter:
             logits = output.logits if len(rows) == len(output.logits) else output.logits[rows]
             guesses = self._guesser.guess(places, logits)
             draft_us = int((time.monotonic() - started_s) * 1e6)
-            for (session, head), guess in zip(places, guesses, strict=True):
-                self._extend(session, head, guess, draft_us)
-        for session in {id(session): session for session, _ in places}.values():
-            session.num_unsent += 1
-            self._plan(session)
+            self._grow(places, guesses, draft_us)
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, len(places), self._step_s)
+
+    def _grow(self, places: list[Place], guesses: list[Guess | None], draft_us: int) -> None:
+        """Hang the guesses in their trees; a session for one of whose heads there is none ends, and it alone."""
+        sessions = {id(session): session for session, _ in places}
+        for (session, _), guess in zip(places, guesses, strict=True):
+            if guess is None and sessions.pop(id(session), None) is not None:
+                for head in session.heads:
+                    self._engine.distrust(head.seq)
+                failure = non_finite_logits(NonFiniteLogits(), expected_position=session.num_committed)
+                self.close(session)
+                self._host.failed(session, failure)
+        for (session, head), guess in zip(places, guesses, strict=True):
+            if guess is not None and id(session) in sessions:
+                self._extend(session, head, guess, draft_us)
+        for session in sessions.values():
+            session.num_unsent += 1
+            self._plan(session)
 
     def _extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int) -> None:
         num_tokens = len(head.seq.token_ids)

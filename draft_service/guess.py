@@ -30,10 +30,10 @@ class Guesser:
     num_sparse: int
     """Rejection mode: size of the distribution that a token is drawn from."""
 
-    def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess]:
-        """One guess per place from its row of `logits` [R, V]."""
+    def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess | None]:
+        """One guess per place from its row of `logits` [R, V]; None where nothing can be drawn from it."""
         contexts = [_context(session, head) for session, head in places]
-        guesses: dict[int, Guess] = {}
+        guesses: dict[int, Guess | None] = {}
         for mode, draw in ((VerifyMode.COUPLED, self._coupled), (VerifyMode.REJECTION, self._rejection)):
             rows = [row for row, (session, _) in enumerate(places) if session.mode is mode]
             if rows:
@@ -41,9 +41,12 @@ class Guesser:
                 guesses.update(zip(rows, draw(own, [contexts[row] for row in rows]), strict=True))
         return [guesses[row] for row in range(len(places))]
 
-    def _coupled(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess]:
-        guesses = []
+    def _coupled(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess | None]:
+        guesses: list[Guess | None] = []
         for candidates in self.sampler.candidates(logits, contexts, 1 + max(1, self.num_siblings)):
+            if not candidates:
+                guesses.append(None)
+                continue
             scores = _softmax([candidate.score for candidate in candidates])
             (first, *others), (score, *other_scores) = candidates, scores
             runners_up = zip(others[: self.num_siblings], other_scores, strict=False)
@@ -51,9 +54,9 @@ class Guesser:
             guesses.append(Guess(first.token_id, score, siblings))
         return guesses
 
-    def _rejection(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess]:
+    def _rejection(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess | None]:
         samples = self.sampler.draft_sample(logits, contexts, self.num_sparse)
-        return [Guess(sample.token_id, 1.0, (), sample) for sample in samples]
+        return [None if sample is None else Guess(sample.token_id, 1.0, (), sample) for sample in samples]
 
 
 def _context(session: DraftSession, head: Head) -> RowContext:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.rejection import verify_token
 from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
 from specdec.engine.tree import ROOT, TokenTree
@@ -42,8 +43,20 @@ class Decision:
     logprobs: list[pb.PositionLogprobs]
 
 
-def decide(candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler) -> list[Decision]:
+@dataclass(frozen=True, slots=True)
+class Undecided:
+    """A session that a step cannot decide on, because of its own logits."""
+
+    session: TargetSession
+    error: NonFiniteLogits
+
+
+def decide(
+    candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler
+) -> tuple[list[Decision], list[Undecided]]:
     """Sample the row of every committed token and node, and walk every tree.
+
+    Rows that no walk comes to decide nothing, whatever they hold.
 
     Args:
         candidates: whose rows to sample; forks of one prompt share a row.
@@ -59,16 +72,20 @@ def decide(candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler) 
             rows.append(candidate.root_row + 1 + node)
             contexts.append(_context(candidate, node))
     if not rows:
-        return []
+        return [], []
     needed = logits if rows == list(range(len(logits))) else logits[rows]
     tokens = sampler.sample(needed, contexts)
-    decisions = []
+    decisions: list[Decision] = []
+    undecided: list[Undecided] = []
     for candidate, first in zip(candidates, firsts, strict=True):
         end = first + 1 + candidate.num_nodes
         own = _Rows(candidate, needed[first:end], contexts[first:end], tokens[first:end])
-        walk = own.walk(sampler)
-        decisions.append(Decision(candidate, walk, own.logprobs(walk, sampler)))
-    return decisions
+        try:
+            walk = own.walk(sampler)
+            decisions.append(Decision(candidate, walk, own.logprobs(walk, sampler)))
+        except NonFiniteLogits as error:
+            undecided.append(Undecided(candidate.session, error))
+    return decisions, undecided
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +95,7 @@ class _Rows:
     candidate: Candidate
     logits: torch.Tensor
     contexts: list[RowContext]
-    tokens: list[int]
+    tokens: list[int | None]
 
     def walk(self, sampler: Sampler) -> Walk:
         """Walk the verified tree by the session's mode of verification."""
@@ -102,12 +119,15 @@ class _Rows:
         return [position_logprobs(entry) for entry in sampler.logprobs(self.logits[rows], contexts, walk.token_ids)]
 
     def _coupled(self, node: int, child: int | None) -> int:
-        return self.tokens[1 + node]
+        token = self.tokens[1 + node]
+        if token is None:
+            raise NonFiniteLogits
+        return token
 
     def _rejection(self, sampler: Sampler) -> Callable[[int, int | None], int]:
         def decide_token(node: int, child: int | None) -> int:
             if child is None:
-                return self.tokens[1 + node]
+                return self._coupled(node, None)
             context = self.contexts[1 + node]
             probs = sampler.probs(self.logits[1 + node : 2 + node], [context])[0]
             payload = self.candidate.session.tree.nodes[self.candidate.chosen[child]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.sampler import TokenLogprobs
 from specdec.v1 import common_pb2 as pb
 from target_service.session import SessionState, TargetSession
@@ -27,8 +28,14 @@ def prompt_logprobs(
         next_token_ids: [N], the prompt token after each.
         num_top: number of alternatives.
         vocab_size: ids from here on are padding of the model's.
+
+    Raises:
+        NonFiniteLogits: a row holds NaN or plus infinity, or nothing above minus infinity.
     """
-    logprobs = torch.log_softmax(logits[: len(next_token_ids), :vocab_size].to(torch.float64), dim=-1)
+    raw = logits[: len(next_token_ids), :vocab_size].to(torch.float64)
+    if not bool(raw.amax(dim=-1).isfinite().all()):
+        raise NonFiniteLogits
+    logprobs = torch.log_softmax(raw, dim=-1)
     num_top = min(num_top, vocab_size)
     chosen = logprobs.gather(1, torch.tensor(next_token_ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
     values, ids = (t.tolist() for t in logprobs.topk(num_top, dim=-1)) if num_top else ([], [])
@@ -51,6 +58,9 @@ def take_prompt_logprobs(session: TargetSession, logits: torch.Tensor, start: in
         logits: [N, V] float32, rows of the chunk.
         start: position of its first token; after a preemption chunks come again.
         vocab_size: as in `prompt_logprobs`.
+
+    Raises:
+        NonFiniteLogits: as in `prompt_logprobs`.
     """
     if session.state is not SessionState.PREFILL:
         return

@@ -30,7 +30,12 @@ def new_session(
     Raises:
         SessionFailure: a field is out of range; names it.
     """
-    check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len)
+    check_open(
+        body,
+        vocab_size=identity.vocab_size,
+        max_model_len=identity.max_model_len,
+        eos_token_ids=identity.eos_token_ids,
+    )
     params = sampling_params(body, tuple(identity.eos_token_ids))
     history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
     history.append(body.token_ids[body.num_prompt_tokens :])

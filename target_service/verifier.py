@@ -6,18 +6,18 @@ import time
 from typing import Any
 
 from specdec.config import TargetSettings
-from specdec.engine.errors import EngineError
+from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
-from specdec.worker.errors import invalid
+from specdec.worker.errors import invalid, non_finite_logits
 from specdec.worker.host import SessionHost
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
-from target_service.decide import Candidate, Decision, decide
+from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
 from target_service.logprobs import take_prompt_logprobs
 from target_service.metrics import TargetRecorder
@@ -158,8 +158,8 @@ class Verifier:
         if output is None:
             return
         preempted = [self._by_seq[seq.seq_id] for seq in output.preempted]
-        candidates = self._candidates(output, chosen, started_s)
-        decisions = decide(candidates, output.logits, self._sampler)
+        candidates, undecided = self._candidates(output, chosen, started_s)
+        decisions, spoiled = decide(candidates, output.logits, self._sampler)
         elapsed_s = time.monotonic() - started_s
         # Both are of before the verdicts, which end hold-offs and prefills.
         held_s = max((decision.candidate.session.held_s(self._due_at_s) for decision in decisions), default=0.0)
@@ -169,6 +169,8 @@ class Verifier:
         )
         for decision in decisions:
             self._commit(decision, started_s, elapsed_s)
+        for each in (*undecided, *spoiled):
+            self._fail_undecided(each)
         record = StepRecord(
             output=output,
             preempted=preempted,
@@ -184,14 +186,23 @@ class Verifier:
         for observe in self._observers:
             observe(record)
 
-    def _candidates(self, output: StepOutput, chosen: dict[str, list[int]], started_s: float) -> list[Candidate]:
-        candidates = []
+    def _candidates(
+        self, output: StepOutput, chosen: dict[str, list[int]], started_s: float
+    ) -> tuple[list[Candidate], list[Undecided]]:
+        """Whose logits a step has computed, and whose prompt it could not describe."""
+        candidates: list[Candidate] = []
+        undecided: list[Undecided] = []
         for item in output.items:
             session = self._by_seq[item.seq.seq_id]
             if session.times.first_step_at_s is None:
                 session.times.first_step_at_s = started_s
+            is_bad = False
             if item.seq.prompt_logits:
-                take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
+                try:
+                    take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
+                except NonFiniteLogits as error:
+                    undecided.append(Undecided(session, error))
+                    is_bad = True
             if not item.completes:
                 continue
             root_row = item.rows.stop - item.tree_nodes - 1
@@ -199,9 +210,19 @@ class Verifier:
                 self._register(fork, self._engine.fork(item.seq))
                 fork.times.first_step_at_s = started_s
                 candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
+            if is_bad:
+                continue
             tree = item.seq.verified_tree or TokenTree()
             candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
-        return candidates
+        return candidates, undecided
+
+    def _fail_undecided(self, undecided: Undecided) -> None:
+        """End a session that cannot be decided on; its KV may be NaN, so nobody else shall go on from it."""
+        session = undecided.session
+        failure = non_finite_logits(undecided.error, expected_position=session.num_tokens)
+        self._engine.distrust(session.seq)
+        self.close(session)
+        self._host.failed(session, failure)
 
     def _commit(self, decision: Decision, started_s: float, elapsed_s: float) -> None:
         """Make a decision final, in an order in which each part finds the session as it needs it.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,13 +9,12 @@ from coordinator.tenants.quotas import Allowance
 from coordinator.text.choice_output import ChoiceOutput
 from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.rpc.errors import InvalidRequest
+from specdec.sampling_limits import LOGIT_BIAS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _MAX_REQUEST_ID_BYTES = 256
 """It is part of keys in the store, and of each session's id on the wire."""
-_MAX_STOP_TOKEN_IDS = 1024
-"""They go to the replicas with each opening, and are looked at with each token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,7 @@ class Limits:
     max_logit_bias: int
     max_prompt_bytes: int
     max_prompt_tokens: int | None = None
+    eos_token_ids: frozenset[int] = frozenset()
 
     def within(self, allowance: Allowance) -> Limits:
         """These limits for a caller who may use no more than this."""
@@ -91,13 +90,13 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
         InvalidRequest: the first field, in the order of the message, that is out of range.
     """
     sampling = pb.TokenSampling(
-        temperature=_number(params, "temperature", default=1.0, low=0.0),
+        temperature=_number(params, "temperature", default=1.0),
         top_k=params.top_k,
-        top_p=_number(params, "top_p", default=1.0, low=0.0, high=1.0, open_low=True),
-        min_p=_number(params, "min_p", default=0.0, low=0.0, high=1.0),
-        repetition_penalty=_number(params, "repetition_penalty", default=1.0, low=0.0, high=10.0, open_low=True),
-        presence_penalty=_number(params, "presence_penalty", default=0.0, low=-2.0, high=2.0),
-        frequency_penalty=_number(params, "frequency_penalty", default=0.0, low=-2.0, high=2.0),
+        top_p=_number(params, "top_p", default=1.0),
+        min_p=_number(params, "min_p", default=0.0),
+        repetition_penalty=_number(params, "repetition_penalty", default=1.0),
+        presence_penalty=_number(params, "presence_penalty", default=0.0),
+        frequency_penalty=_number(params, "frequency_penalty", default=0.0),
         logit_bias=_logit_bias(params, limits),
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,
@@ -109,6 +108,8 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
         raise InvalidRequest("sampling.min_tokens", f"must be at most {limits.max_tokens}")
     _check_stop_strings(params.stop, limits)
     _check_stop_token_ids(params.stop_token_ids, limits)
+    if leaves_no_token(limits.vocab_size, params.min_tokens, (*params.stop_token_ids, *limits.eos_token_ids)):
+        raise InvalidRequest("sampling.min_tokens", "holds back every token of the vocabulary")
     sampling.stop_token_ids.extend(params.stop_token_ids)
     n = _count(params, "n", limits.max_choices, lowest=1)
     logprobs = _count(params, "logprobs", limits.max_logprobs)
@@ -198,25 +199,12 @@ def resolve_max_tokens(sampling: CheckedSampling, num_prompt_tokens: int, limits
     return min(room, wanted)
 
 
-def _number(
-    params: api.SamplingParams,
-    name: str,
-    *,
-    default: float,
-    low: float,
-    high: float = math.inf,
-    open_low: bool = False,
-) -> float:
+def _number(params: api.SamplingParams, name: str, *, default: float) -> float:
     if not params.HasField(name):  # type: ignore[arg-type]
         return default
     value: float = getattr(params, name)
-    if not math.isfinite(value):
-        raise InvalidRequest(f"sampling.{name}", "must be a finite number")
-    if value < low or value > high or (open_low and value == low):
-        if high == math.inf:
-            raise InvalidRequest(f"sampling.{name}", f"{value} is negative")
-        bracket = "(" if open_low else "["
-        raise InvalidRequest(f"sampling.{name}", f"{value} is outside {bracket}{low:g}, {high:g}]")
+    if (fault := RANGES[name].fault_of(value)) is not None:
+        raise InvalidRequest(f"sampling.{name}", fault)
     return value
 
 
@@ -236,8 +224,8 @@ def _logit_bias(params: api.SamplingParams, limits: Limits) -> dict[int, float]:
     for token_id, bias in biases.items():
         if token_id >= limits.vocab_size:
             raise InvalidRequest(f"sampling.logit_bias[{token_id}]", f"outside the vocabulary of {limits.vocab_size}")
-        if not -100 <= bias <= 100:
-            raise InvalidRequest(f"sampling.logit_bias[{token_id}]", f"{bias} is outside [-100, 100]")
+        if (fault := LOGIT_BIAS.fault_of(bias)) is not None:
+            raise InvalidRequest(f"sampling.logit_bias[{token_id}]", fault)
     return biases
 
 
@@ -254,8 +242,8 @@ def _check_stop_strings(stop: Sequence[str], limits: Limits) -> None:
 
 
 def _check_stop_token_ids(token_ids: Sequence[int], limits: Limits) -> None:
-    if len(token_ids) > _MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest("sampling.stop_token_ids", f"must have at most {_MAX_STOP_TOKEN_IDS} ids")
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest("sampling.stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids")
     for index, token_id in enumerate(token_ids):
         if token_id >= limits.vocab_size:
             raise InvalidRequest(

@@ -5,6 +5,8 @@ target stream ended       another target that serves the same model takes its se
 no target for too long    UNAVAILABLE (the client can resume)
 target drains             it gets no new sessions; those it has go on there until its stream ends
 session held elsewhere    CANCELLED, TAKEN_OVER: another coordinator goes on with it
+logits not finite         at a target: INTERNAL, NON_FINITE_LOGITS, for any other target would say the same; at a
+                          draft: the session goes on without drafts, for good
 target refuses a session  opened again with growing waits; at once, without its draft, when a proposal was at fault;
                           elsewhere, when the target has failed too often or drains
 draft ended or wrong      the session goes on without it, and gets a draft again when there is one

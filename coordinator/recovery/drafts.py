@@ -89,7 +89,10 @@ class DraftRecovery:
         failure = note_failure(link.role, session, error)
         if failure.is_fault:
             self._fleet.failed(link)
-        self._lost(session, failure.reason.lower())
+        if failure.is_models:
+            self._forgo(session, failure.reason.lower())
+        else:
+            self._lost(session, failure.reason.lower())
 
     def on_closed(self, link: DraftLink, session: Session, reason: str) -> None:
         """See `LinkEvents.on_closed`."""
@@ -131,6 +134,11 @@ class DraftRecovery:
         side.cancel_retry()
         wait_s = self._backoff.wait_s(side.num_failures)
         side.retry = asyncio.get_running_loop().call_later(wait_s, self._open, session)
+
+    def _forgo(self, session: Session, cause: str) -> None:
+        """No draft can go on with a session: it decodes without one to its end, whatever drafts come or return."""
+        session.speculate = False
+        self._drop(session, cause)
 
     def _drop(self, session: Session, cause: str) -> None:
         """Take a session's draft away."""

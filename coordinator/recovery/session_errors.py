@@ -15,6 +15,8 @@ _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_
 """What a replica says that is full, whose context ends, or whose session was left open: no reason to eject it."""
 _HELD_ELSEWHERE = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
 """What a replica says whose session another coordinator holds now: asking again would not help."""
+_NON_FINITE = "NON_FINITE_LOGITS"
+"""What a replica says whose model gave NaN or infinity for the session's tokens: so would any other with that model."""
 _log = structlog.get_logger(__name__)
 
 
@@ -37,12 +39,17 @@ class SessionFailure:
     @property
     def is_fault(self) -> bool:
         """It counts against the replica."""
-        return self.code not in _NO_FAULT and not self.is_held_elsewhere
+        return self.code not in _NO_FAULT and not self.is_held_elsewhere and not self.is_models
+
+    @property
+    def is_models(self) -> bool:
+        """The model can do nothing with the session's tokens, at whatever replica."""
+        return self.reason == _NON_FINITE
 
     @property
     def is_fatal(self) -> bool:
         """Opening the session again, here or elsewhere, would end the same way."""
-        return self.code in _FATAL
+        return self.code in _FATAL or self.is_models
 
     @property
     def may_be_proposals(self) -> bool:

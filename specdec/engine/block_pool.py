@@ -221,6 +221,16 @@ class BlockPool:
         self._by_digest[digest] = block
         return True
 
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Take blocks out of the prefix cache, so that nobody finds them any more; their owners keep them."""
+        for block in blocks:
+            if (digest := self._digests[block]) is not None:
+                del self._by_digest[digest]
+                self._digests[block] = None
+                if self._ref_counts[block] == 0:
+                    del self._cached[block]
+                    self._free.append(block)
+
     def _root_digest(self, salt: bytes) -> bytes:
         framed = len(self._identity).to_bytes(8, "little") + self._identity + salt
         return hashlib.blake2b(framed, digest_size=DIGEST_BYTES).digest()

@@ -85,6 +85,11 @@ class Engine:
         self._check_held(seq)
         self.scheduler.remove(seq)
 
+    def distrust(self, seq: Sequence) -> None:
+        """What was computed for a sequence may be wrong: no other one finds it in the prefix cache any more."""
+        self._check_held(seq)
+        self.block_pool.forget(seq.block_ids)
+
     def append(self, seq: Sequence, token_ids: Ids[int]) -> None:
         """Add tokens, to be computed by the next steps.
 

@@ -5,6 +5,7 @@ EngineError
 ├── SequenceTooLong       a sequence that could never run: longer than the context or than the whole pool
 ├── SequenceStateError    an operation that the sequence's state does not allow: rolling back final tokens, say
 ├── TreeError             a malformed proposal tree: carries the field and the reason
+├── NonFiniteLogits       a row of logits from which no token can be drawn: a fault of the model or of its numerics
 ├── KVInvariantError      a broken invariant of the KV cache: always a bug, never bad input
 └── ModelLoadError        a model that could not be loaded
     └── ModelNotSupported    one that loads, but that the engine cannot run correctly: carries the reason
@@ -47,6 +48,13 @@ class TreeError(EngineError):
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+
+
+class NonFiniteLogits(EngineError):
+    """A row of logits holds NaN or plus infinity, or leaves no token that may be sampled."""
+
+    def __init__(self) -> None:
+        super().__init__("the model's logits hold NaN or infinity, or leave no token to sample")
 
 
 class KVInvariantError(EngineError):

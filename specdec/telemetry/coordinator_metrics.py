@@ -23,7 +23,7 @@ _OUTCOMES = (
 )
 _ADMISSION_CAUSES = ("overloaded", "queue_timeout", "quota", "concurrency")
 _STEP_KINDS = ("verify", "plain", "prefill")
-_FALLBACK_CAUSES = ("stream_broken", "draining", "bad_proposal", "too_many_sessions")
+_FALLBACK_CAUSES = ("stream_broken", "draining", "bad_proposal", "too_many_sessions", "non_finite_logits")
 
 
 class CoordinatorMetrics(MetricGroup):

@@ -186,7 +186,9 @@ Global___ModelIdentity: _TypeAlias = ModelIdentity  # noqa: Y015
 
 @_typing.final
 class TokenSampling(_message.Message):
-    """The part of the sampling parameters that draft and target must know to pick a token. Fully resolved: no defaults are left open."""
+    """The part of the sampling parameters that draft and target must know to pick a token. Fully resolved: no defaults are left open.
+    Replicas check the ranges too, and refuse a session outside them with INVALID_ARGUMENT and the field.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -226,23 +228,23 @@ class TokenSampling(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy decoding."""
+    """In [0, 100]; 0 is greedy decoding."""
     top_k: _builtins.int
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: _builtins.float
-    """Keep the smallest set of tokens whose probability reaches this; 1 keeps all."""
+    """Keep the smallest set of tokens whose probability reaches this, in (0, 1]; 1 keeps all."""
     min_p: _builtins.float
-    """Drop tokens below this fraction of the most likely one; 0 drops none."""
+    """Drop tokens below this fraction of the most likely one, in [0, 1]; 0 drops none."""
     repetition_penalty: _builtins.float
-    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output; 1 is off."""
+    """Divides (positive) or multiplies (negative) the logits of tokens seen in prompt or output, in [0.01, 10]; 1 is off."""
     presence_penalty: _builtins.float
-    """Subtracted once from the logits of tokens seen in the output; 0 is off."""
+    """Subtracted once from the logits of tokens seen in the output, in [-2, 2]; 0 is off."""
     frequency_penalty: _builtins.float
-    """Subtracted per occurrence from the logits of tokens seen in the output; 0 is off."""
+    """Subtracted per occurrence from the logits of tokens seen in the output, in [-2, 2]; 0 is off."""
     max_tokens: _builtins.int
     """The choice ends when this many output tokens are committed."""
     min_tokens: _builtins.int
-    """No end-of-sequence or stop token before this many output tokens."""
+    """No end-of-sequence or stop token before this many output tokens; refused where those are the whole vocabulary."""
     ignore_eos: _builtins.bool
     """End-of-sequence tokens do not end the choice."""
     seed: _builtins.int
@@ -253,11 +255,11 @@ class TokenSampling(_message.Message):
     """Raw log-probabilities of the sampled token and of this many alternatives; absent: none."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
-        """Added to the logits of these tokens."""
+        """Added to the logits of these tokens, in [-100, 100]."""
 
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens that end the choice."""
+        """Tokens that end the choice, at most 1024."""
 
     def __init__(
         self,
@@ -725,7 +727,9 @@ class SessionError(_message.Message):
     """The position that the replica expected next."""
     @_builtins.property
     def status(self) -> _status_pb2.Status:
-        """What happened; details carry an ErrorInfo with a stable reason."""
+        """What happened; details carry an ErrorInfo with a stable reason. NON_FINITE_LOGITS: the model gave NaN or infinity for
+        this session, or left no token to sample; another replica of the model would, too.
+        """
 
     def __init__(
         self,

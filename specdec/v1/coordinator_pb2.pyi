@@ -140,7 +140,7 @@ class SamplingParams(_message.Message):
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
     TRUNCATE_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 is greedy decoding; default 1."""
+    """In [0, 100]; 0 is greedy decoding; default 1."""
     top_k: _builtins.int
     """Keep the k most likely tokens; 0, the default, keeps all."""
     top_p: _builtins.float
@@ -148,7 +148,7 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Drop tokens below this fraction of the most likely one, in [0, 1]; default 0."""
     repetition_penalty: _builtins.float
-    """Over tokens in prompt and output, in (0, 10]; default 1."""
+    """Over tokens in prompt and output, in [0.01, 10]; default 1."""
     presence_penalty: _builtins.float
     """Over tokens in the output, in [-2, 2]; default 0."""
     frequency_penalty: _builtins.float
@@ -158,7 +158,7 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     """Most output tokens; default: what the context leaves, at most the deployment's limit."""
     min_tokens: _builtins.int
-    """Fewest output tokens; default 0."""
+    """Fewest output tokens; default 0. Refused where the tokens that end a choice are the whole vocabulary."""
     include_stop_in_output: _builtins.bool
     """Keep the matched stop string at the end of the text; default false."""
     ignore_eos: _builtins.bool

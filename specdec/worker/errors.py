@@ -5,6 +5,8 @@ from __future__ import annotations
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+from specdec.engine.errors import NonFiniteLogits
+
 
 class SessionFailure(Exception):
     """Ends one session with a typed status.
@@ -41,6 +43,15 @@ def invalid(field: str, message: str, *, expected_position: int = 0) -> SessionF
     return SessionFailure(
         code_pb2.INVALID_ARGUMENT, "INVALID_FIELD", text, field=field, expected_position=expected_position
     )
+
+
+def non_finite_logits(error: NonFiniteLogits, *, expected_position: int = 0) -> SessionFailure:
+    """A SessionFailure for a session from whose logits nothing can be drawn.
+
+    Its parameters are legal, which was checked when it was opened, so it is the model's fault, or its numerics'.
+    """
+    message = f"{error}: the model, its weights or its dtype are at fault"
+    return SessionFailure(code_pb2.INTERNAL, "NON_FINITE_LOGITS", message, expected_position=expected_position)
 
 
 def stream_status(code: int, reason: str, message: str) -> status_pb2.Status:

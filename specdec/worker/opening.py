@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Collection
 
 from google.rpc import code_pb2
 
+from specdec.sampling_limits import LOGIT_BIAS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
@@ -30,8 +31,10 @@ def check_room(num_sessions: int, max_sessions: int) -> None:
         raise SessionFailure(code_pb2.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS", message)
 
 
-def check_open(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> None:
-    """Check an OpenSession against the model.
+def check_open(
+    body: pb.OpenSession, *, vocab_size: int, max_model_len: int, eos_token_ids: Collection[int] = ()
+) -> None:
+    """Check an OpenSession against the model, trusting nothing: coordinators may be of another version, or lie.
 
     Raises:
         SessionFailure: a field is out of range; names it.
@@ -45,29 +48,7 @@ def check_open(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> 
         raise invalid("open.token_ids", f"{num_tokens} tokens leave no room in a context of {max_model_len}")
     if max(body.token_ids) >= vocab_size:
         raise invalid("open.token_ids", f"token id {max(body.token_ids)} is outside the vocabulary of {vocab_size}")
-    sampling = body.sampling
-    for name in (
-        "temperature",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-    ):
-        if not math.isfinite(getattr(sampling, name)):
-            raise invalid(f"open.sampling.{name}", "must be finite")
-    if sampling.temperature < 0:
-        raise invalid("open.sampling.temperature", "must not be negative")
-    if not 0 < sampling.top_p <= 1:
-        raise invalid("open.sampling.top_p", "must be in (0, 1]")
-    if not 0 <= sampling.min_p <= 1:
-        raise invalid("open.sampling.min_p", "must be in [0, 1]")
-    if sampling.repetition_penalty <= 0:
-        raise invalid("open.sampling.repetition_penalty", "must be positive")
-    if sampling.max_tokens < 1:
-        raise invalid("open.sampling.max_tokens", "must be at least 1")
-    if any(token >= vocab_size for token in sampling.logit_bias):
-        raise invalid("open.sampling.logit_bias", f"a token id is outside the vocabulary of {vocab_size}")
+    _check_sampling(body.sampling, vocab_size, eos_token_ids)
 
 
 def sampling_params(body: pb.OpenSession, eos_token_ids: tuple[int, ...]) -> SamplingParams:
@@ -91,3 +72,22 @@ def sampling_params(body: pb.OpenSession, eos_token_ids: tuple[int, ...]) -> Sam
         choice=sampling.choice,
         num_logprobs=sampling.num_logprobs if sampling.HasField("num_logprobs") else None,
     )
+
+
+def _check_sampling(sampling: pb.TokenSampling, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+    for name, allowed in RANGES.items():
+        if (fault := allowed.fault_of(getattr(sampling, name))) is not None:
+            raise invalid(f"open.sampling.{name}", fault)
+    if sampling.max_tokens < 1:
+        raise invalid("open.sampling.max_tokens", "must be at least 1")
+    for token_id, bias in sampling.logit_bias.items():
+        field = f"open.sampling.logit_bias[{token_id}]"
+        if token_id >= vocab_size:
+            raise invalid(field, f"outside the vocabulary of {vocab_size}")
+        if (fault := LOGIT_BIAS.fault_of(bias)) is not None:
+            raise invalid(field, fault)
+    # Held back row by row, so their number is a cost of every step.
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise invalid("open.sampling.stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids")
+    if leaves_no_token(vocab_size, sampling.min_tokens, (*sampling.stop_token_ids, *eos_token_ids)):
+        raise invalid("open.sampling.min_tokens", "holds back every token of the vocabulary")

@@ -14,6 +14,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from specdec.cli.local.cluster import Cluster
 from specdec.rpc.errors import FailedPrecondition, InvalidRequest
 from specdec.v1 import common_pb2 as pb
+from tests.support.extreme_sampling import bias_cases, cases
 from tests.support.services.faults import all_blocks_free
 from tests.support.services.peer import MAX_TOKENS, PROMPT, WIRES, Peer, open_session
 
@@ -176,6 +177,51 @@ async def test_a_session_that_cannot_be_opened_is_refused_by_name(
         await peer.attach()
         await peer.send(open=open_session(**change))
         assert named_field((await peer.next("error")).status) == field
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+async def test_no_extreme_sampling_of_a_coordinator_that_lies_ends_an_engine(
+    steady_cluster: Cluster, role: str
+) -> None:
+    bad = [(f"open.sampling.{name}", {name: value}) for name, value, is_legal in cases() if not is_legal]
+    bad += [
+        ("open.sampling.logit_bias[7]", {"logit_bias": {7: bias}}) for bias, is_legal in bias_cases() if not is_legal
+    ]
+    bad += [
+        ("open.sampling.logit_bias[9999]", {"logit_bias": {9999: 1.0}}),
+        ("open.sampling.stop_token_ids", {"stop_token_ids": [5] * 1025}),
+        ("open.sampling.min_tokens", {"stop_token_ids": range(259), "min_tokens": 3}),
+    ]
+    good = [{name: value} for name, value, is_legal in cases() if is_legal]
+    good += [
+        {"top_k": 2**32 - 1, "seed": 2**64 - 1, "choice": 2**32 - 1, "max_tokens": 2**32 - 1, "min_tokens": 2**32 - 1}
+    ]
+    kind = "verdict" if role == "target" else "proposal"
+    pid = steady_cluster.services[role].pid
+    async with peer_of(steady_cluster, role) as peer:
+        await peer.attach()
+        for field, fields in bad:
+            body = open_session()
+            for name, value in fields.items():
+                if name == "logit_bias":
+                    body.sampling.logit_bias.update(value)
+                elif name == "stop_token_ids":
+                    body.sampling.stop_token_ids.extend(value)
+                else:
+                    setattr(body.sampling, name, value)
+            await peer.send(open=body)
+            error = await peer.next("error")
+            assert error.status.code == code_pb2.INVALID_ARGUMENT, fields
+            assert named_field(error.status) == field, fields
+            peer.epoch += 1
+        for fields in good:
+            body = open_session()
+            for name, value in fields.items():
+                setattr(body.sampling, name, value)
+            await peer.send(open=body)
+            assert await peer.next(kind), fields
+            peer.epoch += 1
+    assert steady_cluster.services[role].pid == pid
 
 
 async def test_a_stream_that_does_not_begin_with_an_attach_is_refused(target: Peer, draft: Peer) -> None:

@@ -14,6 +14,7 @@ from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
 from specdec.rpc.errors import InvalidRequest, ModelNotFound, RequestExists, from_rpc_error
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.extreme_sampling import bias_cases, cases
 from tests.support.services.faults import freeze, thaw
 
 pytestmark = pytest.mark.integration
@@ -86,6 +87,49 @@ async def test_a_bad_field_is_named(tiny_client: Client, name: str) -> None:
     assert caught.value.field == field
     assert caught.value.description
     assert (await tiny_client.complete(good())).num_tokens > 0
+
+
+async def test_the_penalty_that_once_ended_every_draft_is_refused_by_name(tiny_client: Client) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await tiny_client.complete(sampling(repetition_penalty=1e-40, temperature=1.0))
+    assert caught.value.field == "sampling.repetition_penalty"
+
+
+async def test_extreme_numbers_are_refused_by_name_or_give_all_tokens(
+    tiny_cluster: Cluster, tiny_client: Client
+) -> None:
+    processes = {name: service.pid for name, service in tiny_cluster.services.items()}
+    expected = await tiny_client.complete(good())
+    bodies: list[tuple[api.GenerateRequest, str | None]] = [
+        (sampling(ignore_eos=True, **{name: value}), None if is_legal else f"sampling.{name}")
+        for name, value, is_legal in cases()
+    ]
+    bodies += [
+        (sampling(ignore_eos=True, logit_bias={7: bias}), None if is_legal else "sampling.logit_bias[7]")
+        for bias, is_legal in bias_cases()
+    ]
+    # All the ends at once, and the integers that take any value.
+    ends = {"repetition_penalty": 0.01, "presence_penalty": -2.0, "frequency_penalty": -2.0, "top_p": 5e-324}
+    for temperature in (0.0, 5e-324, 1.0, 100.0):
+        bodies.append((sampling(ignore_eos=True, temperature=temperature, **ends), None))
+        bodies.append((sampling(temperature=temperature, top_k=2**32 - 1, seed=2**64 - 1, ignore_eos=True), None))
+        every = dict.fromkeys(range(250), -100.0)
+        bodies.append(
+            (sampling(temperature=temperature, min_tokens=4, logit_bias=every, repetition_penalty=10.0), None)
+        )
+    bodies.append((sampling(min_tokens=1, stop_token_ids=list(range(259))), "sampling.min_tokens"))
+    bodies.append((sampling(max_tokens=2**32 - 1), "sampling.max_tokens"))
+    for body, field in bodies:
+        if field is None:
+            completion = await tiny_client.complete(body)
+            assert completion.num_tokens == 4, body.sampling
+            assert completion.finished, body.sampling
+            continue
+        with pytest.raises(InvalidRequest) as caught:
+            await tiny_client.complete(body)
+        assert caught.value.field == field, body.sampling
+    assert (await tiny_client.complete(good())).identity == expected.identity
+    assert {name: service.pid for name, service in tiny_cluster.services.items()} == processes
 
 
 async def test_an_unknown_model_is_not_found(tiny_client: Client) -> None:

@@ -6,8 +6,11 @@ import random
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
 
 from specdec.engine.sampling.noise import Purpose, gumbel, hash_u32, noise_key
+from specdec.engine.sampling.sampler import Sampler
+from tests.support.engine.extreme_rows import Batch, batches
 from tests.support.engine.local_pair import LocalPair, Outcome, open_session
 
 pytestmark = [
@@ -53,6 +56,18 @@ def test_noise_on_cuda_is_that_of_the_cpu_but_for_at_most_one_last_bit() -> None
     apart = on_cpu != on_cuda
     assert apart.sum().item() <= 1, "two CPU libraries differ in 15 of all 2^32 values: one here is chance, two are not"
     assert ((on_cpu - on_cuda).abs()[apart] <= torch.finfo(torch.float32).eps * on_cpu.abs()[apart]).all()
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(batch=batches())
+def test_rows_that_are_not_finite_give_no_token_on_cuda_either_and_harm_no_other(batch: Batch) -> None:
+    on_cpu, on_cuda = Sampler(batch.vocab_size, "cpu", native="off"), Sampler(batch.vocab_size, "cuda:0")
+    logits = batch.logits.cuda()
+    is_bad = [token is None for token in on_cpu.sample(batch.logits, batch.rows)]
+    assert [token is None for token in on_cuda.sample(logits, batch.rows)] == is_bad
+    assert [not found for found in on_cuda.candidates(logits, batch.rows, 3)] == is_bad
+    assert [sample is None for sample in on_cuda.draft_sample(logits, batch.rows)] == is_bad
+    assert on_cuda.probs(logits, batch.rows).isnan().any(dim=1).tolist() == is_bad
 
 
 @pytest.mark.parametrize(("dtype", "flips"), [("float32", FLOAT32_FLIPS), ("bfloat16", BFLOAT16_FLIPS)])

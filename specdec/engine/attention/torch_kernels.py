@@ -192,7 +192,8 @@ def _softcapped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
 def _slots_by_position(context: ForwardContext, block_size: int) -> torch.Tensor:
     """Physical slot of every position of every row, ``[T, L]``, computed once per pass.
 
-    L is a multiple of ``TILE``. Entries past a row's own position name some valid slot, to be masked by the reader.
+    L is a multiple of ``TILE``. Entries past a row's own position name the row's own slot, to be masked by the
+    reader: what others left behind in the block could be NaN, which no weight of zero takes away.
     """
     slots: torch.Tensor | None = context.scratch.get("slots")
     if slots is None:
@@ -215,4 +216,4 @@ def _map_slots(batch: Batch, block_size: int) -> torch.Tensor:
         along_path = positions - batch.context_lens.long()[:, None]  # [T, L]
         index = (batch.path_offsets[:-1].long()[:, None] + along_path).clamp_(0, num_path_slots - 1)
         slots = torch.where(along_path >= 0, batch.path_slots.long()[index], slots)
-    return slots.clamp_(min=0)
+    return torch.where(positions <= batch.position_ids[:, None], slots, batch.slot_mapping[:, None])

@@ -72,6 +72,9 @@ class Top {
     token_ids_[i] = token_id;
   }
 
+  // No token can be drawn from the row.
+  void spoil() { std::fill(scores_.begin(), scores_.end(), std::numeric_limits<float>::quiet_NaN()); }
+
   const std::vector<float>& scores() const { return scores_; }
   const std::vector<int64_t>& token_ids() const { return token_ids_; }
 
@@ -80,9 +83,10 @@ class Top {
   std::vector<int64_t> token_ids_;
 };
 
-// In lanes, because a single running maximum is not vectorised without -ffast-math.
+constexpr int64_t kLanes = 32;
+
+// In lanes, because a single running maximum is not vectorised without -ffast-math. Passes over NaN.
 inline float best_of(const float* values, int64_t n) {
-  constexpr int64_t kLanes = 32;
   float best[kLanes];
   std::fill(best, best + kLanes, -kInfinity);
   int64_t i = 0;
@@ -93,16 +97,52 @@ inline float best_of(const float* values, int64_t n) {
   return *std::max_element(best, best + kLanes);
 }
 
+// Whether NaN or plus infinity was seen, lane by lane; minus infinity is a token that may not be drawn.
+class Poison {
+ public:
+  // As the function does, and looks out in the same pass.
+  float best_of(const float* values, int64_t n) {
+    float best[kLanes];
+    std::fill(best, best + kLanes, -kInfinity);
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) {
+      for (int64_t j = 0; j < kLanes; ++j) {
+        best[j] = values[i + j] > best[j] ? values[i + j] : best[j];
+        lanes_[j] |= !(values[i + j] < kInfinity);
+      }
+    }
+    for (; i < n; ++i) {
+      best[0] = values[i] > best[0] ? values[i] : best[0];
+      lanes_[0] |= !(values[i] < kInfinity);
+    }
+    return *std::max_element(best, best + kLanes);
+  }
+
+  bool any() const {
+    return std::any_of(lanes_, lanes_ + kLanes, [](int32_t lane) { return lane != 0; });
+  }
+
+ private:
+  int32_t lanes_[kLanes] = {};
+};
+
 void top_plain(const float* logits, int64_t vocab_size, Top& top) {
+  Poison poison;
   for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
     const int64_t end = std::min(begin + kBlock, vocab_size);
-    if (!(best_of(logits + begin, end - begin) > top.threshold())) continue;
+    if (!(poison.best_of(logits + begin, end - begin) > top.threshold())) continue;
     for (int64_t i = begin; i < end; ++i) top.offer(logits[i], i);
   }
+  if (poison.any() || top.scores().front() == -kInfinity) top.spoil();
 }
 
 void top_perturbed(const float* logits, int64_t vocab_size, float temperature, uint32_t key_0, uint32_t key_1, Top& top) {
-  const float best_logit = best_of(logits, vocab_size);
+  Poison poison;
+  const float best_logit = poison.best_of(logits, vocab_size);
+  if (poison.any() || best_logit == -kInfinity) {
+    top.spoil();
+    return;
+  }
   float bounds[kBlock];
   for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
     const int64_t count = std::min(kBlock, vocab_size - begin);
@@ -254,6 +294,7 @@ Cut top_p_cut(const float* scores, int64_t vocab_size, double top_p, float kth_s
 }
 
 void cut_row(float* row, int64_t vocab_size, int64_t top_k, double top_p, double min_score) {
+  if (std::isnan(row[0])) return;  // NaN throughout, which has no order: sorting it is undefined
   const float kth_score = top_k_score(row, vocab_size, top_k);
   // Of two cuts by score alone the higher binds; the first token, at 0, always stays.
   const float lowest = std::min(0.0f, std::max(kth_score, static_cast<float>(min_score)));
@@ -269,7 +310,8 @@ void cut_row(float* row, int64_t vocab_size, int64_t top_k, double top_p, double
 extern "C" {
 
 // logits: row r at r * row_stride; temperatures [R], 0 is greedy; keys [R, 2] -> token_ids, scores [R, num_top], with
-// 1 <= num_top <= vocab_size.
+// 1 <= num_top <= vocab_size. The scores of a row are NaN if it holds NaN or plus infinity, or nothing above minus
+// infinity.
 void specdec_perturbed_top(const float* logits, int64_t num_rows, int64_t vocab_size, int64_t row_stride,
                            const float* temperatures, const uint32_t* keys, int64_t num_top, int64_t* token_ids,
                            float* scores) {
@@ -287,7 +329,7 @@ void specdec_perturbed_top(const float* logits, int64_t num_rows, int64_t vocab_
 }
 
 // scores [R, vocab_size], contiguous, 0 as best of each row: minus infinity is written to what top_k [R], top_p [R] and
-// min_score [R] cut off.
+// min_score [R] cut off. A row of NaN stays one.
 void specdec_cut(float* scores, int64_t num_rows, int64_t vocab_size, const int64_t* top_k, const double* top_p,
                  const double* min_score) {
   for (int64_t r = 0; r < num_rows; ++r) cut_row(scores + r * vocab_size, vocab_size, top_k[r], top_p[r], min_score[r]);

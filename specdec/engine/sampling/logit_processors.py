@@ -19,6 +19,7 @@ MIN_TEMPERATURE = 1e-30
 """Lower temperatures are taken as this one: it is as good as greedy already, and 0/0 must not happen."""
 WEIGHT_ONE = 2.0**42
 """exp(0) as an integer weight: a vocabulary of 2^20 still sums to less than 2^63."""
+_LARGEST = torch.finfo(torch.float32).max
 _EXP_COEFFICIENTS = tuple(1.0 / math.factorial(k) for k in range(11, -1, -1))
 
 
@@ -38,6 +39,9 @@ class RowContext:
 
 def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
     """Return logits after bias, penalties and min_tokens; the argument itself where no row asks for any.
+
+    A finite logit stays finite (it saturates at the largest float32), but for tokens that are held back; NaN and
+    plus infinity stay what they are, so that they are found out after it.
 
     Args:
         logits: [R, V] float32, left as it is.
@@ -67,7 +71,9 @@ def _add_bias_(logits: Tensor, rows: Sequence[RowContext]) -> None:
     if index:
         flat_index = torch.tensor(index, device=logits.device)
         flat = logits.view(-1)
-        flat[flat_index] = flat[flat_index] + torch.tensor(bias, dtype=torch.float32, device=logits.device)
+        values = flat[flat_index]
+        biased = values + torch.tensor(bias, dtype=torch.float32, device=logits.device)
+        flat[flat_index] = _saturated(biased, values)
 
 
 def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
@@ -99,10 +105,15 @@ def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
     flat = logits.view(-1)
     values = flat[flat_index]
     repeated = torch.where(values < 0, values * repetition, values / repetition)
-    values = torch.where(seen, repeated, values)
-    values = values - presence * (num_output > 0)
-    values = values - frequency * num_output
-    flat[flat_index] = values
+    penalized = torch.where(seen, repeated, values)
+    penalized = penalized - presence * (num_output > 0)
+    penalized = penalized - frequency * num_output
+    flat[flat_index] = _saturated(penalized, values)
+
+
+def _saturated(adjusted: Tensor, values: Tensor) -> Tensor:
+    """What `values` were adjusted to, but no infinity where there was none, and no change where there was no number."""
+    return torch.where(values.abs() < math.inf, adjusted.clamp_(-_LARGEST, _LARGEST), values)
 
 
 def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
@@ -115,20 +126,26 @@ def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
         if 0 <= token_id < vocab_size
     ]
     if index:
-        logits.view(-1)[torch.tensor(index, device=logits.device)] = -math.inf
+        flat = logits.view(-1)
+        flat_index = torch.tensor(index, device=logits.device)
+        values = flat[flat_index]
+        flat[flat_index] = torch.where(values < math.inf, -math.inf, values)
 
 
 def temperature_scores(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
-    """Return (logits - best of the row) / temperature: [R, V] float32, at most 0, never NaN.
+    """Return (logits - best of the row) / temperature: [R, V] float32, at most 0.
 
-    Taking the best off first keeps precision and range at any temperature, and no probability changes.
+    Taking the best off first keeps precision and range at any temperature, and no probability changes. A row whose
+    best is not finite (it holds NaN or plus infinity, or nothing above minus infinity) is NaN throughout.
     """
     divisors = torch.tensor(
         [[max(temperature, MIN_TEMPERATURE)] for temperature in temperatures],
         dtype=torch.float32,
         device=logits.device,
     )
-    return (logits - logits.amax(dim=1, keepdim=True)).div_(divisors)
+    best = logits.amax(dim=1, keepdim=True)
+    best = best - best * 0.0  # itself if it is finite, else NaN
+    return (logits - best).div_(divisors)
 
 
 def cut_arguments(rows: Sequence[RowContext]) -> tuple[list[int], list[float], list[float]]:
@@ -144,10 +161,10 @@ def cut_(scores: Tensor, top_k: Sequence[int], top_p: Sequence[float], min_score
 
     What stays is a prefix of the tokens by falling score, ties by rising id: down to the score of the k-th (with
     all its ties), while the mass before a token is below top_p of what top-k kept, and down to `min_score`. The
-    first always stays.
+    first always stays. Rows of NaN stay so in part at least.
 
     Args:
-        scores: [R, V] float32 with 0 as best of each row, as `temperature_scores` returns them.
+        scores: [R, V] float32 with 0 as best of each row, or NaN throughout, as `temperature_scores` returns them.
         top_k: R counts, 0 is off.
         top_p: R masses, 1 is off.
         min_score: R scores, minus infinity is off.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from specdec.engine.sampling.logit_processors import temperature_scores
 from specdec.engine.sampling.noise import gumbel_from_bits, hash_u32
 
 _BOUND_SLACK = 1e-3
@@ -24,14 +25,15 @@ def perturbed_top(
     Rows of temperature 0 are ranked by their logits alone. A row's result depends on that row only.
 
     Args:
-        logits: [R, V] float32 without NaN.
-        temperatures: R values.
+        logits: [R, V] float32.
+        temperatures: R values, 0 or at least `MIN_TEMPERATURE`.
         keys: the two u32 of each row's noise key, 2 * R values.
         num_top: at most V.
 
     Returns:
         Token ids and float32 scores, R * num_top of each, row by row. Where fewer than `num_top` tokens of a row
-        are above minus infinity the rest has that score and no meaning.
+        are above minus infinity the rest has that score and no meaning. Where a row holds NaN or plus infinity, or
+        nothing above minus infinity, all its scores are NaN.
     """
     token_ids = [0] * (len(temperatures) * num_top)
     scores = [-math.inf] * (len(temperatures) * num_top)
@@ -48,6 +50,9 @@ def perturbed_top(
                 part, [temperatures[r] for r in rows], [keys[2 * r : 2 * r + 2] for r in rows], num_top
             )
         for r, best in zip(rows, found, strict=True):
+            if not best or not math.isfinite(best[0][0]):
+                scores[r * num_top : (r + 1) * num_top] = [math.nan] * num_top
+                continue
             for i, (score, token_id) in enumerate(best):
                 token_ids[r * num_top + i] = token_id
                 scores[r * num_top + i] = score
@@ -58,18 +63,21 @@ def _noisy_survivors(
     logits: Tensor, temperatures: Sequence[float], keys: Sequence[Sequence[int]], num_top: int
 ) -> list[list[tuple[float, int]]]:
     device = logits.device
-    divisors = torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
-    scores = (logits - logits.amax(dim=1, keepdim=True)).div_(divisors)  # [R, V]
+    scores = temperature_scores(logits, temperatures)  # [R, V]
     hashes = hash_u32(
         torch.tensor(keys, dtype=torch.int64, device=device), torch.arange(logits.shape[1], device=device)
     )  # [R, V]
     # -log(-log1p(-u)) <= -log(u), and nearly equal to it where it is large enough to win.
-    bounds = hashes.to(torch.float32).add_(0.5).mul_(2.0**-32).log_().neg_().add_(scores).add_(_BOUND_SLACK)
+    # The slack is added to the noise: added to scores of a million and more it would be lost.
+    bounds = hashes.to(torch.float32).add_(0.5).mul_(2.0**-32).log_().neg_().add_(_BOUND_SLACK).add_(scores)
     return _survivors(bounds, scores, hashes, num_top)
 
 
 def _survivors(bounds: Tensor, scores: Tensor, hashes: Tensor, num_top: int) -> list[list[tuple[float, int]]]:
-    """Rank the tokens whose bound reaches the `num_top`-th exact value of the tokens with the best bounds."""
+    """Rank the tokens whose bound reaches the `num_top`-th exact value of the tokens with the best bounds.
+
+    None reaches it where a bound is NaN: `topk` ranks that above all else, and so it is in the threshold.
+    """
     noisy = hashes is not scores
     guess = bounds.topk(num_top, dim=1).indices  # [R, num_top]
     exact = scores.gather(1, guess)

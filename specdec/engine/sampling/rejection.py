@@ -20,6 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.sampling_params import SamplingParams
 
@@ -74,17 +75,26 @@ def verify_token(target_probs: Tensor, draft: DraftSample, params: SamplingParam
     Returns:
         (True, the draft's token) or (False, the token that takes its place).
 
+    Raises:
+        NonFiniteLogits: the target's distribution is NaN.
+
     Cost: a sum over V, and a few passes over V after a rejection.
     """
     if params.is_greedy:
-        best = int((target_probs == target_probs.max()).nonzero()[0, 0])
+        tied = (target_probs == target_probs.max()).nonzero()
+        if not len(tied):
+            raise NonFiniteLogits
+        best = int(tied[0, 0])
         return best == draft.token_id, best
     draft_sum = math.fsum(draft.probs)
     draft_prob = draft.probs[draft.ids.index(draft.token_id)] / draft_sum
     target = target_probs.to(torch.float64)
     target = target / target.sum()
     u = uniform(params.seed, params.choice, Purpose.ACCEPT, t)
-    if u * draft_prob < float(target[draft.token_id]):
+    target_prob = float(target[draft.token_id])
+    if math.isnan(target_prob):
+        raise NonFiniteLogits
+    if u * draft_prob < target_prob:
         return True, draft.token_id
     ids = torch.tensor(draft.ids, device=target.device)
     probs = torch.tensor(draft.probs, dtype=torch.float64, device=target.device) / draft_sum

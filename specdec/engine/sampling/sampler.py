@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.sampling_ops import NativeSampling
 from specdec.engine.sampling import logit_processors
@@ -46,6 +47,9 @@ class TokenLogprobs:
 class Sampler:
     """Draws tokens; stateless, and row-invariant: a row's result depends on that row's logits and context only.
 
+    From finite logits (minus infinity masks a token) legal parameters always draw one. A row that holds NaN or plus
+    infinity, or leaves no token to draw, has a result of its own in every method, and costs other rows nothing.
+
     Everywhere `logits` is [R, V'] float32 with V' >= vocab_size on the sampler's device; ids past vocab_size are
     padding of the model's and are never sampled. It is never written to.
     """
@@ -79,16 +83,22 @@ class Sampler:
         self.is_native = True
         self._perturbed_top, self._cut_ = kernels.perturbed_top, kernels.cut_
 
-    def sample(self, logits: Tensor, rows: Sequence[RowContext]) -> list[int]:
+    def sample(self, logits: Tensor, rows: Sequence[RowContext]) -> list[int | None]:
         """Return the token of each row: argmax of scores plus the noise of its position, or of logits if greedy.
 
+        None stands for a row from which no token can be drawn.
         Ties go to the lowest id. Exact: the noise of a seed that is not fixed beforehand makes this a sample of
         softmax(scores).
         """
-        return self._top(logits, rows, 1)[0]
+        token_ids, scores = self._top(logits, rows, 1)
+        pairs = zip(token_ids, scores, strict=True)
+        return [token_id if math.isfinite(score) else None for token_id, score in pairs]
 
     def candidates(self, logits: Tensor, rows: Sequence[RowContext], num_candidates: int) -> list[list[ScoredToken]]:
-        """Return per row the best tokens with noise, best first; the first is what `sample` returns."""
+        """Return per row the best tokens with noise, best first; the first is what `sample` returns.
+
+        There are fewer than `num_candidates` where fewer can be drawn, and none where `sample` returns None.
+        """
         n = min(num_candidates, self.vocab_size)
         token_ids, scores = self._top(logits, rows, n)
         found = [ScoredToken(*pair) for pair in zip(token_ids, scores, strict=True)]
@@ -100,7 +110,8 @@ class Sampler:
     def process(self, logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
         """Return what tokens are drawn from, [R, vocab_size]: 0 for the best of a row, -inf for what is cut off.
 
-        Greedy rows are the adjusted logits, without temperature and cuts.
+        Greedy rows are the adjusted logits, without temperature and cuts. Other rows from which no token can be drawn
+        hold NaN, and no number above minus infinity.
         """
         adjusted = adjusted_logits(self._true_logits(logits), rows)
         scores, _ = self._cut_scores(adjusted, rows)
@@ -111,21 +122,29 @@ class Sampler:
         return scores
 
     def probs(self, logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
-        """Return the distribution each row is drawn from, [R, vocab_size] float32; one-hot for greedy rows."""
+        """Return the distribution each row is drawn from, [R, vocab_size] float32; one-hot for greedy rows.
+
+        A row from which no token can be drawn is NaN.
+        """
         scores = self.process(logits, rows)
         probs = torch.softmax(scores.to(torch.float64), dim=1).to(torch.float32)
         greedy = [r for r, row in enumerate(rows) if row.params.is_greedy]
         if greedy:
-            token_ids, _ = self._perturbed_top(scores[greedy], [0.0] * len(greedy), [0] * (2 * len(greedy)), 1)
+            token_ids, best = self._perturbed_top(scores[greedy], [0.0] * len(greedy), [0] * (2 * len(greedy)), 1)
             probs[greedy] = 0.0
             probs[greedy, token_ids] = 1.0
+            if spoiled := [r for r, score in zip(greedy, best, strict=True) if not math.isfinite(score)]:
+                probs[spoiled] = math.nan
         return probs
 
-    def draft_sample(self, logits: Tensor, rows: Sequence[RowContext], m: int = DRAFT_SUPPORT) -> list[DraftSample]:
+    def draft_sample(
+        self, logits: Tensor, rows: Sequence[RowContext], m: int = DRAFT_SUPPORT
+    ) -> list[DraftSample | None]:
         """Draw a token per row for rejection verification, from the row's m likeliest tokens.
 
         The pairs in the result are float32 and are what the token is drawn from. They are renormalised only if
-        something was cut off: where all fits in m, q is p to the bit for equal logits.
+        something was cut off: where all fits in m, q is p to the bit for equal logits. None stands for a row from
+        which no token can be drawn.
         """
         probs = self.probs(logits, rows)
         best, token_ids = probs.topk(min(m, self.vocab_size), dim=1)
@@ -135,9 +154,12 @@ class Sampler:
             scaled = (best.to(torch.float64) / total).to(torch.float32)
             was_cut = (probs > 0.0).sum(dim=1, keepdim=True) > m
             best = torch.where(was_cut, scaled, best)
-        samples = []
+        samples: list[DraftSample | None] = []
         for row, values, ids in zip(rows, best.tolist(), token_ids.tolist(), strict=True):
             pairs = sorted((-prob, token_id) for prob, token_id in zip(values, ids, strict=True) if prob > 0.0)
+            if not pairs:
+                samples.append(None)
+                continue
             support = tuple(token_id for _, token_id in pairs)
             mass = tuple(-negated for negated, _ in pairs)
             u = uniform(row.params.seed, row.params.choice, Purpose.DRAFT, row.position)
@@ -145,15 +167,24 @@ class Sampler:
         return samples
 
     def logprobs(self, logits: Tensor, rows: Sequence[RowContext], chosen: Sequence[int]) -> list[TokenLogprobs | None]:
-        """Return the raw log-probabilities of the chosen tokens and of the best ones, None for rows without."""
+        """Return the raw log-probabilities of the chosen tokens and of the best ones, None for rows without.
+
+        Raises:
+            NonFiniteLogits: a row holds NaN or plus infinity, or nothing above minus infinity. Ask for rows only for
+                which `sample` has a token.
+        """
         result: list[TokenLogprobs | None] = [None] * len(rows)
         wanted = [r for r, row in enumerate(rows) if row.params.num_logprobs is not None]
         if not wanted:
             return result
         raw = self._true_logits(logits)[wanted].to(torch.float64)
-        raw = raw - torch.logsumexp(raw, dim=1, keepdim=True)  # [wanted, V]
+        total = torch.logsumexp(raw, dim=1, keepdim=True)
+        raw = raw - total  # [wanted, V]
         columns = torch.tensor([chosen[r] for r in wanted], device=raw.device)
-        of_chosen = raw.gather(1, columns.unsqueeze(1)).squeeze(1).tolist()
+        # In one transfer.
+        of_chosen, totals = torch.cat([raw.gather(1, columns.unsqueeze(1)), total], dim=1).t().tolist()
+        if not all(map(math.isfinite, totals)):
+            raise NonFiniteLogits
         for r, values, logprob in zip(wanted, raw, of_chosen, strict=True):
             result[r] = TokenLogprobs(logprob, _best(values, rows[r].params.num_logprobs or 0))
         return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.intake.validation import (
@@ -48,8 +50,9 @@ def test_zero_is_a_value_and_not_a_default() -> None:
 def test_bounds_themselves_are_allowed() -> None:
     check_sampling(
         api.SamplingParams(
-            top_p=1.0, min_p=1.0, repetition_penalty=10.0, presence_penalty=-2.0, frequency_penalty=2.0,
-            logit_bias={99: -100.0}, max_tokens=40, min_tokens=40, stop=["12345678"], n=4, logprobs=5,
+            top_p=1.0, min_p=1.0, repetition_penalty=0.01, temperature=100.0, presence_penalty=-2.0,
+            frequency_penalty=2.0, logit_bias={99: -100.0}, max_tokens=40, min_tokens=40, stop=["12345678"], n=4,
+            logprobs=5,
         ),
         LIMITS,
     )  # fmt: skip
@@ -68,6 +71,15 @@ def test_limits_name_the_field(params: api.SamplingParams, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_sampling(params, LIMITS)
     assert caught.value.field == field
+
+
+def test_min_tokens_that_holds_back_every_token_is_refused() -> None:
+    limits = replace(LIMITS, eos_token_ids=frozenset({98, 99, 100}))
+    check_sampling(api.SamplingParams(min_tokens=1, stop_token_ids=range(97)), limits)
+    check_sampling(api.SamplingParams(stop_token_ids=range(98)), limits)
+    with pytest.raises(InvalidRequest) as caught:
+        check_sampling(api.SamplingParams(min_tokens=1, stop_token_ids=range(98)), limits)
+    assert caught.value.field == "sampling.min_tokens"
 
 
 def test_a_prompt_may_leave_room_for_one_token_but_no_less() -> None:

@@ -200,3 +200,16 @@ def test_a_hashed_block_is_copied_before_it_is_written_and_stays_cached() -> Non
 def test_a_pool_without_slots_is_refused(num_blocks: int, block_size: int) -> None:
     with pytest.raises(ValueError):
         BlockPool(num_blocks, block_size)
+
+
+def test_forgotten_blocks_are_found_by_nobody_and_stay_with_their_owners() -> None:
+    pool = BlockPool(8, 4)
+    blocks = cache_prompt(pool, PROMPT)
+    pool.share(blocks[:2])
+    pool.forget(blocks[1:])
+    assert pool.lookup(PROMPT) == blocks[:1]
+    assert pool.stats() == BlockStats(used=2, cached=0, free=6)
+    again = cache_prompt(pool, PROMPT)
+    assert not set(again) & set(blocks[:2])
+    pool.free(blocks[:2])
+    assert pool.lookup(PROMPT) == [blocks[0], *again[1:]]

@@ -1,0 +1,55 @@
+"""The values that sampling parameters may have, the same at coordinators and at replicas.
+
+Within these, finite logits give finite scores, whatever float32 or half precision they come from, up to saturation at
+the largest float32 (`specdec.engine.sampling.logit_processors`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+MAX_STOP_TOKEN_IDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Numbers from `low` to `high`; `open_low` leaves `low` itself out."""
+
+    low: float
+    high: float
+    open_low: bool = False
+
+    def fault_of(self, value: float) -> str | None:
+        """What is wrong with a value, for people; None if it is inside."""
+        if not math.isfinite(value):
+            return "must be a finite number"
+        if value < self.low or value > self.high or (self.open_low and value == self.low):
+            return f"{value} is outside {self}"
+        return None
+
+    def __str__(self) -> str:
+        return f"{'(' if self.open_low else '['}{self.low:g}, {self.high:g}]"
+
+
+RANGES: Mapping[str, Range] = MappingProxyType(
+    {
+        # 0 is greedy. All that is lower than MIN_TEMPERATURE of the logit processors is taken as that.
+        "temperature": Range(0.0, 100.0),
+        "top_p": Range(0.0, 1.0, open_low=True),
+        "min_p": Range(0.0, 1.0),
+        # Below, its quotients leave float32's range, and long before that nothing but repetitions comes out.
+        "repetition_penalty": Range(0.01, 10.0),
+        "presence_penalty": Range(-2.0, 2.0),
+        "frequency_penalty": Range(-2.0, 2.0),
+    }
+)
+"""By the name of the field in `SamplingParams` and `TokenSampling`."""
+LOGIT_BIAS = Range(-100.0, 100.0)
+
+
+def leaves_no_token(vocab_size: int, min_tokens: int, held_back: Iterable[int]) -> bool:
+    """Whether `min_tokens` holds back every token there is: all that end a choice are the whole vocabulary."""
+    return min_tokens > 0 and len({token_id for token_id in held_back if token_id < vocab_size}) >= vocab_size
