@@ -11,6 +11,7 @@ from google.rpc import code_pb2
 
 from specdec.engine.outputs import ItemOutput, StepOutput
 from specdec.v1 import common_pb2 as pb
+from tests.support.engine.exact_runner import evict_all
 from tests.support.engine.local_pair import LocalPair, Outcome, chain, open_session, prompts
 from tests.support.engine.worker_client import reason_of
 
@@ -129,9 +130,9 @@ def test_nothing_that_was_computed_for_the_session_is_taken_from_the_prefix_cach
     pair: LocalPair, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     engine = getattr(pair, f"{role}_built").engine
-    engine.block_pool.evict_all()
+    evict_all(engine.block_pool)
     undisturbed = pair.run(sessions(temperature=1.0), hold_off_ms=HOLD_MS)
-    engine.block_pool.evict_all()
+    evict_all(engine.block_pool)
     pair.reset()
     with monkeypatch.context() as patch:
         spoil_rows(pair, role, patch, past_the_first_tokens(math.nan))
@@ -154,7 +155,7 @@ def test_a_prompt_whose_log_probabilities_are_no_numbers_fails_its_session_alone
 ) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "body": {"num_prompt_logprobs": 1}}
     undisturbed = pair.run(sessions(**options), use_draft=False)
-    pair.target_built.engine.block_pool.evict_all()
+    evict_all(pair.target_built.engine.block_pool)
     pair.reset()
 
     def spoil(name: str, output: StepOutput, item: ItemOutput) -> None:
