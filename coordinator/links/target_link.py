@@ -90,6 +90,8 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         """Open a session, or open it again, under a new epoch and with all its tokens."""
         side = session.target
         side.opened(self)
+        if self.identity is not None:
+            session.computed_with(self.identity.numerics_id)
         self.sessions[session.session_id] = session
         traceparent = session.request.trace.session_opened(
             self.role,

@@ -11,7 +11,7 @@ import structlog
 from coordinator.finishing import Finisher
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
-from coordinator.replicas.fleet import Fleet, same_model
+from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session, TargetHost
 from specdec.backoff import Backoff
 from specdec.rpc.errors import SpecdecError, Unavailable
@@ -41,7 +41,7 @@ class TargetMoves:
     def went_down(self, link: TargetLink) -> None:
         """A target's stream ended: its sessions move, or wait until it is given up."""
         for session in list(link.sessions.values()):
-            if (other := self._fleet.find_target(session.request.model, besides=link)) is not None:
+            if (other := self._fleet.find_target(session.request, besides=link)) is not None:
                 self._move_to(session, link, other)
         if link.sessions and link.address not in self._give_ups:
             loop = asyncio.get_running_loop()
@@ -52,7 +52,7 @@ class TargetMoves:
         self.forget(link)
         opened_again = {session.session_id for session in lost}
         for session in list(link.sessions.values()):
-            if link.identity is not None and not same_model(session.request.model, link.identity):
+            if link.identity is not None and not self._fleet.may_serve(link, session.request):
                 self._move(session, link)
             elif session.session_id in opened_again:
                 self.reopen(session)
@@ -62,7 +62,7 @@ class TargetMoves:
             return
         for other in self._fleet.targets:
             if other is not link and not other.is_up:
-                for session in [s for s in other.sessions.values() if same_model(s.request.model, link.identity)]:
+                for session in [s for s in other.sessions.values() if self._fleet.may_serve(link, s.request)]:
                     self._move_to(session, other, link)
 
     def give_up(self, link: TargetLink) -> None:
@@ -75,7 +75,7 @@ class TargetMoves:
         if session.finish is not None:
             return
         link.sessions.pop(session.session_id, None)
-        other = self._fleet.find_target(session.request.model, besides=link)
+        other = self._fleet.find_target(session.request, besides=link)
         if other is None:
             error = Unavailable(
                 f"target {link.address} is gone and no other serves the model",
@@ -127,7 +127,7 @@ class TargetMoves:
         """A session that has to be opened again is not opened where new ones would not be, if there is another."""
         if host.is_ready or not host.is_up:
             return host
-        other = self._fleet.find_target(session.request.model, besides=host)
+        other = self._fleet.find_target(session.request, besides=host)
         if other is None or not other.is_ready:
             return host
         host.release(session)

@@ -147,7 +147,9 @@ class Request:
     arrived_s: float
     """On the monotonic clock."""
     model: pb.ModelIdentity
-    """What decides its tokens; only a target with the same weights and tokenizer may go on with it."""
+    """What decides its tokens, as planned: see `compatibility.may_serve`."""
+    num_context_tokens: int = 0
+    """The longest that prompt and output of a choice can become, in tokens: what a target must have room for."""
     priority: int = 0
     cache_salt: bytes = b""
     deadline_s: float | None = None
@@ -217,6 +219,8 @@ class Session:
     """Position up to which the client has taken tokens."""
     tally: SpeculationTally = field(default_factory=SpeculationTally)
     finish: Finish | None = None
+    numerics_ids: list[str] = field(default_factory=list)
+    """Of the targets that computed its output, in the order of their first use."""
     target: TargetSide = field(default_factory=TargetSide)
     draft: DraftSide = field(default_factory=DraftSide)
 
@@ -239,6 +243,15 @@ class Session:
     def finish_reason(self) -> pb.FinishReason.ValueType:
         """Why it ended; one that nobody ended counts as aborted."""
         return pb.FINISH_REASON_ABORT if self.finish is None else self.finish.reason
+
+    def computed_with(self, numerics_id: str) -> None:
+        """From here on its output is computed with these numerics."""
+        if self.position == self.num_prompt_tokens:
+            self.numerics_ids = [numerics_id]
+            return
+        self.numerics_ids = self.numerics_ids or [self.request.model.numerics_id]
+        if numerics_id not in self.numerics_ids:
+            self.numerics_ids.append(numerics_id)
 
     def open_body(self, traceparent: str) -> pb.OpenSession:
         """The OpenSession of either side, with all committed tokens."""
