@@ -109,6 +109,7 @@ class CoordinatorService:
             observer=observer,
             finisher=self._finisher,
             credit_window_tokens=settings.credit_window_tokens,
+            on_progress=targets.on_progress,
             on_desync=targets.on_desync,
             on_bad_draft=drafts.on_bad_draft,
         )

@@ -129,6 +129,11 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         if self.sessions.pop(session.session_id, None) is not None:
             self.send(self._wire.close_entry(session.session_id, session.target.epoch, "replaced"))
 
+    def hold(self, session: Session) -> None:
+        """Take a session that is to be opened here later."""
+        session.target.held(self)
+        self.sessions[session.session_id] = session
+
     async def fetch_tokenizer(self) -> tuple[bytes, str]:
         """tokenizer.json and tokenizer_config.json of the target's model."""
         pieces: list[bytes] = []
