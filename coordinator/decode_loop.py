@@ -42,6 +42,7 @@ class DecodeLoop:
         observer: Observer,
         finisher: Finisher,
         credit_window_tokens: int,
+        on_progress: Callable[[Session], None],
         on_desync: Callable[[Session, str], None],
         on_bad_draft: Callable[[Session, str], None],
     ) -> None:
@@ -53,6 +54,7 @@ class DecodeLoop:
             observer: is told what happens.
             finisher: ends choices.
             credit_window_tokens: how far a target may run ahead of what its client took.
+            on_progress: called when a session that was suspected of a target's end has got on.
             on_desync: called, with the cause, when a target is not where the client is.
             on_bad_draft: called, with the cause, when the target refuses what a draft proposed.
         """
@@ -61,6 +63,7 @@ class DecodeLoop:
         self._observer = observer
         self._finisher = finisher
         self._credit_window = credit_window_tokens
+        self._on_progress = on_progress
         self._on_desync = on_desync
         self._on_bad_draft = on_bad_draft
 
@@ -90,6 +93,8 @@ class DecodeLoop:
         is_first = previous_s is None
         session.token_ids.extend(kept)
         session.target.recovered()
+        if session.target.cleared_at is not None and session.position >= session.target.cleared_at:
+            self._on_progress(session)
 
         if step.finish is None and kept:
             self._commit(session, start, kept, now_s)

@@ -28,6 +28,8 @@ class Finisher:
             return
         request = session.request
         ended = api.ChoiceFinished(index=session.choice, reason=finish.reason, stats=session.tally.to_proto())
+        if len(session.numerics_ids) > 1:
+            ended.numerics_ids.extend(session.numerics_ids)
         if finish.stop_string is not None:
             ended.stop_string = finish.stop_string
         elif finish.stop_token_id is not None:
@@ -82,4 +84,8 @@ def _summary(request: Request) -> api.GenerateFinished:
         cached_tokens=request.num_cached_tokens,
         completion_tokens=sum(session.num_output_tokens for session in request.sessions),
     )
-    return api.GenerateFinished(usage=usage, stats=total(session.tally for session in request.sessions))
+    return api.GenerateFinished(
+        usage=usage,
+        stats=total(session.tally for session in request.sessions),
+        numerics_changed=any(len(session.numerics_ids) > 1 for session in request.sessions),
+    )

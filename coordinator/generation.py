@@ -218,6 +218,7 @@ class Generator:
         """First chunk, what is replayed, and the sessions that are still to decode."""
         request, admitted_s = plan.request, time.monotonic()
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
+        request.num_context_tokens = len(plan.prompt) + plan.max_tokens
         request.stream.push(self._started(plan))
         request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
         unfinished = []
@@ -239,9 +240,7 @@ class Generator:
 
     async def _open(self, request: Request, sessions: Sequence[Session]) -> None:
         first = sessions[0]
-        target = await self._fleet.pick_target(
-            request.model, first.token_ids, request.cache_salt, self._target_timeout_s
-        )
+        target = await self._fleet.pick_target(request, first.token_ids, self._target_timeout_s)
         # No wait from here on: who picks next is to see this one's load.
         draft = self._fleet.pick_draft(first.position) if first.speculate else None
         for session in sessions:

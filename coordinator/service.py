@@ -82,7 +82,12 @@ class CoordinatorService:
         self._sessions = SessionTable()
         self._finisher = Finisher(self._sessions, observer)
         self._journal = self._build_journal(is_shared)
-        self.fleet = Fleet(PrefixRouter(shared=self._shared_prefixes), settings.tokenizer, self._ejection())
+        self.fleet = Fleet(
+            PrefixRouter(shared=self._shared_prefixes),
+            settings.tokenizer,
+            self._ejection(),
+            allow_mixed_numerics=settings.allow_mixed_numerics,
+        )
         drafts = DraftRecovery(
             sessions=self._sessions,
             fleet=self.fleet,
@@ -104,6 +109,7 @@ class CoordinatorService:
             observer=observer,
             finisher=self._finisher,
             credit_window_tokens=settings.credit_window_tokens,
+            on_progress=targets.on_progress,
             on_desync=targets.on_desync,
             on_bad_draft=drafts.on_bad_draft,
         )

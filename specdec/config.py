@@ -207,6 +207,11 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default=30.0, gt=0, description="How long a session may be without a target before it fails."
     )
     draft_reopen_s: float = Field(default=1.0, gt=0, description="Wait before a lost draft session is reopened.")
+    allow_mixed_numerics: bool = Field(
+        default=False,
+        description="Targets may differ in numerics (data type, device, kernels); else those that differ are "
+        "incompatible. A choice that more than one computed says so at its end.",
+    )
     ejection_failures: int = Field(
         default=5, ge=1, description="Consecutive failures after which a replica gets no sessions for a while."
     )

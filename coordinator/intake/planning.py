@@ -16,6 +16,7 @@ from coordinator.intake.resume import (
     encode_params,
     held_choices,
     make_resume_token,
+    planned_terms,
 )
 from coordinator.intake.validation import (
     CheckedSampling,
@@ -121,6 +122,9 @@ class Planner:
         served = self._fleet.require_served(body.model)
         check_request_id(body.request_id)
         key = RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
+        seed = _seed(body)
+        if body.HasField("resume"):
+            served = self._as_planned(body.resume.resume_token, key, seed, served)
         model_limits = self._limits_of(served.identity)
         limits = model_limits.within(caller.allowance)
         sampling = check_sampling(body.sampling, limits)
@@ -137,12 +141,10 @@ class Planner:
             max_tokens=max_tokens,
             stop=sampling.stop,
         )
-        seed = _seed(body)
         resume_token = make_resume_token(self._resume_secret, *key, seed, served.identity)
         journal_params = encode_params(body, prompt, seed)
         held = [HeldChoice() for _ in range(sampling.n)]
         if body.HasField("resume"):
-            check_resume_token(body.resume.resume_token, resume_token)
             record = await self._journal.load(key)
             if record is not None:
                 check_params(record.params, journal_params, str(body.WhichOneof("input")))
@@ -174,6 +176,15 @@ class Planner:
             held=held,
             allowance=caller.allowance,
         )
+
+    def _as_planned(self, token: bytes, key: RequestKey, seed: int, served: ServedModel) -> ServedModel:
+        """The model on the terms that a resumed request was planned with, once its token proves them."""
+        terms = planned_terms(token)
+        if terms is not None:
+            served = served.with_terms(terms.max_model_len, terms.numerics_id)
+        check_resume_token(token, make_resume_token(self._resume_secret, *key, seed, served.identity))
+        self._fleet.check_numerics(served.identity)
+        return served
 
 
 def _seed(body: api.GenerateRequest) -> int:

@@ -1,7 +1,8 @@
 """Taking up an interrupted request: proof that it was ours, the same parameters, and agreement on the tokens.
 
 A resume token is a MAC over request id, seed, model identity and tenant, so that any coordinator with the same secret
-can check it without a store.
+can check it without a store. With it go the context and the numerics that the request was planned with, which decide
+its output too: whoever takes it up goes on with these.
 """
 
 from __future__ import annotations
@@ -21,10 +22,33 @@ from specdec.v1 import coordinator_pb2 as api
 
 _DIGEST_BYTES = 32
 """Of SHA-256."""
+_CONTEXT_BYTES = 4
+_MAX_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTerms:
+    """What a request was planned with, from its resume token. Not to be trusted before the token is checked."""
+
+    max_model_len: int
+    numerics_id: str
+
+
+def planned_terms(token: bytes) -> PlannedTerms | None:
+    """What a token says of its request's plan; None if it says nothing that could be true."""
+    if not _DIGEST_BYTES + _CONTEXT_BYTES <= len(token) <= _MAX_TOKEN_BYTES:
+        return None
+    numerics_at = _DIGEST_BYTES + _CONTEXT_BYTES
+    try:
+        numerics_id = token[numerics_at:].decode()
+    except UnicodeDecodeError:
+        return None
+    return PlannedTerms(int.from_bytes(token[_DIGEST_BYTES:numerics_at], "big"), numerics_id)
 
 
 def make_resume_token(secret: bytes, tenant: str, request_id: str, seed: int, identity: pb.ModelIdentity) -> bytes:
-    """The token that the first chunk carries."""
+    """The token that the first chunk carries: a MAC, then the context and the numerics id that it covers too."""
+    terms = identity.max_model_len.to_bytes(_CONTEXT_BYTES, "big") + identity.numerics_id.encode()
     parts = (
         tenant,
         request_id,
@@ -34,8 +58,9 @@ def make_resume_token(secret: bytes, tenant: str, request_id: str, seed: int, id
         identity.weights_digest,
         identity.tokenizer_digest,
     )
-    message = b"".join(len(data).to_bytes(4, "big") + data for data in (part.encode() for part in parts))
-    return hmac.new(secret, message, hashlib.sha256).digest()
+    pieces = (*(part.encode() for part in parts), terms)
+    message = b"".join(len(data).to_bytes(4, "big") + data for data in pieces)
+    return hmac.new(secret, message, hashlib.sha256).digest() + terms
 
 
 def check_resume_token(given: bytes, expected: bytes) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
+from coordinator.links.stream_end import Ending
 from coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 
@@ -51,7 +52,7 @@ class LinkEvents(Protocol[Link]):
     def on_up(self, link: Link, lost: Sequence[Session]) -> None:
         """The stream is ready; `lost` are the link's sessions that the replica does not hold."""
 
-    def on_down(self, link: Link, is_fault: bool) -> None:
+    def on_down(self, link: Link, ending: Ending) -> None:
         """The stream ended; the link still has its sessions. A replica that shut down in order is not at fault."""
 
     def on_state(self, link: Link) -> None:

@@ -9,11 +9,11 @@ import structlog
 
 from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from coordinator.links.replica_stream import ReplicaStream
-from coordinator.links.stream_end import describe
+from coordinator.links.stream_end import describe, ending_of
 from coordinator.links.wire import EntryT, RequestT, ResultT, Wire
 from coordinator.sessions.session import Session
 from specdec.rpc.channel import ReplicaChannel
-from specdec.rpc.errors import IncompatibleReplica, SpecdecError
+from specdec.rpc.errors import IncompatibleReplica
 from specdec.v1 import common_pb2 as pb
 
 _EXPECTED_STATES = (LinkState.CONNECTING, LinkState.READY, LinkState.DRAINING)
@@ -202,8 +202,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         else:
             self._set_connection(LinkState.DOWN, describe(error))
         if was_up:
-            is_announced = was_draining or (isinstance(error, SpecdecError) and error.reason == "DRAINING")
-            self._events.on_down(self, not is_announced)
+            self._events.on_down(self, ending_of(error, was_draining=was_draining))
 
     def _set_connection(self, connection: LinkState, detail: str) -> None:
         self._connection, self.detail = connection, detail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine
+from enum import Enum, auto
 from typing import Any, TypeVar
 
 import grpc
@@ -10,8 +11,38 @@ import grpc
 from specdec.rpc.errors import SpecdecError, Unavailable, from_rpc_error
 
 _Result = TypeVar("_Result")
+CONNECTION_LOST = "CONNECTION_LOST"
+"""The reason where the connection ended before the peer said anything: its process is gone, or somebody between."""
+_ENGINE_DEATHS = frozenset({"ENGINE_GONE", "ENGINE_STALLED"})
+"""What a servicer says whose engine ended, or had to be ended."""
+_STATUS_KEY = "grpc-status-details-bin"
+_SILENCE = ("ping", "keepalive")
+"""What gRPC's message names when it gave a peer up that did not answer: frozen or cut off, but not dead."""
 # What grpc.aio says where it has no status of the peer's.
 _NO_STATUS = "Internal error from Core"
+
+
+class Ending(Enum):
+    """What the end of a stream tells of the replica."""
+
+    ANNOUNCED = auto()
+    """It shut down in order."""
+    BROKEN = auto()
+    """Something failed, and nothing says that the replica has died."""
+    LOST = auto()
+    """The connection ended: the replica has died, unless it is found to be the same one later."""
+    DIED = auto()
+    """Its engine died."""
+
+
+def ending_of(error: Exception, *, was_draining: bool) -> Ending:
+    """What a stream's error tells of the replica, which may have told before that it shuts down."""
+    reason = error.reason if isinstance(error, SpecdecError) else ""
+    if was_draining or reason == "DRAINING":
+        return Ending.ANNOUNCED
+    if reason in _ENGINE_DEATHS:
+        return Ending.DIED
+    return Ending.LOST if reason == CONNECTION_LOST else Ending.BROKEN
 
 
 class StreamEnd:
@@ -39,6 +70,10 @@ class StreamEnd:
             self._error = Unavailable("the stream broke while it was written to")
         else:
             self._error = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
+            is_told = any(key == _STATUS_KEY for key, _ in trailing or ())
+            is_silence = any(word in (details or "").lower() for word in _SILENCE)
+            if code is grpc.StatusCode.UNAVAILABLE and not is_told and not is_silence:
+                self._error.reason = CONNECTION_LOST
 
 
 def describe(error: Exception) -> str:

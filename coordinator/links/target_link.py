@@ -90,6 +90,8 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         """Open a session, or open it again, under a new epoch and with all its tokens."""
         side = session.target
         side.opened(self)
+        if self.identity is not None:
+            session.computed_with(self.identity.numerics_id)
         self.sessions[session.session_id] = session
         traceparent = session.request.trace.session_opened(
             self.role,
@@ -126,6 +128,11 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         session.request.trace.session_closed(self.role, session.choice, self.address, "replaced")
         if self.sessions.pop(session.session_id, None) is not None:
             self.send(self._wire.close_entry(session.session_id, session.target.epoch, "replaced"))
+
+    def hold(self, session: Session) -> None:
+        """Take a session that is to be opened here later."""
+        session.target.held(self)
+        self.sessions[session.session_id] = session
 
     async def fetch_tokenizer(self) -> tuple[bytes, str]:
         """tokenizer.json and tokenizer_config.json of the target's model."""

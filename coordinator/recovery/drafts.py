@@ -10,6 +10,7 @@ import structlog
 from coordinator.finishing import Finisher
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkState
+from coordinator.links.stream_end import Ending
 from coordinator.observer import Observer
 from coordinator.recovery.session_errors import note_failure
 from coordinator.replicas.fleet import Fleet
@@ -76,9 +77,9 @@ class DraftRecovery:
             session.draft.num_failures = 0
             self._open(session)
 
-    def on_down(self, link: DraftLink, is_fault: bool) -> None:
+    def on_down(self, link: DraftLink, ending: Ending) -> None:
         """See `LinkEvents.on_down`."""
-        if is_fault:
+        if ending is not Ending.ANNOUNCED:
             self._fleet.failed(link)
         for session in list(link.sessions.values()):
             self._drop(session, "stream_broken")

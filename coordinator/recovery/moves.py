@@ -11,7 +11,8 @@ import structlog
 from coordinator.finishing import Finisher
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
-from coordinator.replicas.fleet import Fleet, same_model
+from coordinator.recovery.quarantine import Quarantine
+from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session, TargetHost
 from specdec.backoff import Backoff
 from specdec.rpc.errors import SpecdecError, Unavailable
@@ -32,6 +33,8 @@ class TargetMoves:
         self._timeout_s = timeout_s
         self._backoff = backoff
         self._give_ups: dict[str, asyncio.TimerHandle] = {}
+        self.quarantine = Quarantine(self.reopen)
+        """Holds back sessions that may have ended a target."""
 
     def forget(self, link: TargetLink) -> None:
         """A link is gone for good, or up: nobody gives it up any more."""
@@ -41,7 +44,7 @@ class TargetMoves:
     def went_down(self, link: TargetLink) -> None:
         """A target's stream ended: its sessions move, or wait until it is given up."""
         for session in list(link.sessions.values()):
-            if (other := self._fleet.find_target(session.request.model, besides=link)) is not None:
+            if (other := self._fleet.find_target(session.request, besides=link)) is not None:
                 self._move_to(session, link, other)
         if link.sessions and link.address not in self._give_ups:
             loop = asyncio.get_running_loop()
@@ -52,7 +55,7 @@ class TargetMoves:
         self.forget(link)
         opened_again = {session.session_id for session in lost}
         for session in list(link.sessions.values()):
-            if link.identity is not None and not same_model(session.request.model, link.identity):
+            if link.identity is not None and not self._fleet.may_serve(link, session.request):
                 self._move(session, link)
             elif session.session_id in opened_again:
                 self.reopen(session)
@@ -62,7 +65,7 @@ class TargetMoves:
             return
         for other in self._fleet.targets:
             if other is not link and not other.is_up:
-                for session in [s for s in other.sessions.values() if same_model(s.request.model, link.identity)]:
+                for session in [s for s in other.sessions.values() if self._fleet.may_serve(link, s.request)]:
                     self._move_to(session, other, link)
 
     def give_up(self, link: TargetLink) -> None:
@@ -75,7 +78,7 @@ class TargetMoves:
         if session.finish is not None:
             return
         link.sessions.pop(session.session_id, None)
-        other = self._fleet.find_target(session.request.model, besides=link)
+        other = self._fleet.find_target(session.request, besides=link)
         if other is None:
             error = Unavailable(
                 f"target {link.address} is gone and no other serves the model",
@@ -89,11 +92,8 @@ class TargetMoves:
     def _move_to(self, session: Session, link: TargetLink, other: TargetLink) -> None:
         if session.finish is not None:
             return
-        link.release(session)
-        _note_move(session, link, other)
-        session.target.host = other
+        self._hand_over(session, link, other)
         self.reopen(session)
-        self._follow_target(session)
 
     def retry(self, session: Session, error: SpecdecError) -> None:
         """Open a session again after a while, unless it has been failing for too long."""
@@ -120,21 +120,40 @@ class TargetMoves:
         if session.finish is not None or session.target.host is None:
             return
         target = self._fit_target(session, session.target.host)
+        if not self.quarantine.may_open(session, target):
+            return
         self._observer.session_reopened(target.role)
         target.open(session)
+
+    def try_elsewhere(self, session: Session, error: SpecdecError) -> None:
+        """Open a session at another target now if one takes new sessions, else here after a while."""
+        host = session.target.host
+        other = None if host is None else self._fleet.find_target(session.request, besides=host)
+        if host is None or other is None or not other.is_ready:
+            self.retry(session, error)
+            return
+        self._hand_over(session, host, other)
+        self.reopen(session)
 
     def _fit_target(self, session: Session, host: TargetHost) -> TargetHost:
         """A session that has to be opened again is not opened where new ones would not be, if there is another."""
         if host.is_ready or not host.is_up:
             return host
-        other = self._fleet.find_target(session.request.model, besides=host)
+        other = self._fleet.find_target(session.request, besides=host)
         if other is None or not other.is_ready:
             return host
+        self._hand_over(session, host, other)
+        return other
+
+    def _hand_over(self, session: Session, host: TargetHost, other: TargetHost) -> None:
+        """From here on another target is the session's, which is still to be opened there."""
         host.release(session)
         _note_move(session, host, other)
+        session.target.supersede()
+        session.target.cleared_at = None
         session.target.host = other
+        self.quarantine.settle(host.address)
         self._follow_target(session)
-        return other
 
     def _follow_target(self, session: Session) -> None:
         """The draft goes by the load of the session's target, which it is told at opening."""

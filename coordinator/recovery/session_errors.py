@@ -37,6 +37,11 @@ class SessionFailure:
         return self.reason in _HELD_ELSEWHERE
 
     @property
+    def is_session_fault(self) -> bool:
+        """The replica could not handle this one session, and goes on with the others."""
+        return self.reason == "SESSION_FAULT"
+
+    @property
     def is_fault(self) -> bool:
         """It counts against the replica."""
         return self.code not in _NO_FAULT and not self.is_held_elsewhere and not self.is_models

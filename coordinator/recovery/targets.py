@@ -8,6 +8,7 @@ import structlog
 
 from coordinator.finishing import Finisher
 from coordinator.links.link_events import LinkState
+from coordinator.links.stream_end import Ending
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.recovery.drafts import DraftRecovery
@@ -16,7 +17,7 @@ from coordinator.recovery.session_errors import note_failure
 from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session
 from specdec.backoff import Backoff
-from specdec.rpc.errors import Cancelled, Unavailable, from_status, internal_error
+from specdec.rpc.errors import Cancelled, Internal, Unavailable, from_status, internal_error
 from specdec.v1 import common_pb2 as pb
 
 _log = structlog.get_logger(__name__)
@@ -82,12 +83,17 @@ class TargetRecovery:
         """See `LinkEvents.on_up`."""
         if link.num_streams > 1:
             self._observer.stream_reconnected(link.role)
+        self._moves.quarantine.came_back(link.address, link.instance_id)
         self._moves.came_up(link, lost)
 
-    def on_down(self, link: TargetLink, is_fault: bool) -> None:
+    def on_down(self, link: TargetLink, ending: Ending) -> None:
         """See `LinkEvents.on_down`."""
-        if is_fault:
+        if ending is not Ending.ANNOUNCED:
             self._fleet.failed(link)
+        if ending in (Ending.DIED, Ending.LOST):
+            sessions, is_sure = list(link.sessions.values()), ending is Ending.DIED
+            for request in self._moves.quarantine.died(link, link.instance_id, sessions, is_sure=is_sure):
+                self._finisher.fail(request, _quarantined())
         self._moves.went_down(link)
 
     def on_session_error(self, link: TargetLink, session: Session, error: pb.SessionError) -> None:
@@ -99,6 +105,8 @@ class TargetRecovery:
         elif failure.is_held_elsewhere:
             held = Cancelled("another coordinator holds the session", reason="TAKEN_OVER")
             self._finisher.fail(session.request, held)
+        elif failure.is_session_fault:
+            self._faulted(link, session, error)
         elif failure.is_fatal:
             self._finisher.fail(session.request, from_status(error.status))
         else:
@@ -108,6 +116,7 @@ class TargetRecovery:
 
     def on_closed(self, link: TargetLink, session: Session, reason: str) -> None:
         """See `LinkEvents.on_closed`."""
+        self._moves.quarantine.settle(link.address)
         if reason != "finished" or session.finish is None:
             return
         self._fleet.succeeded(link)
@@ -118,6 +127,23 @@ class TargetRecovery:
         """See `LinkEvents.on_fault`."""
         self._finisher.fail(session.request, internal_error(error))
 
+    def on_progress(self, session: Session) -> None:
+        """A suspect has got on at its target."""
+        side = session.target
+        self._moves.quarantine.got_on(session)
+        if side.faulted_by is not None and side.faulted_by is not side.host:
+            self._fleet.failed(side.faulted_by)  # what it could not do, another could
+        side.faulted_by = None
+
+    def _faulted(self, link: TargetLink, session: Session, error: pb.SessionError) -> None:
+        """A target could not handle a session, whoever is to blame: another one may try, and none after that."""
+        session.request.num_deaths += 1
+        if session.request.num_deaths > 1:
+            self._finisher.fail(session.request, _quarantined())
+            return
+        session.target.faulted_by = link
+        self._moves.try_elsewhere(session, from_status(error.status))
+
     def on_desync(self, session: Session, cause: str) -> None:
         """A target is not where the client is: open the session again with what the client has."""
         _log.warning("session_desync", **session.log_fields, cause=cause)
@@ -125,3 +151,8 @@ class TargetRecovery:
         if session.target.host is not None:
             self._fleet.failed(session.target.host)
         self._moves.retry(session, Unavailable(cause, reason="TARGET_DESYNC"))
+
+
+def _quarantined() -> Internal:
+    message = "replicas failed twice on this request: it is not tried a third time"
+    return Internal(message, reason="REQUEST_QUARANTINED")

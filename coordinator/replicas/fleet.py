@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,11 +15,12 @@ from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkState
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
+from coordinator.replicas.compatibility import difference, may_serve
 from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
 from coordinator.replicas.router import PrefixRouter, block_digests
-from coordinator.sessions.session import Session, SessionHost, TargetHost
+from coordinator.sessions.session import Request, Session, SessionHost, TargetHost
 from coordinator.text.tokenizer import TextTokenizer
-from specdec.rpc.errors import IncompatibleReplica, ModelNotFound, NoTarget, NotReady
+from specdec.rpc.errors import FailedPrecondition, IncompatibleReplica, ModelNotFound, NoTarget, NotReady
 from specdec.v1 import common_pb2 as pb
 
 _STATES = {
@@ -36,12 +37,17 @@ class ServedModel:
     """What clients get: the targets' common model, and its tokenizer."""
 
     identity: pb.ModelIdentity
+    """Its context is the shortest of the usable targets', its numerics those that new requests get."""
     tokenizer: TextTokenizer
 
-
-def same_model(a: pb.ModelIdentity, b: pb.ModelIdentity) -> bool:
-    """Whether a session may move from one to the other: equal name, weights and tokenizer."""
-    return (a.name, a.weights_digest, a.tokenizer_digest) == (b.name, b.weights_digest, b.tokenizer_digest)
+    def with_terms(self, max_model_len: int, numerics_id: str) -> ServedModel:
+        """The same model with another context and other numerics."""
+        if (self.identity.max_model_len, self.identity.numerics_id) == (max_model_len, numerics_id):
+            return self
+        identity = pb.ModelIdentity()
+        identity.CopyFrom(self.identity)
+        identity.max_model_len, identity.numerics_id = max_model_len, numerics_id
+        return replace(self, identity=identity)
 
 
 def _usable(links: Sequence[_Link]) -> list[_Link]:
@@ -65,8 +71,14 @@ class Fleet:
     """
 
     def __init__(
-        self, router: PrefixRouter, tokenizer_path: Path | None, ejection: EjectionSettings | None = None
+        self,
+        router: PrefixRouter,
+        tokenizer_path: Path | None,
+        ejection: EjectionSettings | None = None,
+        *,
+        allow_mixed_numerics: bool = False,
     ) -> None:
+        """`allow_mixed_numerics`: a session may go on at a target whose logits differ in their last bits."""
         self.targets: Sequence[TargetLink] = ()
         """Those that are known now; whoever finds them replaces them."""
         self.drafts: Sequence[DraftLink] = ()
@@ -75,6 +87,7 @@ class Fleet:
         self._router = router
         self._outliers = {role: OutlierDetector(ejection or EjectionSettings()) for role in ("target", "draft")}
         self._tokenizer_path = tokenizer_path
+        self.allow_mixed_numerics = allow_mixed_numerics
         self._adopting = asyncio.Lock()
         self._has_served = asyncio.Event()
         self._waiters: set[asyncio.Future[None]] = set()
@@ -102,29 +115,47 @@ class Fleet:
             raise ModelNotFound(f"model {model!r} is not served here, {self.served.identity.name!r} is")
         return self.served
 
-    async def pick_target(
-        self, model: pb.ModelIdentity, token_ids: Sequence[int], salt: bytes, timeout_s: float
-    ) -> TargetLink:
-        """The target for a prompt, of those that serve the model; waits for one if none is ready.
+    def check_numerics(self, planned: pb.ModelIdentity) -> None:
+        """Whether a request that was begun with some numerics may go on with those that are served.
+
+        Raises:
+            FailedPrecondition: they differ, and may not.
+        """
+        served = self.require_served().identity
+        if planned.numerics_id != served.numerics_id and not self.allow_mixed_numerics:
+            raise FailedPrecondition(
+                f"the request was begun with the numerics {planned.numerics_id}, {served.numerics_id} are served now: "
+                "the rest would not be what it would have been",
+                reason="NUMERICS_CHANGED",
+            )
+
+    async def pick_target(self, request: Request, token_ids: Sequence[int], timeout_s: float) -> TargetLink:
+        """The target for a prompt, of those that can serve the request; waits for one if none is ready.
 
         Raises:
             Unavailable: none was ready in time.
         """
-        digests = block_digests(token_ids, salt)
+        digests = block_digests(token_ids, request.cache_salt)
         try:
             async with asyncio.timeout(timeout_s):
-                usable = await self._usable_targets(model)
+                usable = await self._usable_targets(request)
                 known_to_others = await self._router.ask_others(digests, [link.holder for link in usable])
-                usable = await self._usable_targets(model)  # they may have changed meanwhile
+                usable = await self._usable_targets(request)  # they may have changed meanwhile
         except TimeoutError:
             raise NoTarget(f"no target was ready within {timeout_s:g} s") from None
         holder = self._router.pick(digests, {link.holder: len(link.sessions) for link in usable}, known_to_others)
         return next(link for link in usable if link.holder == holder)
 
-    def find_target(self, model: pb.ModelIdentity, besides: TargetHost) -> TargetLink | None:
-        """Another target that serves a model and takes sessions, the least loaded."""
-        fit = [link for link in self._of_model(model) if link is not besides]
-        return min(_usable(fit), key=lambda link: len(link.sessions), default=None)
+    def find_target(self, request: Request, besides: TargetHost) -> TargetLink | None:
+        """Another target that can serve a request and takes sessions, the least loaded."""
+        usable = self._usable_for(request, besides)
+        return min(usable, key=lambda link: len(link.sessions), default=None)
+
+    def may_serve(self, link: TargetLink, request: Request) -> bool:
+        """Whether a target, as it said last, can decode a request to its end."""
+        return link.identity is not None and may_serve(
+            link.identity, request, allow_mixed_numerics=self.allow_mixed_numerics
+        )
 
     def pick_draft(self, position: int) -> DraftLink | None:
         """The least loaded draft that takes sessions and whose context reaches past a position."""
@@ -163,13 +194,17 @@ class Fleet:
             for link in self.drafts
             if link.is_ready and link.identity is not None and link.identity.max_model_len < served.max_model_len
         ]
-        numerics = {link.identity.numerics_id for link in self._ready_targets() if link.identity is not None}
+        numerics = {identity.numerics_id for identity in self._ready_identities()}
         if len(numerics) > 1:
-            notices.append("targets differ in numerics: after a fail-over near-ties may fall the other way")
+            notices.append(
+                "targets differ in numerics: after a fail-over near-ties may fall the other way, and the end of the "
+                "choice names the numerics that it had"
+            )
         return notices
 
     def on_state(self) -> None:
-        """A link's state changed: whoever waits for a replica looks again."""
+        """A link's state changed: what is served follows, and whoever waits for a replica looks again."""
+        self._set_terms()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)
@@ -219,17 +254,17 @@ class Fleet:
         """Whether a target fits; what it serves is served from now on if no other target is there.
 
         Raises:
-            IncompatibleReplica: it has another model than the others.
+            IncompatibleReplica: its output would differ from that of the others.
         """
         async with self._adopting:
-            if self.served is not None and same_model(self.served.identity, identity):
-                return
+            cause = None
+            if self.served is not None:
+                cause = difference(self.served.identity, identity, allow_mixed_numerics=self.allow_mixed_numerics)
+                if cause is None:
+                    return
             others = [other for other in self._ready_targets() if other is not link]
-            if self.served is not None and others:
-                raise IncompatibleReplica(
-                    f"the target serves {identity.name} ({identity.weights_digest}), the others serve "
-                    f"{self.served.identity.name} ({self.served.identity.weights_digest})"
-                )
+            if cause is not None and others:
+                raise IncompatibleReplica(f"it cannot stand in for the other targets: {cause}")
             await self._adopt(link, identity)
 
     async def _adopt(self, link: TargetLink, identity: pb.ModelIdentity) -> None:
@@ -244,6 +279,23 @@ class Fleet:
         if former is not None and former.identity.tokenizer_digest != identity.tokenizer_digest:
             for draft in self.drafts:
                 draft.reset("the target's tokenizer changed")
+
+    def _set_terms(self) -> None:
+        """The context that each usable target has, and the numerics that new requests get; both stay while none is."""
+        identities = self._ready_identities()
+        if self.served is None or not identities:
+            return
+        numerics = [identity.numerics_id for identity in identities]
+        wanted = self.served.identity.numerics_id
+        if wanted not in numerics:
+            wanted = max(sorted(set(numerics)), key=numerics.count)
+        served = self.served.with_terms(min(identity.max_model_len for identity in identities), wanted)
+        if served is not self.served:
+            _log.info("terms_served", max_model_len=served.identity.max_model_len, numerics_id=wanted)
+            self.served = served
+
+    def _ready_identities(self) -> list[pb.ModelIdentity]:
+        return [link.identity for link in self._ready_targets() if link.identity is not None]
 
     def _ready_targets(self) -> list[TargetLink]:
         return [link for link in self.targets if link.is_up and not link.is_draining]
@@ -260,10 +312,15 @@ class Fleet:
         if standing is Standing.EJECTED:  # ejected anew meanwhile, or the timer came a little early
             asyncio.get_running_loop().call_later(detector.remaining_s(link.address), self._update_standing, link)
 
-    def _of_model(self, model: pb.ModelIdentity) -> list[TargetLink]:
-        return [link for link in self.targets if link.identity is not None and same_model(link.identity, model)]
+    def _usable_for(self, request: Request, besides: TargetHost | None = None) -> list[TargetLink]:
+        """Targets that a request may be sent to; others than of its own numerics only if there is none of these."""
+        fit = [link for link in self.targets if link is not besides and self.may_serve(link, request)]
+        alike = [
+            link for link in fit if link.identity is not None and link.identity.numerics_id == request.model.numerics_id
+        ]
+        return _usable(alike) or _usable(fit)
 
-    async def _usable_targets(self, model: pb.ModelIdentity) -> list[TargetLink]:
-        while not (usable := _usable(self._of_model(model))):
+    async def _usable_targets(self, request: Request) -> list[TargetLink]:
+        while not (usable := self._usable_for(request)):
             await self.wait_changed()
         return usable

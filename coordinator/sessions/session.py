@@ -63,6 +63,9 @@ class TargetHost(SessionHost, Protocol):
     def release(self, session: Session) -> None:
         """Give a session up to another target; what this one still holds of it is freed."""
 
+    def hold(self, session: Session) -> None:
+        """Take a session that is to be opened here later."""
+
 
 class DraftHost(SessionHost, Protocol):
     """The draft that holds a session."""
@@ -84,6 +87,12 @@ class TargetSide:
     """The credit last given to it."""
     was_relayed: bool = False
     """A proposal was relayed since the session was opened here."""
+    is_held: bool = False
+    """It waits for its turn at the host, which does not hold it yet."""
+    cleared_at: int | None = None
+    """The position from which on it is no suspect any more; None: it is none. See `recovery.quarantine`."""
+    faulted_by: TargetHost | None = None
+    """Who ended it for a fault of its own last, which may be the replica's."""
     failing_s: float | None = None
     """Since when, on the monotonic clock, it has been refusing the session; None: it does not."""
     num_failures: int = 0
@@ -93,12 +102,26 @@ class TargetSide:
     def opened(self, host: TargetHost) -> None:
         """A new opening begins at a host."""
         self.host = host
-        self.epoch += 1
+        self.epoch += not self.is_held
         self.was_relayed = False
+        self.is_held = False
+
+    def held(self, host: TargetHost) -> None:
+        """It is to be opened at a host later, in an epoch of its own; nothing of earlier openings counts any more."""
+        self.host = host
+        self.epoch += not self.is_held
+        self.is_held = True
+        self.cleared_at = None
+
+    @property
+    def is_open(self) -> bool:
+        """Its host has been asked to open it, and has not refused."""
+        return self.host is not None and not self.is_held and self.retry is None
 
     def supersede(self) -> None:
         """Drop whatever still comes from the current opening; the session stays, to be opened again."""
         self.epoch += 1
+        self.is_held = False
 
     def recovered(self) -> None:
         """It decided something: what went wrong before is past."""
@@ -147,7 +170,13 @@ class Request:
     arrived_s: float
     """On the monotonic clock."""
     model: pb.ModelIdentity
-    """What decides its tokens; only a target with the same weights and tokenizer may go on with it."""
+    """What decides its tokens, as planned: see `compatibility.may_serve`."""
+    num_deaths: int = 0
+    """Replicas that died, or failed it, since it was last seen to get on."""
+    last_death_s: float = 0.0
+    """When a replica died under it last, on the monotonic clock."""
+    num_context_tokens: int = 0
+    """The longest that prompt and output of a choice can become, in tokens: what a target must have room for."""
     priority: int = 0
     cache_salt: bytes = b""
     deadline_s: float | None = None
@@ -217,6 +246,8 @@ class Session:
     """Position up to which the client has taken tokens."""
     tally: SpeculationTally = field(default_factory=SpeculationTally)
     finish: Finish | None = None
+    numerics_ids: list[str] = field(default_factory=list)
+    """Of the targets that computed its output, in the order of their first use."""
     target: TargetSide = field(default_factory=TargetSide)
     draft: DraftSide = field(default_factory=DraftSide)
 
@@ -239,6 +270,15 @@ class Session:
     def finish_reason(self) -> pb.FinishReason.ValueType:
         """Why it ended; one that nobody ended counts as aborted."""
         return pb.FINISH_REASON_ABORT if self.finish is None else self.finish.reason
+
+    def computed_with(self, numerics_id: str) -> None:
+        """From here on its output is computed with these numerics."""
+        if self.position == self.num_prompt_tokens:
+            self.numerics_ids = [numerics_id]
+            return
+        self.numerics_ids = self.numerics_ids or [self.request.model.numerics_id]
+        if numerics_id not in self.numerics_ids:
+            self.numerics_ids.append(numerics_id)
 
     def open_body(self, traceparent: str) -> pb.OpenSession:
         """The OpenSession of either side, with all committed tokens."""

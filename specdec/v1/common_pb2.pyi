@@ -114,7 +114,7 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class ModelIdentity(_message.Message):
-    """What a replica serves. A session may be reopened only on a replica with equal name, weights and tokenizer."""
+    """What a replica serves. A session may be reopened only on a replica with equal name, weights, tokenizer and end-of-sequence ids."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -142,7 +142,7 @@ class ModelIdentity(_message.Message):
     tokenizer_digest: _builtins.str
     """Digest of the tokenizer's content; draft and target must agree on it."""
     numerics_id: _builtins.str
-    """dtype, device, kernels and parallel degree: equal ids give equal logits."""
+    """dtype, device, kernels and parallel degree: equal ids give equal logits. A session moves between replicas of equal ids only, unless the coordinator allows otherwise."""
     row_invariant: _builtins.bool
     """Whether a token's logits are independent of the batch it is computed in."""
     vocab_size: _builtins.int

@@ -692,6 +692,7 @@ class ChoiceFinished(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_ID_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    NUMERICS_IDS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index of the choice."""
     reason: _common_pb2.FinishReason.ValueType
@@ -704,6 +705,10 @@ class ChoiceFinished(_message.Message):
     def stats(self) -> Global___SpeculationStats:
         """Its statistics."""
 
+    @_builtins.property
+    def numerics_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Numerics ids of the targets that computed it, in the order of their first use; empty unless there was more than one."""
+
     def __init__(
         self,
         *,
@@ -712,10 +717,11 @@ class ChoiceFinished(_message.Message):
         stop_string: _builtins.str = ...,
         stop_token_id: _builtins.int = ...,
         stats: Global___SpeculationStats | None = ...,
+        numerics_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["matched", b"matched", "stats", b"stats", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "matched", b"matched", "reason", b"reason", "stats", b"stats", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "matched", b"matched", "numerics_ids", b"numerics_ids", "reason", b"reason", "stats", b"stats", "stop_string", b"stop_string", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_matched: _TypeAlias = _typing.Literal["stop_string", "stop_token_id"]  # noqa: Y015
     _WhichOneofArgType_matched: _TypeAlias = _typing.Literal["matched", b"matched"]  # noqa: Y015
@@ -731,6 +737,9 @@ class GenerateFinished(_message.Message):
 
     USAGE_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    NUMERICS_CHANGED_FIELD_NUMBER: _builtins.int
+    numerics_changed: _builtins.bool
+    """Some choice was computed by targets of different numerics, so that its tokens may differ from those of either alone."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """Tokens used."""
@@ -744,10 +753,11 @@ class GenerateFinished(_message.Message):
         *,
         usage: Global___Usage | None = ...,
         stats: Global___SpeculationStats | None = ...,
+        numerics_changed: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["numerics_changed", b"numerics_changed", "stats", b"stats", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -264,6 +264,11 @@ class ScriptedTarget(ScriptedReplica):
         self.num_relayed = 0
         self.end_after: dict[int, int] = {}
         """Choice index: ends with EOS as this output token."""
+        self.dies_of: Callable[[ScriptedSession], bool] = lambda session: False
+        """The engine dies when it steps such a session; it is there again at once, as another instance."""
+        self.faults_on: Callable[[ScriptedSession], bool] = lambda session: False
+        """Such a session ends with a fault of its own when it is stepped."""
+        self.num_deaths = 0
         self._wake = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
 
@@ -278,6 +283,13 @@ class ScriptedTarget(ScriptedReplica):
 
     def register(self, server: grpc.aio.Server) -> None:
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)  # type: ignore[arg-type]
+
+    def die(self) -> None:
+        """The engine ends, and another one takes its place."""
+        self.num_deaths += 1
+        self.instance_id = f"{self.port}-{self.num_deaths}"
+        self.sessions.clear()
+        self.end_streams(Unavailable("the engine ended", reason="ENGINE_GONE"))
 
     def set_limit(self, limit: int | None) -> None:
         self.limit = limit
@@ -330,7 +342,8 @@ class ScriptedTarget(ScriptedReplica):
     async def _run(self) -> None:
         while True:
             self._wake.clear()
-            stepped = [self._step(session) for session in list(self.sessions.values())]
+            sessions = list(self.sessions.values())
+            stepped = [self._step(session) for session in sessions if session.session_id in self.sessions]
             await self.notify()
             if any(stepped):
                 await asyncio.sleep(0)
@@ -343,6 +356,15 @@ class ScriptedTarget(ScriptedReplica):
         if session.is_done or session.stream is None or len(session.token_ids) >= session.credit:
             return False
         if self.limit is not None and num_output >= self.limit:
+            return False
+        if self.dies_of(session):
+            self.die()
+            return False
+        if self.faults_on(session):
+            info = error_details_pb2.ErrorInfo(reason="SESSION_FAULT", domain="specdec")
+            status = status_pb2.Status(code=code_pb2.INTERNAL, message="the session's share of a step failed")
+            status.details.add().Pack(info)
+            self.fail_session(session.session_id, status)
             return False
         verdict = pb.Verdict(start_position=len(session.token_ids), step_us=100)
         if not session.is_sampled:

@@ -1,0 +1,41 @@
+"""What two targets must have in common for one to go on with what the other began."""
+
+from __future__ import annotations
+
+from coordinator.sessions.session import Request
+from specdec.v1 import common_pb2 as pb
+
+
+def model_difference(a: pb.ModelIdentity, b: pb.ModelIdentity) -> str | None:
+    """Why a session may not move from one to the other, whatever the settings: the first of these that differ.
+
+    Name, weights, tokenizer, and the ids that end a sequence. Contexts may differ: see `may_serve`.
+    """
+    if (a.name, a.weights_digest) != (b.name, b.weights_digest):
+        return f"{a.name} ({a.weights_digest}) and {b.name} ({b.weights_digest}) are different models"
+    if a.tokenizer_digest != b.tokenizer_digest:
+        return f"their tokenizers differ ({a.tokenizer_digest or 'unknown'}, {b.tokenizer_digest or 'unknown'})"
+    ours, theirs = sorted(a.eos_token_ids), sorted(b.eos_token_ids)
+    if ours != theirs:
+        return f"sequences end with other ids ({_listed(ours)}; {_listed(theirs)})"
+    return None
+
+
+def difference(a: pb.ModelIdentity, b: pb.ModelIdentity, *, allow_mixed_numerics: bool) -> str | None:
+    """As `model_difference`; the numerics too, unless they may differ."""
+    if (cause := model_difference(a, b)) is not None:
+        return cause
+    if a.numerics_id != b.numerics_id and not allow_mixed_numerics:
+        return f"their numerics differ ({a.numerics_id or 'unknown'}, {b.numerics_id or 'unknown'})"
+    return None
+
+
+def may_serve(identity: pb.ModelIdentity, request: Request, *, allow_mixed_numerics: bool) -> bool:
+    """Whether a target can decode a request to its end, with the output that any other one would give."""
+    if difference(request.model, identity, allow_mixed_numerics=allow_mixed_numerics) is not None:
+        return False
+    return identity.max_model_len >= request.num_context_tokens
+
+
+def _listed(token_ids: list[int]) -> str:
+    return ", ".join(map(str, token_ids)) or "none"
