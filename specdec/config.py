@@ -207,6 +207,17 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default=30.0, gt=0, description="How long a session may be without a target before it fails."
     )
     draft_reopen_s: float = Field(default=1.0, gt=0, description="Wait before a lost draft session is reopened.")
+    session_stall_s: float = Field(
+        default=6.0,
+        gt=0,
+        description="How long a target may do nothing for a session that it could go on with, before another target "
+        "gets it; three times as long for targets that tell no progress.",
+    )
+    draft_stall_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="How long a draft may be told of commits without a proposal, before another draft gets it.",
+    )
     allow_mixed_numerics: bool = Field(
         default=False,
         description="Targets may differ in numerics (data type, device, kernels); else those that differ are "

@@ -35,6 +35,11 @@ class SessionFailure:
         return self.reason in _HELD_ELSEWHERE
 
     @property
+    def is_full(self) -> bool:
+        """The replica has no room for the session; another one may have."""
+        return self.code == code_pb2.RESOURCE_EXHAUSTED
+
+    @property
     def is_session_fault(self) -> bool:
         """The replica could not handle this one session, and goes on with the others."""
         return self.reason == "SESSION_FAULT"
