@@ -222,6 +222,7 @@ class CoordinatorService:
             max_logprobs=settings.max_logprobs,
             max_logit_bias=settings.max_logit_bias,
             max_prompt_bytes=settings.max_prompt_bytes,
+            max_draft_tokens=settings.max_draft_tokens,
         )
 
     def _default_allowance(self) -> Allowance:

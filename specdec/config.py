@@ -199,6 +199,12 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     verify_mode: VerifyModeName = Field(
         default="coupled", description="How proposals are verified when a request does not say."
     )
+    max_draft_tokens: int = Field(
+        default=8,
+        ge=0,
+        le=64,
+        description="Most draft tokens per step that a request may ask for; without a wish replicas' own limits count.",
+    )
     speculate: bool = Field(default=True, description="Speculate when a request does not say.")
     connect_timeout_s: float = Field(default=5.0, gt=0, description="Longest attempt to connect to a replica.")
     reconnect_backoff_min_s: float = Field(default=0.1, gt=0, description="First wait before reconnecting.")

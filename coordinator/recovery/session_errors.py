@@ -46,8 +46,9 @@ class SessionFailure:
 
     @property
     def is_fault(self) -> bool:
-        """It counts against the replica."""
-        return self.code not in _NO_FAULT and not self.is_held_elsewhere
+        """It counts against the replica, unlike what the session's own parameters caused."""
+        is_own_parameters = self.code == code_pb2.INVALID_ARGUMENT and self.field.startswith("open")
+        return self.code not in _NO_FAULT and not self.is_held_elsewhere and not is_own_parameters
 
     @property
     def is_fatal(self) -> bool:
