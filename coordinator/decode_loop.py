@@ -30,6 +30,9 @@ from specdec.v1 import coordinator_pb2 as api
 _CREDIT_STEPS = 4
 """The target hears of credit each time a quarter of its window was taken, long before it runs out of it."""
 
+_MOST_DOUBLINGS = 6
+"""Of the time that a draft gets, each time it let it pass."""
+
 
 class DecodeLoop:
     """Moves sessions forward. Runs in the event loop's thread, called by the links' readers; never blocks."""
@@ -45,6 +48,8 @@ class DecodeLoop:
         on_progress: Callable[[Session], None],
         on_desync: Callable[[Session, str], None],
         on_bad_draft: Callable[[Session, str], None],
+        draft_stall_s: float,
+        on_draft_stall: Callable[[Session], None],
     ) -> None:
         """Move nothing yet.
 
@@ -57,6 +62,8 @@ class DecodeLoop:
             on_progress: called when a session that was suspected of a target's end has got on.
             on_desync: called, with the cause, when a target is not where the client is.
             on_bad_draft: called, with the cause, when the target refuses what a draft proposed.
+            draft_stall_s: how long a draft may be told of commits without a proposal.
+            on_draft_stall: called when it was.
         """
         self._sessions = sessions
         self._journal = journal
@@ -66,6 +73,8 @@ class DecodeLoop:
         self._on_progress = on_progress
         self._on_desync = on_desync
         self._on_bad_draft = on_bad_draft
+        self._draft_stall_s = draft_stall_s
+        self._on_draft_stall = on_draft_stall
 
     def open(self, session: Session, target: TargetHost, draft: DraftHost | None) -> None:
         """Start a choice. Sessions opened in one turn leave in one frame, so that a fork finds its parent."""
@@ -92,7 +101,7 @@ class DecodeLoop:
         previous_s = session.tally.previous_verdict_s
         is_first = previous_s is None
         session.token_ids.extend(kept)
-        session.target.recovered()
+        session.target.recovered(now_s)
         if session.target.cleared_at is not None and session.position >= session.target.cleared_at:
             self._on_progress(session)
 
@@ -117,6 +126,7 @@ class DecodeLoop:
     def on_proposal(self, session: Session, proposal: bytes) -> None:
         """A draft offers tokens: pass them on, unopened."""
         if session.target.host is not None:
+            session.draft.unanswered_s, session.draft.num_stalls = None, 0
             self._observer.proposal(session, time.monotonic())
             session.target.host.relay(session, proposal)
 
@@ -129,6 +139,8 @@ class DecodeLoop:
         session.num_written += num_tokens
         side, credit = session.target, session.num_written + self._credit_window
         if credit - side.credit_position >= max(1, self._credit_window // _CREDIT_STEPS):
+            if session.position >= side.credit_position:
+                side.heard_s = time.monotonic()
             side.credit_position = credit
             if session.finish is None and side.host is not None:
                 side.host.give_credit(session)
@@ -142,6 +154,11 @@ class DecodeLoop:
             return
         draft.commit(session, start, token_ids)
         self._observer.committed(session, now_s)
+        side = session.draft
+        if side.unanswered_s is None:
+            side.unanswered_s = now_s
+        elif now_s - side.unanswered_s >= self._draft_stall_s * 2 ** min(side.num_stalls, _MOST_DOUBLINGS):
+            self._on_draft_stall(session)
 
     def _note_output(self, session: Session, now_s: float) -> None:
         request = session.request

@@ -22,6 +22,7 @@ from coordinator.intake.validation import Limits
 from coordinator.journal import Journal, JournalSettings
 from coordinator.observer import Observer
 from coordinator.recovery import DraftRecovery, TargetRecovery
+from coordinator.recovery.watchdog import Watchdog
 from coordinator.replicas.fleet import Fleet
 from coordinator.replicas.outliers import EjectionSettings
 from coordinator.replicas.prefix_map import SharedPrefixes
@@ -112,6 +113,15 @@ class CoordinatorService:
             on_progress=targets.on_progress,
             on_desync=targets.on_desync,
             on_bad_draft=drafts.on_bad_draft,
+            draft_stall_s=settings.draft_stall_s,
+            on_draft_stall=drafts.on_stall,
+        )
+        self._watchdog = Watchdog(
+            sessions=self._sessions,
+            fleet=self.fleet,
+            moves=targets.moves,
+            stall_s=settings.session_stall_s,
+            timeout_s=settings.target_timeout_s,
         )
         self.connections = Connections(
             settings=settings,
@@ -148,6 +158,7 @@ class CoordinatorService:
         if self._shared_quotas is not None:
             self._shared_quotas.start()
         self.connections.open()
+        self._tasks.append(asyncio.create_task(self._watchdog.run(), name="watchdog"))
         if self._shared_prefixes is not None:
             self._tasks.append(asyncio.create_task(self._shared_prefixes.run(), name="prefixes"))
         await self.fleet.wait_served()
@@ -212,6 +223,7 @@ class CoordinatorService:
             max_logit_bias=settings.max_logit_bias,
             max_prompt_bytes=settings.max_prompt_bytes,
             eos_token_ids=frozenset(identity.eos_token_ids),
+            max_draft_tokens=settings.max_draft_tokens,
         )
 
     def _default_allowance(self) -> Allowance:

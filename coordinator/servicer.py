@@ -151,6 +151,7 @@ class CoordinatorServicer:
             max_model_len=limits.max_model_len,
             max_tokens_limit=limits.max_tokens,
             max_choices=limits.max_choices,
+            max_draft_tokens=limits.max_draft_tokens,
             has_chat_template=served.tokenizer.has_chat_template,
         )
 

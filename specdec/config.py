@@ -199,6 +199,12 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     verify_mode: VerifyModeName = Field(
         default="coupled", description="How proposals are verified when a request does not say."
     )
+    max_draft_tokens: int = Field(
+        default=8,
+        ge=0,
+        le=64,
+        description="Most draft tokens per step that a request may ask for; without a wish replicas' own limits count.",
+    )
     speculate: bool = Field(default=True, description="Speculate when a request does not say.")
     connect_timeout_s: float = Field(default=5.0, gt=0, description="Longest attempt to connect to a replica.")
     reconnect_backoff_min_s: float = Field(default=0.1, gt=0, description="First wait before reconnecting.")
@@ -207,6 +213,17 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default=30.0, gt=0, description="How long a session may be without a target before it fails."
     )
     draft_reopen_s: float = Field(default=1.0, gt=0, description="Wait before a lost draft session is reopened.")
+    session_stall_s: float = Field(
+        default=6.0,
+        gt=0,
+        description="How long a target may do nothing for a session that it could go on with, before another target "
+        "gets it; three times as long for targets that tell no progress.",
+    )
+    draft_stall_s: float = Field(
+        default=2.0,
+        gt=0,
+        description="How long a draft may be told of commits without a proposal, before another draft gets it.",
+    )
     allow_mixed_numerics: bool = Field(
         default=False,
         description="Targets may differ in numerics (data type, device, kernels); else those that differ are "

@@ -128,7 +128,7 @@ class Planner:
         model_limits = self._limits_of(served.identity)
         limits = model_limits.within(caller.allowance)
         sampling = check_sampling(body.sampling, limits)
-        speculation = check_speculation(body.speculation, self._default_mode)
+        speculation = check_speculation(body.speculation, self._default_mode, limits)
         with trace.phase("tokenize"):
             prompt = await PromptReader(served.tokenizer, limits).read(body, sampling)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)

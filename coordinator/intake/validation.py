@@ -32,6 +32,7 @@ class Limits:
     max_prompt_bytes: int
     max_prompt_tokens: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    max_draft_tokens: int = 64
 
     def within(self, allowance: Allowance) -> Limits:
         """These limits for a caller who may use no more than this."""
@@ -127,13 +128,19 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
     )
 
 
-def check_speculation(params: api.SpeculationParams, default_mode: pb.VerifyMode.ValueType) -> CheckedSpeculation:
-    """Check what a client overrides about speculation; no draft tokens means no speculation."""
+def check_speculation(
+    params: api.SpeculationParams, default_mode: pb.VerifyMode.ValueType, limits: Limits
+) -> CheckedSpeculation:
+    """Check what a client overrides about speculation; no draft tokens means no speculation.
+
+    Above the limit the limit counts: no output depends on it.
+    """
     mode = params.verify_mode
     if mode not in pb.VerifyMode.values():
         raise InvalidRequest("speculation.verify_mode", f"{mode} is not a known mode")
     enabled = params.enabled if params.HasField("enabled") else True
-    max_draft_tokens = params.max_draft_tokens if params.HasField("max_draft_tokens") else None
+    wanted = params.max_draft_tokens if params.HasField("max_draft_tokens") else None
+    max_draft_tokens = None if wanted is None else min(wanted, limits.max_draft_tokens)
     return CheckedSpeculation(
         enabled=enabled and max_draft_tokens != 0,
         verify_mode=mode or default_mode,

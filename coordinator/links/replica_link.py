@@ -64,6 +64,10 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         """Of the replica's process, as it said last; empty when it says none."""
         self.load: pb.LoadReport | None = None
         """The last report on the stream that is up."""
+        self.num_own_at_load = 0
+        """How many sessions it had of us when that came."""
+        self.refused_s: float | None = None
+        """When it last said that it is full, on the monotonic clock; None: not since its last report."""
         self.sessions: dict[str, Session] = {}
         """By session id."""
         self.num_streams = 0
@@ -159,7 +163,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
     async def on_attached(self: Self, attached: pb.Attached, load: pb.LoadReport | None) -> None:
         """Becomes ready, unless the replica does not fit: raises IncompatibleReplica then."""
         if load is not None:
-            self.load = load  # one that drains is never taken for a ready one
+            self._note_load(load)  # one that drains is never taken for a ready one
         identity = pb.ModelIdentity()
         identity.CopyFrom(attached.identity)
         self.identity = identity
@@ -189,7 +193,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
 
     def on_load(self: Self, load: pb.LoadReport) -> None:
         """Notes the load."""
-        self.load = load
+        self._note_load(load)
         self._show_state()
         self._events.on_load(self)
 
@@ -203,6 +207,9 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
             self._set_connection(LinkState.DOWN, describe(error))
         if was_up:
             self._events.on_down(self, ending_of(error, was_draining=was_draining))
+
+    def _note_load(self, load: pb.LoadReport) -> None:
+        self.load, self.num_own_at_load, self.refused_s = load, len(self.sessions), None
 
     def _set_connection(self, connection: LinkState, detail: str) -> None:
         self._connection, self.detail = connection, detail

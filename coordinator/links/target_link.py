@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Protocol, Self
 
@@ -80,6 +81,12 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
             takes_up=True,
         )
         self._verdicts = verdicts
+        self._tells_progress = False
+
+    @property
+    def tells_progress(self) -> bool:
+        """It tells what sessions without a verdict are doing; older targets do not."""
+        return self._tells_progress
 
     @property
     def holder(self) -> str:
@@ -149,6 +156,9 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         kind = result.WhichOneof("result")
         if kind == "verdict":
             self._verdicts.on_verdict(session, result.verdict)
+        elif kind == "progress":
+            self._tells_progress = True
+            session.target.told(result.progress, time.monotonic())
         elif kind == "proposal_rejected":
             self._verdicts.on_proposal_rejected(session, result.proposal_rejected)
         elif kind == "error":

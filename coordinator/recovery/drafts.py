@@ -112,6 +112,25 @@ class DraftRecovery:
         if session.draft.host is not None:
             self.blame(session)
 
+    def on_stall(self, session: Session) -> None:
+        """A draft is told of commits and proposes nothing: another one gets the session, if there is one.
+
+        None is expected while the target's load leaves no room for speculation, nor at the end of a choice.
+        """
+        side, host = session.draft, session.draft.host
+        side.unanswered_s = None
+        num_left = session.sampling.max_tokens - session.num_output_tokens
+        if host is None or num_left <= 1 or self._fleet.draft_credit(session.target.host) == 0:
+            return
+        side.num_stalls += 1
+        _log.warning("draft_stalled", **session.log_fields, draft=host.address)
+        other = self._fleet.pick_draft(session.position, besides=host)
+        self._fleet.failed(host)
+        if other is not None and other.is_ready:
+            self._drop(session, "stalled")
+            self._observer.session_reopened("draft")
+            other.open(session)
+
     def blame(self, session: Session) -> None:
         """What a session's draft proposed is no proposal: the session goes on without it for a while."""
         if session.draft.host is not None:

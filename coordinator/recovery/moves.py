@@ -112,7 +112,7 @@ class TargetMoves:
             self._finisher.fail(session.request, failure)
             return
         side.cancel_retry()
-        side.retry = asyncio.get_running_loop().call_later(wait_s, self.reopen, session)
+        side.retry = asyncio.get_running_loop().call_later(wait_s, self._reopen_anywhere, session)
 
     def reopen(self, session: Session) -> None:
         """Open a session again now, where new ones would be opened."""
@@ -126,14 +126,35 @@ class TargetMoves:
         target.open(session)
 
     def try_elsewhere(self, session: Session, error: SpecdecError) -> None:
-        """Open a session at another target now if one takes new sessions, else here after a while."""
+        """Open a session at another target now if one takes new sessions and has room, else after a while."""
         host = session.target.host
         other = None if host is None else self._fleet.find_target(session.request, besides=host)
-        if host is None or other is None or not other.is_ready:
+        if other is None or not other.is_ready or not self._fleet.has_room(other):
             self.retry(session, error)
             return
-        self._hand_over(session, host, other)
-        self.reopen(session)
+        self.move(session, other)
+
+    def move(self, session: Session, other: TargetLink) -> None:
+        """Another target gets a session that has one."""
+        if session.target.host is not None:
+            session.target.cancel_retry()
+            self._hand_over(session, session.target.host, other)
+            self.reopen(session)
+
+    def give_up_session(self, session: Session, error: SpecdecError) -> None:
+        """No target goes on with a session: its request ends."""
+        self._finisher.fail(session.request, error)
+
+    def _reopen_anywhere(self, session: Session) -> None:
+        """Open a session again where there is room by now."""
+        host = session.target.host
+        other = None if host is None else self._fleet.find_target(session.request, besides=host)
+        own = next((link for link in self._fleet.targets if link is host), None)
+        is_full = own is not None and not self._fleet.has_room(own)
+        if is_full and other is not None and other.is_ready and self._fleet.has_room(other):
+            self.move(session, other)
+        else:
+            self.reopen(session)
 
     def _fit_target(self, session: Session, host: TargetHost) -> TargetHost:
         """A session that has to be opened again is not opened where new ones would not be, if there is another."""

@@ -37,14 +37,21 @@ class SessionFailure:
         return self.reason in _HELD_ELSEWHERE
 
     @property
+    def is_full(self) -> bool:
+        """The replica has no room for the session; another one may have."""
+        return self.code == code_pb2.RESOURCE_EXHAUSTED
+
+    @property
     def is_session_fault(self) -> bool:
         """The replica could not handle this one session, and goes on with the others."""
         return self.reason == "SESSION_FAULT"
 
     @property
     def is_fault(self) -> bool:
-        """It counts against the replica."""
-        return self.code not in _NO_FAULT and not self.is_held_elsewhere and not self.is_models
+        """It counts against the replica, unlike what the session's own parameters, or the model, caused."""
+        is_own_parameters = self.code == code_pb2.INVALID_ARGUMENT and self.field.startswith("open")
+        is_excused = self.is_held_elsewhere or self.is_models or is_own_parameters
+        return self.code not in _NO_FAULT and not is_excused
 
     @property
     def is_models(self) -> bool:

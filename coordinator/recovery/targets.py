@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import structlog
@@ -41,9 +42,10 @@ class TargetRecovery:
         self._fleet = fleet
         self._finisher = finisher
         self._observer = observer
-        self._moves = TargetMoves(
+        self.moves = TargetMoves(
             fleet=fleet, finisher=finisher, observer=observer, timeout_s=timeout_s, backoff=backoff
         )
+        """Opens sessions again, here or elsewhere."""
 
     def set_links(self, links: Sequence[TargetLink]) -> None:
         """Other targets are known now."""
@@ -54,7 +56,7 @@ class TargetRecovery:
         """A link, which has no sessions, is gone for good."""
         self._fleet.on_removed(link)
         self._fleet.forget_prefixes(link)
-        self._moves.forget(link)
+        self.moves.forget(link)
 
     def check_instance(self, link: TargetLink, instance_id: str) -> None:
         """See `LinkEvents.check_instance`."""
@@ -71,7 +73,7 @@ class TargetRecovery:
             self._fleet.forget_prefixes(link)  # it cannot tell whether it was restarted
         self._observer.replicas(self._fleet.links)
         if link.state is LinkState.INCOMPATIBLE:
-            self._moves.give_up(link)
+            self.moves.give_up(link)
 
     def on_load(self, link: TargetLink) -> None:
         """See `LinkEvents.on_load`."""
@@ -83,8 +85,8 @@ class TargetRecovery:
         """See `LinkEvents.on_up`."""
         if link.num_streams > 1:
             self._observer.stream_reconnected(link.role)
-        self._moves.quarantine.came_back(link.address, link.instance_id)
-        self._moves.came_up(link, lost)
+        self.moves.quarantine.came_back(link.address, link.instance_id)
+        self.moves.came_up(link, lost)
 
     def on_down(self, link: TargetLink, ending: Ending) -> None:
         """See `LinkEvents.on_down`."""
@@ -92,16 +94,16 @@ class TargetRecovery:
             self._fleet.failed(link)
         if ending in (Ending.DIED, Ending.LOST):
             sessions, is_sure = list(link.sessions.values()), ending is Ending.DIED
-            for request in self._moves.quarantine.died(link, link.instance_id, sessions, is_sure=is_sure):
+            for request in self.moves.quarantine.died(link, link.instance_id, sessions, is_sure=is_sure):
                 self._finisher.fail(request, _quarantined())
-        self._moves.went_down(link)
+        self.moves.went_down(link)
 
     def on_session_error(self, link: TargetLink, session: Session, error: pb.SessionError) -> None:
         """See `LinkEvents.on_session_error`."""
         failure = note_failure(link.role, session, error)
         if failure.may_be_proposals and session.target.was_relayed:
             self._drafts.blame(session)
-            self._moves.reopen(session)
+            self.moves.reopen(session)
         elif failure.is_held_elsewhere:
             held = Cancelled("another coordinator holds the session", reason="TAKEN_OVER")
             self._finisher.fail(session.request, held)
@@ -109,14 +111,17 @@ class TargetRecovery:
             self._faulted(link, session, error)
         elif failure.is_fatal:
             self._finisher.fail(session.request, from_status(error.status))
+        elif failure.is_full:
+            link.refused_s = time.monotonic()
+            self.moves.try_elsewhere(session, from_status(error.status))
         else:
             if failure.is_fault:
                 self._fleet.failed(link)
-            self._moves.retry(session, from_status(error.status))
+            self.moves.retry(session, from_status(error.status))
 
     def on_closed(self, link: TargetLink, session: Session, reason: str) -> None:
         """See `LinkEvents.on_closed`."""
-        self._moves.quarantine.settle(link.address)
+        self.moves.quarantine.settle(link.address)
         if reason != "finished" or session.finish is None:
             return
         self._fleet.succeeded(link)
@@ -130,7 +135,7 @@ class TargetRecovery:
     def on_progress(self, session: Session) -> None:
         """A suspect has got on at its target."""
         side = session.target
-        self._moves.quarantine.got_on(session)
+        self.moves.quarantine.got_on(session)
         if side.faulted_by is not None and side.faulted_by is not side.host:
             self._fleet.failed(side.faulted_by)  # what it could not do, another could
         side.faulted_by = None
@@ -142,7 +147,7 @@ class TargetRecovery:
             self._finisher.fail(session.request, _quarantined())
             return
         session.target.faulted_by = link
-        self._moves.try_elsewhere(session, from_status(error.status))
+        self.moves.try_elsewhere(session, from_status(error.status))
 
     def on_desync(self, session: Session, cause: str) -> None:
         """A target is not where the client is: open the session again with what the client has."""
@@ -150,7 +155,7 @@ class TargetRecovery:
         session.request.trace.session_failed("target", session.choice, "TARGET_DESYNC")
         if session.target.host is not None:
             self._fleet.failed(session.target.host)
-        self._moves.retry(session, Unavailable(cause, reason="TARGET_DESYNC"))
+        self.moves.retry(session, Unavailable(cause, reason="TARGET_DESYNC"))
 
 
 def _quarantined() -> Internal:

@@ -16,9 +16,10 @@ from coordinator.links.link_events import LinkState
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.replicas.compatibility import difference, may_serve
+from coordinator.replicas.load import has_room, is_idle, weight, with_room
 from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
 from coordinator.replicas.router import PrefixRouter, block_digests
-from coordinator.sessions.session import Request, Session, SessionHost, TargetHost
+from coordinator.sessions.session import DraftHost, Request, Session, SessionHost, TargetHost
 from coordinator.text.tokenizer import TextTokenizer
 from specdec.rpc.errors import FailedPrecondition, IncompatibleReplica, ModelNotFound, NoTarget, NotReady
 from specdec.v1 import common_pb2 as pb
@@ -143,13 +144,28 @@ class Fleet:
                 usable = await self._usable_targets(request)  # they may have changed meanwhile
         except TimeoutError:
             raise NoTarget(f"no target was ready within {timeout_s:g} s") from None
-        holder = self._router.pick(digests, {link.holder: len(link.sessions) for link in usable}, known_to_others)
+        loads = {link.holder: weight(link) for link in with_room(usable)}
+        holder = self._router.pick(digests, loads, known_to_others)
         return next(link for link in usable if link.holder == holder)
 
     def find_target(self, request: Request, besides: TargetHost) -> TargetLink | None:
         """Another target that can serve a request and takes sessions, the least loaded."""
-        usable = self._usable_for(request, besides)
-        return min(usable, key=lambda link: len(link.sessions), default=None)
+        usable = with_room(self._usable_for(request, besides))
+        return min(usable, key=weight, default=None)
+
+    def find_idle(self, request: Request, besides: TargetHost) -> TargetLink | None:
+        """Another target that would step a request's sessions at once."""
+        idle = [link for link in self._usable_for(request, besides) if link.is_ready and is_idle(link)]
+        return min(idle, key=weight, default=None)
+
+    def has_room(self, link: TargetLink) -> bool:
+        """Whether a target would take one more session, as far as is known."""
+        return has_room(link)
+
+    def draft_credit(self, target: TargetHost | None) -> int | None:
+        """How many draft tokens are worth proposing to a target; None: unknown."""
+        load = next((link.load for link in self.targets if link is target), None)
+        return None if load is None else load.draft_credit
 
     def may_serve(self, link: TargetLink, request: Request) -> bool:
         """Whether a target, as it said last, can decode a request to its end."""
@@ -157,10 +173,14 @@ class Fleet:
             link.identity, request, allow_mixed_numerics=self.allow_mixed_numerics
         )
 
-    def pick_draft(self, position: int) -> DraftLink | None:
+    def pick_draft(self, position: int, besides: DraftHost | None = None) -> DraftLink | None:
         """The least loaded draft that takes sessions and whose context reaches past a position."""
-        fit = [link for link in self.drafts if link.identity is not None and link.identity.max_model_len > position]
-        return min(_usable(fit), key=lambda link: len(link.sessions), default=None)
+        fit = [
+            link
+            for link in self.drafts
+            if link is not besides and link.identity is not None and link.identity.max_model_len > position
+        ]
+        return min(with_room(_usable(fit)), key=weight, default=None)
 
     def remember(self, link: TargetLink, session: Session) -> None:
         """A session ended on a target: who goes on from its prompt and output finds them there."""

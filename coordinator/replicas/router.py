@@ -47,7 +47,7 @@ class PrefixRouter:
     def pick(
         self,
         digests: Sequence[bytes],
-        num_sessions: Mapping[str, int],
+        num_sessions: Mapping[str, float],
         known_to_others: Mapping[str, int] | None = None,
     ) -> str:
         """Pick a replica and remember the choice.

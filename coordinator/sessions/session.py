@@ -54,6 +54,10 @@ class SessionHost(Protocol):
 class TargetHost(SessionHost, Protocol):
     """The target that holds a session."""
 
+    @property
+    def tells_progress(self) -> bool:
+        """It tells what sessions without a verdict are doing; older targets do not."""
+
     def relay(self, session: Session, proposal: bytes) -> None:
         """Pass on an encoded Proposal."""
 
@@ -97,6 +101,14 @@ class TargetSide:
     """Since when, on the monotonic clock, it has been refusing the session; None: it does not."""
     num_failures: int = 0
     """In a row."""
+    heard_s: float = 0.0
+    """When it last got on, or could not for want of credit; on the monotonic clock."""
+    queued_s: float | None = None
+    """Since when the host has told that it waits there."""
+    num_stalls: int = 0
+    """Moves since it last got on, because it did not."""
+    progress: tuple[int, int] | None = None
+    """What the host told last: state, and tokens computed."""
     retry: asyncio.TimerHandle | None = None
 
     def opened(self, host: TargetHost) -> None:
@@ -105,6 +117,17 @@ class TargetSide:
         self.epoch += not self.is_held
         self.was_relayed = False
         self.is_held = False
+        self.heard_s = time.monotonic()
+        self.queued_s = self.progress = None
+
+    def told(self, progress: pb.SessionProgress, now_s: float) -> None:
+        """The host tells what it does for the session. Waiting in its queue is no standstill."""
+        is_queued = progress.state == pb.SessionProgress.STATE_QUEUED
+        seen = (int(progress.state), progress.num_computed_tokens)
+        if is_queued or seen != self.progress:
+            self.heard_s = now_s
+        self.progress = seen
+        self.queued_s = (self.queued_s or now_s) if is_queued else None
 
     def held(self, host: TargetHost) -> None:
         """It is to be opened at a host later, in an epoch of its own; nothing of earlier openings counts any more."""
@@ -123,10 +146,11 @@ class TargetSide:
         self.epoch += 1
         self.is_held = False
 
-    def recovered(self) -> None:
+    def recovered(self, now_s: float) -> None:
         """It decided something: what went wrong before is past."""
-        self.failing_s = None
-        self.num_failures = 0
+        self.failing_s = self.queued_s = None
+        self.num_failures = self.num_stalls = 0
+        self.heard_s = now_s
 
     def cancel_retry(self) -> None:
         """Do not open the session again by itself."""
@@ -143,12 +167,17 @@ class DraftSide:
     epoch: int = 0
     num_failures: int = 0
     """Since a draft last came up."""
+    unanswered_s: float | None = None
+    """When it was told of the first commit that no proposal has followed yet."""
+    num_stalls: int = 0
+    """Moves since a proposal came, because none did."""
     retry: asyncio.TimerHandle | None = None
 
     def opened(self, host: DraftHost) -> None:
         """A new opening begins at a host."""
         self.host = host
         self.epoch += 1
+        self.unanswered_s = None
 
     def cancel_retry(self) -> None:
         """Do not open the session again by itself."""

@@ -1046,6 +1046,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_TOKENS_LIMIT_FIELD_NUMBER: _builtins.int
     MAX_CHOICES_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     default_verify_mode: _common_pb2.VerifyMode.ValueType
     """How proposals are verified when a request does not say."""
     max_model_len: _builtins.int
@@ -1056,6 +1057,8 @@ class GetModelInfoResponse(_message.Message):
     """Most choices per request."""
     has_chat_template: _builtins.bool
     """The tokenizer has a chat template."""
+    max_draft_tokens: _builtins.int
+    """Most draft tokens per step that a request may ask for; a higher number counts as this one."""
     @_builtins.property
     def target(self) -> _common_pb2.ModelIdentity:
         """The target."""
@@ -1074,12 +1077,15 @@ class GetModelInfoResponse(_message.Message):
         max_tokens_limit: _builtins.int = ...,
         max_choices: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
+        max_draft_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draft", b"draft", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "draft", b"draft", "max_draft_tokens", b"max_draft_tokens", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["default_verify_mode", b"default_verify_mode", "draft", b"draft", "has_chat_template", b"has_chat_template", "max_choices", b"max_choices", "max_model_len", b"max_model_len", "max_tokens_limit", b"max_tokens_limit", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "default_verify_mode", b"default_verify_mode", "draft", b"draft", "has_chat_template", b"has_chat_template", "max_choices", b"max_choices", "max_draft_tokens", b"max_draft_tokens", "max_model_len", b"max_model_len", "max_tokens_limit", b"max_tokens_limit", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
 
 Global___GetModelInfoResponse: _TypeAlias = GetModelInfoResponse  # noqa: Y015
 

@@ -284,6 +284,16 @@ class ScriptedTarget(ScriptedReplica):
     def register(self, server: grpc.aio.Server) -> None:
         target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)  # type: ignore[arg-type]
 
+    def tell_progress(self, state: pb.SessionProgress.State.ValueType, num_computed: int) -> None:
+        """Tell the same of all sessions."""
+        for session in self.sessions.values():
+            self.emit(session, progress=pb.SessionProgress(state=state, num_computed_tokens=num_computed))
+
+    def tell_load(self, **load: int) -> None:
+        """Report a load on all streams."""
+        for stream in self.streams:
+            stream.send(target_pb2.VerifyResponse(load=pb.LoadReport(**load)))
+
     def die(self) -> None:
         """The engine ends, and another one takes its place."""
         self.num_deaths += 1

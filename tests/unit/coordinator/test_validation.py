@@ -103,5 +103,7 @@ def test_max_tokens_is_cut_to_what_the_context_leaves() -> None:
 
 def test_no_draft_tokens_means_no_speculation() -> None:
     params = api.SpeculationParams(max_draft_tokens=0)
-    assert not check_speculation(params, pb.VERIFY_MODE_COUPLED).enabled
-    assert check_speculation(api.SpeculationParams(), pb.VERIFY_MODE_REJECTION).verify_mode == pb.VERIFY_MODE_REJECTION
+    assert not check_speculation(params, pb.VERIFY_MODE_COUPLED, LIMITS).enabled
+    checked = check_speculation(api.SpeculationParams(), pb.VERIFY_MODE_REJECTION, LIMITS)
+    assert checked.verify_mode == pb.VERIFY_MODE_REJECTION
+    assert checked.max_draft_tokens is None

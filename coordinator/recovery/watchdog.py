@@ -1,0 +1,88 @@
+"""Sessions whose target does nothing for them, though it is there: they go on at another one.
+
+A target that is silent or whose engine stands still is found out by others (keepalive, its own servicer). Here each
+session is watched for itself: it gets verdicts, or the target tells of progress, or it moves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from coordinator.recovery.moves import TargetMoves
+from coordinator.replicas.fleet import Fleet
+from coordinator.sessions.session import Session, TargetHost
+from coordinator.sessions.table import SessionTable
+from specdec.rpc.errors import Unavailable
+
+_LOOKS = 6
+"""Per stall bound: a stall is found at most a sixth of it too late."""
+_LONGEST_LOOK_S = 1.0
+_UNTOLD_FACTOR = 3
+"""Targets that tell no progress (older ones) may have a queue, or a long prompt at hand."""
+_QUEUED_S = 1.0
+"""How long a session waits at its target before one that is idle gets it."""
+_MOST_DOUBLINGS = 6
+_log = structlog.get_logger(__name__)
+
+
+class Watchdog:
+    """Looks at all sessions now and then. Each move of a session that brought nothing doubles the time until the next.
+
+    Where there is no other target nothing is moved: a session may find its way back to its own any time, until it has
+    waited for `timeout_s` more. Then it fails, if its target would have told of progress.
+    """
+
+    def __init__(
+        self, *, sessions: SessionTable, fleet: Fleet, moves: TargetMoves, stall_s: float, timeout_s: float
+    ) -> None:
+        """`stall_s` is how long a session may get nowhere; see `CoordinatorSettings.session_stall_s`."""
+        self._sessions = sessions
+        self._fleet = fleet
+        self._moves = moves
+        self._stall_s = stall_s
+        self._timeout_s = timeout_s
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        interval_s = min(_LONGEST_LOOK_S, self._stall_s / _LOOKS)
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                self.look(time.monotonic())
+            except Exception as error:
+                _log.error("watchdog_fault", exc_info=error)
+
+    def look(self, now_s: float) -> None:
+        """Move what gets nowhere."""
+        for session in self._sessions:
+            side = session.target
+            host = side.host
+            if host is None or not side.is_open or not host.is_up or session.position >= side.credit_position:
+                continue
+            grown = 2 ** min(side.num_stalls, _MOST_DOUBLINGS)
+            bound_s = self._stall_s * grown * (1 if host.tells_progress else _UNTOLD_FACTOR)
+            if now_s - side.heard_s >= bound_s:
+                self._stalled(session, host, now_s - side.heard_s, bound_s)
+            elif side.queued_s is not None and now_s - side.queued_s >= _QUEUED_S * grown:
+                self._queued(session, host)
+
+    def _stalled(self, session: Session, host: TargetHost, silent_s: float, bound_s: float) -> None:
+        other = self._fleet.find_target(session.request, besides=host)
+        if other is not None and other.is_ready:
+            _log.warning("session_stalled", **session.log_fields, target=host.address, silent_s=round(silent_s, 1))
+            session.request.trace.session_failed("target", session.choice, "SESSION_STALLED")
+            session.target.num_stalls += 1
+            self._fleet.failed(host)
+            self._moves.move(session, other)
+        elif host.tells_progress and silent_s >= bound_s + self._timeout_s:
+            cause = f"target {host.address} has done nothing for the session for {silent_s:.0f} s"
+            self._moves.give_up_session(session, Unavailable(cause, reason="TARGET_STALLED"))
+
+    def _queued(self, session: Session, host: TargetHost) -> None:
+        idle = self._fleet.find_idle(session.request, besides=host)
+        if idle is not None:
+            session.target.num_stalls += 1
+            self._moves.move(session, idle)

@@ -1,0 +1,57 @@
+"""What counts as a standstill of a session."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from coordinator.recovery.watchdog import Watchdog
+from coordinator.sessions.session import TargetSide
+
+OTHER = SimpleNamespace(is_ready=True)
+
+
+def moves_after(silent_s: float, *, tells: bool = True, **side_fields: Any) -> list[Any]:
+    """Where a session goes whose target has been silent for so long; the bound is 6 s."""
+    host = SimpleNamespace(address="a", is_up=True, tells_progress=tells)
+    side = TargetSide(**{"host": host, "credit_position": 100, "heard_s": 1000.0, **side_fields})
+    trace = SimpleNamespace(session_failed=lambda *args: None)
+    request = SimpleNamespace(trace=trace)
+    session: Any = SimpleNamespace(target=side, position=10, choice=0, request=request, log_fields={})
+    moved: list[Any] = []
+    fleet: Any = SimpleNamespace(
+        find_target=lambda request, besides: OTHER,
+        find_idle=lambda request, besides: None,
+        failed=lambda host: None,
+    )
+    moves: Any = SimpleNamespace(move=lambda session, other: moved.append(other))
+    sessions: Any = [session]
+    Watchdog(sessions=sessions, fleet=fleet, moves=moves, stall_s=6.0, timeout_s=30.0).look(1000.0 + silent_s)
+    return moved
+
+
+def test_a_session_moves_when_the_bound_has_passed_and_not_before() -> None:
+    assert moves_after(5.9) == []
+    assert moves_after(6.0) == [OTHER]
+
+
+def test_targets_that_tell_no_progress_get_three_times_as_long() -> None:
+    assert moves_after(17.9, tells=False) == []
+    assert moves_after(18.0, tells=False) == [OTHER]
+
+
+@pytest.mark.parametrize(("num_stalls", "bound_s"), [(1, 12.0), (3, 48.0), (20, 384.0)])
+def test_each_move_doubles_the_patience(num_stalls: int, bound_s: float) -> None:
+    assert moves_after(bound_s - 0.1, num_stalls=num_stalls) == []
+    assert moves_after(bound_s, num_stalls=num_stalls) == [OTHER]
+
+
+def test_a_session_without_credit_is_no_standstill() -> None:
+    assert moves_after(1000.0, credit_position=10) == []
+
+
+def test_a_session_that_waits_for_its_turn_or_its_next_try_is_no_standstill() -> None:
+    assert moves_after(1000.0, is_held=True) == []
+    assert moves_after(1000.0, retry=SimpleNamespace()) == []
