@@ -205,6 +205,20 @@ def _streams(prefix: str) -> list[Panel]:
             {"{{direction}}": rate(f"{prefix}_message_bytes_total{_OF}", "direction")},
             "Bps",
         ),
+        Panel(
+            "Engine restarts",
+            "Engines that ended, or stood still and were killed, in the last 15 minutes. Streams went on elsewhere.",
+            {"{{instance}} {{cause}}": f"increase({prefix}_engine_restarts_total{_OF}[15m])"},
+            alert="SpecdecEngineRestarts",
+            width=12,
+        ),
+        Panel(
+            "Silence of engines",
+            "Time since the last of the signs of life that an engine gives four times a second.",
+            {"{{instance}}": f"{prefix}_engine_silence_seconds{_OF}"},
+            "s",
+            width=12,
+        ),
     ]
 
 

@@ -22,6 +22,7 @@ class Readiness:
         self._announcer = announcer
         self._servicers: list[health.aio.HealthServicer] = []
         self._status: int = health_pb2.HealthCheckResponse.NOT_SERVING
+        self._is_shut_down = False
 
     async def register(self, server: grpc.aio.Server) -> None:
         """Answer health checks at a server."""
@@ -32,9 +33,10 @@ class Readiness:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
 
     async def set_serving(self, is_serving: bool) -> None:
-        """Say SERVING or NOT_SERVING."""
-        if is_serving:
-            self._announce(AnnouncedState.READY)
+        """Say SERVING or NOT_SERVING; without effect after `shut_down`."""
+        if self._is_shut_down:
+            return
+        self._announce(AnnouncedState.READY if is_serving else AnnouncedState.LOADING)
         response = health_pb2.HealthCheckResponse
         self._status = response.SERVING if is_serving else response.NOT_SERVING
         for servicer in self._servicers:
@@ -43,6 +45,7 @@ class Readiness:
 
     async def shut_down(self) -> None:
         """Say NOT_SERVING from now on, whatever is set."""
+        self._is_shut_down = True
         self._announce(AnnouncedState.DRAINING)
         for servicer in self._servicers:
             await servicer.enter_graceful_shutdown()

@@ -45,6 +45,7 @@ _MIN_PEER_PING_INTERVAL_MS = 1000
 # Over the drain's own limit: a drain that hangs must not hold the process.
 _DRAIN_MARGIN_S = 5.0
 _log = structlog.get_logger(__name__)
+SetServing = Callable[[bool], Awaitable[None]]
 
 
 class Service(Protocol):
@@ -106,13 +107,14 @@ async def run_service(
     shares_port: bool = False,
     on_serving: Callable[[], None] | None = None,
     tls_uses: TlsUses = dict,
+    watch_serving: Callable[[SetServing], None] | None = None,
 ) -> int:
     """Runs a service until a signal ends it or it fails; returns the process's exit code (0 or 1).
 
     `registry` is what /metrics shows when metrics are not in multiprocess mode. `announcer` registers the process
     from listening to stopped. With `shares_port` other processes of ours may have the same port. `on_serving` is called
-    once. `tls_uses` are TLS files beside the server's, for metrics. Logs `listening` with the ports and `ready` once
-    health is SERVING.
+    once. `watch_serving` gets what the service calls when it cannot work for a while, and when it can again. `tls_uses`
+    are TLS files beside the server's, for metrics. Logs `listening` with the ports and `ready` once health is SERVING.
     """
     stopping = asyncio.Event()
     aborting = asyncio.Event()
@@ -129,6 +131,8 @@ async def run_service(
                 names = (*service.grpc_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
                 reflection.enable_server_reflection(names, server)
             install_signals(stopping, aborting)
+            if watch_serving is not None:
+                watch_serving(readiness.set_serving)
             if not shares_port:
                 await server.start()
             stack.push_async_callback(server.stop, 0)

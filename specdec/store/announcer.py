@@ -70,6 +70,10 @@ class Announcer:
         self._address = address
         self._task = asyncio.create_task(self._run(), name="announcer")
 
+    def set_instance(self, instance_id: str) -> None:
+        """Announce under another instance id from the next time on."""
+        self._instance_id = instance_id
+
     def set_state(self, state: AnnouncedState) -> None:
         """Announce another state, at once."""
         self._state = state

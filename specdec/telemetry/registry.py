@@ -73,6 +73,12 @@ def forget_gauges(directory: str, process: str) -> None:
     mark_process_dead(process, directory)
 
 
+def forget_gauges_of(pid: int) -> None:
+    """The same for a process that was started from here, and whose files have its number; nothing in other modes."""
+    if (directory := os.environ.get(_MULTIPROCESS_VARIABLE)) is not None:
+        mark_process_dead(pid, directory)
+
+
 def scrape_registry(own: CollectorRegistry) -> CollectorRegistry:
     """What /metrics shows: in multiprocess mode the files of all processes, else the process's registry."""
     if _MULTIPROCESS_VARIABLE not in os.environ:

@@ -48,3 +48,15 @@ class RelayMetrics(MetricGroup):
             "Renewals of the registration in Redis that failed.",
             promql="sum by (instance) (increase($announce_failures_total[5m]))",
         )
+        self.engine_restarts = self._counter(
+            "engine_restarts_total",
+            "Engine processes that ended after they had been ready, and were started again.",
+            {"cause": "exited, silent, stuck"},
+            promql="sum by (instance, cause) (increase($engine_restarts_total[15m]))",
+            initial=("exited", "silent", "stuck"),
+        )
+        self.engine_silence = self._gauge(
+            "engine_silence_seconds",
+            "Time since the engine process gave its last sign of life, four of which it gives a second.",
+            promql="max by (instance) ($engine_silence_seconds)",
+        )

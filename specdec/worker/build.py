@@ -27,6 +27,9 @@ class BuiltEngine:
     engine: Engine
     sampler: Sampler
     info: pb.GetReplicaInfoResponse
+    full_step_s: float = 0.0
+    """What a step of as many rows as are allowed may take, by what warming up took for a few: no less than it does,
+    mostly, as the cost of a row falls with their number."""
 
 
 def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ranks: Ranks | None = None) -> BuiltEngine:
@@ -37,7 +40,7 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ran
         ModelNotSupported, ModelLoadError: with a reason for people.
     """
     runner = ModelRunner.load(settings, None if ranks is None else ranks.join())
-    runner.warmup()
+    full_step_s = runner.warmup() * settings.max_batch_tokens
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
     # A sequence that fills the whole cache can still run; a longer one never could.
@@ -62,7 +65,7 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ran
     _send_tokenizer(runner, port)
     info = pb.GetReplicaInfoResponse(identity=identity, version=__version__)
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
-    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info)
+    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, full_step_s)
 
 
 def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:

@@ -50,7 +50,9 @@ def run_role(
         identity = built.info.identity
         host = SessionHost[SessionT](port, wire, identity, settings.session_ttl_s)
         role = make_role(host, built)
-        worker = EngineWorker(port, wire, built.info, host, role, traces=settings.otlp_endpoint is not None)
+        traces = settings.otlp_endpoint is not None
+        worker = EngineWorker(port, wire, built.info, host, role, traces=traces, pulse=port.pulse)
+        port.pulse.expect_turn(built.full_step_s)
         log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
         built.info.load.CopyFrom(role.load())
         gc.collect()

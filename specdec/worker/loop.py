@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
 from specdec.rpc.bridge.frames import EnginePort, Frame, FrameKind, PeerGone
+from specdec.rpc.bridge.pulse import Pulse
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure
 from specdec.worker.host import SessionHost
@@ -38,9 +39,13 @@ class EngineWorker(Generic[SessionT]):
         role: Role[SessionT],
         *,
         traces: bool = False,
+        pulse: Pulse | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`host` is the one that `role` was made with; `traces`: the servicer wants to know of traced sessions."""
+        """`host` is the one that `role` was made with; `traces`: the servicer wants to know of traced sessions;
+        `pulse`: where it sees that turns end.
+        """
+        self._pulse = pulse or Pulse()
         self._port = port
         self._wire = wire
         self._info = info
@@ -68,7 +73,9 @@ class EngineWorker(Generic[SessionT]):
             self._host.tell_trace(session, "shutdown")
 
     def _turn(self) -> None:
-        for frame in self._port.poll(0):
+        frames = self._port.poll(0)
+        self._pulse.begin_turn()
+        for frame in frames:
             self._handle(frame)
         now_s = self._clock()
         self._end_overdue(now_s)
@@ -78,10 +85,15 @@ class EngineWorker(Generic[SessionT]):
         if until_step_s == 0:
             self._role.step()
             self._flush()
+            self._pulse.end_turn()
             return
         self._flush()
-        for frame in self._port.poll(self._timeout_s(until_step_s, now_s)):
+        self._pulse.end_turn()
+        frames = self._port.poll(self._timeout_s(until_step_s, now_s))
+        self._pulse.begin_turn()
+        for frame in frames:
             self._handle(frame)
+        self._pulse.end_turn()
 
     def _end_overdue(self, now_s: float) -> None:
         for session in self._sessions.expired(now_s):

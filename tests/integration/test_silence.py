@@ -26,10 +26,10 @@ from tests.support.services.faults import (
     eventually,
     freeze,
     held_back,
-    load_of,
     make_request,
     plain,
     scrape,
+    target_in_use,
     thaw,
 )
 
@@ -62,23 +62,6 @@ async def gap_after(
 def stop_servicer(cluster: Cluster, name: str) -> None:
     """Freeze the process that has the connections, and not its engine."""
     cluster.signal(name, signal.SIGSTOP)
-
-
-async def target_in_use(cluster: Cluster) -> str:
-    """The target that has the one session."""
-    names: list[str] = []
-
-    async def is_known() -> bool:
-        names[:] = [
-            name
-            for name, service in cluster.services.items()
-            if service.spec.module == "target_service"
-            and (await load_of("target", service.spec.address)).kv_blocks_used
-        ]
-        return len(names) == 1
-
-    await eventually(is_known, "one target has the session")
-    return names[0]
 
 
 @pytest.mark.parametrize(("settings", "within_s"), [({}, WITHIN_S), (SHORT, SOON_S)], ids=["defaults", "short"])

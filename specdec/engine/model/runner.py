@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -106,13 +107,20 @@ class ModelRunner:
         """Copy physical KV slots ``src[i] -> dst[i]`` in all layers; all are read before any is written."""
         self._cache.copy_slots(src, dst)
 
-    def warmup(self) -> None:
-        """Run a few shapes through a small cache of its own, so that no real step pays for initialisation."""
+    def warmup(self) -> float:
+        """Run a few shapes through a small cache of its own, so that no real step pays for initialisation.
+
+        Returns what a row of the largest of them took, in seconds; on a GPU, what it took to say so.
+        """
         probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
+        row_s = 0.0
         with torch.inference_mode():
             for num_rows in _WARMUP_ROWS:
+                began_s = time.monotonic()
                 self._step_model(probe.batch(probe.prefix_rows(num_rows)), cache)
+                row_s = (time.monotonic() - began_s) / num_rows
+        return row_s
 
 
 class _RunnerBuilder:

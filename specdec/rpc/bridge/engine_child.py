@@ -18,6 +18,7 @@ import structlog
 
 from specdec.parent_process import die_with_parent, leave_signals_to_parent
 from specdec.rpc.bridge.frames import EnginePort, FrameKind, PeerGone
+from specdec.rpc.bridge.pulse import Pulse
 from specdec.telemetry import setup_logging
 
 _LAST_FRAMES_S = 2.0
@@ -34,6 +35,7 @@ class EngineInstructions(TypedDict):
     settings: str
     """Its JSON."""
     socket_fd: int
+    pulse_fd: int
     parent_pid: int
     cores: list[int] | None
     service: str
@@ -52,8 +54,11 @@ def main() -> int:
     setup_logging(instructions["service"], instructions["log_level"], instructions["log_format"])
     if instructions["cores"]:
         os.sched_setaffinity(0, instructions["cores"])
+    pulse = Pulse(instructions["pulse_fd"])
+    os.close(instructions["pulse_fd"])
+    pulse.start_beating()
     os.set_inheritable(instructions["socket_fd"], False)
-    port = EnginePort(socket.socket(fileno=instructions["socket_fd"]), instructions["instance_id"])
+    port = EnginePort(socket.socket(fileno=instructions["socket_fd"]), instructions["instance_id"], pulse)
     try:
         settings = _resolve(instructions["settings_class"]).model_validate_json(instructions["settings"])
         _resolve(instructions["entry"])(port, settings)

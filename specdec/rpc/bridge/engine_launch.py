@@ -22,6 +22,7 @@ def launch_engine(
     settings: ReplicaServiceSettings,
     *,
     socket_fd: int,
+    pulse_fd: int,
     service: str,
     cores: frozenset[int] | None,
     instance_id: str,
@@ -34,6 +35,7 @@ def launch_engine(
         entry: what it runs, as module:function.
         settings: those of the service.
         socket_fd: its end of the socket, which it inherits.
+        pulse_fd: the memory of its pulse, which it inherits.
         service: names it in the log.
         cores: those it is pinned to; None: not pinned.
         instance_id: of this start.
@@ -44,6 +46,7 @@ def launch_engine(
         "settings_class": f"{cls.__module__}:{cls.__qualname__}",
         "settings": settings.model_dump_json(exclude=_NOT_FOR_ENGINES),
         "socket_fd": socket_fd,
+        "pulse_fd": pulse_fd,
         "parent_pid": os.getpid(),
         "cores": None if cores is None else sorted(cores),
         "service": service,
@@ -55,7 +58,7 @@ def launch_engine(
     process = subprocess.Popen(
         [sys.executable, "-m", "specdec.rpc.bridge.engine_child"],
         stdin=subprocess.PIPE,
-        pass_fds=[socket_fd],
+        pass_fds=[socket_fd, pulse_fd],
         env=environment,
     )
     assert process.stdin is not None

@@ -15,8 +15,10 @@ from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
 from specdec.rpc.bridge.engine_launch import describe_exit, launch_engine
+from specdec.rpc.bridge.engine_watch import EndCause, EngineWatch
 from specdec.rpc.bridge.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
 from specdec.rpc.bridge.frame_writer import FrameWriter
+from specdec.rpc.bridge.pulse import BEAT_INTERVAL_S, Pulse, new_pulse_file
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.v1 import common_pb2
 
@@ -36,7 +38,7 @@ class StreamSink(Protocol):
     def on_abort(self, status: status_pb2.Status) -> None:
         """The engine ends the stream."""
 
-    def on_engine_gone(self, reason: str) -> None:
+    def on_engine_gone(self, cause: EndCause, reason: str) -> None:
         """There is no engine any more."""
 
 
@@ -54,10 +56,12 @@ class EngineProcess:
         service: str,
         cores: frozenset[int] | None = None,
         on_session_span: Callable[[bytes], None] | None = None,
+        on_look: Callable[[float], None] | None = None,
     ) -> None:
         """What to run, as `launch_engine` takes it.
 
         `on_session_span` is called with the encoded SessionSpan of each traced session that has ended; must not block.
+        `on_look` is called a few times a second with how long the engine has been silent, in seconds.
         """
         self.instance_id = secrets.token_hex(8)
         """Changes with each start."""
@@ -77,16 +81,21 @@ class EngineProcess:
         self._is_stopping = False
         self._ready = asyncio.Event()
         self._drained = asyncio.Event()
+        self._ended = asyncio.Event()
         self._exited = asyncio.Event()
         self._tokenizer_json: list[bytes] = []
         self.exit_reason = ""
-        """Why the process is gone; empty while it lives."""
+        """Why the process is gone, or given up; empty while it lives."""
+        self.end_cause = EndCause.EXITED
+        """How that came about, once there is a reason."""
         self.fatal_reason = ""
         """What the engine said before it gave up."""
         self.info: common_pb2.GetReplicaInfoResponse | None = None
         """What it serves, with the latest load; None before it is ready."""
         self.tokenizer_config = ""
         self._on_session_span = on_session_span
+        self._on_look = on_look
+        self._watch_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_ready(self) -> bool:
@@ -109,11 +118,14 @@ class EngineProcess:
         ours.setblocking(False)
         self._connection = ours
         self._writer = FrameWriter(ours)
-        with theirs:
+        pulse_fd = new_pulse_file()
+        self._pulse = Pulse(pulse_fd)
+        with theirs, os.fdopen(pulse_fd):
             self._process = launch_engine(
                 self._entry,
                 self._settings,
                 socket_fd=theirs.fileno(),
+                pulse_fd=pulse_fd,
                 service=self._service,
                 cores=self._cores,
                 instance_id=self.instance_id,
@@ -139,6 +151,11 @@ class EngineProcess:
     async def wait_exited(self) -> str:
         """The reason, once the process is gone."""
         await self._exited.wait()
+        return self.exit_reason
+
+    async def wait_ended(self) -> str:
+        """The reason, once the process is gone or given up; `wait_exited` then comes soon, if it can be killed."""
+        await self._ended.wait()
         return self.exit_reason
 
     async def drain(self, timeout_s: float) -> bool:
@@ -252,6 +269,9 @@ class EngineProcess:
             case FrameKind.READY:
                 self.info = common_pb2.GetReplicaInfoResponse.FromString(frame.payload)
                 self._ready.set()
+                settings = self._settings
+                self._watch = EngineWatch(settings.engine_silence_s, settings.engine_stall_s, self._loop.time)
+                self._look()
             case FrameKind.FATAL:
                 self.fatal_reason = frame.payload.decode(errors="replace")
             case FrameKind.DRAINED:
@@ -261,6 +281,19 @@ class EngineProcess:
                     self._on_session_span(frame.payload)
             case _:
                 _log.warning("unexpected_frame", kind=frame.kind.name)
+
+    def _look(self) -> None:
+        stall = self._watch.look(self._pulse.read())
+        if self._on_look is not None:
+            self._on_look(self._watch.silent_s)
+        if stall is None or self._is_stopping:
+            self._watch_timer = self._loop.call_later(BEAT_INTERVAL_S, self._look)
+            return
+        assert self._process is not None
+        _log.error("engine_stalled", pid=self._process.pid, cause=str(stall.cause), reason=stall.reason)
+        # One that waits for a device may outlive the signal: those who wait for tokens need not wait for that.
+        self._end(stall.cause, stall.reason)
+        self._process.kill()
 
     def _disconnect(self) -> None:
         """The socket is of no use any more; the process has a moment to exit by itself."""
@@ -286,16 +319,20 @@ class EngineProcess:
         while self._is_connected and self._on_readable():
             pass  # What it said last, FATAL above all, is still in the socket.
         self._disconnect()
-        self.exit_reason = self.fatal_reason or describe_exit(code)
-        _log.log(
-            20 if self._is_stopping else 40,
-            "engine_exited",
-            pid=self._process.pid,
-            exit_code=code,
-            reason=self.exit_reason,
-        )
+        if self._watch_timer is not None:
+            self._watch_timer.cancel()
+        reason = self.exit_reason or self.fatal_reason or describe_exit(code)
+        _log.log(20 if self._is_stopping else 40, "engine_exited", pid=self._process.pid, exit_code=code, reason=reason)
         self._exited.set()
+        self._end(EndCause.EXITED, reason)
+
+    def _end(self, cause: EndCause, reason: str) -> None:
+        """Tell all streams; only the first call counts."""
+        if self._ended.is_set():
+            return
+        self.exit_reason, self.end_cause = reason, cause
+        self._ended.set()
         self._drained.set()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            sink.on_engine_gone(self.exit_reason)
+            sink.on_engine_gone(cause, reason)

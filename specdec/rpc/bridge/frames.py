@@ -8,6 +8,7 @@ import time
 
 from specdec.rpc.bridge.frame_codec import MAX_PAYLOAD_BYTES, NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
 from specdec.rpc.bridge.frame_writer import FrameWriter
+from specdec.rpc.bridge.pulse import Pulse
 
 __all__ = ["MAX_PAYLOAD_BYTES", "NO_STREAM", "EnginePort", "Frame", "FrameError", "FrameKind", "PeerGone"]
 
@@ -25,8 +26,10 @@ class EnginePort:
     call (5 us) when the socket keeps up.
     """
 
-    def __init__(self, connection: socket.socket, instance_id: str = "") -> None:
+    def __init__(self, connection: socket.socket, instance_id: str = "", pulse: Pulse | None = None) -> None:
         """Use a connected socket. `instance_id` is the process's, for those who are told what is served."""
+        self.pulse = pulse or Pulse()
+        """Where the loop shows its turns."""
         connection.setblocking(False)
         self.instance_id = instance_id
         self._connection = connection

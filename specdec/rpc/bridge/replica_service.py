@@ -14,16 +14,18 @@ from prometheus_client import CollectorRegistry
 
 from specdec import __version__
 from specdec.rpc.affinity import split_cores
+from specdec.rpc.bridge.engine_keeper import EngineKeeper
 from specdec.rpc.bridge.engine_process import EngineProcess
 from specdec.rpc.bridge.stream_relay import StreamRelay
 from specdec.rpc.errors import NotReady
-from specdec.rpc.server import run_service
+from specdec.rpc.server import SetServing, run_service
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.rpc.startup import StartupFailed
 from specdec.store.announcer import Announcer
 from specdec.store.guarded import GuardedStore
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, RelayMetrics, enable_multiprocess_metrics, setup_logging
+from specdec.telemetry.registry import forget_gauges_of
 from specdec.telemetry.tracing import Tracing
 from specdec.tls_files import TlsFiles, TlsFilesBroken
 from specdec.v1 import common_pb2
@@ -62,22 +64,31 @@ class ReplicaService:
         except ValueError as error:
             raise StartupFailed(str(error)) from error
         self._tracing = Tracing(settings, role.name)
-        self._engine = EngineProcess(
-            role.engine_entry,
-            settings,
-            service=f"{role.name}-engine",
-            cores=engine_cores,
-            on_session_span=self._tracing.record,
-        )
         metrics = RelayMetrics(registry, role.name)
-        self._relay = StreamRelay(self._engine, metrics, settings.stream_buffer_bytes)
+        self._keeper = EngineKeeper(
+            lambda: EngineProcess(
+                role.engine_entry,
+                settings,
+                service=f"{role.name}-engine",
+                cores=engine_cores,
+                on_session_span=self._tracing.record,
+                on_look=metrics.engine_silence.set,
+            ),
+            load_timeout_s=settings.load_timeout_s,
+            max_restarts=settings.engine_restarts,
+            metrics=metrics,
+            on_ready=self._on_ready,
+            on_exit=forget_gauges_of,
+        )
+        self._set_serving: SetServing | None = None
+        self._relay = StreamRelay(lambda: self._keeper.engine, metrics, settings.stream_buffer_bytes)
         self._store: GuardedStore | None = None
         self.announcer: Announcer | None = None
         """Registers this process; None without redis_url."""
         if settings.redis_url is not None:
             self._store = open_store(settings, on_change=metrics.store_up.set)
             self.announcer = Announcer(
-                self._store, settings.registry_ttl_s, role.name, self._engine.instance_id,
+                self._store, settings.registry_ttl_s, role.name, self._keeper.engine.instance_id,
                 self._describe, metrics.announce_failures.inc,
             )  # fmt: skip
 
@@ -102,16 +113,10 @@ class ReplicaService:
 
     async def start(self) -> None:
         """Starts the engine and waits for the model to be loaded and warmed. Raises StartupFailed."""
-        self._engine.start()
+        starting = asyncio.create_task(self._keeper.start())
+        await asyncio.sleep(0)  # the engine takes its cores from this process as they are before it is pinned
         _pin_all_threads(self._cores)
-        try:
-            info = await asyncio.wait_for(self._engine.wait_ready(), self._settings.load_timeout_s)
-        except TimeoutError as error:
-            raise StartupFailed(
-                f"load_timeout_s: the model was not ready after {self._settings.load_timeout_s} s"
-            ) from error
-        except RuntimeError as error:
-            raise StartupFailed(str(error)) from error
+        info = await starting
         info.version = info.version or __version__
         identity = info.identity
         _log.info(
@@ -120,18 +125,22 @@ class ReplicaService:
         )  # fmt: skip
 
     async def wait_failed(self) -> str:
-        """Returns when the engine process is gone."""
-        return await self._engine.wait_exited()
+        """Returns when the engine cannot be kept running."""
+        return await self._keeper.wait_failed()
+
+    def watch_serving(self, set_serving: SetServing) -> None:
+        """What to call while an engine is started again, and after it."""
+        self._set_serving = set_serving
 
     async def drain(self, timeout_s: float) -> None:
         """Waits until no session is left, then ends the streams, so that coordinators go elsewhere."""
-        is_empty = await self._engine.drain(timeout_s)
+        is_empty = await self._keeper.drain(timeout_s)
         _log.info("drained" if is_empty else "drain_timed_out")
         self._relay.end_streams(NotReady("the replica is shutting down", reason="DRAINING"))
 
     async def stop(self) -> None:
         """Stops the engine process, and exports what it last told of its sessions."""
-        await self._engine.stop(_ENGINE_STOP_S)
+        await self._keeper.stop(_ENGINE_STOP_S)
         await self._tracing.close()
         if self._store is not None:
             await self._store.close()
@@ -143,23 +152,31 @@ class ReplicaService:
             "otlp": self._tracing.tls_files,
         }
 
+    async def _on_ready(self, is_ready: bool) -> None:
+        if self.announcer is not None:
+            self.announcer.set_instance(self._keeper.engine.instance_id)
+        if self._set_serving is not None:
+            await self._set_serving(is_ready)
+
     def _describe(self) -> common_pb2.GetReplicaInfoResponse:
-        return self._engine.info or common_pb2.GetReplicaInfoResponse(version=__version__)
+        return self._keeper.engine.info or common_pb2.GetReplicaInfoResponse(version=__version__)
 
     async def _get_replica_info(
         self, _request: common_pb2.GetReplicaInfoRequest, _context: grpc.aio.ServicerContext
     ) -> common_pb2.GetReplicaInfoResponse:
-        if self._engine.info is None or not self._engine.is_ready:
+        engine = self._keeper.engine
+        if engine.info is None or not engine.is_ready:
             raise NotReady("the model is loading")
-        return self._engine.info
+        return engine.info
 
     async def _get_tokenizer(
         self, _request: common_pb2.GetTokenizerRequest, _context: grpc.aio.ServicerContext
     ) -> AsyncIterator[common_pb2.GetTokenizerResponse]:
-        if not self._engine.is_ready:
+        engine = self._keeper.engine
+        if not engine.is_ready:
             raise NotReady("the model is loading")
-        content = self._engine.tokenizer_json()
-        config = self._engine.tokenizer_config
+        content = engine.tokenizer_json()
+        config = engine.tokenizer_config
         for start in range(0, max(len(content), 1), TOKENIZER_PIECE_BYTES):
             piece = content[start : start + TOKENIZER_PIECE_BYTES]
             yield common_pb2.GetTokenizerResponse(tokenizer_json=piece, tokenizer_config=config)
@@ -183,8 +200,9 @@ async def _run(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:
         return 1
     BuildInfo(registry, role.name)
     return await run_service(
-        service, settings, registry=registry, announcer=service.announcer, tls_uses=service.tls_uses
-    )
+        service, settings, registry=registry, announcer=service.announcer, tls_uses=service.tls_uses,
+        watch_serving=service.watch_serving,
+    )  # fmt: skip
 
 
 def _pin_all_threads(cores: frozenset[int] | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -17,6 +18,7 @@ from google.rpc import status_pb2
 
 from specdec.rpc.abort import abort_with_status
 from specdec.rpc.bridge.engine_process import EngineProcess
+from specdec.rpc.bridge.engine_watch import EndCause
 from specdec.rpc.bridge.frame_codec import NO_STREAM
 from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, to_status
 from specdec.telemetry import RelayMetrics
@@ -27,7 +29,8 @@ _log = structlog.get_logger(__name__)
 class StreamRelay:
     """The handler of a bidirectional method of a replica; registered without (de)serializers."""
 
-    def __init__(self, engine: EngineProcess, metrics: RelayMetrics, stream_buffer_bytes: int) -> None:
+    def __init__(self, engine: Callable[[], EngineProcess], metrics: RelayMetrics, stream_buffer_bytes: int) -> None:
+        """`engine` says which one new streams go to."""
         self._engine = engine
         self._metrics = metrics
         self._stream_buffer_bytes = stream_buffer_bytes
@@ -35,9 +38,10 @@ class StreamRelay:
 
     async def handle(self, _requests: Any, context: grpc.aio.ServicerContext) -> None:
         """Relays one stream until either side ends it. Raises NotReady before the engine is ready."""
-        if not self._engine.is_ready:
+        engine = self._engine()
+        if not engine.is_ready:
             raise NotReady("the model is loading")
-        stream = _RelayedStream(self._engine, context, self._metrics, self._stream_buffer_bytes)
+        stream = _RelayedStream(engine, context, self._metrics, self._stream_buffer_bytes)
         self._streams.add(stream)
         self._metrics.streams.inc()
         try:
@@ -110,9 +114,10 @@ class _RelayedStream:
             self._status = status
             self._end()
 
-    def on_engine_gone(self, reason: str) -> None:
+    def on_engine_gone(self, cause: EndCause, reason: str) -> None:
         """Ends the stream; the peer may try another replica, or this one once it is restarted."""
-        self.on_abort(to_status(Unavailable(reason, reason="ENGINE_GONE")))
+        kind = "ENGINE_GONE" if cause is EndCause.EXITED else "ENGINE_STALLED"
+        self.on_abort(to_status(Unavailable(reason, reason=kind)))
 
     def _end(self) -> None:
         self._is_ending = True

@@ -12,17 +12,39 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.rpc.channel import open_channel
+from specdec.rpc.errors import SpecdecError, from_rpc_error
 from specdec.rpc.settings import ClientSettings
 
-VERIFY = "/specdec.v1.TargetService/Verify"
+SERVICE = "specdec.v1.TargetService"
+VERIFY = f"/{SERVICE}/Verify"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def verify_stream(channel: grpc.aio.Channel) -> Any:
     """A new Verify stream of raw bytes."""
     open_stream: Any = channel.stream_stream(VERIFY)
     return open_stream()
+
+
+async def health_of(channel: grpc.aio.Channel, service: str = SERVICE) -> int:
+    """What health says of a service."""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    return answer.status
+
+
+async def error_of(call: Any) -> SpecdecError:
+    """The error that ends a stream; what is read before it is dropped."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("the stream ended without an error")
 
 
 class EchoProcess:

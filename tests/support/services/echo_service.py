@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 import sys
+import threading
 from typing import Literal
 
 from google.rpc import code_pb2, error_details_pb2, status_pb2
@@ -55,6 +56,9 @@ def run_engine(port: EnginePort, settings: EchoSettings) -> None:
                     os._exit(3)
                 case FrameKind.MESSAGE, b"kill":
                     os.kill(os.getpid(), signal.SIGKILL)
+                case FrameKind.MESSAGE, b"hang":
+                    port.pulse.begin_turn()
+                    threading.Event().wait()
                 case FrameKind.MESSAGE, b"drained":
                     port.send(FrameKind.DRAINED)
                 case FrameKind.MESSAGE, b"abort":

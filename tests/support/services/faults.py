@@ -240,3 +240,20 @@ def scrape(port: int) -> dict[str, float]:
             if labels:
                 samples[f"{sample.name}{{{labels}}}"] = sample.value
     return samples
+
+
+async def target_in_use(cluster: Cluster) -> str:
+    """The target that has the one session."""
+    names: list[str] = []
+
+    async def is_known() -> bool:
+        names[:] = [
+            name
+            for name, service in cluster.services.items()
+            if service.spec.module == "target_service"
+            and (await load_of("target", service.spec.address)).kv_blocks_used
+        ]
+        return len(names) == 1
+
+    await eventually(is_known, "one target has the session")
+    return names[0]

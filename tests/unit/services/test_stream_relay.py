@@ -9,42 +9,29 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.rpc.channel import open_channel
 from specdec.rpc.errors import (
     FailedPrecondition,
     NotReady,
     Overloaded,
-    SpecdecError,
     Unavailable,
     from_rpc_error,
 )
 from specdec.rpc.settings import ClientSettings
 from specdec.v1 import common_pb2, target_pb2_grpc
-from tests.support.services.echo_process import echo_process, ready_echo, verify_stream
+from tests.support.services.echo_process import (
+    NOT_SERVING,
+    SERVICE,
+    SERVING,
+    echo_process,
+    error_of,
+    health_of,
+    ready_echo,
+    verify_stream,
+)
 from tests.support.services.echo_service import TOKENIZER_BYTES
 from tests.support.services.reflection import list_services, reflect
-
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-SERVICE = "specdec.v1.TargetService"
-
-
-async def health_of(channel: grpc.aio.Channel, service: str = SERVICE) -> int:
-    stub: Any = health_pb2_grpc.HealthStub(channel)
-    answer = await stub.Check(health_pb2.HealthCheckRequest(service=service))
-    return answer.status
-
-
-async def error_of(call: Any) -> SpecdecError:
-    """The error that ends a stream; what is read before it is dropped."""
-    try:
-        while await call.read() is not grpc.aio.EOF:
-            pass
-    except grpc.aio.AioRpcError as error:
-        return from_rpc_error(error)
-    raise AssertionError("the stream ended without an error")
 
 
 async def engine_event(call: Any, name: str) -> None:
@@ -165,8 +152,8 @@ async def test_reflection_lists_the_service_and_can_be_switched_off() -> None:
         assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_death_of_the_engine_ends_streams_as_unavailable_and_the_process_with_1() -> None:
-    async with ready_echo() as (process, channel):
+async def test_without_restarts_the_death_of_the_engine_ends_the_process_with_1() -> None:
+    async with ready_echo("--engine-restarts", "0") as (process, channel):
         call = verify_stream(channel)
         await call.write(b"crash")
         error = await error_of(call)

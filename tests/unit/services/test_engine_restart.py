@@ -1,0 +1,127 @@
+"""A replica whose engine ends, freezes or hangs: streams end at once, and it is started again by its servicer."""
+
+import asyncio
+import os
+import signal
+import urllib.request
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from specdec.rpc.errors import NotReady, Unavailable
+from specdec.v1 import common_pb2, target_pb2_grpc
+from tests.support.services.echo_process import (
+    SERVING,
+    echo_process,
+    error_of,
+    gone,
+    health_of,
+    ready_echo,
+    verify_stream,
+)
+
+SOON = ("--engine-silence-s", "1", "--engine-stall-s", "1")
+PATIENCE_S = 60.0
+
+
+async def pid_of_engine(channel: grpc.aio.Channel) -> tuple[Any, int]:
+    """An open stream, and the engine behind it."""
+    call = verify_stream(channel)
+    await call.write(b"pid")
+    return call, int(await call.read())
+
+
+async def disturb(call: Any, engine: int, fault: str) -> None:
+    match fault:
+        case "kill":
+            os.kill(engine, signal.SIGKILL)
+        case "stop":
+            os.kill(engine, signal.SIGSTOP)
+        case "hang":
+            await call.write(b"hang")
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason", "cause"),
+    [("kill", "ENGINE_GONE", "exited"), ("stop", "ENGINE_STALLED", "silent"), ("hang", "ENGINE_STALLED", "stuck")],
+)
+async def test_an_engine_that_fails_is_replaced_and_its_streams_are_told_why(
+    fault: str, reason: str, cause: str
+) -> None:
+    async with echo_process(*SOON) as process:
+        listening = await process.event("listening")
+        await process.event("ready")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{listening['port']}") as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await watch.read()).status == SERVING
+            call, engine = await pid_of_engine(channel)
+
+            await disturb(call, engine, fault)
+
+            error = await asyncio.wait_for(error_of(call), PATIENCE_S)
+            assert (type(error), error.reason) == (Unavailable, reason)
+            await asyncio.wait_for(gone(engine), PATIENCE_S)
+            assert (await watch.read()).status != SERVING
+            assert (await watch.read()).status == SERVING
+            watch.cancel()
+            _, other = await pid_of_engine(channel)
+            assert other != engine
+        url = f"http://127.0.0.1:{listening['metrics_port']}/metrics"
+        page = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
+        assert f'specdec_target_engine_restarts_total{{cause="{cause}"}} 1.0' in page.splitlines()
+        process.terminate()
+        assert await process.exit_code() == 0
+
+
+async def test_while_an_engine_is_started_again_everything_is_unavailable() -> None:
+    # With a log of one's own nothing is started again before the first of them is seen.
+    async with ready_echo(*SOON) as (process, channel):
+        call, engine = await pid_of_engine(channel)
+        os.kill(engine, signal.SIGSTOP)
+        await error_of(call)
+        assert isinstance(await error_of(verify_stream(channel)), NotReady)
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GetReplicaInfo(common_pb2.GetReplicaInfoRequest())
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        await process.event("engine_ready_again")
+
+
+async def test_an_engine_that_ends_again_and_again_ends_the_service() -> None:
+    async with ready_echo("--engine-restarts", "2") as (process, channel):
+        for number in range(3):
+            call = verify_stream(channel)
+            await call.write(b"crash")
+            assert (await error_of(call)).reason == "ENGINE_GONE"
+            if number < 2:
+                await process.event("engine_ready_again")
+        assert await process.exit_code() == 1
+        [failure] = [event for event in process.events if event["event"] == "failed"]
+        assert failure["reason"] == "the engine process exited with code 3; the engine ended 3 times in ten minutes"
+
+
+async def test_a_service_that_drains_does_not_replace_its_engine() -> None:
+    async with ready_echo("--no-drained-at-once") as (process, channel):
+        call = verify_stream(channel)
+        await call.write(b"hello")
+        await call.read()
+        process.terminate()
+        await process.event("draining")
+        await call.write(b"crash")
+        assert await process.exit_code() == 0
+        assert "engine_restarts" not in [event["event"] for event in process.events]
+
+
+async def test_a_frozen_service_that_goes_on_keeps_its_engine() -> None:
+    async with ready_echo(*SOON) as (process, channel):
+        call, engine = await pid_of_engine(channel)
+        for pid in (process.pid, engine):
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(2.5)  # longer than an engine may be silent
+        for pid in (engine, process.pid):
+            os.kill(pid, signal.SIGCONT)
+        await call.write(b"pid")
+        assert int(await call.read()) == engine
+        assert await health_of(channel) == SERVING
