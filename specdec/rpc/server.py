@@ -97,7 +97,9 @@ def _make_server(settings: ServiceSettings, shares_port: bool) -> grpc.aio.Serve
     interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
     if settings.tls_allowed_client_names:
         interceptors.append(ClientNameInterceptor(settings.tls_allowed_client_names))
-    return grpc.aio.server(interceptors=interceptors, options=options)
+    return grpc.aio.server(
+        interceptors=interceptors, options=options, maximum_concurrent_rpcs=settings.most_concurrent_calls
+    )
 
 
 async def run_service(
