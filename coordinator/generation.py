@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import structlog
 from grpc import StatusCode
 
 from coordinator.decode_loop import DecodeLoop
 from coordinator.finishing import Finisher
-from coordinator.intake.admission import AdmissionQueue
+from coordinator.intake.admission import AdmissionQueue, Place
+from coordinator.intake.overload import SpeculationGate
 from coordinator.intake.planning import Caller, Plan, Planner
+from coordinator.intake.prompt_bytes import PromptBytes
 from coordinator.journal import Journal
 from coordinator.observer import Observer
 from coordinator.replay import replay
@@ -22,14 +24,16 @@ from coordinator.sessions.request_trace import RequestTracer
 from coordinator.sessions.session import Request, Session
 from coordinator.sessions.table import SessionTable
 from coordinator.tenants.quotas import TenantLease, TenantLimits
-from specdec.rpc.errors import NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
+from specdec.rpc.errors import Cancelled, NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
 from specdec.store.errors import RequestHeld, TooManyConcurrent
 from specdec.store.interface import RequestKey
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 Write = Callable[[api.GenerateResponse], Awaitable[None]]
 _FAULTS = (StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.UNAVAILABLE, StatusCode.DATA_LOSS)
 """What the objective of the alerts counts against the server."""
+_SHED_NOTICE = "requests wait for places: decoding without speculation until they do not"
 _log = structlog.get_logger(__name__)
 
 
@@ -51,6 +55,9 @@ class Generator:
         planner: Planner,
         speculate: bool,
         target_timeout_s: float,
+        reader_stall_s: float,
+        prompt_bytes: PromptBytes,
+        gate: SpeculationGate,
         tracer: RequestTracer,
     ) -> None:
         self._owner_id = owner_id
@@ -65,6 +72,9 @@ class Generator:
         self._planner = planner
         self._speculate = speculate
         self._target_timeout_s = target_timeout_s
+        self._reader_stall_s = reader_stall_s
+        self._prompt_bytes = prompt_bytes
+        self._gate = gate
         self._tracer = tracer
         self.is_draining = False
         """New requests are refused."""
@@ -82,9 +92,15 @@ class Generator:
         plan: Plan | None = None
         try:
             self._check_draining()
-            plan = await self._planner.plan(body, caller, trace)
-            self._check_draining()  # nobody would wait for it any more
-            await self._run(plan, write)
+            key = self._planner.key(body, caller)
+            # What a tenant may have at once is taken before anything is made of its request.
+            with (
+                self._prompt_bytes.hold(caller.tenant, body.ByteSize()),
+                self._tenant_limits.lease(*key, caller.allowance, is_resume=body.HasField("resume")) as lease,
+            ):
+                plan = await self._planner.plan(body, key, caller, trace)
+                self._check_draining()  # nobody would wait for it any more
+                await self._run(plan, lease, write)
             code, reason, message = StatusCode.OK, "", ""
         except SpecdecError as error:
             code, reason, message = error.code, error.reason, error.message
@@ -123,25 +139,22 @@ class Generator:
         self._finisher.abort(request)
         return True
 
-    async def _run(self, plan: Plan, write: Write) -> None:
+    async def _run(self, plan: Plan, lease: TenantLease, write: Write) -> None:
         request = plan.request
         self._register(request, plan.is_resume)
         structlog.contextvars.bind_contextvars(request_id=request.key.request_id)
         try:
-            async with self._leased(plan) as lease, self._journalled(plan), self._admitted(request):
+            await lease.take_prompt(len(plan.prompt))
+            async with self._journalled(plan), self._admitted(plan):
                 if request.is_aborted:
                     await self._write_aborted(plan, write)
                     return
                 lease.begin()
                 try:
                     await self._start(plan)
-                    await self._stream(request, write, lease)
+                    await self._stream(plan, write, lease)
                 except Unavailable as error:
-                    error.attached.append(
-                        api.ResumeInfo(
-                            request_id=request.key.request_id, seed=plan.seed, resume_token=plan.resume_token
-                        )
-                    )
+                    error.attached.append(_resume_info(plan))
                     raise
         finally:
             self._sessions.remove_request(request)
@@ -157,10 +170,6 @@ class Generator:
                 raise RequestExists(f"a request with request_id {request.key.request_id!r} is running")
             self._finisher.take_over(live)
         self._sessions.add_request(request)
-
-    def _leased(self, plan: Plan) -> AbstractAsyncContextManager[TenantLease]:
-        """Hold one of the tenant's places here, and take the prompt's tokens."""
-        return self._tenant_limits.lease(*plan.request.key, plan.allowance, len(plan.prompt))
 
     @asynccontextmanager
     async def _journalled(self, plan: Plan) -> AsyncIterator[None]:
@@ -184,23 +193,24 @@ class Generator:
         yield
 
     @asynccontextmanager
-    async def _admitted(self, request: Request) -> AsyncIterator[None]:
+    async def _admitted(self, plan: Plan) -> AsyncIterator[None]:
+        request = plan.request
         if request.is_aborted:
             yield
             return
         metrics = self._observer.metrics
         started_s = time.monotonic()
-        request.waiting = admission = asyncio.create_task(self._admission.acquire(request.priority))
-        release: Callable[[], None] | None = None
+        request.waiting = admission = asyncio.create_task(self._admission.acquire(plan.claim()))
+        place: Place | None = None
         try:
             with request.trace.phase("admission"):
-                release = await admission
+                place = await admission
         except Overloaded as error:
             metrics.admission_rejects.labels(error.reason.lower()).inc()
             raise
         except asyncio.CancelledError:
             if admission.done() and not admission.cancelled():
-                admission.result()()  # the place came in the same turn
+                admission.result().release(0.0)  # the place came in the same turn
             if request.stream.is_closed:  # taken over while waiting: raises why
                 await request.stream.take()
             if not request.is_aborted:
@@ -211,16 +221,20 @@ class Generator:
         try:
             yield
         finally:
-            if release is not None:
-                release()
+            if place is not None:
+                place.release(plan.num_tokens(sum(session.num_output_tokens for session in request.sessions)))
 
     async def _start(self, plan: Plan) -> None:
         """First chunk, what is replayed, and the sessions that are still to decode."""
         request, admitted_s = plan.request, time.monotonic()
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
         request.num_context_tokens = len(plan.prompt) + plan.max_tokens
-        request.stream.push(self._started(plan))
+        is_plain = self._sheds_speculation(plan)
+        request.stream.push(self._started(plan, [_SHED_NOTICE] if is_plain else []))
         request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
+        if is_plain:
+            for session in request.sessions:
+                session.speculate = False
         unfinished = []
         for session, held in zip(request.sessions, plan.held, strict=True):
             session.tally.admission_s = admitted_s - request.arrived_s
@@ -249,14 +263,28 @@ class Generator:
                 session.fork_from = first.session_id if is_fork else ""
                 self._decode_loop.open(session, target, draft)
 
-    async def _stream(self, request: Request, write: Write, lease: TenantLease | None = None) -> None:
+    async def _stream(self, plan: Plan, write: Write, lease: TenantLease | None = None) -> None:
+        request = plan.request
         while (chunk := await request.stream.take()) is not None:
-            await write(chunk)
+            try:
+                async with asyncio.timeout(self._reader_stall_s):
+                    await write(chunk)
+            except TimeoutError:
+                raise self._stalled(plan) from None
             request.trace.wrote(chunk)
             if chunk.HasField("delta") and (num_tokens := len(chunk.delta.tokens)):
                 if lease is not None:
                     lease.charge(num_tokens)
                 self._decode_loop.on_written(request.sessions[chunk.delta.index], num_tokens)
+
+    def _stalled(self, plan: Plan) -> Cancelled:
+        self._observer.metrics.readers_stalled.inc()
+        error = Cancelled(
+            f"the client took nothing for {self._reader_stall_s:g} s while output waited for it",
+            reason="READER_STALLED",
+        )
+        error.attached.append(_resume_info(plan))
+        return error
 
     def _session(self, plan: Plan, choice: int) -> Session:
         request, sampling, served = plan.request, plan.sampling, plan.served
@@ -277,14 +305,22 @@ class Generator:
             num_prompt_logprobs=sampling.prompt_logprobs if choice == 0 and not plan.held[0].token_ids else None,
         )
 
-    def _started(self, plan: Plan) -> api.GenerateResponse:
+    def _sheds_speculation(self, plan: Plan) -> bool:
+        # In rejection mode the tokens of a seed depend on what is proposed, and no load is to change them.
+        is_exact = plan.speculation.verify_mode == pb.VERIFY_MODE_COUPLED
+        if not (is_exact and self._speculate and plan.speculation.enabled and self._gate.is_shedding):
+            return False
+        self._observer.metrics.speculation_shed.inc()
+        return True
+
+    def _started(self, plan: Plan, notices: Sequence[str] = ()) -> api.GenerateResponse:
         started = api.GenerateStarted(
             request_id=plan.request.key.request_id,
             seed=plan.seed,
             model=plan.served.identity,
             resume_token=plan.resume_token,
             num_prompt_tokens=len(plan.prompt),
-            notices=self._fleet.notices(),
+            notices=[*self._fleet.notices(), *notices],
         )
         return api.GenerateResponse(started=started)
 
@@ -294,4 +330,8 @@ class Generator:
         request.stream.push(self._started(plan))
         request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
         self._finisher.abort(request)
-        await self._stream(request, write)
+        await self._stream(plan, write)
+
+
+def _resume_info(plan: Plan) -> api.ResumeInfo:
+    return api.ResumeInfo(request_id=plan.request.key.request_id, seed=plan.seed, resume_token=plan.resume_token)

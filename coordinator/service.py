@@ -17,7 +17,10 @@ from coordinator.decode_loop import DecodeLoop
 from coordinator.finishing import Finisher
 from coordinator.generation import Generator
 from coordinator.intake.admission import AdmissionQueue
+from coordinator.intake.overload import SpeculationGate
 from coordinator.intake.planning import Planner
+from coordinator.intake.prompt_bytes import PromptBytes
+from coordinator.intake.tokenizing import TokenizingTurns
 from coordinator.intake.validation import Limits
 from coordinator.journal import Journal, JournalSettings
 from coordinator.observer import Observer
@@ -131,8 +134,15 @@ class CoordinatorService:
             decode_loop=self._decode_loop,
             registry=self.registry_view,
         )
+        self._gate = SpeculationGate(settings.shed_speculation_after_s)
         self._admission = AdmissionQueue(
-            settings.max_running, settings.max_waiting, settings.queue_timeout_s, observer.admission
+            settings.max_running, settings.max_waiting, settings.queue_timeout_s, self._on_admission
+        )
+        self._turns = TokenizingTurns()
+        self._prompt_bytes = PromptBytes(
+            settings.max_held_prompt_bytes,
+            settings.max_held_prompt_bytes_per_tenant,
+            observer.metrics.admission_rejects.labels("prompt_bytes").inc,
         )
         self._generator = self._build_generator()
         self._servicer = CoordinatorServicer(
@@ -145,6 +155,8 @@ class CoordinatorService:
             owner_id=self._owner_id,
             degraded=self.degraded,
             registry=self.registry_view,
+            turns=self._turns,
+            prompt_bytes=self._prompt_bytes,
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -185,6 +197,7 @@ class CoordinatorService:
     async def stop(self) -> None:
         """Close all links, replicas see the streams end; and export the traces that are left."""
         await end_tasks(self._tasks)
+        self._turns.close()
         await self.connections.close()
         await self._journal.close()
         if self._shared_quotas is not None:
@@ -225,6 +238,10 @@ class CoordinatorService:
             eos_token_ids=frozenset(identity.eos_token_ids),
             max_draft_tokens=settings.max_draft_tokens,
         )
+
+    def _on_admission(self, num_running: int, num_waiting: int) -> None:
+        self._observer.admission(num_running, num_waiting)
+        self._gate.on_queue(num_waiting)
 
     def _default_allowance(self) -> Allowance:
         settings = self._settings
@@ -284,6 +301,7 @@ class CoordinatorService:
             limits_of=self.limits,
             default_mode=_MODES[self._settings.verify_mode],
             resume_secret=key,
+            turns=self._turns,
         )
 
     def _build_generator(self) -> Generator:
@@ -302,6 +320,9 @@ class CoordinatorService:
             planner=self._build_planner(),
             speculate=settings.speculate,
             target_timeout_s=settings.target_timeout_s,
+            reader_stall_s=settings.reader_stall_s,
+            prompt_bytes=self._prompt_bytes,
+            gate=self._gate,
             tracer=RequestTracer(self._tracing, settings.trace_content),
         )
 

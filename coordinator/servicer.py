@@ -15,6 +15,8 @@ from coordinator.generation import Generator
 from coordinator.intake.admission import AdmissionQueue
 from coordinator.intake.planning import Caller
 from coordinator.intake.prompt import PromptReader
+from coordinator.intake.prompt_bytes import PromptBytes
+from coordinator.intake.tokenizing import TokenizingTurns
 from coordinator.intake.utf8 import find_invalid_utf8
 from coordinator.intake.validation import Limits, check_detokenized
 from coordinator.replicas.fleet import Fleet
@@ -58,6 +60,8 @@ class CoordinatorServicer:
         owner_id: str,
         degraded: Callable[[], list[str]],
         registry: RegistryView | None,
+        turns: TokenizingTurns,
+        prompt_bytes: PromptBytes,
     ) -> None:
         """Answer nothing yet.
 
@@ -71,7 +75,11 @@ class CoordinatorServicer:
             owner_id: this coordinator's name.
             degraded: what works less well than it should, for people.
             registry: who else has registered; None without a shared store.
+            turns: where long texts are tokenised.
+            prompt_bytes: budgets that texts to tokenise count against, as prompts do.
         """
+        self._turns = turns
+        self._prompt_bytes = prompt_bytes
         self._generator = generator
         self._fleet = fleet
         self._admission = admission
@@ -113,8 +121,13 @@ class CoordinatorServicer:
         self, request: api.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.TokenizeResponse:
         """Text or chat messages to token ids."""
+        tenant, allowance = self._identify(context)
+        with self._prompt_bytes.hold(tenant, request.ByteSize()):
+            return await self._tokenize(request, tenant, allowance.weight)
+
+    async def _tokenize(self, request: api.TokenizeRequest, tenant: str, weight: float) -> api.TokenizeResponse:
         served = self._fleet.require_served(request.model)
-        reader = PromptReader(served.tokenizer, self._limits_of(served.identity))
+        reader = PromptReader(served.tokenizer, self._limits_of(served.identity), self._turns, tenant, weight)
         add_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
         match request.WhichOneof("input"):
             case "text":

@@ -160,8 +160,35 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default=20.0, ge=0.1, description="As keepalive_timeout_s, for connections of clients."
     )
 
-    max_running: int = Field(default=64, ge=1, description="Most requests that run at once, in each process.")
-    max_waiting: int = Field(default=256, ge=0, description="Most requests that wait for a place, in each process.")
+    max_running: int = Field(
+        default=64, ge=1, description="Most choices that run at once, in each process; a request of n takes n places."
+    )
+    max_waiting: int = Field(
+        default=256,
+        ge=0,
+        description="Most requests that wait for places, in each process; when full, the tenant with most loses one.",
+    )
+    max_concurrent_calls: int = Field(
+        default=1024,
+        ge=1,
+        description="Most calls at once, in each process; above, calls are refused before they are read.",
+    )
+    max_held_prompt_bytes: int = Field(
+        default=256 * 1024 * 1024,
+        ge=1,
+        description="Most bytes of requests that wait or run, in each process; a single one always may.",
+    )
+    max_held_prompt_bytes_per_tenant: int = Field(
+        default=64 * 1024 * 1024, ge=1, description="The same, of one tenant."
+    )
+    reader_stall_s: float = Field(
+        default=60.0, gt=0, description="A client that takes nothing for so long while output waits is cut off."
+    )
+    shed_speculation_after_s: float | None = Field(
+        default=2.0,
+        gt=0,
+        description="Requests open without speculation once others have waited for places for so long; null: never.",
+    )
     queue_timeout_s: float = Field(default=30.0, gt=0, description="Longest wait for a place.")
     credit_window_tokens: int = Field(
         default=256, ge=1, description="How far a target may run ahead of what was written to the client."
@@ -258,6 +285,11 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     trace_content: bool = Field(
         default=False, description="Put prompts, stop strings and outputs into traces; they may be personal data."
     )
+
+    @property
+    def most_concurrent_calls(self) -> int | None:
+        """Clients are many, and each call holds what it sent."""
+        return self.max_concurrent_calls
 
     def wire_to_callers(self) -> WireSettings:
         """Callers are clients, which may sleep or be on slow lines: replicas are held to shorter times."""

@@ -1,13 +1,13 @@
-"""Admission: how many requests run at once, and who waits for a place."""
+"""Admission: how many choices run at once, and who waits for a place."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coordinator.intake.fair_queue import Claim, FairQueue, Waiter
 from specdec.rpc.errors import Overloaded
 
 _LEAST_RETRY_S = 0.1
@@ -18,24 +18,32 @@ _FIRST_GUESS_S = 1.0
 """How long a place is held, before any was given back."""
 _SMOOTHING = 0.1
 """The mean is over about the last ten places given back."""
+_LEAST_RETURNED = 10
+"""No request is refused for what it would have to wait before the mean is of so many."""
 
 
-@dataclass(order=True, slots=True)
-class _Waiter:
-    priority: int
-    arrival: int
-    admitted: asyncio.Future[None] = field(compare=False)
+@dataclass(slots=True, eq=False)
+class Place:
+    """What a claim was granted; it is held until `release`."""
 
-    @property
-    def has_place(self) -> bool:
-        return self.admitted.done() and not self.admitted.cancelled() and self.admitted.exception() is None
+    claim: Claim
+    _queue: AdmissionQueue = field(repr=False)
+    _started_s: float = field(default_factory=time.monotonic)
+    is_held: bool = True
+
+    def release(self, used: float | None = None) -> None:
+        """Give it back, and tell the work that was done, if it is known. Does nothing the second time."""
+        if self.is_held:
+            self.is_held = False
+            self._queue.give_back(self.claim, time.monotonic() - self._started_s, used)
 
 
 class AdmissionQueue:
-    """A bounded priority queue in front of a bounded number of places.
+    """A bounded waiting room, fair to tenants, in front of a bounded number of places.
 
-    Lower priorities first, then first come, first served. When the queue is full, a newcomer takes the place of the
-    last in line if it goes before it; otherwise it is refused. Costs O(log waiting), and O(waiting) when full.
+    Who is next is decided by `FairQueue`. A claim of n places takes n, at most all of them, and nobody overtakes it
+    while it waits for the last of them. When the room is full, the tenant that has most in it gives up its last: a
+    tenant that has less is never refused for another's crowd.
     """
 
     def __init__(
@@ -45,44 +53,76 @@ class AdmissionQueue:
         queue_timeout_s: float | None,
         on_change: Callable[[int, int], None] = lambda num_running, num_waiting: None,
     ) -> None:
-        """`on_change` is called with how many requests run and wait whenever that has changed."""
+        """Places, waiting claims, and the longest wait. `on_change` is told how many claims run and wait."""
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.num_running = 0
+        """Claims that were granted and not given back."""
+        self.num_taken = 0
+        """Places they take."""
         self._queue_timeout_s = queue_timeout_s
-        self._waiters: list[_Waiter] = []
-        self._num_arrived = 0
+        self._queue = FairQueue()
         self._mean_held_s = _FIRST_GUESS_S
+        self._num_returned = 0
         self._on_change = on_change
 
     @property
     def num_waiting(self) -> int:
-        """Requests in line."""
-        return len(self._waiters)
+        """Claims in line."""
+        return len(self._queue)
 
-    async def acquire(self, priority: int) -> Callable[[], None]:
-        """Wait for a place; returns the function that gives it back (calling it again does nothing).
+    @property
+    def num_wanted(self) -> int | None:
+        """Places that the next in line needs; None: nobody waits."""
+        head = self._queue.head()
+        return None if head is None else self._need(head.claim)
+
+    async def acquire(self, claim: Claim) -> Place:
+        """Wait for places; whoever cancels this has none.
 
         Raises:
-            Overloaded: the queue is full, or the wait was too long; says when to retry.
+            Overloaded: the room is full (OVERLOADED), the wait was too long (QUEUE_TIMEOUT), or would end after the
+                deadline (DEADLINE_UNREACHABLE); says when to retry.
         """
-        if self.num_running >= self.max_running or self._waiters:
-            await self._wait(priority)
+        if self.num_waiting or not self._fits(claim):
+            self._check_deadline(claim)
+            await self._wait(claim)
         else:
-            self.num_running += 1
-            self._changed()
-        return self._releaser()
+            self._queue.give(claim)
+            self._take(claim)
+        return Place(claim, self)
 
-    def retry_after_s(self) -> float:
-        """When a place is likely to be free for one more in line."""
-        wait_s = self._mean_held_s * (len(self._waiters) + 1) / max(1, self.max_running)
-        return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, wait_s))
+    def retry_after_s(self, claim: Claim) -> float:
+        """When this claim is likely to be granted if it comes again."""
+        return min(_MOST_RETRY_S, max(_LEAST_RETRY_S, self._wait_s(claim)))
 
-    async def _wait(self, priority: int) -> None:
-        self._num_arrived += 1
-        waiter = _Waiter(priority, self._num_arrived, asyncio.get_running_loop().create_future())
-        self._make_room(waiter)
-        heapq.heappush(self._waiters, waiter)
+    def give_back(self, claim: Claim, held_s: float, used: float | None) -> None:
+        """For `Place`: it was held so long, for so much work."""
+        self._num_returned += 1
+        self._mean_held_s += _SMOOTHING * (held_s - self._mean_held_s)
+        if used is not None:
+            self._queue.correct(claim, used)
+        self._free(claim)
+
+    def _wait_s(self, claim: Claim) -> float:
+        places = self._queue.num_places_before(claim) + self._need(claim)
+        return self._mean_held_s * places / self.max_running
+
+    def _check_deadline(self, claim: Claim) -> None:
+        if claim.deadline_s is None or self._num_returned < _LEAST_RETURNED:
+            return
+        wait_s, left_s = self._wait_s(claim), claim.deadline_s - time.monotonic()
+        if wait_s > left_s:
+            raise Overloaded(
+                f"a place is likely to be free in {wait_s:.1f} s, the deadline is in {max(0.0, left_s):.1f} s",
+                retry_after_s=self.retry_after_s(claim),
+                reason="DEADLINE_UNREACHABLE",
+            )
+
+    async def _wait(self, claim: Claim) -> None:
+        waiter = self._queue.new_waiter(claim)
+        self._make_room(claim)
+        self._queue.push(waiter)
         self._changed()
         try:
             async with asyncio.timeout(self._queue_timeout_s):
@@ -90,59 +130,63 @@ class AdmissionQueue:
         except TimeoutError:
             if waiter.has_place:  # it came in the same turn
                 return
-            self._remove(waiter)
+            self._leave(waiter)
             raise Overloaded(
                 f"no place became free within {self._queue_timeout_s} s",
-                retry_after_s=self.retry_after_s(),
+                retry_after_s=self.retry_after_s(claim),
                 reason="QUEUE_TIMEOUT",
             ) from None
         except asyncio.CancelledError:
             if waiter.has_place:  # it came in the same turn
-                self._give_back()
-            self._remove(waiter)
+                self._queue.correct(claim, 0.0)
+                self._free(claim)
+            self._leave(waiter)
             raise
 
-    def _make_room(self, newcomer: _Waiter) -> None:
-        if len(self._waiters) < self.max_waiting:
+    def _make_room(self, claim: Claim) -> None:
+        if self.num_waiting < self.max_waiting:
             return
-        last = max(self._waiters, default=None)
         error = Overloaded(
-            f"{self.num_running} requests run and {len(self._waiters)} wait",
-            retry_after_s=self.retry_after_s(),
+            f"{self.num_running} requests run and {self.num_waiting} wait", retry_after_s=self.retry_after_s(claim)
         )
-        if last is None or last < newcomer:
+        displaced = self._queue.displaced_by(claim)
+        if displaced is None:
             raise error
-        self._remove(last)
-        last.admitted.set_exception(error)
+        self._leave(displaced)
+        displaced.admitted.set_exception(error)
 
-    def _remove(self, waiter: _Waiter) -> None:
-        if waiter in self._waiters:
-            self._waiters = [w for w in self._waiters if w is not waiter]
-            heapq.heapify(self._waiters)
+    def _leave(self, waiter: Waiter) -> None:
+        if self._queue.remove(waiter):
+            self._grant()  # it may have held up others that need fewer places
             self._changed()
 
-    def _releaser(self) -> Callable[[], None]:
-        started_s = time.monotonic()
-        is_held = True
-
-        def release() -> None:
-            nonlocal is_held
-            if is_held:
-                is_held = False
-                self._mean_held_s += _SMOOTHING * (time.monotonic() - started_s - self._mean_held_s)
-                self._give_back()
-
-        return release
-
-    def _give_back(self) -> None:
-        while self._waiters:
-            waiter = heapq.heappop(self._waiters)
-            if not waiter.admitted.done():
-                waiter.admitted.set_result(None)
-                self._changed()
-                return
+    def _free(self, claim: Claim) -> None:
         self.num_running -= 1
+        self.num_taken -= self._need(claim)
+        self._grant()
         self._changed()
+
+    def _grant(self) -> None:
+        while (waiter := self._queue.head()) is not None:
+            if waiter.admitted.done():  # cancelled this turn
+                self._queue.remove(waiter)
+            elif self._fits(waiter.claim):
+                self._queue.pop(waiter)
+                self._take(waiter.claim)
+                waiter.admitted.set_result(None)
+            else:
+                return
+
+    def _take(self, claim: Claim) -> None:
+        self.num_running += 1
+        self.num_taken += self._need(claim)
+        self._changed()
+
+    def _fits(self, claim: Claim) -> bool:
+        return self.num_taken + self._need(claim) <= self.max_running
+
+    def _need(self, claim: Claim) -> int:
+        return min(claim.num_places, self.max_running)
 
     def _changed(self) -> None:
         self._on_change(self.num_running, self.num_waiting)

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from coordinator.intake.fair_queue import Claim
 from coordinator.intake.prompt import PromptReader
 from coordinator.intake.resume import (
     HeldChoice,
@@ -18,6 +19,7 @@ from coordinator.intake.resume import (
     make_resume_token,
     planned_terms,
 )
+from coordinator.intake.tokenizing import TokenizingTurns
 from coordinator.intake.validation import (
     CheckedSampling,
     CheckedSpeculation,
@@ -38,6 +40,8 @@ from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
+_EXPECTED_OUTPUT_TOKENS = 256
+"""What a choice is taken to use before it has ended, if it may use more: what it did use is told then."""
 _UID_DIGITS = 16
 """Some 60 random bits: no two requests of a coordinator's life are alike."""
 
@@ -85,6 +89,21 @@ class Plan:
     allowance: Allowance
     """The caller's."""
 
+    def claim(self) -> Claim:
+        """What it asks of the admission queue. Work is in tokens; choices share their prompt."""
+        return Claim(
+            tenant=self.request.key.tenant,
+            priority=self.request.priority,
+            work=self.num_tokens(self.sampling.n * min(self.max_tokens, _EXPECTED_OUTPUT_TOKENS)),
+            num_places=self.sampling.n,
+            weight=self.allowance.weight,
+            deadline_s=self.request.deadline_s,
+        )
+
+    def num_tokens(self, num_output_tokens: int) -> float:
+        """The work of the request with so much output."""
+        return float(len(self.prompt) + num_output_tokens)
+
 
 class Planner:
     """Checks requests against the model that is served, the caller's limits and, to resume, the journal."""
@@ -97,6 +116,7 @@ class Planner:
         limits_of: Callable[[pb.ModelIdentity], Limits],
         default_mode: pb.VerifyMode.ValueType,
         resume_secret: bytes,
+        turns: TokenizingTurns,
     ) -> None:
         """Plan nothing yet.
 
@@ -106,22 +126,27 @@ class Planner:
             limits_of: what clients may ask of a model here.
             default_mode: how to verify when a request does not say.
             resume_secret: the key of resume tokens.
+            turns: where long texts are tokenised.
         """
+        self._turns = turns
         self._fleet = fleet
         self._journal = journal
         self._limits_of = limits_of
         self._default_mode = default_mode
         self._resume_secret = resume_secret
 
-    async def plan(self, body: api.GenerateRequest, caller: Caller, trace: RequestTrace) -> Plan:
+    def key(self, body: api.GenerateRequest, caller: Caller) -> RequestKey:
+        """Whose the request is, and its id: the client's, or one made up. Raises InvalidRequest."""
+        check_request_id(body.request_id)
+        return RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
+
+    async def plan(self, body: api.GenerateRequest, key: RequestKey, caller: Caller, trace: RequestTrace) -> Plan:
         """Return what to decode. `trace` becomes the request's, and is told what it asks for.
 
         Raises:
             SpecdecError: the request is bad, or nothing is served that it could be for.
         """
         served = self._fleet.require_served(body.model)
-        check_request_id(body.request_id)
-        key = RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
         seed = _seed(body)
         if body.HasField("resume"):
             served = self._as_planned(body.resume.resume_token, key, seed, served)
@@ -130,7 +155,8 @@ class Planner:
         sampling = check_sampling(body.sampling, limits)
         speculation = check_speculation(body.speculation, self._default_mode, limits)
         with trace.phase("tokenize"):
-            prompt = await PromptReader(served.tokenizer, limits).read(body, sampling)
+            reader = PromptReader(served.tokenizer, limits, self._turns, caller.tenant, caller.allowance.weight)
+            prompt = await reader.read(body, sampling)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
         trace.accepted(
             body,

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
-from coordinator.intake.validation import CheckedSampling, Limits, check_num_messages, check_prompt, check_prompt_bytes
+from coordinator.intake.tokenizing import TokenizingTurns
+from coordinator.intake.validation import (
+    CheckedSampling,
+    Limits,
+    check_num_messages,
+    check_prompt,
+    check_prompt_bytes,
+    check_prompt_length,
+)
 from coordinator.text.tokenizer import TextTokenizer
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
@@ -15,11 +24,19 @@ _INLINE_BYTES = 8192
 
 
 class PromptReader:
-    """Reads prompts of all three kinds. Long texts are tokenised in a thread, so that other streams go on."""
+    """Reads prompts of all three kinds, for one caller. Long texts wait for their tenant's turn in a thread."""
 
-    def __init__(self, tokenizer: TextTokenizer, limits: Limits) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, limits: Limits, turns: TokenizingTurns, tenant: str = "", weight: float = 1.0
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
+        # More text than a context of the longest tokens is not worth reading, even to keep the end of it.
+        most_bytes = min(limits.max_prompt_bytes, limits.max_model_len * tokenizer.longest_token_bytes)
+        self._prompt_limits = replace(limits, max_prompt_bytes=most_bytes)
+        self._turns = turns
+        self._tenant = tenant
+        self._weight = weight
 
     async def read(self, body: api.GenerateRequest, sampling: CheckedSampling) -> list[int]:
         """The prompt, checked and truncated.
@@ -33,10 +50,14 @@ class PromptReader:
         token_ids: Sequence[int]
         if kind == "prompt_token_ids":
             token_ids = body.prompt_token_ids.token_ids
-        elif kind == "messages":
-            token_ids = await self.encode("messages", self.render(body.messages), add_special_tokens=False)
         else:
-            token_ids = await self.encode("prompt", body.prompt, add_special_tokens=True)
+            is_chat = kind == "messages"
+            text = self.render(body.messages) if is_chat else body.prompt
+            most = min(sampling.truncate_prompt_tokens or self._limits.max_model_len, self._limits.max_model_len)
+            num_bytes = len(text.encode())
+            check_prompt_bytes(kind, num_bytes, self._prompt_limits)
+            num_tokens, token_ids = await self._encode(text, num_bytes, not is_chat, most)
+            check_prompt_length(kind, num_tokens, sampling, self._limits)
         return check_prompt(kind, token_ids, sampling, self._limits)
 
     def render(self, messages: api.ChatMessages) -> str:
@@ -51,6 +72,13 @@ class PromptReader:
         """Token ids of a text."""
         num_bytes = len(text.encode())
         check_prompt_bytes(field, num_bytes, self._limits)
+        _, token_ids = await self._encode(text, num_bytes, add_special_tokens, sys.maxsize)
+        return token_ids
+
+    async def _encode(self, text: str, num_bytes: int, add_special_tokens: bool, most: int) -> tuple[int, list[int]]:
         if num_bytes <= _INLINE_BYTES:
-            return self._tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self._tokenizer.encode_aside, text, add_special_tokens)
+            token_ids = self._tokenizer.encode(text, add_special_tokens)
+            return len(token_ids), token_ids
+        return await self._turns.run(
+            lambda: self._tokenizer.encode_aside(text, add_special_tokens, most), num_bytes, self._tenant, self._weight
+        )

@@ -176,19 +176,24 @@ def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
             raise InvalidRequest(f"token_ids[{index}]", f"{token_id} is outside the vocabulary of {limits.vocab_size}")
 
 
-def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
-    """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
-    if not token_ids:
+def check_prompt_length(field: str, num_tokens: int, sampling: CheckedSampling, limits: Limits) -> int:
+    """How many tokens of a prompt of so many are used. Raises InvalidRequest when those are none or too many."""
+    if not num_tokens:
         raise InvalidRequest(field, "must not be empty")
-    num_kept = min(len(token_ids), sampling.truncate_prompt_tokens or len(token_ids))
-    # Lengths first: looking at millions of ids would hold up others.
+    num_kept = min(num_tokens, sampling.truncate_prompt_tokens or num_tokens)
     if limits.max_prompt_tokens is not None and num_kept > limits.max_prompt_tokens:
         raise InvalidRequest(field, f"{num_kept} tokens are more than the limit of {limits.max_prompt_tokens}")
     if num_kept >= limits.max_model_len:
         raise InvalidRequest(
             field, f"{num_kept} tokens leave no room for output in a context of {limits.max_model_len}"
         )
-    num_cut = len(token_ids) - num_kept
+    return num_kept
+
+
+def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
+    """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
+    # Lengths first: looking at millions of ids would hold up others.
+    num_cut = len(token_ids) - check_prompt_length(field, len(token_ids), sampling, limits)
     kept = list(token_ids[num_cut:])
     if max(kept) >= limits.vocab_size:
         index = next(i for i, token in enumerate(kept) if token >= limits.vocab_size)

@@ -20,6 +20,9 @@ from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 
+_MOST_DEADLINE_MS = 2**32 - 1
+"""49.7 days: what the field holds. A request that far from its deadline never gets there."""
+
 
 class SessionHost(Protocol):
     """A replica that holds a session, as the session sees it. No call here waits."""
@@ -207,6 +210,7 @@ class Request:
     num_context_tokens: int = 0
     """The longest that prompt and output of a choice can become, in tokens: what a target must have room for."""
     priority: int = 0
+    """Orders its tenant's requests in the queue. Engines are not told: there it would stop what runs of others."""
     cache_salt: bytes = b""
     deadline_s: float | None = None
     """On the monotonic clock."""
@@ -232,8 +236,10 @@ class Request:
             self.waiting.cancel()
 
     def deadline_ms(self) -> int | None:
-        """What is left of the deadline; None: there is none."""
-        return None if self.deadline_s is None else max(1, round((self.deadline_s - time.monotonic()) * 1000))
+        """What is left of the deadline, or as much of it as the wire can tell; None: there is none."""
+        if self.deadline_s is None:
+            return None
+        return min(_MOST_DEADLINE_MS, max(1, round((self.deadline_s - time.monotonic()) * 1000)))
 
     def result(self) -> RequestResult | None:
         """What has come of it so far, for its trace; None before it started."""
@@ -319,7 +325,6 @@ class Session:
             speculate=self.speculate,
             max_draft_tokens=self.max_draft_tokens,
             deadline_ms=self.request.deadline_ms(),
-            priority=self.request.priority,
             cache_salt=self.request.cache_salt,
             credit_position=self.target.credit_position,
             traceparent=traceparent,

@@ -50,6 +50,7 @@ class ApiKey(BaseModel):
     max_concurrent_requests: _Positive | None = None
     tokens_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     burst_tokens: Annotated[float, Field(ge=1, allow_inf_nan=False)] | None = None
+    weight: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
 
     @model_validator(mode="after")
     def _check_burst(self) -> Self:
@@ -68,6 +69,7 @@ class ApiKey(BaseModel):
             max_tokens=own_or(self.max_tokens, default.max_tokens),
             max_concurrent_requests=own_or(self.max_concurrent_requests, default.max_concurrent_requests),
             quota=QuotaRate.of(self.tokens_per_s, self.burst_tokens) or default.quota,
+            weight=self.weight,
         )
 
 
@@ -89,7 +91,7 @@ class _KeyFile(BaseModel):
             if other != key.id:
                 raise ValueError(f"{other} and {key.id} are the same key")
             first = of_tenant.setdefault(key.tenant, key)
-            for name in ("max_concurrent_requests", "tokens_per_s", "burst_tokens"):
+            for name in ("max_concurrent_requests", "tokens_per_s", "burst_tokens", "weight"):
                 if getattr(first, name) != getattr(key, name):
                     raise ValueError(f"{first.id} and {key.id} are of one tenant but differ in {name}")
         return self

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specdec.rpc.errors import Overloaded
+from specdec.rpc.errors import Overloaded, RequestExists
 
 CONCURRENCY_RETRY_S = 1.0
 """When one of a tenant's requests ends is not known; a second is cheap to wait and cheap to be asked for again."""
@@ -45,6 +45,8 @@ class Allowance:
     max_tokens: int | None = None
     max_concurrent_requests: int | None = None
     quota: QuotaRate | None = None
+    weight: float = 1.0
+    """The tenant's share when tenants compete for places, relative to others' weights."""
 
 
 @dataclass(slots=True)
@@ -129,9 +131,24 @@ class TenantLease:
 
     tenant: str
     rate: QuotaRate | None
-    num_prompt_tokens: int
     _quotas: Quotas = field(repr=False)
+    _on_refused: Callable[[str], None] = field(repr=False)
+    num_prompt_tokens: int = 0
     _has_begun: bool = False
+
+    async def take_prompt(self, num_tokens: int) -> None:
+        """Take the prompt's tokens from the tenant's quota.
+
+        Raises:
+            Overloaded: QUOTA_EXCEEDED; nothing is charged.
+        """
+        if self.rate is not None:
+            try:
+                await self._quotas.admit(self.tenant, self.rate, num_tokens)
+            except Overloaded:
+                self._on_refused("quota")
+                raise
+            self.num_prompt_tokens = num_tokens
 
     def begin(self) -> None:
         """The request has its place and starts to compute: the prompt's tokens are spent."""
@@ -155,31 +172,33 @@ class TenantLimits:
         """`on_refused` is told `concurrency` or `quota` for each request that is refused."""
         self._quotas = quotas
         self._on_refused = on_refused
-        self._running: dict[str, dict[str, object]] = {}
-        """Each tenant's requests by id, those that wait for a place included."""
+        self._running: dict[str, dict[str, int]] = {}
+        """Each tenant's requests by id, from their arrival on, with how many streams each has."""
 
-    @asynccontextmanager
-    async def lease(
-        self, tenant: str, request_id: str, allowance: Allowance, num_prompt_tokens: int
-    ) -> AsyncIterator[TenantLease]:
-        """Hold one of the tenant's places. A request that takes over a running one takes its place as well.
+    @contextmanager
+    def lease(
+        self, tenant: str, request_id: str, allowance: Allowance, *, is_resume: bool = False
+    ) -> Iterator[TenantLease]:
+        """Hold one of the tenant's places. A request that takes over a running one shares its place.
 
         Raises:
-            Overloaded: TOO_MANY_REQUESTS_OF_TENANT or QUOTA_EXCEEDED; nothing is charged or held.
+            RequestExists: the id is another request's, and this is no resume.
+            Overloaded: TOO_MANY_REQUESTS_OF_TENANT; nothing is held.
         """
         running = self._running.setdefault(tenant, {})
         most = allowance.max_concurrent_requests
         if most is not None and len(running) >= most and request_id not in running:
             raise self.refusal(len(running), most)
-        place = running[request_id] = object()
+        if request_id in running and not is_resume:
+            raise RequestExists(f"a request with request_id {request_id!r} is running")
+        running[request_id] = running.get(request_id, 0) + 1
+        lease = TenantLease(tenant, allowance.quota, self._quotas, self._on_refused)
         try:
-            lease = await self._charged(tenant, allowance, num_prompt_tokens)
-            try:
-                yield lease
-            finally:
-                lease.close()
+            yield lease
         finally:
-            if running.get(request_id) is place:  # else it was taken over
+            lease.close()
+            running[request_id] -= 1
+            if not running[request_id]:
                 del running[request_id]
             if not running and self._running.get(tenant) is running:
                 del self._running[tenant]
@@ -192,12 +211,3 @@ class TenantLimits:
             retry_after_s=CONCURRENCY_RETRY_S,
             reason="TOO_MANY_REQUESTS_OF_TENANT",
         )
-
-    async def _charged(self, tenant: str, allowance: Allowance, num_prompt_tokens: int) -> TenantLease:
-        if allowance.quota is not None:
-            try:
-                await self._quotas.admit(tenant, allowance.quota, num_prompt_tokens)
-            except Overloaded:
-                self._on_refused("quota")
-                raise
-        return TenantLease(tenant, allowance.quota, num_prompt_tokens, self._quotas)

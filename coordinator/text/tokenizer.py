@@ -25,6 +25,8 @@ class TextTokenizer:
         self._tokenizer = Tokenizer.from_str(text)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self.longest_token_bytes = max((len(token.encode()) for token in self._tokenizer.get_vocab()), default=1)
+        """At least as many bytes of text as any token stands for."""
         self.detokenizers = DetokenizerFactory(self._tokenizer)
         self._special_tokens = _special_tokens(config)
         template = _template_source(config)
@@ -50,9 +52,16 @@ class TextTokenizer:
         """Token ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def encode_aside(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The same, for a long text in a thread: other threads go on meanwhile, which `encode` does not let them."""
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    def encode_aside(self, text: str, add_special_tokens: bool, most: int) -> tuple[int, list[int]]:
+        """For a long text in a thread: other threads go on meanwhile, which `encode` does not let them.
+
+        Returns how many tokens it has, and the last `most` of them: a list of all may take more than the text.
+        """
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        num_tokens = len(encoding)
+        if num_tokens > most:
+            encoding.truncate(most, direction="left")
+        return num_tokens, encoding.ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of token ids, equal to the concatenation of streamed deltas."""

@@ -94,7 +94,9 @@ def build_server(
     interceptors: list[grpc.aio.ServerInterceptor] = [ErrorInterceptor()]
     if settings.tls_allowed_client_names:
         interceptors.append(ClientNameInterceptor(settings.tls_allowed_client_names))
-    server = grpc.aio.server(interceptors=interceptors, options=options)
+    server = grpc.aio.server(
+        interceptors=interceptors, options=options, maximum_concurrent_rpcs=settings.most_concurrent_calls
+    )
     return server, settings.port if shares_port else _bind(server, settings, tls)
 
 

@@ -101,6 +101,11 @@ class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
         _check_files(self, ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
         return self
 
+    @property
+    def most_concurrent_calls(self) -> int | None:
+        """Calls that the server takes at once; None: any number."""
+        return None
+
     def wire_to_callers(self) -> WireSettings:
         """What the server's own connections are set to."""
         return self

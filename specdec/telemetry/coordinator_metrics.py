@@ -21,7 +21,10 @@ _OUTCOMES = (
     *("OK", "CANCELLED", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED"),
     *("UNAVAILABLE", "INTERNAL", "UNKNOWN", "DATA_LOSS"),
 )
-_ADMISSION_CAUSES = ("overloaded", "queue_timeout", "quota", "concurrency")
+_ADMISSION_CAUSES = (
+    *("overloaded", "queue_timeout", "deadline_unreachable"),
+    *("quota", "concurrency", "prompt_bytes"),
+)
 _STEP_KINDS = ("verify", "plain", "prefill")
 _FALLBACK_CAUSES = ("stream_broken", "draining", "bad_proposal", "too_many_sessions", "non_finite_logits")
 
@@ -51,9 +54,22 @@ class CoordinatorMetrics(MetricGroup):
         self.admission_rejects = self._counter(
             "admission_rejects_total",
             "Requests not admitted.",
-            {"cause": "the error's reason in lower case: overloaded, queue_timeout, quota, concurrency"},
+            {
+                "cause": "want of capacity: overloaded, queue_timeout, deadline_unreachable; "
+                "limits: quota, concurrency, prompt_bytes"
+            },
             promql="sum by (cause) (rate($admission_rejects_total[5m]))",
             initial=_ADMISSION_CAUSES,
+        )
+        self.readers_stalled = self._counter(
+            "readers_stalled_total",
+            "Streams that were cut off because their client took nothing for reader_stall_s.",
+            promql="sum(rate($readers_stalled_total[5m]))",
+        )
+        self.speculation_shed = self._counter(
+            "speculation_shed_total",
+            "Requests that decode without speculation because others waited for places when they started.",
+            promql="sum(rate($speculation_shed_total[5m]))",
         )
         self.running = self._gauge("requests_running", "Requests that run.", promql="sum($requests_running)")
         self.queue_length = self._gauge("queue_length", "Requests that wait for a place.", promql="sum($queue_length)")

@@ -12,6 +12,7 @@ import pytest
 
 from coordinator.intake.prompt import PromptReader
 from coordinator.intake.resume import make_resume_token
+from coordinator.intake.tokenizing import TokenizingTurns
 from coordinator.intake.validation import Limits
 from coordinator.servicer import TENANT_KEY
 from coordinator.text.tokenizer import TextTokenizer
@@ -93,7 +94,7 @@ async def test_a_long_text_is_tokenised_without_holding_up_the_event_loop() -> N
             num_turns += 1
 
     turning = asyncio.create_task(turn())
-    token_ids = await PromptReader(tokenizer, limits).encode("text", text, add_special_tokens=True)
+    token_ids = await PromptReader(tokenizer, limits, TokenizingTurns()).encode("text", text, add_special_tokens=True)
     turning.cancel()
     assert num_turns > 10
     assert token_ids == tokenizer.encode(text)

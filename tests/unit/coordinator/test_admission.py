@@ -8,6 +8,7 @@ import time
 import pytest
 
 from coordinator.intake.admission import AdmissionQueue
+from coordinator.intake.fair_queue import Claim
 from specdec.rpc.errors import Overloaded
 
 
@@ -15,36 +16,36 @@ async def waiting(queue: AdmissionQueue, *priorities: int) -> list[asyncio.Task[
     """Tasks in line, in this order of arrival."""
     tasks: list[asyncio.Task[object]] = []
     for priority in priorities:
-        tasks.append(asyncio.create_task(queue.acquire(priority)))
+        tasks.append(asyncio.create_task(queue.acquire(Claim(priority=priority))))
         await asyncio.sleep(0)
     return tasks
 
 
 async def test_places_are_given_at_once_while_there_are_any() -> None:
     queue = AdmissionQueue(2, 0, 1.0)
-    releases = [await queue.acquire(0), await queue.acquire(0)]
+    places = [await queue.acquire(Claim()), await queue.acquire(Claim())]
     assert queue.num_running == 2
-    for release in releases:
-        release()
-        release()
+    for place in places:
+        place.release()
+        place.release()
     assert queue.num_running == 0
 
 
 async def test_lower_priorities_go_first_then_first_come_first_served() -> None:
     queue = AdmissionQueue(1, 10, 10.0)
-    release = await queue.acquire(0)
+    place = await queue.acquire(Claim())
     order: list[str] = []
 
     async def run(name: str, priority: int) -> None:
-        free = await queue.acquire(priority)
+        place = await queue.acquire(Claim(priority=priority))
         order.append(name)
-        free()
+        place.release()
 
     tasks = []
     for name, priority in (("late", 5), ("first", 0), ("second", 0), ("urgent", -3)):
         tasks.append(asyncio.create_task(run(name, priority)))
         await asyncio.sleep(0)
-    release()
+    place.release()
     await asyncio.gather(*tasks)
     assert order == ["urgent", "first", "second", "late"]
     assert (queue.num_running, queue.num_waiting) == (0, 0)
@@ -52,47 +53,47 @@ async def test_lower_priorities_go_first_then_first_come_first_served() -> None:
 
 async def test_a_full_queue_refuses_and_says_when_to_retry() -> None:
     queue = AdmissionQueue(1, 1, 10.0)
-    await queue.acquire(0)
+    await queue.acquire(Claim())
     (task,) = await waiting(queue, 0)
     with pytest.raises(Overloaded) as caught:
-        await queue.acquire(0)
+        await queue.acquire(Claim())
     assert caught.value.retry_after_s > 0
     task.cancel()
 
 
 async def test_a_full_queue_gives_up_its_last_for_one_that_goes_before_it() -> None:
     queue = AdmissionQueue(1, 2, 10.0)
-    release = await queue.acquire(0)
+    place = await queue.acquire(Claim())
     first, last = await waiting(queue, 1, 7)
     (urgent,) = await waiting(queue, 0)
     with pytest.raises(Overloaded):
         await last
-    release()
+    place.release()
     await urgent
     first.cancel()
 
 
 async def test_a_queue_of_none_admits_or_refuses() -> None:
     queue = AdmissionQueue(1, 0, 10.0)
-    await queue.acquire(0)
+    await queue.acquire(Claim())
     with pytest.raises(Overloaded):
-        await queue.acquire(-100)
+        await queue.acquire(Claim(priority=-100))
 
 
 async def test_waiting_too_long_is_overload() -> None:
     queue = AdmissionQueue(1, 1, 0.01)
-    await queue.acquire(0)
+    await queue.acquire(Claim())
     with pytest.raises(Overloaded) as caught:
-        await queue.acquire(0)
+        await queue.acquire(Claim())
     assert caught.value.reason == "QUEUE_TIMEOUT"
     assert queue.num_waiting == 0
 
 
 async def test_a_place_given_to_one_that_is_cancelled_in_the_same_turn_goes_to_the_next() -> None:
     queue = AdmissionQueue(1, 2, 10.0)
-    release = await queue.acquire(0)
+    place = await queue.acquire(Claim())
     first, second = await waiting(queue, 0, 0)
-    release()
+    place.release()
     first.cancel()
     await second
     assert queue.num_running == 1
@@ -100,10 +101,12 @@ async def test_a_place_given_to_one_that_is_cancelled_in_the_same_turn_goes_to_t
 
 async def test_a_place_that_comes_in_the_turn_in_which_the_wait_ends_is_not_lost() -> None:
     queue = AdmissionQueue(1, 1, 0.05)
-    release = await queue.acquire(0)
+    place = await queue.acquire(Claim())
     (task,) = await waiting(queue, 0)
     loop = asyncio.get_running_loop()
     loop.call_soon(time.sleep, 0.06)
-    loop.call_soon(loop.call_soon, release)  # in the next turn, in which the loop finds the wait's timer due
+    loop.call_soon(
+        loop.call_soon, lambda: place.release()
+    )  # in the next turn, in which the loop finds the wait's timer due
     await task
     assert queue.num_running == 1

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 
 import pytest
 
 from coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
-from specdec.rpc.errors import Overloaded
+from specdec.rpc.errors import Overloaded, RequestExists
 
 RATE = QuotaRate(tokens_per_s=10.0, burst_tokens=100.0)
 
@@ -94,53 +94,63 @@ async def test_a_tenant_has_as_many_places_as_it_may_use_at_once() -> None:
     refused: list[str] = []
     limits = TenantLimits(TokenQuotas(Clock()), refused.append)
     allowance = Allowance(max_concurrent_requests=2)
-    async with AsyncExitStack() as stack:
+    with ExitStack() as stack:
         for request_id in ("1", "2"):
-            await stack.enter_async_context(limits.lease("a", request_id, allowance, 5))
+            stack.enter_context(limits.lease("a", request_id, allowance))
         with pytest.raises(Overloaded) as caught:
-            await stack.enter_async_context(limits.lease("a", "3", allowance, 5))
+            stack.enter_context(limits.lease("a", "3", allowance))
         assert (caught.value.reason, refused) == ("TOO_MANY_REQUESTS_OF_TENANT", ["concurrency"])
         assert caught.value.retry_after_s > 0
-        await stack.enter_async_context(limits.lease("b", "1", allowance, 5))
-    async with limits.lease("a", "3", allowance, 5), limits.lease("a", "4", allowance, 5):
+        stack.enter_context(limits.lease("b", "1", allowance))
+    with limits.lease("a", "3", allowance), limits.lease("a", "4", allowance):
         pass
 
 
 async def test_a_request_that_takes_over_its_own_takes_its_place_too() -> None:
     limits = TenantLimits(TokenQuotas(Clock()))
     allowance = Allowance(max_concurrent_requests=1)
-    async with AsyncExitStack() as second:
-        async with limits.lease("a", "same", allowance, 5):
-            await second.enter_async_context(limits.lease("a", "same", allowance, 5))
+    with ExitStack() as second:
+        with limits.lease("a", "same", allowance):
+            second.enter_context(limits.lease("a", "same", allowance, is_resume=True))
         with pytest.raises(Overloaded):
-            await second.enter_async_context(limits.lease("a", "other", allowance, 5))
-    async with limits.lease("a", "other", allowance, 5):
+            second.enter_context(limits.lease("a", "other", allowance))
+    with limits.lease("a", "other", allowance):
         pass
+
+
+async def test_requests_cannot_share_a_place_by_having_one_id() -> None:
+    limits = TenantLimits(TokenQuotas(Clock()))
+    allowance = Allowance(max_concurrent_requests=1)
+    with limits.lease("a", "same", allowance):
+        with pytest.raises(RequestExists), limits.lease("a", "same", allowance):
+            pass
+        with pytest.raises(Overloaded), limits.lease("a", "other", allowance):
+            pass
 
 
 async def test_a_request_that_never_began_gets_its_prompt_back() -> None:
     limits = TenantLimits(TokenQuotas(Clock()))
     allowance = Allowance(quota=RATE)
     for _ in range(3):
-        async with limits.lease("a", "1", allowance, 100):
-            pass  # refused by a full queue, for example
-    async with limits.lease("a", "1", allowance, 60) as lease:
+        with limits.lease("a", "1", allowance) as lease:
+            await lease.take_prompt(100)  # refused by a full queue, for example
+    with limits.lease("a", "1", allowance) as lease:
+        await lease.take_prompt(60)
         lease.begin()
         lease.charge(40)
-    with pytest.raises(Overloaded):
-        async with limits.lease("a", "1", allowance, 1):
-            pass
+    with pytest.raises(Overloaded), limits.lease("a", "1", allowance) as lease:
+        await lease.take_prompt(1)
 
 
 async def test_a_refusal_by_quota_is_counted_and_holds_no_place() -> None:
     refused: list[str] = []
     limits = TenantLimits(TokenQuotas(Clock()), refused.append)
     allowance = Allowance(max_concurrent_requests=1, quota=RATE)
-    async with limits.lease("a", "1", allowance, 100) as lease:
+    with limits.lease("a", "1", allowance) as lease:
+        await lease.take_prompt(100)
         lease.begin()
-    with pytest.raises(Overloaded):
-        async with limits.lease("a", "2", allowance, 1):
-            pass
+    with pytest.raises(Overloaded), limits.lease("a", "2", allowance) as lease:
+        await lease.take_prompt(1)
     assert refused == ["quota"]
-    async with limits.lease("a", "3", Allowance(max_concurrent_requests=1), 1):
+    with limits.lease("a", "3", Allowance(max_concurrent_requests=1)):
         pass

@@ -1,0 +1,54 @@
+"""How many bytes of requests a process holds: counted when a request comes, before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from specdec.rpc.errors import Overloaded
+
+_RETRY_S = 1.0
+"""When room will be free is not known; a second is cheap to wait and cheap to be asked for again."""
+
+
+class PromptBytes:
+    """Budgets of bytes, of each tenant and of all together. One of which nothing is held admits any request."""
+
+    def __init__(self, total_bytes: int, tenant_bytes: int, on_refused: Callable[[], None] = lambda: None) -> None:
+        """Nothing is held yet. `on_refused` is called for each request that is refused."""
+        self.num_bytes = 0
+        """Held now."""
+        self._total_bytes = total_bytes
+        self._tenant_bytes = tenant_bytes
+        self._of_tenant: dict[str, int] = {}
+        self._on_refused = on_refused
+
+    @contextmanager
+    def hold(self, tenant: str, num_bytes: int) -> Iterator[None]:
+        """Hold a request's bytes.
+
+        Raises:
+            Overloaded: the tenant's budget, or that of all, has no room (PROMPT_BYTES_EXCEEDED).
+        """
+        held = self._of_tenant.get(tenant, 0)
+        if held and held + num_bytes > self._tenant_bytes:
+            raise self._refusal("the tenant's requests", held, self._tenant_bytes)
+        if self.num_bytes and self.num_bytes + num_bytes > self._total_bytes:
+            raise self._refusal("all requests", self.num_bytes, self._total_bytes)
+        self.num_bytes += num_bytes
+        self._of_tenant[tenant] = held + num_bytes
+        try:
+            yield
+        finally:
+            self.num_bytes -= num_bytes
+            left = self._of_tenant[tenant] - num_bytes
+            if left:
+                self._of_tenant[tenant] = left
+            else:
+                del self._of_tenant[tenant]
+
+    def _refusal(self, whose: str, held: int, most: int) -> Overloaded:
+        self._on_refused()
+        return Overloaded(
+            f"{held} bytes of {whose} are held, {most} may be", retry_after_s=_RETRY_S, reason="PROMPT_BYTES_EXCEEDED"
+        )

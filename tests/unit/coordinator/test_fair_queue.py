@@ -1,0 +1,191 @@
+"""Shares of tenants: what each is given, and that nothing is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator.intake.admission import AdmissionQueue, Place
+from coordinator.intake.fair_queue import Claim, FairQueue
+from specdec.rpc.errors import Overloaded
+
+TENANTS = ("a", "b", "c")
+MOST_WORK = 100
+
+
+async def crowd(queue: AdmissionQueue, *claims: Claim) -> list[asyncio.Task[Place]]:
+    """These claims in line, in this order."""
+    tasks = []
+    for claim in claims:
+        tasks.append(asyncio.create_task(queue.acquire(claim)))
+        await asyncio.sleep(0)
+    return tasks
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.tuples(*(st.sampled_from((0.5, 1.0, 2.0, 5.0)) for _ in TENANTS)),
+    works=st.tuples(*(st.lists(st.integers(1, MOST_WORK), min_size=30, max_size=30) for _ in TENANTS)),
+)
+def test_tenants_that_wait_all_the_while_are_given_work_by_weight(
+    weights: tuple[float, ...], works: tuple[list[int], ...]
+) -> None:
+    async def run() -> None:
+        queue = FairQueue()
+        for tenant, weight, sizes in zip(TENANTS, weights, works, strict=True):
+            for size in sizes:
+                queue.push(queue.new_waiter(Claim(tenant, work=size, weight=weight)))
+        given_work = dict.fromkeys(TENANTS, 0.0)
+        left = Counter(dict.fromkeys(TENANTS, 30))
+        while min(left.values()):
+            waiter = queue.head()
+            assert waiter is not None
+            queue.pop(waiter)
+            claim = waiter.claim
+            left[claim.tenant] -= 1
+            given_work[claim.tenant] += claim.work / claim.weight
+            slack = sum(MOST_WORK / weight for weight in sorted(weights)[:2])
+            assert max(given_work.values()) - min(given_work.values()) <= slack
+
+    asyncio.run(run())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    actions=st.lists(
+        st.tuples(st.sampled_from(("come", "leave", "end", "turn")), st.integers(0, 30), st.integers(1, 6)), max_size=60
+    ),
+    max_running=st.integers(1, 4),
+    max_waiting=st.integers(0, 6),
+)
+def test_no_place_is_lost_and_none_stays_empty_while_its_claim_waits(
+    actions: list[tuple[str, int, int]], max_running: int, max_waiting: int
+) -> None:
+    async def run() -> None:
+        queue = AdmissionQueue(max_running, max_waiting, 60.0)
+        tasks: list[asyncio.Task[Place]] = []
+        for action, which, size in actions:
+            if action == "come":
+                claim = Claim(TENANTS[which % 3], priority=which % 2, work=size, num_places=size)
+                tasks.append(asyncio.create_task(queue.acquire(claim)))
+            elif action == "turn":
+                await asyncio.sleep(0)
+            elif tasks:
+                task = tasks[which % len(tasks)]
+                if action == "leave":
+                    task.cancel()
+                elif task.done() and not task.cancelled() and task.exception() is None:
+                    task.result().release(float(size))
+        for _ in range(3):
+            await asyncio.sleep(0)
+            assert queue.num_taken <= max_running
+        held = [t.result() for t in tasks if t.done() and not t.cancelled() and t.exception() is None]
+        assert queue.num_running == sum(place.is_held for place in held)
+        if queue.num_waiting:  # work conserving: whoever waits could not be given what it needs
+            assert queue.num_wanted is not None
+            assert queue.num_taken + queue.num_wanted > max_running
+        for _ in range(len(tasks) + 3):
+            for task in tasks:
+                if task.done() and not task.cancelled() and task.exception() is None:
+                    task.result().release()
+            await asyncio.sleep(0)
+        assert all(task.done() for task in tasks)
+        assert (queue.num_running, queue.num_taken, queue.num_waiting) == (0, 0, 0)
+
+    asyncio.run(run())
+
+
+async def test_one_that_comes_once_goes_before_the_rest_of_anothers_crowd() -> None:
+    queue = AdmissionQueue(1, 300, 60.0)
+    place = await queue.acquire(Claim("flood"))
+    flood = await crowd(queue, *[Claim("flood", priority=-5) for _ in range(200)])
+    (polite,) = await crowd(queue, Claim("polite"))
+    place.release()
+    await asyncio.sleep(0)
+    for _ in range(2):
+        if polite.done():
+            break
+        next(task for task in flood if task.done()).result().release()
+        await asyncio.sleep(0)
+    assert polite.done()
+    for task in flood:
+        task.cancel()
+
+
+async def test_a_full_room_gives_up_the_last_of_whoever_has_most_in_it() -> None:
+    queue = AdmissionQueue(1, 4, 60.0)
+    await queue.acquire(Claim("flood"))
+    flood = await crowd(queue, *[Claim("flood", priority=-5)] * 4)
+    (polite,) = await crowd(queue, Claim("polite", priority=9))
+    with pytest.raises(Overloaded):
+        await flood[-1]
+    assert not polite.done()
+    with pytest.raises(Overloaded):
+        await queue.acquire(Claim("flood", priority=-5))
+    for task in (*flood, polite):
+        task.cancel()
+
+
+async def test_a_request_takes_a_place_for_each_choice_and_all_at_most() -> None:
+    queue = AdmissionQueue(4, 10, 60.0)
+    place = await queue.acquire(Claim("a", num_places=3))
+    (two, one) = await crowd(queue, Claim("b", num_places=2), Claim("c"))
+    assert not two.done()
+    assert not one.done()  # nobody overtakes: else one who needs several would wait for ever
+    place.release()
+    await asyncio.gather(two, one)
+    (everything,) = await crowd(queue, Claim("d", num_places=99))
+    two.result().release()
+    one.result().release()
+    await everything
+    assert queue.num_taken == 4
+
+
+async def test_who_leaves_the_line_lets_through_those_it_held_up() -> None:
+    queue = AdmissionQueue(2, 10, 60.0)
+    await queue.acquire(Claim("a"))
+    (wide, narrow) = await crowd(queue, Claim("b", num_places=2), Claim("c"))
+    wide.cancel()
+    await narrow
+
+
+async def test_work_that_was_not_done_is_given_back_to_the_tenants_share() -> None:
+    queue = AdmissionQueue(1, 10, 60.0)
+    (await queue.acquire(Claim("x", work=1))).release(1)
+    place = await queue.acquire(Claim("y", work=1000))
+    order: list[str] = []
+
+    async def run(tenant: str, work: float) -> None:
+        held = await queue.acquire(Claim(tenant, work=work))
+        order.append(tenant)
+        held.release(1)
+
+    tasks = [asyncio.create_task(run(tenant, 1000)) for tenant in ("x", "x", "y", "y")]
+    await asyncio.sleep(0)
+    place.release(1)
+    await asyncio.gather(*tasks)
+    assert order in (["x", "y", "x", "y"], ["y", "x", "y", "x"])
+
+
+async def test_a_deadline_before_any_likely_place_is_refused_at_once() -> None:
+    loop = asyncio.get_running_loop()
+    queue = AdmissionQueue(1, 10, 60.0)
+    claim = Claim("a")
+    await queue.acquire(claim)
+    (hopeful,) = await crowd(queue, Claim("a", deadline_s=loop.time() + 0.001))
+    assert not hopeful.done()  # nothing is known yet of how long places are held
+    for _ in range(20):
+        queue.num_running, queue.num_taken = queue.num_running + 1, queue.num_taken + 1
+        queue.give_back(claim, held_s=100.0, used=None)
+    with pytest.raises(Overloaded) as caught:
+        await queue.acquire(Claim("b", deadline_s=loop.time() + 1.0))
+    assert caught.value.reason == "DEADLINE_UNREACHABLE"
+    assert caught.value.retry_after_s > 0
+    (patient,) = await crowd(queue, Claim("b", deadline_s=loop.time() + 10_000))
+    assert not patient.done()
+    hopeful.cancel()
+    patient.cancel()
