@@ -23,7 +23,15 @@ _OUTCOMES = (
 )
 _ADMISSION_CAUSES = ("overloaded", "queue_timeout", "quota", "concurrency")
 _STEP_KINDS = ("verify", "plain", "prefill")
-_FALLBACK_CAUSES = ("stream_broken", "draining", "bad_proposal", "too_many_sessions")
+_FALLBACK_CAUSES = (
+    "stream_broken",
+    "draining",
+    "bad_proposal",
+    "stalled",
+    "flood",
+    "never_accepted",
+    "too_many_sessions",
+)
 
 
 class CoordinatorMetrics(MetricGroup):
@@ -154,7 +162,10 @@ class CoordinatorMetrics(MetricGroup):
         self.draft_fallbacks = self._counter(
             "draft_fallbacks_total",
             "Times a choice lost its draft and went on without one.",
-            {"cause": "stream_broken, draining, bad_proposal (the target refused it), or why the draft refused"},
+            {
+                "cause": "stream_broken, draining, bad_proposal (the target refused it), stalled, flood, "
+                "never_accepted, or why the draft refused"
+            },
             promql="sum by (cause) (rate($draft_fallbacks_total[5m]))",
             initial=_FALLBACK_CAUSES,
         )
