@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 
 from coordinator.finishing import Finisher
 from coordinator.journal import Journal
@@ -33,6 +34,22 @@ _CREDIT_STEPS = 4
 _MOST_DOUBLINGS = 6
 """Of the time that a draft gets, each time it let it pass."""
 
+_MOST_PROPOSALS = 256
+"""Between two commits: a draft proposes no further ahead than 64 tokens, and has a few things to say of each."""
+_MOST_PROPOSED_BYTES = 4 * 2**20
+"""Likewise; the largest proposal, of 64 distributions over 64 tokens, takes some 40 KB."""
+_FLOOD = 4
+"""So many times as much is no mistake."""
+
+
+class DraftFault(Enum):
+    """What a draft does wrong without a word."""
+
+    STALL = auto()
+    """It proposes nothing."""
+    FLOOD = auto()
+    """It proposes far too much."""
+
 
 class DecodeLoop:
     """Moves sessions forward. Runs in the event loop's thread, called by the links' readers; never blocks."""
@@ -49,7 +66,8 @@ class DecodeLoop:
         on_desync: Callable[[Session, str], None],
         on_bad_draft: Callable[[Session, str], None],
         draft_stall_s: float,
-        on_draft_stall: Callable[[Session], None],
+        on_draft: Callable[[Session, DraftFault], None],
+        on_verified: Callable[[Session, int], None],
     ) -> None:
         """Move nothing yet.
 
@@ -63,7 +81,8 @@ class DecodeLoop:
             on_desync: called, with the cause, when a target is not where the client is.
             on_bad_draft: called, with the cause, when the target refuses what a draft proposed.
             draft_stall_s: how long a draft may be told of commits without a proposal.
-            on_draft_stall: called when it was.
+            on_draft: called when it was, and when it proposes far more than anyone can verify.
+            on_verified: called when a proposal was verified, with the number of tokens that were accepted.
         """
         self._sessions = sessions
         self._journal = journal
@@ -74,7 +93,8 @@ class DecodeLoop:
         self._on_desync = on_desync
         self._on_bad_draft = on_bad_draft
         self._draft_stall_s = draft_stall_s
-        self._on_draft_stall = on_draft_stall
+        self._on_draft = on_draft
+        self._on_verified = on_verified
 
     def open(self, session: Session, target: TargetHost, draft: DraftHost | None) -> None:
         """Start a choice. Sessions opened in one turn leave in one frame, so that a fork finds its parent."""
@@ -120,13 +140,22 @@ class DecodeLoop:
         if kept:
             self._note_output(session, now_s)
             self._observer.tokens(origins, now_s, previous_s)
+        if verdict.verified_by_depth and session.draft.host is not None:
+            self._on_verified(session, verdict.num_accepted)
         if step.finish is not None:
             self._finisher.finish(session, step.finish)
 
     def on_proposal(self, session: Session, proposal: bytes) -> None:
         """A draft offers tokens: pass them on, unopened."""
-        if session.target.host is not None:
-            session.draft.unanswered_s, session.draft.num_stalls = None, 0
+        side = session.draft
+        side.num_proposals += 1
+        side.num_proposed_bytes += len(proposal)
+        excess = max(side.num_proposals / _MOST_PROPOSALS, side.num_proposed_bytes / _MOST_PROPOSED_BYTES)
+        if excess > 1:  # of no use to anybody: no target sees it
+            if excess > _FLOOD:
+                self._on_draft(session, DraftFault.FLOOD)
+        elif session.target.host is not None:
+            side.unanswered_s, side.num_stalls = None, 0
             self._observer.proposal(session, time.monotonic())
             session.target.host.relay(session, proposal)
 
@@ -155,10 +184,11 @@ class DecodeLoop:
         draft.commit(session, start, token_ids)
         self._observer.committed(session, now_s)
         side = session.draft
+        side.committed()
         if side.unanswered_s is None:
             side.unanswered_s = now_s
         elif now_s - side.unanswered_s >= self._draft_stall_s * 2 ** min(side.num_stalls, _MOST_DOUBLINGS):
-            self._on_draft_stall(session)
+            self._on_draft(session, DraftFault.STALL)
 
     def _note_output(self, session: Session, now_s: float) -> None:
         request = session.request

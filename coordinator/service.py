@@ -117,7 +117,8 @@ class CoordinatorService:
             on_desync=targets.on_desync,
             on_bad_draft=drafts.on_bad_draft,
             draft_stall_s=settings.draft_stall_s,
-            on_draft_stall=drafts.on_stall,
+            on_draft=drafts.on_draft,
+            on_verified=drafts.on_verified,
         )
         self._watchdog = Watchdog(
             sessions=self._sessions,

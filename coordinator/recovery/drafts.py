@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import structlog
 
+from coordinator.decode_loop import DraftFault
 from coordinator.finishing import Finisher
 from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkState
 from coordinator.links.stream_end import Ending
 from coordinator.observer import Observer
 from coordinator.recovery.session_errors import note_failure
+from coordinator.replicas.acceptance import AcceptanceRecord, Judgement
 from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session
 from coordinator.sessions.table import SessionTable
@@ -36,6 +38,7 @@ class DraftRecovery:
         self._fleet = fleet
         self._finisher = finisher
         self._observer = observer
+        self._acceptance = AcceptanceRecord()
         self._backoff = Backoff(reopen_s, reopen_s * 2**_MOST_DRAFT_FAILURES)
 
     # What links tell.
@@ -48,6 +51,7 @@ class DraftRecovery:
     def on_removed(self, link: DraftLink) -> None:
         """A link, which has no sessions, is gone for good."""
         self._fleet.on_removed(link)
+        self._acceptance.forget(link.address)
 
     def check_instance(self, link: DraftLink, instance_id: str) -> None:
         """See `LinkEvents.check_instance`."""
@@ -97,7 +101,8 @@ class DraftRecovery:
 
     def on_closed(self, link: DraftLink, session: Session, reason: str) -> None:
         """See `LinkEvents.on_closed`."""
-        if reason == "finished" and session.finish is not None:
+        is_useful = session.draft.has_accepted or not session.draft.num_barren
+        if reason == "finished" and session.finish is not None and is_useful:
             self._fleet.succeeded(link)
 
     def on_fault(self, session: Session, error: Exception) -> None:
@@ -111,6 +116,26 @@ class DraftRecovery:
         _log.warning("proposal_rejected", **session.log_fields, cause=cause)
         if session.draft.host is not None:
             self.blame(session)
+
+    def on_draft(self, session: Session, fault: DraftFault) -> None:
+        """A draft proposes nothing, or floods."""
+        if fault is DraftFault.STALL:
+            self.on_stall(session)
+        elif session.draft.host is not None:
+            _log.warning("draft_floods", **session.log_fields, draft=session.draft.host.address)
+            self._fleet.failed(session.draft.host)
+            self._lost(session, "flood")
+
+    def on_verified(self, session: Session, num_accepted: int) -> None:
+        """A target verified what the session's draft proposed."""
+        host = session.draft.host
+        if host is None:
+            return
+        judgement = self._acceptance.verified(host.address, session, num_accepted)
+        if judgement is Judgement.NONE:
+            return
+        self._fleet.failed(host, is_proven=judgement is Judgement.EJECT)
+        self._lost(session, "never_accepted")
 
     def on_stall(self, session: Session) -> None:
         """A draft is told of commits and proposes nothing: another one gets the session, if there is one.

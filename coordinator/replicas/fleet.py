@@ -186,12 +186,15 @@ class Fleet:
         """A session ended on a target: who goes on from its prompt and output finds them there."""
         self._router.remember(block_digests(session.token_ids, session.request.cache_salt), link.holder)
 
-    def failed(self, replica: SessionHost) -> None:
-        """A replica failed. One that fails too often gets no sessions for a while; the last usable one always does."""
+    def failed(self, replica: SessionHost, *, is_proven: bool = False) -> None:
+        """A replica failed. One that fails too often gets no sessions for a while; the last usable one always does.
+
+        `is_proven`: this once is often enough.
+        """
         role, address = replica.role, replica.address
         detector = self._outliers[role]
         num_others = sum(other.address != address and other.is_ready for other in self._of_role(role))
-        if not detector.failed(address, num_others):
+        if not detector.failed(address, num_others, is_proven=is_proven):
             return
         remaining_s = detector.remaining_s(address)
         _log.warning("replica_ejected", role=role, address=address, ejection_s=remaining_s)

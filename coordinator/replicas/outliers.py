@@ -65,18 +65,19 @@ class OutlierDetector:
         record = self._records.get(replica)
         return 0.0 if record is None or record.ends_s is None else max(0.0, record.ends_s - self._clock())
 
-    def failed(self, replica: str, num_others: int) -> bool:
+    def failed(self, replica: str, num_others: int, *, is_proven: bool = False) -> bool:
         """A replica failed; whether that ejects it.
 
         Args:
             replica: which one.
             num_others: how many other replicas could take its place; with none it is not ejected.
+            is_proven: it need not fail again to be ejected.
         """
         record = self._records.setdefault(replica, _Record())
         standing = self.standing(replica)
         record.num_successes = 0
         record.num_failures += 1
-        is_enough = standing is Standing.PROBATION or record.num_failures >= self._settings.num_failures
+        is_enough = is_proven or standing is Standing.PROBATION or record.num_failures >= self._settings.num_failures
         if standing is Standing.EJECTED or not is_enough or num_others == 0:
             return False
         length_s = self._settings.first_s * 2 ** min(record.num_ejections, _MOST_DOUBLINGS)

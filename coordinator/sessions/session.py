@@ -174,6 +174,14 @@ class DraftSide:
     """When it was told of the first commit that no proposal has followed yet."""
     num_stalls: int = 0
     """Moves since a proposal came, because none did."""
+    num_barren: int = 0
+    """Steps in a row that verified a proposal of the host and accepted nothing."""
+    has_accepted: bool = False
+    """Something of what the host proposed was accepted."""
+    num_proposals: int = 0
+    """Since the last commit."""
+    num_proposed_bytes: int = 0
+    """In these."""
     retry: asyncio.TimerHandle | None = None
 
     def opened(self, host: DraftHost) -> None:
@@ -181,6 +189,12 @@ class DraftSide:
         self.host = host
         self.epoch += 1
         self.unanswered_s = None
+        self.num_barren, self.has_accepted = 0, False
+        self.committed()
+
+    def committed(self) -> None:
+        """It is told of a commit: proposals are due."""
+        self.num_proposals = self.num_proposed_bytes = 0
 
     def cancel_retry(self) -> None:
         """Do not open the session again by itself."""

@@ -26,7 +26,10 @@ _ADMISSION_CAUSES = (
     *("quota", "concurrency", "prompt_bytes"),
 )
 _STEP_KINDS = ("verify", "plain", "prefill")
-_FALLBACK_CAUSES = ("stream_broken", "draining", "bad_proposal", "too_many_sessions", "non_finite_logits")
+_FALLBACK_CAUSES = (
+    *("stream_broken", "draining", "bad_proposal", "too_many_sessions", "non_finite_logits"),
+    *("stalled", "flood", "never_accepted"),
+)
 
 
 class CoordinatorMetrics(MetricGroup):
@@ -170,7 +173,10 @@ class CoordinatorMetrics(MetricGroup):
         self.draft_fallbacks = self._counter(
             "draft_fallbacks_total",
             "Times a choice lost its draft and went on without one.",
-            {"cause": "stream_broken, draining, bad_proposal (the target refused it), or why the draft refused"},
+            {
+                "cause": "stream_broken, draining, bad_proposal (the target refused it), stalled, flood, "
+                "never_accepted, or why the draft refused"
+            },
             promql="sum by (cause) (rate($draft_fallbacks_total[5m]))",
             initial=_FALLBACK_CAUSES,
         )

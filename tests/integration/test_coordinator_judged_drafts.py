@@ -1,0 +1,70 @@
+"""Drafts whose proposals are of no use, or far too many, lose their sessions and then all; answers never change."""
+
+from __future__ import annotations
+
+from specdec.v1 import common_pb2 as pb
+from tests.support.services.coordinator_harness import Harness, Result, collect, expected_ids, request, running
+from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession, ScriptedTarget
+
+NUM = 300
+
+
+def wrong(session: ScriptedSession) -> bytes:
+    return pb.Proposal(start_position=len(session.token_ids), token_ids=[1]).SerializeToString()
+
+
+def state_of(harness: Harness, draft: ScriptedDraft) -> str:
+    return next(str(link.state) for link in harness.service.fleet.links if link.address == draft.address)
+
+
+async def answers(harness: Harness, num: int) -> list[Result]:
+    calls = [harness.stub.Generate(request([n + 3, 4, 5], max_tokens=NUM)) for n in range(num)]
+    return [await collect(call) for call in calls]
+
+
+async def test_a_draft_that_is_never_right_is_ejected_and_one_that_is_stays() -> None:
+    target, liar, honest = ScriptedTarget(), ScriptedDraft(), ScriptedDraft()
+    target.needs_proposals = True
+    liar.make_proposal = wrong
+    async with running([target], [liar, honest], draft_reopen_s=60.0) as harness:
+        await harness.all_ready()
+        calls = [harness.stub.Generate(request([n + 3, 4, 5], max_tokens=50)) for n in range(20)]
+        results = [await collect(call) for call in calls]
+        assert state_of(harness, liar) == "ejected"
+        assert state_of(harness, honest) == "ready"
+    assert [r.ids() for r in results] == [expected_ids(target, 50, [n + 3, 4, 5]) for n in range(20)]
+
+
+async def test_one_session_that_no_draft_foresees_goes_on_without_and_its_draft_stays() -> None:
+    target, draft = ScriptedTarget(), ScriptedDraft()
+    draft.make_proposal = wrong
+    target.tokens_per_verdict = 1
+    async with running([target], [draft, ScriptedDraft()], draft_reopen_s=60.0) as harness:
+        await harness.all_ready()
+        draft_first = next(link for link in harness.service.fleet.drafts if link.address == draft.address)
+        harness.service.fleet.drafts = [draft_first]
+        target.needs_proposals = True
+        call = harness.stub.Generate(request(max_tokens=NUM))
+        await draft.until(lambda: bool(draft.closed))
+        target.set_needs_proposals(False)
+        result = await collect(call)
+        assert harness.metric("draft_fallbacks_total", cause="never_accepted") == 1
+        assert draft_first.is_ready
+    assert result.ids() == expected_ids(target, NUM)
+
+
+async def test_a_draft_that_floods_is_cut_off_and_targets_see_a_bounded_part_of_it() -> None:
+    target, draft = ScriptedTarget(), ScriptedDraft()
+    target.limit = 1
+    async with running([target], [draft], draft_reopen_s=60.0) as harness:
+        call = harness.stub.Generate(request(max_tokens=NUM))
+        await draft.until(lambda: bool(draft.sessions))
+        (session,) = draft.sessions.values()
+        for _ in range(3000):
+            draft.emit(session, proposal=wrong(session))
+        await draft.until(lambda: bool(draft.closed))
+        assert harness.metric("draft_fallbacks_total", cause="flood") == 1
+        assert target.num_relayed <= 2 * 256
+        target.set_limit(None)
+        result = await collect(call)
+    assert result.ids() == expected_ids(target, NUM)
