@@ -168,10 +168,10 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         ge=0,
         description="Most requests that wait for places, in each process; when full, the tenant with most loses one.",
     )
-    max_concurrent_calls: int = Field(
-        default=1024,
+    max_concurrent_calls: int | None = Field(
+        default=None,
         ge=1,
-        description="Most calls at once, in each process; above, calls are refused before they are read.",
+        description="Most calls at once, in each process, health too; above, calls are refused unread. null: no limit.",
     )
     max_held_prompt_bytes: int = Field(
         default=256 * 1024 * 1024,

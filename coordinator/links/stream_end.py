@@ -14,7 +14,9 @@ _Result = TypeVar("_Result")
 CONNECTION_LOST = "CONNECTION_LOST"
 """The reason where the connection ended before the peer said anything: its process is gone, or somebody between."""
 _ENGINE_DEATHS = frozenset({"ENGINE_GONE", "ENGINE_STALLED"})
-"""What a servicer says whose engine ended, or had to be ended."""
+"""What a servicer says whose engine ended by itself, or did not end a step."""
+_ENGINE_LOST = "ENGINE_LOST"
+"""What a servicer says whose engine was killed from outside, or was frozen."""
 _STATUS_KEY = "grpc-status-details-bin"
 _SILENCE = ("ping", "keepalive")
 """What gRPC's message names when it gave a peer up that did not answer: frozen or cut off, but not dead."""
@@ -30,9 +32,9 @@ class Ending(Enum):
     BROKEN = auto()
     """Something failed, and nothing says that the replica has died."""
     LOST = auto()
-    """The connection ended: the replica has died, unless it is found to be the same one later."""
+    """It was killed or frozen from outside, or its connection ended: hardly the doing of a request."""
     DIED = auto()
-    """Its engine died."""
+    """Its engine died by itself, or did not end a step: a request may have done it."""
 
 
 def ending_of(error: Exception, *, was_draining: bool) -> Ending:
@@ -42,7 +44,7 @@ def ending_of(error: Exception, *, was_draining: bool) -> Ending:
         return Ending.ANNOUNCED
     if reason in _ENGINE_DEATHS:
         return Ending.DIED
-    return Ending.LOST if reason == CONNECTION_LOST else Ending.BROKEN
+    return Ending.LOST if reason in (CONNECTION_LOST, _ENGINE_LOST) else Ending.BROKEN
 
 
 class StreamEnd:

@@ -5,6 +5,9 @@ target one at a time is opened, the others wait their turn there. One that gets 
 comes; one under which the target dies too is guilty, and is never opened again. So a request that ends whatever steps
 it ends two replicas, and those that were there with it wait for a few steps of each other.
 
+Targets that were killed from outside, frozen or cut off make nobody a suspect, until one request has been there at three
+of them: one that makes its host run out of memory looks like that.
+
 Before a trial there is a pause: replicas that are killed at the same moment show it by then, and nobody is blamed.
 """
 
@@ -18,6 +21,8 @@ import structlog
 
 from coordinator.sessions.session import Request, Session, TargetHost
 
+_LOSSES_OF_A_SUSPECT = 3
+"""Targets that are killed from outside, frozen or cut off say nothing of their requests; this many in turn do."""
 _PROOF_TOKENS = 16
 """A suspect that has got so much further is cleared: that is more than a step decides, so past what got lost."""
 _PAUSE_S = 0.5
@@ -51,14 +56,18 @@ class Quarantine:
         """A target died, or was lost; returns the requests that have to be ended for it."""
         open_here = [session for session in sessions if session.finish is None and session.target.is_open]
         requests = list({id(session.request): session.request for session in open_here}.values())
+        if not is_sure:
+            for request in requests:
+                request.num_losses += 1
+            lost, requests = requests, [r for r in requests if r.num_losses >= _LOSSES_OF_A_SUSPECT]
+            if instance_id:
+                self._doubtful[link.address] = (instance_id, lost)
         suspects = [request for request in requests if request.num_deaths]
         for request in requests:
             request.num_deaths += 1
             request.last_death_s = time.monotonic()
         self._waiting.pop(link.address, None)  # they are sessions of the link, and go where those go
         self._end_trial(link.address)
-        if not is_sure and instance_id:
-            self._doubtful[link.address] = (instance_id, requests)
         guilty = suspects if len(suspects) == 1 else [r for r in suspects if r.num_deaths >= _MOST_DEATHS]
         for request in guilty:
             _log.error("request_quarantined", request_id=request.key.request_id, tenant=request.key.tenant)
@@ -70,7 +79,9 @@ class Quarantine:
         if not former or former != instance_id:
             return
         for request in requests:
-            request.num_deaths = max(0, request.num_deaths - 1)
+            request.num_losses = max(0, request.num_losses - 1)
+            if request.num_losses < _LOSSES_OF_A_SUSPECT:
+                request.num_deaths = 0
         for waited_at in list(self._waiting):
             self.settle(waited_at)
 

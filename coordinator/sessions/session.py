@@ -217,6 +217,8 @@ class Request:
     """On the monotonic clock."""
     model: pb.ModelIdentity
     """What decides its tokens, as planned: see `compatibility.may_serve`."""
+    num_losses: int = 0
+    """Targets that were lost while it was open there, for reasons that hardly lie with it."""
     num_deaths: int = 0
     """Replicas that died, or failed it, since it was last seen to get on."""
     last_death_s: float = 0.0

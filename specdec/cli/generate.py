@@ -82,7 +82,9 @@ def generate(
     ] = False,
     model: Annotated[str, typer.Option(help="The model's name; empty: the one that is served.")] = "",
     request_id: Annotated[str, typer.Option(help="An id of your own, for Abort and logs.")] = "",
-    priority: Annotated[int, typer.Option(help="Lower runs first.", min=-(2**31), max=2**31 - 1)] = 0,
+    priority: Annotated[
+        int, typer.Option(help="Among your own waiting requests, lower first.", min=-(2**31), max=2**31 - 1)
+    ] = 0,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = None,
     tls: connection.Tls = False,

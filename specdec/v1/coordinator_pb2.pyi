@@ -403,7 +403,7 @@ class GenerateRequest(_message.Message):
     prompt: _builtins.str
     """As text."""
     priority: _builtins.int
-    """Lower runs first; default 0."""
+    """Orders a tenant's own requests that wait for places, lower first; default 0."""
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """As token ids."""
@@ -1174,7 +1174,7 @@ class GetStatusResponse(_message.Message):
     num_waiting: _builtins.int
     """Requests that wait for admission."""
     max_running: _builtins.int
-    """Most requests that run at once."""
+    """Most choices that run at once."""
     max_waiting: _builtins.int
     """Most requests that wait."""
     owner_id: _builtins.str

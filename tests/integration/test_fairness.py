@@ -54,7 +54,7 @@ async def until_passed(harness: Harness, wanted_s: float) -> None:
 async def outcome(call: Any) -> str:
     """OK, or the reason of the call's error."""
     try:
-        await collect(call)
+        await (collect(call) if hasattr(call, "read") else call)
     except grpc.RpcError as error:
         return from_rpc_error(error).reason
     return "OK"
@@ -142,6 +142,21 @@ def details_of(error: grpc.RpcError) -> set[str]:
             status = status_pb2.Status.FromString(value)
     details: list[AnyMessage] = list(status.details)
     return {detail.type_url.rpartition(".")[2] for detail in details}
+
+
+async def test_calls_beyond_the_limit_are_refused_before_they_are_read() -> None:
+    target = ScriptedTarget()
+    target.limit = 1
+    async with running([target], max_concurrent_calls=2) as harness:
+        calls = [harness.stub.Generate(request(seed=seed)) for seed in (1, 2)]
+        for call in calls:
+            await call.read()
+        assert isinstance(await error_of(harness.stub.Generate(request())), Overloaded)
+        calls[0].cancel()
+        await target.until(lambda: len(target.sessions) == 1)
+        async with asyncio.timeout(PATIENCE_S):
+            while await outcome(harness.stub.GetStatus(api.GetStatusRequest())) != "OK":
+                pass
 
 
 async def test_a_deadline_that_the_wire_cannot_tell_is_no_fault() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import socket
 import subprocess
 from collections.abc import Callable
@@ -324,7 +325,8 @@ class EngineProcess:
         reason = self.exit_reason or self.fatal_reason or describe_exit(code)
         _log.log(20 if self._is_stopping else 40, "engine_exited", pid=self._process.pid, exit_code=code, reason=reason)
         self._exited.set()
-        self._end(EndCause.EXITED, reason)
+        was_killed = code in (-signal.SIGKILL, -signal.SIGTERM) and not self.fatal_reason
+        self._end(EndCause.KILLED if was_killed else EndCause.EXITED, reason)
 
     def _end(self, cause: EndCause, reason: str) -> None:
         """Tell all streams; only the first call counts."""

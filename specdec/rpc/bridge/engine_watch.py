@@ -20,7 +20,9 @@ class EndCause(StrEnum):
     """Why there is no engine any more."""
 
     EXITED = "exited"
-    """It ended by itself, or was killed by others."""
+    """It ended by itself: an error, or a fault that the kernel ended it for."""
+    KILLED = "killed"
+    """Others killed it: an operator, or the kernel for want of memory."""
     SILENT = "silent"
     """It did not beat: stopped, swapped out, or stuck with the interpreter held."""
     STUCK = "stuck"

@@ -23,6 +23,13 @@ from specdec.rpc.bridge.frame_codec import NO_STREAM
 from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, to_status
 from specdec.telemetry import RelayMetrics
 
+_REASONS = {
+    EndCause.EXITED: "ENGINE_GONE",
+    EndCause.STUCK: "ENGINE_STALLED",
+    EndCause.KILLED: "ENGINE_LOST",
+    EndCause.SILENT: "ENGINE_LOST",
+}
+"""What coordinators are told; in the first two cases it may have been a request that did it."""
 _log = structlog.get_logger(__name__)
 
 
@@ -116,8 +123,7 @@ class _RelayedStream:
 
     def on_engine_gone(self, cause: EndCause, reason: str) -> None:
         """Ends the stream; the peer may try another replica, or this one once it is restarted."""
-        kind = "ENGINE_GONE" if cause is EndCause.EXITED else "ENGINE_STALLED"
-        self.on_abort(to_status(Unavailable(reason, reason=kind)))
+        self.on_abort(to_status(Unavailable(reason, reason=_REASONS[cause])))
 
     def _end(self) -> None:
         self._is_ending = True

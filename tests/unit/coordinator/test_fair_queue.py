@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.intake.admission import AdmissionQueue, Place
 from coordinator.intake.fair_queue import Claim, FairQueue
+from coordinator.intake.overload import SpeculationGate
 from specdec.rpc.errors import Overloaded
 
 TENANTS = ("a", "b", "c")
@@ -189,3 +190,24 @@ async def test_a_deadline_before_any_likely_place_is_refused_at_once() -> None:
     assert not patient.done()
     hopeful.cancel()
     patient.cancel()
+
+
+def test_speculation_goes_when_the_queue_stays_and_is_back_only_when_it_stays_empty() -> None:
+    now_s = 0.0
+    gate = SpeculationGate(2.0, clock=lambda: now_s)
+    states = []
+    for at_s, num_waiting in (
+        (0.0, 1),
+        (1.9, 0),
+        (2.5, 3),
+        (3.0, 2),
+        (4.6, 2),
+        (4.7, 0),
+        (9.0, 1),
+        (9.1, 0),
+        (14.2, 0),
+    ):
+        now_s = at_s
+        gate.on_queue(num_waiting)
+        states.append(gate.is_shedding)
+    assert states == [False, False, False, False, True, True, True, True, False]
