@@ -27,11 +27,14 @@ from draft_service.session import DraftSession, Guess, Head
 from draft_service.trace import trace_end, trace_step
 from specdec.config import DraftSettings
 from specdec.engine.errors import EngineError
+from specdec.engine.outputs import StepOutput
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
+from specdec.worker.clamping import microseconds
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.host import SessionHost
+from specdec.worker.isolation import IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
 
@@ -55,6 +58,7 @@ class Drafter:
         self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
         self._branches = Branches(built.engine, built.info.identity.max_model_len)
         self._step_s = 0.0
+        self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         recorder.serves(self._identity)
 
     # --- sessions
@@ -127,7 +131,7 @@ class Drafter:
             num_waiting=stats.waiting,
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
-            step_us=int(self._step_s * 1e6),
+            step_us=microseconds(self._step_s),
         )
 
     # --- commits
@@ -173,7 +177,7 @@ class Drafter:
     def step(self) -> None:
         """Compute one batch, guess one token at each head in it that is up to date, send the proposals."""
         started_s = time.monotonic()
-        output = self._engine.step()
+        output = self._steps.step(lambda seq, error: self._fault(self._branches.owner(seq)[0], error))
         if output is None:
             return
         for seq in output.preempted:
@@ -189,16 +193,43 @@ class Drafter:
                 places.append((session, head))
                 rows.append(item.rows.stop - 1)
         if places:
-            logits = output.logits if len(rows) == len(output.logits) else output.logits[rows]
-            guesses = self._guesser.guess(places, logits)
-            draft_us = int((time.monotonic() - started_s) * 1e6)
-            for (session, head), guess in zip(places, guesses, strict=True):
-                self._extend(session, head, guess, draft_us)
+            guesses = self._guess(places, rows, output)
+            draft_us = microseconds(time.monotonic() - started_s)
+            for (session, head), guess in guesses:
+                try:
+                    if session.heads:
+                        self._extend(session, head, guess, draft_us)
+                except Exception as error:
+                    self._fault(session, error)
         for session in {id(session): session for session, _ in places}.values():
             session.num_unsent += 1
-            self._plan(session)
+            try:
+                if session.heads:
+                    self._plan(session)
+            except Exception as error:
+                self._fault(session, error)
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, len(places), self._step_s)
+
+    def _guess(self, places: list[Place], rows: list[int], output: StepOutput) -> list[tuple[Place, Guess]]:
+        """A guess for each place whose guess can be made; `rows` are those of the places."""
+
+        def guess(indices: list[int]) -> list[tuple[Place, Guess]]:
+            own = [rows[index] for index in indices]
+            logits = output.logits if len(own) == len(output.logits) else output.logits[own]
+            some = [places[index] for index in indices]
+            return list(zip(some, self._guesser.guess(some, logits), strict=True))
+
+        return each_or_halves(
+            list(range(len(places))), guess, lambda index, error: self._fault(places[index][0], error)
+        )
+
+    def _fault(self, session: DraftSession, error: Exception) -> None:
+        """End a session for what its share of the work has raised."""
+        failure = self._host.faults.failure(error)
+        if session.heads:
+            self.close(session)
+            self._host.failed(session, failure)
 
     def _extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int) -> None:
         num_tokens = len(head.seq.token_ids)

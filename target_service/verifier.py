@@ -13,8 +13,10 @@ from specdec.engine.tree import TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
+from specdec.worker.clamping import microseconds
 from specdec.worker.errors import invalid
 from specdec.worker.host import SessionHost
+from specdec.worker.isolation import IsolatedSteps, each_or_halves, is_engines_own
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
 from target_service.decide import Candidate, Decision, decide
@@ -57,6 +59,7 @@ class Verifier:
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
         self._forks = Forks()
+        self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._intake = ProposalIntake(host, recorder)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
@@ -133,7 +136,7 @@ class Verifier:
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
             draft_credit=credit,
-            step_us=int(self.pacing.step_time.predict(max(1, stats.running)) * 1e6),
+            step_us=microseconds(self.pacing.step_time.predict(max(1, stats.running))),
         )
 
     # --- steps
@@ -143,8 +146,15 @@ class Verifier:
         self._due_at_s, self._turn_began_s = now_s, time.monotonic()
         ready = self._ready()
         for session in ready:
-            self._intake.absorb(session, self.pacing, now_s)
-        self.pacing.plan(ready, now_s)
+            try:
+                self._intake.absorb(session, self.pacing, now_s)
+            except Exception as error:
+                self._fault(session, error)
+        ready = [session for session in ready if session.has_seq]
+        try:
+            self.pacing.plan(ready, now_s)
+        except Exception as error:
+            self._give_up_trees(ready, error)
 
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
@@ -153,22 +163,34 @@ class Verifier:
     def step(self) -> None:
         """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers."""
         started_s = time.monotonic()
-        chosen = self.pacing.choose_trees(self._ready())
-        output = self._engine.step()
+        try:
+            chosen = self.pacing.choose_trees(self._ready())
+        except Exception as error:
+            chosen = self._give_up_trees(self._ready(), error)
+        output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error))
         if output is None:
             return
         preempted = [self._by_seq[seq.seq_id] for seq in output.preempted]
         candidates = self._candidates(output, chosen, started_s)
-        decisions = decide(candidates, output.logits, self._sampler)
+        decisions = each_or_halves(
+            candidates,
+            lambda some: decide(some, output.logits, self._sampler),
+            lambda candidate, error: self._fault(candidate.session, error),
+        )
         elapsed_s = time.monotonic() - started_s
         # Both are of before the verdicts, which end hold-offs and prefills.
         held_s = max((decision.candidate.session.held_s(self._due_at_s) for decision in decisions), default=0.0)
         is_decode = all(
-            item.num_new_tokens <= 1 and self._by_seq[item.seq.seq_id].state is not SessionState.PREFILL
+            item.num_new_tokens <= 1
+            and (session := self._by_seq.get(item.seq.seq_id)) is not None
+            and session.state is not SessionState.PREFILL
             for item in output.items
         )
         for decision in decisions:
-            self._commit(decision, started_s, elapsed_s)
+            try:
+                self._commit(decision, started_s, elapsed_s)
+            except Exception as error:
+                self._fault(decision.candidate.session, error)
         record = StepRecord(
             output=output,
             preempted=preempted,
@@ -191,7 +213,11 @@ class Verifier:
             if session.times.first_step_at_s is None:
                 session.times.first_step_at_s = started_s
             if item.seq.prompt_logits:
-                take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
+                try:
+                    take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
+                except Exception as error:
+                    self._fault(session, error)
+                    continue
             if not item.completes:
                 continue
             root_row = item.rows.stop - item.tree_nodes - 1
@@ -275,6 +301,27 @@ class Verifier:
     def _fit_step_time(self, step: StepRecord) -> None:
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
         self.pacing.observe_step(step.output.num_tokens, step.turn_s)
+
+    # --- faults
+
+    def _fault(self, session: TargetSession, error: Exception) -> None:
+        """End a session for what its share of the work has raised."""
+        failure = self._host.faults.failure(error)
+        if session.state is SessionState.ENDED:
+            return
+        self.close(session)
+        self._host.failed(session, failure)
+
+    def _give_up_trees(self, sessions: list[TargetSession], error: Exception) -> dict[str, list[int]]:
+        """Decode plainly this time; whose proposal is at fault is not known."""
+        if is_engines_own(error):
+            raise error
+        self._host.faults.note(error)
+        for session in sessions:
+            session.tree.clear()
+            session.seq.tree = None
+            session.plan(None)
+        return {}
 
     # --- details
 
