@@ -131,6 +131,9 @@ class Drafter:
             num_waiting=stats.waiting,
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
+            num_sessions=len(self._host.sessions),
+            max_sessions=self._settings.max_sessions,
+            num_waiting_tokens=self._engine.num_waiting_tokens(),
             step_us=microseconds(self._step_s),
         )
 

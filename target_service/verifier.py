@@ -26,6 +26,7 @@ from target_service.metrics import TargetRecorder
 from target_service.opening import new_session
 from target_service.pacing import Pacing
 from target_service.policy.payoff import PayoffMeter
+from target_service.progress import PROGRESS_INTERVAL_S, describe_progress
 from target_service.proposal_intake import ProposalIntake
 from target_service.session import SessionState, TargetSession
 from target_service.step_record import StepObserver, StepRecord
@@ -130,14 +131,27 @@ class Verifier:
         stats = self._engine.stats()
         credit = self.pacing.draft_credit(self._settings.max_draft_tokens)
         self._recorder.load(stats, len(self._host.sessions), credit)
+        self._tell_progress(time.monotonic())
         return pb.LoadReport(
             num_running=stats.running,
             num_waiting=stats.waiting + len(self._forks),
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
+            num_sessions=len(self._host.sessions),
+            max_sessions=self._settings.max_sessions,
+            num_waiting_tokens=self._engine.num_waiting_tokens(),
             draft_credit=credit,
             step_us=microseconds(self.pacing.step_time.predict(max(1, stats.running))),
         )
+
+    def _tell_progress(self, now_s: float) -> None:
+        """Tell owners of sessions without a verdict for a second what these are doing, and again every second."""
+        for session in self._host.sessions:
+            times = session.times
+            last_s = max(times.opened_at_s, times.last_verdict_at_s or 0.0, times.told_at_s)
+            if now_s - last_s >= PROGRESS_INTERVAL_S and session.orphaned_at_s is None:
+                times.told_at_s = now_s
+                self._host.emit(session, progress=describe_progress(session))
 
     # --- steps
 

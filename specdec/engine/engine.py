@@ -189,6 +189,12 @@ class Engine:
             num_tokens=scheduled.num_tokens,
         )
 
+    def num_waiting_tokens(self) -> int:
+        """Tokens of sequences that may run and whose first logits are still to come, and that are not computed."""
+        return sum(
+            seq.num_pending_tokens for seq in self.scheduler.sequences if seq.is_ready and not seq.num_served_tokens
+        )
+
     def abandon_step(self) -> list[Sequence]:
         """A step raised: whoever was in it gives up its blocks and is computed anew, as what they hold is not known.
 
