@@ -27,11 +27,14 @@ from draft_service.session import DraftSession, Guess, Head
 from draft_service.trace import trace_end, trace_step
 from specdec.config import DraftSettings
 from specdec.engine.errors import EngineError, NonFiniteLogits
+from specdec.engine.outputs import StepOutput
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
+from specdec.worker.clamping import microseconds
 from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
 from specdec.worker.host import SessionHost
+from specdec.worker.isolation import IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
 
@@ -55,6 +58,7 @@ class Drafter:
         self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
         self._branches = Branches(built.engine, built.info.identity.max_model_len)
         self._step_s = 0.0
+        self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         recorder.serves(self._identity)
 
     # --- sessions
@@ -127,7 +131,10 @@ class Drafter:
             num_waiting=stats.waiting,
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
-            step_us=int(self._step_s * 1e6),
+            num_sessions=len(self._host.sessions),
+            max_sessions=self._settings.max_sessions,
+            num_waiting_tokens=self._engine.num_waiting_tokens(),
+            step_us=microseconds(self._step_s),
         )
 
     # --- commits
@@ -173,7 +180,7 @@ class Drafter:
     def step(self) -> None:
         """Compute one batch, guess one token at each head in it that is up to date, send the proposals."""
         started_s = time.monotonic()
-        output = self._engine.step()
+        output = self._steps.step(lambda seq, error: self._fault(self._branches.owner(seq)[0], error))
         if output is None:
             return
         for seq in output.preempted:
@@ -189,29 +196,53 @@ class Drafter:
                 places.append((session, head))
                 rows.append(item.rows.stop - 1)
         if places:
-            logits = output.logits if len(rows) == len(output.logits) else output.logits[rows]
-            guesses = self._guesser.guess(places, logits)
-            draft_us = int((time.monotonic() - started_s) * 1e6)
-            self._grow(places, guesses, draft_us)
+            guesses = self._guess(places, rows, output)
+            self._grow(guesses, microseconds(time.monotonic() - started_s))
+        for session in {id(session): session for session, _ in places}.values():
+            session.num_unsent += 1
+            try:
+                if session.heads:
+                    self._plan(session)
+            except Exception as error:
+                self._fault(session, error)
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, len(places), self._step_s)
 
-    def _grow(self, places: list[Place], guesses: list[Guess | None], draft_us: int) -> None:
+    def _guess(self, places: list[Place], rows: list[int], output: StepOutput) -> list[tuple[Place, Guess | None]]:
+        """A guess for each place whose guess can be made; `rows` are those of the places."""
+
+        def guess(indices: list[int]) -> list[tuple[Place, Guess | None]]:
+            own = [rows[index] for index in indices]
+            logits = output.logits if len(own) == len(output.logits) else output.logits[own]
+            some = [places[index] for index in indices]
+            return list(zip(some, self._guesser.guess(some, logits), strict=True))
+
+        return each_or_halves(
+            list(range(len(places))), guess, lambda index, error: self._fault(places[index][0], error)
+        )
+
+    def _grow(self, guesses: list[tuple[Place, Guess | None]], draft_us: int) -> None:
         """Hang the guesses in their trees; a session for one of whose heads there is none ends, and it alone."""
-        sessions = {id(session): session for session, _ in places}
-        for (session, _), guess in zip(places, guesses, strict=True):
-            if guess is None and sessions.pop(id(session), None) is not None:
+        for (session, _), guess in guesses:
+            if guess is None and session.heads:
                 for head in session.heads:
                     self._engine.distrust(head.seq)
                 failure = non_finite_logits(NonFiniteLogits(), expected_position=session.num_committed)
                 self.close(session)
                 self._host.failed(session, failure)
-        for (session, head), guess in zip(places, guesses, strict=True):
-            if guess is not None and id(session) in sessions:
-                self._extend(session, head, guess, draft_us)
-        for session in sessions.values():
-            session.num_unsent += 1
-            self._plan(session)
+        for (session, head), guess in guesses:
+            try:
+                if guess is not None and session.heads:
+                    self._extend(session, head, guess, draft_us)
+            except Exception as error:
+                self._fault(session, error)
+
+    def _fault(self, session: DraftSession, error: Exception) -> None:
+        """End a session for what its share of the work has raised."""
+        failure = self._host.faults.failure(error)
+        if session.heads:
+            self.close(session)
+            self._host.failed(session, failure)
 
     def _extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int) -> None:
         num_tokens = len(head.seq.token_ids)

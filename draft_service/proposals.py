@@ -5,6 +5,7 @@ from __future__ import annotations
 from draft_service.session import DraftSession
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
+from specdec.worker.clamping import uint32
 
 
 def make_proposal(session: DraftSession) -> pb.Proposal:
@@ -15,7 +16,7 @@ def make_proposal(session: DraftSession) -> pb.Proposal:
         start_position=session.num_committed,
         token_ids=tree.token_ids,
         parents=() if tree.is_chain else tree.parents,
-        draft_us=sum(notes[node].draft_us for node in main_path),
+        draft_us=uint32(sum(notes[node].draft_us for node in main_path)),
         path_length=len(main_path),
     )
     if session.mode is VerifyMode.REJECTION:

@@ -24,6 +24,9 @@ _PATIENCE = 1.5
 """A step waits this many times what a draft takes on average for the depth that is wanted. About half of the answers
 take longer than the average, and one that is missed by little has cost the wait and brought nothing. Chosen, not
 measured: a wait that is too long shows in the rate of its episodes, so that `HoldOffChoice` turns to another depth."""
+_MOST_NODE_US = 1e6
+"""A draft's own word for how long it takes sets how long steps wait, of all sessions: nobody is believed to need more
+than a second for a token."""
 _CREDIT_WEIGHT = 0.05
 """Of one session's step in the mean number of verified nodes: the mean follows about the last twenty."""
 _CREDIT_MARGIN = 1.5
@@ -119,7 +122,7 @@ class Pacing:
         session.misses.num_unanswered = 0
         latency = self.draft_latency
         if proposal.path_length:
-            node_us = proposal.draft_us / proposal.path_length
+            node_us = min(proposal.draft_us / proposal.path_length, _MOST_NODE_US)
             session.tree.draft_us += round(node_us * num_new)
             latency.observe_node(node_us * 1e-6)
         if session.hold_off is not None and depth_before == 0:

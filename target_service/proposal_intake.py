@@ -7,8 +7,8 @@ from google.protobuf.message import DecodeError
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.host import SessionHost
-from target_service.metrics import TargetRecorder
 from target_service.pacing import Pacing
+from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession
 
 

@@ -42,6 +42,8 @@ class SessionTimes:
     opened_at_s: float
     first_step_at_s: float | None = None
     last_verdict_at_s: float | None = None
+    told_at_s: float = 0.0
+    """When its owner was last told what it is doing."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

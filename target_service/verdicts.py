@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.v1 import common_pb2 as pb
+from specdec.worker.clamping import microseconds, uint32
 from target_service.decide import Decision
 from target_service.session import SessionState, TargetSession
 
@@ -32,10 +33,10 @@ def make_verdict(decision: Decision, began_at_s: float, elapsed_s: float, held_s
         verified_by_depth=depths_of(candidate.tree.depths[: candidate.num_nodes]),
         num_accepted=len(walk.path),
         hit=session.state is SessionState.HIT,
-        step_us=int(elapsed_s * 1e6),
-        hold_off_us=int(held_s * 1e6),
-        draft_us=session.tree.draft_us,
-        num_wasted=num_wasted,
+        step_us=microseconds(elapsed_s),
+        hold_off_us=microseconds(held_s),
+        draft_us=uint32(session.tree.draft_us),
+        num_wasted=uint32(num_wasted),
     )
     if session.state is SessionState.PREFILL:
         _describe_prefill(session, verdict, began_at_s + elapsed_s)
@@ -58,8 +59,8 @@ def end_position(verdict: pb.Verdict) -> int:
 def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s: float) -> None:
     opened_at_s = session.times.opened_at_s
     first_step_at_s = session.times.first_step_at_s or opened_at_s
-    verdict.queue_us = int((first_step_at_s - opened_at_s) * 1e6)
-    verdict.prefill_us = int((decided_at_s - first_step_at_s) * 1e6)
+    verdict.queue_us = microseconds(first_step_at_s - opened_at_s)
+    verdict.prefill_us = microseconds(decided_at_s - first_step_at_s)
     verdict.num_cached_tokens = session.seq.num_cached_tokens
     verdict.prompt_logprobs.extend(session.prompt_logprobs)
     session.prompt_logprobs = []

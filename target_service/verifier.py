@@ -13,21 +13,24 @@ from specdec.engine.tree import TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
+from specdec.worker.clamping import microseconds
 from specdec.worker.errors import invalid, non_finite_logits
 from specdec.worker.host import SessionHost
+from specdec.worker.isolation import IsolatedSteps, each_or_halves, is_engines_own
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
 from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
 from target_service.logprobs import take_prompt_logprobs
-from target_service.metrics import TargetRecorder
 from target_service.opening import new_session
 from target_service.pacing import Pacing
 from target_service.policy.payoff import PayoffMeter
 from target_service.proposal_intake import ProposalIntake
+from target_service.records.metrics import TargetRecorder
+from target_service.records.progress import PROGRESS_INTERVAL_S, describe_progress
+from target_service.records.step_record import StepObserver, StepRecord
+from target_service.records.trace import trace_end, trace_preemptions, trace_verdict
 from target_service.session import SessionState, TargetSession
-from target_service.step_record import StepObserver, StepRecord
-from target_service.trace import trace_end, trace_preemptions, trace_verdict
 from target_service.verdicts import end_position, make_verdict
 
 
@@ -57,6 +60,7 @@ class Verifier:
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
         self._forks = Forks()
+        self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._intake = ProposalIntake(host, recorder)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
@@ -127,14 +131,27 @@ class Verifier:
         stats = self._engine.stats()
         credit = self.pacing.draft_credit(self._settings.max_draft_tokens)
         self._recorder.load(stats, len(self._host.sessions), credit)
+        self._tell_progress(time.monotonic())
         return pb.LoadReport(
             num_running=stats.running,
             num_waiting=stats.waiting + len(self._forks),
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
+            num_sessions=len(self._host.sessions),
+            max_sessions=self._settings.max_sessions,
+            num_waiting_tokens=self._engine.num_waiting_tokens(),
             draft_credit=credit,
-            step_us=int(self.pacing.step_time.predict(max(1, stats.running)) * 1e6),
+            step_us=microseconds(self.pacing.step_time.predict(max(1, stats.running))),
         )
+
+    def _tell_progress(self, now_s: float) -> None:
+        """Tell owners of sessions without a verdict for a second what these are doing, and again every second."""
+        for session in self._host.sessions:
+            times = session.times
+            last_s = max(times.opened_at_s, times.last_verdict_at_s or 0.0, times.told_at_s)
+            if now_s - last_s >= PROGRESS_INTERVAL_S and session.orphaned_at_s is None:
+                times.told_at_s = now_s
+                self._host.emit(session, progress=describe_progress(session))
 
     # --- steps
 
@@ -143,8 +160,15 @@ class Verifier:
         self._due_at_s, self._turn_began_s = now_s, time.monotonic()
         ready = self._ready()
         for session in ready:
-            self._intake.absorb(session, self.pacing, now_s)
-        self.pacing.plan(ready, now_s)
+            try:
+                self._intake.absorb(session, self.pacing, now_s)
+            except Exception as error:
+                self._fault(session, error)
+        ready = [session for session in ready if session.has_seq]
+        try:
+            self.pacing.plan(ready, now_s)
+        except Exception as error:
+            self._give_up_trees(ready, error)
 
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
@@ -153,23 +177,39 @@ class Verifier:
     def step(self) -> None:
         """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers."""
         started_s = time.monotonic()
-        chosen = self.pacing.choose_trees(self._ready())
-        output = self._engine.step()
+        try:
+            chosen = self.pacing.choose_trees(self._ready())
+        except Exception as error:
+            chosen = self._give_up_trees(self._ready(), error)
+        output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error))
         if output is None:
             return
         preempted = [self._by_seq[seq.seq_id] for seq in output.preempted]
         candidates, undecided = self._candidates(output, chosen, started_s)
-        decisions, spoiled = decide(candidates, output.logits, self._sampler)
+
+        def decide_some(some: list[Candidate]) -> list[Decision]:
+            decided, spoiled = decide(some, output.logits, self._sampler)
+            undecided.extend(spoiled)
+            return decided
+
+        decisions = each_or_halves(
+            candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
+        )
         elapsed_s = time.monotonic() - started_s
         # Both are of before the verdicts, which end hold-offs and prefills.
         held_s = max((decision.candidate.session.held_s(self._due_at_s) for decision in decisions), default=0.0)
         is_decode = all(
-            item.num_new_tokens <= 1 and self._by_seq[item.seq.seq_id].state is not SessionState.PREFILL
+            item.num_new_tokens <= 1
+            and (session := self._by_seq.get(item.seq.seq_id)) is not None
+            and session.state is not SessionState.PREFILL
             for item in output.items
         )
         for decision in decisions:
-            self._commit(decision, started_s, elapsed_s)
-        for each in (*undecided, *spoiled):
+            try:
+                self._commit(decision, started_s, elapsed_s)
+            except Exception as error:
+                self._fault(decision.candidate.session, error)
+        for each in undecided:
             self._fail_undecided(each)
         record = StepRecord(
             output=output,
@@ -203,6 +243,9 @@ class Verifier:
                 except NonFiniteLogits as error:
                     undecided.append(Undecided(session, error))
                     is_bad = True
+                except Exception as error:
+                    self._fault(session, error)
+                    continue
             if not item.completes:
                 continue
             root_row = item.rows.stop - item.tree_nodes - 1
@@ -296,6 +339,27 @@ class Verifier:
     def _fit_step_time(self, step: StepRecord) -> None:
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
         self.pacing.observe_step(step.output.num_tokens, step.turn_s)
+
+    # --- faults
+
+    def _fault(self, session: TargetSession, error: Exception) -> None:
+        """End a session for what its share of the work has raised."""
+        failure = self._host.faults.failure(error)
+        if session.state is SessionState.ENDED:
+            return
+        self.close(session)
+        self._host.failed(session, failure)
+
+    def _give_up_trees(self, sessions: list[TargetSession], error: Exception) -> dict[str, list[int]]:
+        """Decode plainly this time; whose proposal is at fault is not known."""
+        if is_engines_own(error):
+            raise error
+        self._host.faults.note(error)
+        for session in sessions:
+            session.tree.clear()
+            session.seq.tree = None
+            session.plan(None)
+        return {}
 
     # --- details
 

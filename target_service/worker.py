@@ -10,7 +10,7 @@ from specdec.telemetry import TargetMetrics
 from specdec.v1 import target_pb2
 from specdec.worker.entry import run_role
 from specdec.worker.role import Wire
-from target_service.metrics import TargetRecorder
+from target_service.records.metrics import TargetRecorder
 from target_service.verifier import Verifier
 
 _WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult, "verify session", "decode")

@@ -5,8 +5,8 @@ target one at a time is opened, the others wait their turn there. One that gets 
 comes; one under which the target dies too is guilty, and is never opened again. So a request that ends whatever steps
 it ends two replicas, and those that were there with it wait for a few steps of each other.
 
-Targets that were killed from outside, frozen or cut off make nobody a suspect, until one request has been there at three
-of them: one that makes its host run out of memory looks like that.
+Targets that were killed from outside, frozen or cut off make nobody a suspect, until one request has been there at
+three of them: one that makes its host run out of memory looks like that.
 
 Before a trial there is a pause: replicas that are killed at the same moment show it by then, and nobody is blamed.
 """

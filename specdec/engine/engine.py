@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as Ids
 
 from specdec.engine.batch import build_batch
@@ -28,6 +28,7 @@ class Engine:
         self.scheduler = scheduler
         self._ids = itertools.count()
         self._unaccepted: list[Sequence] = []  # verified in the last step
+        self._in_step: list[Sequence] | None = None  # who is in the last step; None: it is not decided
         self._rollbacks = 0
         self._rollback_tokens = 0
 
@@ -163,15 +164,18 @@ class Engine:
 
     # --- steps
 
-    def step(self) -> StepOutput | None:
+    def step(self, only: Container[int] | None = None) -> StepOutput | None:
         """Run one batch; None if nothing can run. Sequences that complete have no token pending afterwards.
 
-        Trees verified by the step before are forgotten unless accepted. If the runner raises, no sequence advanced.
+        Trees verified by the step before are forgotten unless accepted. With `only`, no other sequences (by id) run. If
+        it raises, no sequence has advanced, and `abandon_step` must come before anything else.
         """
+        self._in_step = None
         for seq in self._unaccepted:
             self._forget_nodes(seq)
         self._unaccepted = []
-        scheduled = self.scheduler.schedule()
+        scheduled = self.scheduler.schedule(only)
+        self._in_step = [item.seq for item in scheduled.items]
         if not scheduled.items:
             return None
         if scheduled.copies:
@@ -189,6 +193,25 @@ class Engine:
             preempted=scheduled.preempted,
             num_tokens=scheduled.num_tokens,
         )
+
+    def num_waiting_tokens(self) -> int:
+        """Tokens of sequences that may run and whose first logits are still to come, and that are not computed."""
+        return sum(
+            seq.num_pending_tokens for seq in self.scheduler.sequences if seq.is_ready and not seq.num_served_tokens
+        )
+
+    def abandon_step(self) -> list[Sequence]:
+        """A step raised: whoever was in it gives up its blocks and is computed anew, as what they hold is not known.
+
+        Returns the sequences that were in it: all that could run when not even that was decided.
+        """
+        sequences = list(self.scheduler.sequences)
+        batch = [seq for seq in sequences if seq.is_ready] if self._in_step is None else self._in_step
+        for seq in sequences if self._in_step is None else batch:
+            if seq.block_ids:
+                self.scheduler.preempt(seq)
+            seq.tree = None
+        return batch
 
     def stats(self) -> EngineStats:
         """Gauges and counters; `running` sequences hold blocks, `waiting` ones do not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from specdec.engine.block_pool import BlockPool
@@ -110,13 +110,15 @@ class Scheduler:
         self._release(seq)
         self.counters.preemptions += 1
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self, only: Container[int] | None = None) -> ScheduledStep:
         """Choose the next step's rows and give them blocks; an empty step means that nothing can run.
+
+        With `only` no other sequences run, though they may give up blocks.
 
         Cost: grows with the sequences and with the blocks written, not with the context.
         """
         step = ScheduledStep()
-        decodes, prefills = self._ready()
+        decodes, prefills = self._ready(only)
         if not decodes and not prefills:
             return step
         prefill_budget = self.max_batch_tokens
@@ -133,12 +135,12 @@ class Scheduler:
             item.seq.last_turn = self._turn
         return step
 
-    def _ready(self) -> tuple[list[Sequence], list[Sequence]]:
+    def _ready(self, only: Container[int] | None) -> tuple[list[Sequence], list[Sequence]]:
         """Sequences that one short chunk finishes, and the others with something to compute, each by turn."""
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for seq in self._sequences.values():
-            if not seq.is_ready:
+            if not seq.is_ready or (only is not None and seq.seq_id not in only):
                 continue
             is_decode = seq.num_computed_tokens and seq.num_pending_tokens <= self.block_pool.block_size
             (decodes if is_decode else prefills).append(seq)

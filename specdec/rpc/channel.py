@@ -10,6 +10,8 @@ from specdec.tls_files import TlsFiles, TlsMaterial
 
 _MAX_RECONNECT_BACKOFF_MS = 2000
 _MIN_RECONNECT_BACKOFF_MS = 100
+_CONNECT_ATTEMPT_MS = 5000
+"""gRPC gives an attempt to connect no less than this: a busy peer needs more than a second to answer."""
 
 
 def wire_options(settings: WireSettings) -> list[tuple[str, int]]:
@@ -41,7 +43,7 @@ def open_channel(address: str, settings: ClientSettings, tls: TlsMaterial | None
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", _MIN_RECONNECT_BACKOFF_MS),
-        ("grpc.min_reconnect_backoff_ms", _MIN_RECONNECT_BACKOFF_MS * 10),
+        ("grpc.min_reconnect_backoff_ms", _CONNECT_ATTEMPT_MS),
         ("grpc.max_reconnect_backoff_ms", _MAX_RECONNECT_BACKOFF_MS),
     ]
     if tls is None and (files := replica_tls_files(settings)) is not None:

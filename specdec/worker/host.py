@@ -9,6 +9,7 @@ import structlog
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure
+from specdec.worker.isolation import FaultLog
 from specdec.worker.pending_responses import PendingResponses
 from specdec.worker.role import Wire
 from specdec.worker.sessions import EngineSession, EngineSessionTable, SessionT
@@ -24,6 +25,7 @@ class SessionHost(Generic[SessionT]):
     def __init__(self, port: EnginePort, wire: Wire, identity: pb.ModelIdentity, session_ttl_s: float) -> None:
         self.sessions = EngineSessionTable[SessionT](session_ttl_s)
         self.responses = PendingResponses(port, wire)
+        self.faults = FaultLog()
         self._port = port
         self._wire = wire
         self._identity = identity

@@ -173,7 +173,10 @@ class EngineWorker(Generic[SessionT]):
             return
         if owner is None and (owner := self._attach(stream_id, request.attach)) is None:
             return
-        self._role.owner_message(owner, request)
+        try:
+            self._role.owner_message(owner, request)
+        except Exception as error:  # advice for speed only
+            self._host.faults.note(error)
         for entry in request.entries:
             self._handle_entry(owner, stream_id, entry)
         if self._port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
@@ -210,8 +213,8 @@ class EngineWorker(Generic[SessionT]):
         self._role.set_orphaned(session, False)
         try:
             self._role.resend(session, committed_length)
-        except SessionFailure as failure:
-            self._fail(session, failure)
+        except Exception as error:
+            self._fail(session, self._host.faults.failure(error))
 
     def _handle_entry(self, owner: Owner, stream_id: int, entry: Any) -> None:
         kind = entry.WhichOneof("entry")
@@ -226,16 +229,16 @@ class EngineWorker(Generic[SessionT]):
             return
         try:
             self._role.entry(session, kind, getattr(entry, kind))
-        except SessionFailure as failure:
-            self._fail(session, failure)
+        except Exception as error:
+            self._fail(session, self._host.faults.failure(error))
 
     def _open(self, owner: Owner, stream_id: int, entry: Any, current: SessionT | None) -> None:
         try:
             if current is not None and not self._replace(current, owner, entry):
                 return
             session = self._role.open(owner, entry.session_id, entry.epoch, entry.open)
-        except SessionFailure as failure:
-            self._host.refuse(stream_id, entry.session_id, entry.epoch, failure)
+        except Exception as error:
+            self._host.refuse(stream_id, entry.session_id, entry.epoch, self._host.faults.failure(error))
             return
         session.lease_generation = entry.open.lease_generation
         if entry.open.HasField("deadline_ms"):

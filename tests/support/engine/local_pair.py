@@ -29,9 +29,9 @@ from specdec.worker.build import BuiltEngine, build_engine
 from specdec.worker.host import SessionHost
 from specdec.worker.loop import EngineWorker
 from specdec.worker.role import Wire
-from target_service.metrics import TargetRecorder
 from target_service.pacing import Pacing
 from target_service.policy.step_time import StepTimeModel
+from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession
 from target_service.verifier import Verifier
 

@@ -40,8 +40,8 @@ FLOORS = {
         leading_runner
     """,
     "specdec.worker": """
-        engine_gauges errors rank_child trace
-        opening ranks sessions
+        clamping engine_gauges errors rank_child trace
+        isolation opening ranks sessions
         build role
         pending_responses
         host
@@ -70,9 +70,9 @@ FLOORS = {
         journal links
         observer replicas
         finishing intake
-        decode_loop recovery replay
-        connections generation
-        servicer
+        decode_loop replay
+        generation recovery
+        connections servicer
         service
         processes
         __main__
@@ -80,8 +80,8 @@ FLOORS = {
     "target_service": """
         policy servicer tree
         __main__ session
-        forks logprobs opening pacing step_record
-        decide metrics trace
+        forks logprobs opening pacing records
+        decide
         proposal_intake verdicts
         verifier
         worker

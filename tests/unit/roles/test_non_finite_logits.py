@@ -51,8 +51,8 @@ def spoil_rows(pair: LocalPair, role: str, monkeypatch: pytest.MonkeyPatch, spoi
     engine = getattr(pair, f"{role}_built").engine
     step = engine.step
 
-    def spoiled_step() -> StepOutput | None:
-        output = step()
+    def spoiled_step(*args: Any) -> StepOutput | None:
+        output = step(*args)
         if output is not None:
             output.logits = output.logits.clone()
             for item in output.items:

@@ -7,8 +7,8 @@ from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
 from target_service.policy.payoff import Payoff
+from target_service.records.step_record import StepRecord
 from target_service.session import TargetSession
-from target_service.step_record import StepRecord
 
 _ORIGINS = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
 _FINISH = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in pb.FinishReason.items()}

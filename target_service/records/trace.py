@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.trace import SessionTrace
+from target_service.records.step_record import StepRecord
 from target_service.session import TargetSession
-from target_service.step_record import StepRecord
 
 
 def trace_verdict(trace: SessionTrace, verdict: pb.Verdict) -> None:

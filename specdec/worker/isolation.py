@@ -1,0 +1,158 @@
+"""A fault costs the one session that it belongs to: whose share of the work it was, and how that is found out.
+
+Whatever is raised in one session's share ends that session with SESSION_FAULT. What is raised for many at once is tried
+again with halves of them, until it is known whose it is. Faults of the engine itself are raised on: its process ends,
+and its servicer starts another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import structlog
+from google.rpc import code_pb2
+
+from specdec.engine.engine import Engine
+from specdec.engine.errors import KVInvariantError
+from specdec.engine.outputs import StepOutput
+from specdec.engine.sequence import Sequence
+from specdec.worker.errors import SessionFailure
+
+_DEVICE_WORDS = ("CUDA", "cuBLAS", "cuDNN", "NCCL", "out of memory")
+_MOST_FAULTS_IN_A_ROW = 2
+_log = structlog.get_logger("specdec.worker")
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+
+def is_engines_own(error: Exception) -> bool:
+    """Whether an error says that the engine cannot go on, whichever session met it."""
+    if isinstance(error, KVInvariantError | MemoryError | OSError):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS)
+
+
+class FaultLog:
+    """Turns errors into failures of sessions; a traceback is logged once for each place that raises."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[type, str, int]] = set()
+
+    def failure(self, error: Exception) -> SessionFailure:
+        """What the session's owner is told; the very error where it is a SessionFailure.
+
+        Raises the error itself where it is the engine's own.
+        """
+        if isinstance(error, SessionFailure):
+            return error
+        if is_engines_own(error):
+            raise error
+        self.note(error)
+        message = f"the session met a fault of the replica: {type(error).__name__}"
+        return SessionFailure(code_pb2.INTERNAL, "SESSION_FAULT", message)
+
+    def note(self, error: Exception) -> None:
+        """Log an error that ends nothing."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = (
+            (type(error), "", 0) if trace is None else (type(error), trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        )
+        is_new = place not in self._seen
+        self._seen.add(place)
+        _log.error("fault", error=repr(error), place=f"{place[1]}:{place[2]}", exc_info=error if is_new else None)
+
+
+def each_or_halves(
+    items: list[ItemT], run: Callable[[list[ItemT]], list[ResultT]], on_fault: Callable[[ItemT, Exception], None]
+) -> list[ResultT]:
+    """The results of `run` for all items but those it raises for, which `on_fault` is told of.
+
+    `run` must change nothing when it raises. Raises its error when it is the engine's own, or when no item is without.
+    """
+    faults: list[tuple[ItemT, Exception]] = []
+    results = _run_halves(items, run, faults)
+    if len(faults) > 1 and len(faults) == len(items):
+        raise faults[0][1]
+    for item, error in faults:
+        on_fault(item, error)
+    return results
+
+
+def _run_halves(
+    items: list[ItemT], run: Callable[[list[ItemT]], list[ResultT]], faults: list[tuple[ItemT, Exception]]
+) -> list[ResultT]:
+    try:
+        return run(items)
+    except Exception as error:
+        if is_engines_own(error):
+            raise
+        if len(items) == 1:
+            faults.append((items[0], error))
+            return []
+    middle = len(items) // 2
+    return _run_halves(items[:middle], run, faults) + _run_halves(items[middle:], run, faults)
+
+
+class IsolatedSteps:
+    """Steps of an engine. After one that raises, those who were in it are computed anew, in halves, until it is known
+    who it raises for.
+
+    A half is cleared when all of it has got as far as it was. Meanwhile nobody else steps, so that what fails next
+    tells something about the half.
+    """
+
+    def __init__(self, engine: Engine, *, is_alone: bool) -> None:
+        """`is_alone`: no other rank has a part in steps; with others a step that raises leaves them behind."""
+        self._engine = engine
+        self._is_alone = is_alone
+        self._halves: list[list[tuple[Sequence, int]]] = []
+        self._faults_in_a_row = 0
+
+    def step(self, on_fault: Callable[[Sequence, Exception], None]) -> StepOutput | None:
+        """As Engine.step; None after a step that raised. `on_fault` is told of the sequence that is to blame.
+
+        Raises what a step raises when it is the engine's own, and at the second fault without a good step in between.
+        """
+        while True:
+            suspects = self._suspects()
+            try:
+                output = self._engine.step(None if suspects is None else {seq.seq_id for seq, _ in suspects})
+            except Exception as error:
+                if is_engines_own(error) or not self._is_alone:
+                    raise
+                self._on_raise(error, on_fault)
+                return None
+            if output is not None:
+                self._faults_in_a_row = 0
+            if output is not None or suspects is None:
+                return output
+            self._halves.pop(0)  # nothing of it can run now
+
+    def _suspects(self) -> list[tuple[Sequence, int]] | None:
+        """The half that is being tried; None: all may run."""
+        while self._halves:
+            if any(self._is_suspect(seq, num_tokens) for seq, num_tokens in self._halves[0]):
+                return self._halves[0]
+            self._halves.pop(0)
+        return None
+
+    def _is_suspect(self, seq: Sequence, num_tokens: int) -> bool:
+        return self._engine.scheduler.holds(seq) and seq.is_ready and seq.num_computed_tokens < num_tokens
+
+    def _on_raise(self, error: Exception, on_fault: Callable[[Sequence, Exception], None]) -> None:
+        batch = self._engine.abandon_step()
+        if self._halves:
+            self._halves.pop(0)
+        _log.warning("step_failed", num_sequences=len(batch), error=repr(error))
+        if len(batch) == 1:
+            self._faults_in_a_row += 1
+            if self._faults_in_a_row >= _MOST_FAULTS_IN_A_ROW:
+                raise error
+            on_fault(batch[0], error)
+            return
+        suspects = [(seq, len(seq.token_ids)) for seq in batch]
+        middle = len(suspects) // 2
+        self._halves[:0] = [half for half in (suspects[:middle], suspects[middle:]) if half]

@@ -1,0 +1,1 @@
+"""What is told of a session and of a step: metrics, spans, progress."""

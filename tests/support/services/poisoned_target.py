@@ -1,0 +1,26 @@
+"""A target's engine whose model raises for one token id: what a request that kills engines looks like."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.config import TargetSettings
+from specdec.engine.batch import Batch
+from specdec.engine.model.runner import ModelRunner
+from specdec.rpc.bridge.frames import EnginePort
+from target_service import worker
+
+POISON = 7
+
+
+def run_engine(port: EnginePort, settings: TargetSettings) -> None:
+    """As the target's own entry."""
+    forward = ModelRunner.forward
+
+    def raising(self: ModelRunner, batch: Batch) -> torch.Tensor:
+        if POISON in batch.input_ids.tolist():
+            raise ValueError("poison")
+        return forward(self, batch)
+
+    ModelRunner.forward = raising  # type: ignore[method-assign]
+    worker.run_engine(port, settings)
