@@ -51,9 +51,9 @@ class RelayMetrics(MetricGroup):
         self.engine_restarts = self._counter(
             "engine_restarts_total",
             "Engine processes that ended after they had been ready, and were started again.",
-            {"cause": "exited, silent, stuck"},
+            {"cause": "exited, killed, silent, stuck"},
             promql="sum by (instance, cause) (increase($engine_restarts_total[15m]))",
-            initial=("exited", "silent", "stuck"),
+            initial=("exited", "killed", "silent", "stuck"),
         )
         self.engine_silence = self._gauge(
             "engine_silence_seconds",

@@ -386,8 +386,8 @@ def test_a_write_to_a_shared_block_is_caught_at_the_write() -> None:
     seq = prefilled(engine)
     schedule = engine.scheduler.schedule
 
-    def schedule_then_share() -> Any:
-        scheduled = schedule()
+    def schedule_then_share(*args: Any) -> Any:
+        scheduled = schedule(*args)
         engine.block_pool.share(seq.block_ids[-1:])
         return scheduled
 

@@ -45,7 +45,7 @@ async def disturb(call: Any, engine: int, fault: str) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason", "cause"),
-    [("kill", "ENGINE_GONE", "exited"), ("stop", "ENGINE_STALLED", "silent"), ("hang", "ENGINE_STALLED", "stuck")],
+    [("kill", "ENGINE_LOST", "killed"), ("stop", "ENGINE_LOST", "silent"), ("hang", "ENGINE_STALLED", "stuck")],
 )
 async def test_an_engine_that_fails_is_replaced_and_its_streams_are_told_why(
     fault: str, reason: str, cause: str
