@@ -64,8 +64,9 @@ async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(w
             freeze(whole, "target")
             whole.kill("draft")
             whole.restart("draft")
+            whole.wait_healthy("draft")
+            thaw(whole, "target")  # its stream was given up meanwhile, and is opened again
             whole.wait_connected()
-            thaw(whole, "target")
             for num_tokens in range(BEFORE, NUM_TOKENS, 4):
                 await stream.until(num_tokens)
                 await asyncio.sleep(POLL_S)  # the draft, which starts anew, may be slower than the stream

@@ -210,7 +210,7 @@ async def test_every_token_of_two_ranks_is_that_of_one_or_as_good(
             assert scores.get(tokens[place], -np.inf) > best[0].score - NEAR_TIE, f"{body.sampling} at {place}"
 
 
-async def test_a_rank_that_is_killed_in_mid_stream_ends_the_replica_and_the_stream_goes_on_after_a_restart(
+async def test_a_rank_that_is_killed_in_mid_stream_ends_its_engine_and_the_stream_goes_on_with_another(
     split_cluster: Cluster,
 ) -> None:
     target = split_cluster.services["target"]
@@ -221,11 +221,10 @@ async def test_a_rank_that_is_killed_in_mid_stream_ends_the_replica_and_the_stre
         async with Reading(client, body) as stream:
             await stream.until(20)
             os.kill(processes[2].pid, signal.SIGKILL)
-            assert await exit_code(split_cluster) == 1
-            await all_gone(*processes)
-            assert '"reason": "rank 1 was killed by SIGKILL"' in target.log_path.read_text()
-            split_cluster.restart("target")
+            await all_gone(*processes[1:])
             completion = await stream.rest()
+    assert "rank 1 was killed by SIGKILL" in target.log_path.read_text()
+    assert processes[0].is_running()
     assert completion.identity == undisturbed.identity
 
 

@@ -69,8 +69,15 @@ class UpCommand:
 
     def service(self, module: str) -> psutil.Process:
         """The process of a service, by its module."""
-        (found,) = (child for child in psutil.Process(self.process.pid).children() if module in child.cmdline())
+        (found,) = (child for child in psutil.Process(self.process.pid).children() if module in _command_line(child))
         return found
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:  # it ended, and may not have been waited for yet
+        return []
 
 
 @contextmanager
