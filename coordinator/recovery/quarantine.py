@@ -49,8 +49,8 @@ class Quarantine:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._waiting: dict[str, list[Session]] = {}
         """Held back, by the target's address."""
-        self._doubtful: dict[str, tuple[str, list[Request]]] = {}
-        """Instance and suspects of targets whose connection was lost, which need not have died."""
+        self._doubtful: dict[str, tuple[str, list[Request], list[Request]]] = {}
+        """Of targets that were lost and need not have died: the instance, who was there, who is a suspect for it."""
 
     def died(self, link: TargetHost, instance_id: str, sessions: Iterable[Session], *, is_sure: bool) -> list[Request]:
         """A target died, or was lost; returns the requests that have to be ended for it."""
@@ -61,7 +61,7 @@ class Quarantine:
                 request.num_losses += 1
             lost, requests = requests, [r for r in requests if r.num_losses >= _LOSSES_OF_A_SUSPECT]
             if instance_id:
-                self._doubtful[link.address] = (instance_id, lost)
+                self._doubtful[link.address] = (instance_id, lost, requests)
         suspects = [request for request in requests if request.num_deaths]
         for request in requests:
             request.num_deaths += 1
@@ -75,13 +75,13 @@ class Quarantine:
 
     def came_back(self, address: str, instance_id: str) -> None:
         """A target is there again: if it is the same process as before, nobody ended it."""
-        former, requests = self._doubtful.pop(address, ("", []))
+        former, lost, struck = self._doubtful.pop(address, ("", [], []))
         if not former or former != instance_id:
             return
-        for request in requests:
+        for request in lost:
             request.num_losses = max(0, request.num_losses - 1)
-            if request.num_losses < _LOSSES_OF_A_SUSPECT:
-                request.num_deaths = 0
+        for request in struck:
+            request.num_deaths = max(0, request.num_deaths - 1)
         for waited_at in list(self._waiting):
             self.settle(waited_at)
 
@@ -112,7 +112,7 @@ class Quarantine:
         session.target.cleared_at = None
         request, host = session.request, session.target.host
         if not any(other.target.cleared_at is not None for other in request.sessions if other.finish is None):
-            request.num_deaths = 0
+            request.num_deaths = request.num_losses = 0
         if host is not None:
             self.settle(host.address)
 
