@@ -20,6 +20,7 @@ BENCH_ARGS ?=
 DEMO_ARGS ?=
 CHAOS_ARGS ?=
 SOAK_ARGS ?=
+FUZZ_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -30,12 +31,14 @@ TSC := .tools/node_modules/.bin/tsc
 CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst @, ,$(package)))/package.json)
 CHECKOV := .tools/checkov/bin/checkov
 COMPOSE := .tools/docker-compose
-PROTOS := $(wildcard proto/specdec/v1/*.proto)
+PROTO_ROOT ?= proto
+PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)
+RELEASED_PROTOS := $(wildcard releases/*/protos.binpb)
 PYTHON_SOURCES := specdec coordinator draft_service target_service models bench tests
 
 .PHONY: help
 help:  ## Show the targets.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1\t\2/' | expand -t 18
 
 .PHONY: venv
 venv: $(STAMP)  ## Make the virtual environment.
@@ -103,6 +106,10 @@ test-isa: $(STAMP)  ## Run the tests of numerics under each instruction set that
 test-long: $(STAMP)  ## Run the tests that take minutes.
 	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
 
+.PHONY: defects
+defects: $(STAMP)  ## Reproduce known defects in this version's services, or in those of a revision (REVISION=6227d38).
+	@$(BIN)/pytest tests/defects -m long -v $(if $(REVISION),--revision $(REVISION)) $(PYTEST_ARGS)
+
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest tests -m gpu --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
@@ -115,6 +122,10 @@ chaos: $(STAMP) servers  ## Break a fleet at random while clients compare all an
 soak: $(STAMP) servers  ## Load a fleet for an hour and look for what grows (SOAK_ARGS="--minutes 60").
 	@$(BIN)/python -m tests.adversary soak $(SOAK_ARGS)
 
+.PHONY: fuzz
+fuzz: $(STAMP) servers  ## Send what no peer of ours would, over every link, from a random seed (FUZZ_ARGS="--seconds 600").
+	@$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
 .PHONY: lint
 lint: lint-python lint-proto  ## Check style, types and protos.
 
@@ -124,13 +135,15 @@ lint-python: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Against the last release too, which may run beside this version (docs/upgrades.md).
 .PHONY: lint-proto
 lint-proto: $(STAMP) $(BUF)
 	@image="$$(mktemp --suffix .binpb)"
 	trap 'rm -f "$$image"' EXIT
 	include="$$($(BIN)/python -c 'import pathlib, google.rpc; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])')"
-	$(BIN)/python -m grpc_tools.protoc -Iproto -I"$$include" --include_imports --include_source_info -o "$$image" $(PROTOS)
+	$(BIN)/python -m grpc_tools.protoc -I$(PROTO_ROOT) -I"$$include" --include_imports --include_source_info -o "$$image" $(PROTOS)
 	$(BUF) lint "$$image" --config buf.yaml
+	$(BUF) breaking "$$image" --against $(RELEASED_PROTOS) --config buf.yaml
 
 .PHONY: format
 format: $(STAMP)  ## Format the code and fix what can be fixed.
@@ -140,7 +153,7 @@ format: $(STAMP)  ## Format the code and fix what can be fixed.
 # $(1): the folder that gets specdec/v1.
 define generate_stubs
 include="$$($(BIN)/python -c 'import pathlib, google.rpc; print(pathlib.Path(list(google.rpc.__path__)[0]).parents[1])')"
-PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iproto -I"$$include" \
+PATH="$$PWD/$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I$(PROTO_ROOT) -I"$$include" \
     --python_out=$(1) --mypy_out=$(1) --grpc_python_out=$(1) --mypy_grpc_out=$(1) $(PROTOS)
 rm -f $(1)/specdec/v1/common_pb2_grpc.py* $(1)/specdec/v1/trace_pb2_grpc.py*
 endef
@@ -160,6 +173,14 @@ check-proto: $(STAMP)  ## Fail when specdec/v1 does not match proto/.
 	for file in specdec/v1/*_pb2*; do
 	    test -e "$$fresh/$$file" || { echo "$$file has no proto" >&2; exit 1; }
 	done
+
+.PHONY: release-baseline
+release-baseline: $(STAMP)  ## Record a release, to hold the next version against it (COMMIT=v0.2.0).
+	@releases/record.sh $(COMMIT)
+
+.PHONY: set-version
+set-version:  ## Raise the version, in all places (VERSION=0.3.0).
+	@releases/set-version.sh $(VERSION)
 
 .PHONY: images
 images:  ## Build the images.

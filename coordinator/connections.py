@@ -55,6 +55,7 @@ class Connections:
             connect_timeout_s=settings.connect_timeout_s,
             backoff_min_s=settings.reconnect_backoff_min_s,
             backoff_max_s=settings.reconnect_backoff_max_s,
+            max_message_bytes=settings.max_message_bytes,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self.rosters: dict[str, Roster[TargetLink] | Roster[DraftLink]] = {}

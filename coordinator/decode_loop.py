@@ -2,6 +2,8 @@
 
     open            a session starts on its target and its draft at once; both prefill
     on_proposal     draft   -> target    relayed unopened
+    on_prompt_logprobs
+                    target  -> client    before the first verdict, where they are wanted
     on_verdict      target  -> client    the tokens that survive the stop check, as text
                             -> draft     the same tokens, as a commit
     on_written      client  -> target    credit: how far it may run ahead of what the client took
@@ -16,17 +18,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from enum import Enum, auto
 
 from coordinator.finishing import Finisher
 from coordinator.journal import Journal
 from coordinator.observer import Observer
-from coordinator.sessions.client_stream import add_tokens
+from coordinator.sessions.client_stream import prompt_chunks
+from coordinator.sessions.drafting import DraftFault, DraftSide
 from coordinator.sessions.session import DraftHost, Session, TargetHost
 from coordinator.sessions.table import SessionTable
+from coordinator.sessions.verdict_check import fault_of
 from coordinator.text.choice_output import Finish
+from specdec.message_sizes import MAX_PROPOSAL_BYTES
 from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
 
 _CREDIT_STEPS = 4
 """The target hears of credit each time a quarter of its window was taken, long before it runs out of it."""
@@ -42,15 +45,6 @@ _FLOOD = 4
 """So many times as much is no mistake."""
 
 
-class DraftFault(Enum):
-    """What a draft does wrong without a word."""
-
-    STALL = auto()
-    """It proposes nothing."""
-    FLOOD = auto()
-    """It proposes far too much."""
-
-
 class DecodeLoop:
     """Moves sessions forward. Runs in the event loop's thread, called by the links' readers; never blocks."""
 
@@ -64,9 +58,10 @@ class DecodeLoop:
         credit_window_tokens: int,
         on_progress: Callable[[Session], None],
         on_desync: Callable[[Session, str], None],
-        on_bad_draft: Callable[[Session, str], None],
+        on_bad_draft: Callable[[Session, str, DraftHost | None], None],
         draft_stall_s: float,
-        on_draft: Callable[[Session, DraftFault], None],
+        on_draft: Callable[[Session, DraftSide, DraftFault], None],
+        on_hedged: Callable[[Session], None],
         on_verified: Callable[[Session, int], None],
     ) -> None:
         """Move nothing yet.
@@ -79,9 +74,11 @@ class DecodeLoop:
             credit_window_tokens: how far a target may run ahead of what its client took.
             on_progress: called when a session that was suspected of a target's end has got on.
             on_desync: called, with the cause, when a target is not where the client is.
-            on_bad_draft: called, with the cause, when the target refuses what a draft proposed.
-            draft_stall_s: how long a draft may be told of commits without a proposal.
-            on_draft: called when it was, and when it proposes far more than anyone can verify.
+            on_bad_draft: called, with the cause, when what a draft proposed is refused; None: by the target, which
+                does not say whose it was.
+            draft_stall_s: how long a draft may be told of commits without a proposal that knows of them.
+            on_draft: called when it was, when it is slow, and when it proposes far more than anyone can verify.
+            on_hedged: called after each step of a session that has two drafts.
             on_verified: called when a proposal was verified, with the number of tokens that were accepted.
         """
         self._sessions = sessions
@@ -94,6 +91,7 @@ class DecodeLoop:
         self._on_bad_draft = on_bad_draft
         self._draft_stall_s = draft_stall_s
         self._on_draft = on_draft
+        self._on_hedged = on_hedged
         self._on_verified = on_verified
 
     def open(self, session: Session, target: TargetHost, draft: DraftHost | None) -> None:
@@ -107,12 +105,14 @@ class DecodeLoop:
     def on_verdict(self, session: Session, verdict: pb.Verdict) -> None:
         """A target step committed tokens. Cost: about 0.05 ms; the product's latency depends on it."""
         now_s = time.monotonic()
-        num_known = session.position - verdict.start_position
-        cause = _desync(session, verdict, num_known)
+        cause = fault_of(session, verdict)
+        if cause is None and session.target.prompt is not None and not session.target.prompt.is_complete:
+            cause = self._take_prompt(session, verdict, now_s)
         if cause is not None:
             self._observer.mismatch()
             self._on_desync(session, cause)
             return
+        num_known = session.position - verdict.start_position
         token_ids = verdict.token_ids[num_known:]
         step = session.output.take(token_ids, _finish_of(verdict))
         kept = token_ids[: step.num_kept]
@@ -126,42 +126,58 @@ class DecodeLoop:
             self._on_progress(session)
 
         if step.finish is None and kept:
-            self._commit(session, start, kept, now_s)
+            is_plain = not (verdict.verified_by_depth or verdict.is_partial)
+            self._commit(session, start, kept, now_s, is_plain=is_plain)
         if kept:
             self._journal.append(session, origins)
-        if is_first:
-            self._send_prompt_facts(session, verdict)
+        if is_first and session.choice == 0 and verdict.num_cached_tokens:
+            session.request.num_cached_tokens = verdict.num_cached_tokens
         if kept or step.text:
-            delta = session.request.stream.delta(session.choice)
-            delta.text += step.text
-            add_tokens(delta, session.detokenizers, kept, origins, verdict.logprobs[num_known:])
-        session.tally.add(verdict, len(kept), is_first, now_s)
-        self._observer.verdict(session, verdict, len(kept), is_first, now_s)
+            logprobs = verdict.logprobs[num_known:]
+            session.request.stream.output(session.choice, step.text, session.detokenizers, kept, origins, logprobs)
+        if verdict.is_partial:
+            session.tally.num_partial_tokens += len(kept)
+        else:
+            num_kept = len(kept) + session.tally.num_partial_tokens
+            session.tally.num_partial_tokens = 0
+            session.tally.add(verdict, num_kept, is_first, now_s)
+            self._observer.verdict(session, verdict, num_kept, is_first, now_s)
         if kept:
             self._note_output(session, now_s)
             self._observer.tokens(origins, now_s, previous_s)
-        if verdict.verified_by_depth and session.draft.host is not None:
+        if verdict.verified_by_depth and session.drafting.sides:
             self._on_verified(session, verdict.num_accepted)
         if step.finish is not None:
             self._finisher.finish(session, step.finish)
 
-    def on_proposal(self, session: Session, proposal: bytes) -> None:
-        """A draft offers tokens: pass them on, unopened."""
-        side = session.draft
+    def on_prompt_logprobs(self, session: Session, part: pb.PromptLogprobsPart) -> None:
+        """A target computed log-probabilities of the prompt. It hears that they have arrived, and forgets them."""
+        cause = self._on_prompt(session, part.start_position, part.positions, time.monotonic())
+        if cause is not None:
+            self._observer.mismatch()
+            self._on_desync(session, cause)
+        elif session.target.host is not None:
+            session.target.host.give_credit(session)
+
+    def on_proposal(self, session: Session, side: DraftSide, proposal: bytes) -> None:
+        """A draft of the session offers tokens: pass them on, unopened."""
         side.num_proposals += 1
         side.num_proposed_bytes += len(proposal)
         excess = max(side.num_proposals / _MOST_PROPOSALS, side.num_proposed_bytes / _MOST_PROPOSED_BYTES)
+        if len(proposal) > MAX_PROPOSAL_BYTES:
+            self._on_bad_draft(session, f"proposal: {len(proposal)} bytes are more than any takes", side.host)
+            return
         if excess > 1:  # of no use to anybody: no target sees it
             if excess > _FLOOD:
-                self._on_draft(session, DraftFault.FLOOD)
+                self._on_draft(session, side, DraftFault.FLOOD)
         elif session.target.host is not None:
-            side.unanswered_s, side.num_stalls = None, 0
-            self._observer.proposal(session, time.monotonic())
+            session.drafting.num_stalls, now_s = 0, time.monotonic()
+            self._observer.proposal(session, now_s, side.proposed(proposal, now_s))
             session.target.host.relay(session, proposal)
 
     def on_proposal_rejected(self, session: Session, rejected: pb.ProposalRejected) -> None:
         """The draft offered something that is no proposal: go on without it."""
-        self._on_bad_draft(session, rejected.status.message)
+        self._on_bad_draft(session, rejected.status.message, None)
 
     def on_written(self, session: Session, num_tokens: int) -> None:
         """The client took tokens: let the target run on. Told in steps, not per token."""
@@ -174,21 +190,34 @@ class DecodeLoop:
             if session.finish is None and side.host is not None:
                 side.host.give_credit(session)
 
-    def _commit(self, session: Session, start: int, token_ids: Sequence[int], now_s: float) -> None:
-        draft = session.draft.host
-        if draft is None:
+    def on_prompt_written(self, session: Session, position: int) -> None:
+        """The client took the prompt's log-probabilities below a position: let the target compute more of them."""
+        side = session.target
+        if side.prompt is None:
             return
-        if draft.identity is not None and session.position >= draft.identity.max_model_len:
-            draft.close(session, "past the draft's context")
-            return
-        draft.commit(session, start, token_ids)
-        self._observer.committed(session, now_s)
-        side = session.draft
-        side.committed()
-        if side.unanswered_s is None:
-            side.unanswered_s = now_s
-        elif now_s - side.unanswered_s >= self._draft_stall_s * 2 ** min(side.num_stalls, _MOST_DOUBLINGS):
-            self._on_draft(session, DraftFault.STALL)
+        was_starved = side.prompt.is_starved
+        if side.prompt.wrote(position) and session.finish is None and side.host is not None:
+            if was_starved:
+                side.heard_s = time.monotonic()
+            side.host.give_credit(session)
+
+    def _commit(self, session: Session, start: int, token_ids: Sequence[int], now_s: float, *, is_plain: bool) -> None:
+        drafting = session.drafting
+        for side in tuple(drafting.sides):
+            draft = side.host
+            if draft.identity is not None and session.position >= draft.identity.max_model_len:
+                draft.close(session, "past the draft's context")
+                continue
+            draft.commit(session, side.epoch, start, token_ids)
+            waited_s = side.committed(session.position, now_s, is_plain=is_plain)
+            if waited_s is None:
+                continue
+            if waited_s >= self._draft_stall_s * 2 ** min(drafting.num_stalls, _MOST_DOUBLINGS):
+                self._on_draft(session, side, DraftFault.STALL)
+            elif drafting.is_slow(side):
+                self._on_draft(session, side, DraftFault.SLOW)
+        if len(drafting.sides) > 1:
+            self._on_hedged(session)
 
     def _note_output(self, session: Session, now_s: float) -> None:
         request = session.request
@@ -197,29 +226,37 @@ class DecodeLoop:
             request.trace.first_token()
             self._observer.first_token(request, now_s)
 
-    def _send_prompt_facts(self, session: Session, verdict: pb.Verdict) -> None:
-        if session.choice == 0:
-            session.request.num_cached_tokens = verdict.num_cached_tokens
-            if session.num_prompt_logprobs is not None and verdict.prompt_logprobs:
-                facts = api.PromptLogprobs(
-                    token_ids=session.token_ids[: session.num_prompt_tokens],
-                    positions=verdict.prompt_logprobs,
-                )
-                session.request.stream.push(api.GenerateResponse(prompt_logprobs=facts))
+    def _take_prompt(self, session: Session, verdict: pb.Verdict, now_s: float) -> str | None:
+        """A target that knows no parts sends the prompt's log-probabilities with its first verdict; why they are not
+        there, or None.
+        """
+        if verdict.prompt_logprobs:
+            cause = self._on_prompt(session, 1, verdict.prompt_logprobs, now_s)
+            if cause is not None:
+                return cause
+        prompt = session.target.prompt
+        is_complete = prompt is None or prompt.is_complete
+        return None if is_complete else "a verdict came before all log-probabilities of the prompt"
 
-
-def _desync(session: Session, verdict: pb.Verdict, num_known: int) -> str | None:
-    """Why a verdict does not continue what was delivered, or None."""
-    if num_known < 0:
-        return f"verdict starts at {verdict.start_position}, expected {session.position}"
-    if len(verdict.origins) != len(verdict.token_ids):
-        return "verdict does not say where its tokens came from"
-    if (
-        num_known
-        and list(verdict.token_ids[:num_known]) != session.token_ids[verdict.start_position :][: len(verdict.token_ids)]
-    ):
-        return f"verdict differs from what was delivered from {verdict.start_position} on"
-    return None
+    def _on_prompt(
+        self, session: Session, start: int, positions: Sequence[pb.PositionLogprobs], now_s: float
+    ) -> str | None:
+        """Pass on what is new of the prompt's log-probabilities; returns why they are not what was to come, or None."""
+        prompt = session.target.prompt
+        if prompt is None:
+            return None  # nobody asked for them
+        cause = prompt.fault_of(start, positions)
+        if cause is not None:
+            return cause
+        num_arrived = prompt.arrived
+        due = prompt.take(start, positions)
+        if prompt.arrived > num_arrived:
+            session.target.recovered(now_s)
+        if due:
+            first = prompt.arrived - len(due)
+            for chunk in prompt_chunks(session.token_ids, first, due, is_joined=prompt.is_joined):
+                session.request.stream.push(chunk)
+        return None
 
 
 def _finish_of(verdict: pb.Verdict) -> Finish | None:

@@ -46,7 +46,7 @@ class Finisher:
         for session in request.sessions:
             held_text = session.output.take((), Finish(pb.FINISH_REASON_ABORT)).text if session.finish is None else ""
             if held_text:
-                request.stream.delta(session.choice).text += held_text
+                request.stream.output(session.choice, held_text, session.detokenizers)
             self.finish(session, Finish(pb.FINISH_REASON_ABORT), "aborted")
 
     def take_over(self, request: Request) -> None:
@@ -69,10 +69,7 @@ class Finisher:
             return False
         session.finish = finish
         session.request.num_unfinished -= 1
-        for side in (session.draft, session.target):
-            side.cancel_retry()
-            if side.host is not None:
-                side.host.close(session, reason)
+        session.close(reason)
         self._sessions.remove(session)
         self._observer.session_ended(session)
         return True

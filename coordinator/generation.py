@@ -20,9 +20,12 @@ from coordinator.journal import Journal
 from coordinator.observer import Observer
 from coordinator.replay import replay
 from coordinator.replicas.fleet import Fleet
+from coordinator.sessions.client_stream import prompt_end
+from coordinator.sessions.prompt_logprobs import PromptProgress
 from coordinator.sessions.request_trace import RequestTracer
 from coordinator.sessions.session import Request, Session
 from coordinator.sessions.table import SessionTable
+from coordinator.sessions.target_side import TargetSide
 from coordinator.tenants.quotas import TenantLease, TenantLimits
 from specdec.rpc.errors import Cancelled, NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
 from specdec.store.errors import RequestHeld, TooManyConcurrent
@@ -94,10 +97,8 @@ class Generator:
             self._check_draining()
             key = self._planner.key(body, caller)
             # What a tenant may have at once is taken before anything is made of its request.
-            with (
-                self._prompt_bytes.hold(caller.tenant, body.ByteSize()),
-                self._tenant_limits.lease(*key, caller.allowance, is_resume=body.HasField("resume")) as lease,
-            ):
+            caller.held.enter_context(self._prompt_bytes.hold(caller.tenant, body.ByteSize()))
+            with self._tenant_limits.lease(*key, caller.allowance, is_resume=body.HasField("resume")) as lease:
                 plan = await self._planner.plan(body, key, caller, trace)
                 self._check_draining()  # nobody would wait for it any more
                 await self._run(plan, lease, write)
@@ -228,7 +229,6 @@ class Generator:
         """First chunk, what is replayed, and the sessions that are still to decode."""
         request, admitted_s = plan.request, time.monotonic()
         self._observer.metrics.prompt_tokens.inc(len(plan.prompt))
-        request.num_context_tokens = len(plan.prompt) + plan.max_tokens
         is_plain = self._sheds_speculation(plan)
         request.stream.push(self._started(plan, [_SHED_NOTICE] if is_plain else []))
         request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
@@ -276,6 +276,8 @@ class Generator:
                 if lease is not None:
                     lease.charge(num_tokens)
                 self._decode_loop.on_written(request.sessions[chunk.delta.index], num_tokens)
+            elif chunk.HasField("prompt_logprobs"):
+                self._decode_loop.on_prompt_written(request.sessions[0], prompt_end(chunk.prompt_logprobs))
 
     def _stalled(self, plan: Plan) -> Cancelled:
         self._observer.metrics.readers_stalled.inc()
@@ -302,7 +304,7 @@ class Generator:
             output=sampling.output(served.tokenizer.detokenizers),
             detokenizers=served.tokenizer.detokenizers,
             max_draft_tokens=plan.speculation.max_draft_tokens,
-            num_prompt_logprobs=sampling.prompt_logprobs if choice == 0 and not plan.held[0].token_ids else None,
+            target=TargetSide(prompt=_prompt_progress(plan) if choice == 0 else None),
         )
 
     def _sheds_speculation(self, plan: Plan) -> bool:
@@ -331,6 +333,14 @@ class Generator:
         request.start([self._session(plan, choice) for choice in range(plan.sampling.n)])
         self._finisher.abort(request)
         await self._stream(plan, write)
+
+
+def _prompt_progress(plan: Plan) -> PromptProgress | None:
+    """Of the prompt's log-probabilities, where the client wants some and lacks some."""
+    num_top, start, end = plan.sampling.prompt_logprobs, plan.prompt_logprobs_start, len(plan.prompt)
+    if num_top is None or start >= end:
+        return None
+    return PromptProgress(num_top, end, start, is_joined=not plan.prompt_logprobs_in_parts)
 
 
 def _resume_info(plan: Plan) -> api.ResumeInfo:

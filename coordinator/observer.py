@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from prometheus_client import Counter
 
@@ -13,20 +12,11 @@ from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions.session import Request, Session
 from specdec.store.guarded import OperationObserver, StateObserver
 from specdec.telemetry import CoordinatorMetrics
+from specdec.telemetry.coordinator_metrics import FALLBACK_CAUSES
 from specdec.v1 import common_pb2 as pb
 
 _JOURNAL_OPERATIONS = frozenset({"begin", "append", "renew", "end", "load", "abort"})
 _ROLES = ("target", "draft")
-
-
-@dataclass(slots=True)
-class _Stopwatch:
-    """Of one session; on the monotonic clock."""
-
-    committed_s: float | None = None
-    """When the draft was told of a commit that no proposal has followed yet."""
-    relayed_s: float | None = None
-    """When the first proposal since the last verdict was relayed."""
 
 
 class Observer:
@@ -43,8 +33,8 @@ class Observer:
         self._proposed = _Depths(metrics.proposed_tokens)
         self._accepted = _Depths(metrics.accepted_tokens)
         self._links: Sequence[ReplicaLink] = ()
-        self._stopwatches: dict[str, _Stopwatch] = {}
-        """Of live sessions that have a draft, by session id."""
+        self._relayed_s: dict[str, float] = {}
+        """When the first proposal since the last verdict was relayed, by session id; on the monotonic clock."""
 
     def first_token(self, request: Request, now_s: float) -> None:
         """A request has output."""
@@ -62,20 +52,18 @@ class Observer:
     def verdict(self, session: Session, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
         """A target step reported."""
         metrics, turn = self.metrics, self._turn
-        stopwatch = self._stopwatches.get(session.session_id)
+        relayed_s = self._relayed_s.pop(session.session_id, None)
         verified = verdict.verified_by_depth
         if verified:
             turn.inc(self._verify)
             self._proposed.add(sum(num > 0 for num in verified), turn)
             self._accepted.add(min(verdict.num_accepted, num_kept), turn)
-            if stopwatch is not None and stopwatch.relayed_s is not None:
-                metrics.verify_latency_seconds.observe(now_s - stopwatch.relayed_s)
+            if relayed_s is not None:
+                metrics.verify_latency_seconds.observe(now_s - relayed_s)
         else:
             turn.inc(self._prefill if is_first else self._plain)
         if is_first:
             self._count_sessions()
-        if stopwatch is not None:
-            stopwatch.relayed_s = None
         if verdict.hit:
             turn.inc(metrics.hits)
         if verdict.num_wasted:
@@ -83,26 +71,26 @@ class Observer:
         if verdict.num_cached_tokens:
             metrics.cached_tokens.inc(verdict.num_cached_tokens)
 
-    def proposal(self, session: Session, now_s: float) -> None:
-        """A draft proposed."""
-        stopwatch = self._stopwatch(session)
-        if stopwatch.committed_s is not None:
-            self.metrics.draft_latency_seconds.observe(now_s - stopwatch.committed_s)
-            stopwatch.committed_s = None
-        if stopwatch.relayed_s is None:
-            stopwatch.relayed_s = now_s
+    def proposal(self, session: Session, now_s: float, answer_s: float | None) -> None:
+        """A draft proposed, so long after a commit that waited for it, if one did."""
+        if answer_s is not None:
+            self.metrics.draft_latency_seconds.observe(answer_s)
+        self._relayed_s.setdefault(session.session_id, now_s)
 
-    def committed(self, session: Session, now_s: float) -> None:
-        """A draft was told which tokens are final."""
-        stopwatch = self._stopwatch(session)
-        if stopwatch.committed_s is None:
-            stopwatch.committed_s = now_s
-
-    def draft_dropped(self, session: Session, cause: str) -> None:
+    def draft_dropped(self, cause: str) -> None:
         """A session goes on without its draft, for a while or for good."""
-        self.metrics.draft_fallbacks.labels(cause).inc()
-        if (stopwatch := self._stopwatches.get(session.session_id)) is not None:
-            stopwatch.committed_s = None
+        self.metrics.draft_fallbacks.labels(cause if cause in FALLBACK_CAUSES else "other").inc()
+
+    def draft_hedged(self, num_open: int) -> None:
+        """A session is opened at a second draft; so many have one now."""
+        self.metrics.draft_hedges.inc()
+        self.metrics.draft_hedges_open.set(num_open)
+
+    def draft_hedge_ended(self, num_open: int, *, is_won: bool) -> None:
+        """A session has one draft again, the second one if that has won."""
+        if is_won:
+            self.metrics.draft_hedges_won.inc()
+        self.metrics.draft_hedges_open.set(num_open)
 
     def session_reopened(self, role: str) -> None:
         """A session is opened again at a replica, the same or another one."""
@@ -118,7 +106,7 @@ class Observer:
 
     def session_ended(self, session: Session) -> None:
         """A choice ended, in whatever way."""
-        self._stopwatches.pop(session.session_id, None)
+        self._relayed_s.pop(session.session_id, None)
         self.metrics.outside_seconds.observe(session.tally.to_proto().outside_ms / 1e3)
 
     def request_ended(self, outcome: str, duration_s: float | None) -> None:
@@ -164,9 +152,6 @@ class Observer:
     def store_changed(self, is_up: bool) -> None:
         """The shared store went down or came back."""
         self.metrics.store_up.set(is_up)
-
-    def _stopwatch(self, session: Session) -> _Stopwatch:
-        return self._stopwatches.setdefault(session.session_id, _Stopwatch())
 
     def _count_sessions(self) -> None:
         for role in _ROLES:

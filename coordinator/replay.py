@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from coordinator.finishing import Finisher
 from coordinator.intake.resume import HeldChoice
-from coordinator.sessions.client_stream import add_tokens
 from coordinator.sessions.session import Session
 from coordinator.text.choice_output import EndRules
 from specdec.rpc.errors import InvalidRequest
@@ -42,9 +41,8 @@ def replay(finisher: Finisher, session: Session, held: HeldChoice, max_model_len
     token_ids = held.token_ids[new]
     rest = text[held.text_offset_bytes :].decode("utf-8", "ignore")
     if rest or token_ids:
-        delta = session.request.stream.delta(session.choice)
-        delta.text += rest
-        add_tokens(delta, session.detokenizers, token_ids, _origins(held.origins[new]))
+        origins = _origins(held.origins[new])
+        session.request.stream.output(session.choice, rest, session.detokenizers, token_ids, origins)
     if step.finish is not None:
         finisher.finish(session, step.finish)
     return step.finish is not None

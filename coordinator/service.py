@@ -17,6 +17,7 @@ from coordinator.decode_loop import DecodeLoop
 from coordinator.finishing import Finisher
 from coordinator.generation import Generator
 from coordinator.intake.admission import AdmissionQueue
+from coordinator.intake.conversions import Conversions
 from coordinator.intake.overload import SpeculationGate
 from coordinator.intake.planning import Planner
 from coordinator.intake.prompt_bytes import PromptBytes
@@ -25,6 +26,7 @@ from coordinator.intake.validation import Limits
 from coordinator.journal import Journal, JournalSettings
 from coordinator.observer import Observer
 from coordinator.recovery import DraftRecovery, TargetRecovery
+from coordinator.recovery.hedging import Hedging
 from coordinator.recovery.watchdog import Watchdog
 from coordinator.replicas.fleet import Fleet
 from coordinator.replicas.outliers import EjectionSettings
@@ -92,14 +94,23 @@ class CoordinatorService:
             self._ejection(),
             allow_mixed_numerics=settings.allow_mixed_numerics,
         )
+        self._gate = SpeculationGate(settings.shed_speculation_after_s)
+        hedging = Hedging(
+            sessions=self._sessions,
+            fleet=self.fleet,
+            observer=observer,
+            share=settings.draft_hedge_share,
+            is_overloaded=lambda: self._gate.is_shedding,
+        )
         drafts = DraftRecovery(
             sessions=self._sessions,
             fleet=self.fleet,
-            finisher=self._finisher,
             observer=observer,
+            hedging=hedging,
             reopen_s=settings.draft_reopen_s,
         )
         targets = TargetRecovery(
+            sessions=self._sessions,
             drafts=drafts,
             fleet=self.fleet,
             finisher=self._finisher,
@@ -118,6 +129,7 @@ class CoordinatorService:
             on_bad_draft=drafts.on_bad_draft,
             draft_stall_s=settings.draft_stall_s,
             on_draft=drafts.on_draft,
+            on_hedged=drafts.on_hedged,
             on_verified=drafts.on_verified,
         )
         self._watchdog = Watchdog(
@@ -135,7 +147,6 @@ class CoordinatorService:
             decode_loop=self._decode_loop,
             registry=self.registry_view,
         )
-        self._gate = SpeculationGate(settings.shed_speculation_after_s)
         self._admission = AdmissionQueue(
             settings.max_running, settings.max_waiting, settings.queue_timeout_s, self._on_admission
         )
@@ -155,9 +166,15 @@ class CoordinatorService:
             authenticator=Authenticator(self._api_keys, self._default_allowance()),
             owner_id=self._owner_id,
             degraded=self.degraded,
+            request_read_s=settings.request_read_s,
             registry=self.registry_view,
-            turns=self._turns,
-            prompt_bytes=self._prompt_bytes,
+            conversions=Conversions(
+                fleet=self.fleet,
+                limits_of=self.limits,
+                turns=self._turns,
+                prompt_bytes=self._prompt_bytes,
+                max_message_bytes=settings.max_message_bytes,
+            ),
         )
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -303,6 +320,7 @@ class CoordinatorService:
             default_mode=_MODES[self._settings.verify_mode],
             resume_secret=key,
             turns=self._turns,
+            max_message_bytes=self._settings.max_message_bytes,
         )
 
     def _build_generator(self) -> Generator:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import grpc
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import Message
 
 from coordinator.generation import Generator
 from coordinator.intake.admission import AdmissionQueue
+from coordinator.intake.conversions import Conversions
 from coordinator.intake.planning import Caller
-from coordinator.intake.prompt import PromptReader
-from coordinator.intake.prompt_bytes import PromptBytes
-from coordinator.intake.tokenizing import TokenizingTurns
-from coordinator.intake.utf8 import find_invalid_utf8
-from coordinator.intake.validation import Limits, check_detokenized
+from coordinator.intake.reading import read_request, receive_request
+from coordinator.intake.validation import Limits
 from coordinator.replicas.fleet import Fleet
 from coordinator.replicas.registry_view import RegistryView
+from coordinator.replicas.status import describe_replicas
 from coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
 from coordinator.tenants.quotas import Allowance
-from coordinator.text.tokenizer import TextTokenizer
 from specdec import __version__
 from specdec.rpc.errors import InvalidRequest
 from specdec.telemetry.tracing import TRACE_HEADERS
@@ -35,14 +32,6 @@ TENANT_KEY = "specdec-tenant"
 """Request metadata: whose ids and prefix cache are used."""
 _MAX_TENANT_CHARS = 128
 """As many as the file of API keys allows: it is part of keys in the store."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Stands in for a request that does not parse; gRPC itself would answer INTERNAL."""
-
-    field: str
-    cause: str
 
 
 class CoordinatorServicer:
@@ -60,8 +49,8 @@ class CoordinatorServicer:
         owner_id: str,
         degraded: Callable[[], list[str]],
         registry: RegistryView | None,
-        turns: TokenizingTurns,
-        prompt_bytes: PromptBytes,
+        conversions: Conversions,
+        request_read_s: float,
     ) -> None:
         """Answer nothing yet.
 
@@ -75,11 +64,11 @@ class CoordinatorServicer:
             owner_id: this coordinator's name.
             degraded: what works less well than it should, for people.
             registry: who else has registered; None without a shared store.
-            turns: where long texts are tokenised.
-            prompt_bytes: budgets that texts to tokenise count against, as prompts do.
+            conversions: turns text into tokens and back.
+            request_read_s: how long a client may take to send a request.
         """
-        self._turns = turns
-        self._prompt_bytes = prompt_bytes
+        self._request_read_s = request_read_s
+        self._conversions = conversions
         self._generator = generator
         self._fleet = fleet
         self._admission = admission
@@ -92,7 +81,8 @@ class CoordinatorServicer:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the handlers to a server."""
-        unary, stream = grpc.unary_unary_rpc_method_handler, grpc.unary_stream_rpc_method_handler
+        # Of streams of requests for gRPC, which on the wire are the same: it would wait for a request for ever.
+        unary, stream = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
         handlers = {
             "Generate": self._handler(stream, self.generate, api.GenerateRequest),
             "Abort": self._handler(unary, self.abort, api.AbortRequest),
@@ -109,7 +99,7 @@ class CoordinatorServicer:
         deadline_s = None if remaining_s is None else time.monotonic() + remaining_s
         tenant, allowance = self._identify(context)
         trace_headers = {name: values[0] for name in TRACE_HEADERS if (values := _metadata(context, name))}
-        caller = Caller(tenant, deadline_s, allowance, trace_headers)
+        caller = Caller(tenant, deadline_s, allowance, trace_headers, held=_until_answered(context))
         await self._generator.run(request, caller, context.write)
 
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
@@ -117,37 +107,15 @@ class CoordinatorServicer:
         tenant, _ = self._identify(context)
         return api.AbortResponse(aborted=await self._generator.abort(tenant, request.request_id))
 
-    async def tokenize(
-        self, request: api.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> api.TokenizeResponse:
+    async def tokenize(self, request: api.TokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         """Text or chat messages to token ids."""
         tenant, allowance = self._identify(context)
-        with self._prompt_bytes.hold(tenant, request.ByteSize()):
-            return await self._tokenize(request, tenant, allowance.weight)
+        return await self._conversions.tokenize(request, tenant, allowance.weight, _until_answered(context))
 
-    async def _tokenize(self, request: api.TokenizeRequest, tenant: str, weight: float) -> api.TokenizeResponse:
-        served = self._fleet.require_served(request.model)
-        reader = PromptReader(served.tokenizer, self._limits_of(served.identity), self._turns, tenant, weight)
-        add_special = request.add_special_tokens if request.HasField("add_special_tokens") else None
-        match request.WhichOneof("input"):
-            case "text":
-                token_ids = await reader.encode("text", request.text, add_special is not False) if request.text else []
-            case "messages":
-                token_ids = await reader.encode("messages", reader.render(request.messages), bool(add_special))
-            case _:
-                raise InvalidRequest("input", "one of text and messages is required")
-        return await asyncio.to_thread(_tokenized, served.tokenizer, token_ids)
-
-    async def detokenize(
-        self, request: api.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> api.DetokenizeResponse:
+    async def detokenize(self, request: api.DetokenizeRequest, context: grpc.aio.ServicerContext[Any, Any]) -> bytes:
         """Token ids to text."""
-        served = self._fleet.require_served(request.model)
-        check_detokenized(request.token_ids, self._limits_of(served.identity))
-        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        return api.DetokenizeResponse(
-            text=await asyncio.to_thread(served.tokenizer.decode, list(request.token_ids), skip)
-        )
+        tenant, allowance = self._identify(context)
+        return await self._conversions.detokenize(request, tenant, allowance.weight, _until_answered(context))
 
     async def get_model_info(
         self, request: api.GetModelInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -172,58 +140,30 @@ class CoordinatorServicer:
         self, request: api.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> api.GetStatusResponse:
         """Replicas, load and limits."""
-        replicas = [
-            api.ReplicaStatus(
-                role=link.role,
-                address=link.address,
-                state=str(link.state),
-                detail=link.detail,
-                identity=link.identity,
-                load=link.load,
+        status = describe_replicas(self._fleet, self._registry)
+        status.MergeFrom(
+            api.GetStatusResponse(
+                version=__version__,
+                num_running=self._admission.num_running,
+                num_waiting=self._admission.num_waiting,
+                max_running=self._admission.max_running,
+                max_waiting=self._admission.max_waiting,
+                owner_id=self._owner_id,
+                degraded=self._degraded(),
             )
-            for link in self._fleet.links
-        ]
-        linked = {(replica.role, replica.address) for replica in replicas}
-        loading = [r for role in ("target", "draft") for r in self._registered(role) if (role, r.address) not in linked]
-        return api.GetStatusResponse(
-            version=__version__,
-            replicas=[*replicas, *loading],
-            coordinators=self._registered("coordinator"),
-            num_running=self._admission.num_running,
-            num_waiting=self._admission.num_waiting,
-            max_running=self._admission.max_running,
-            max_waiting=self._admission.max_waiting,
-            owner_id=self._owner_id,
-            degraded=self._degraded(),
         )
-
-    def _registered(self, role: str) -> list[api.ReplicaStatus]:
-        records = () if self._registry is None else self._registry.records(role)
-        return [
-            api.ReplicaStatus(role=role, address=r.address, state=r.state, identity=r.info.identity, load=r.info.load)
-            for r in records
-        ]
+        return status
 
     def _handler(self, make: Callable[..., Any], behavior: Callable[..., Any], request_type: type[Message]) -> Any:
-        def deserialize(data: bytes) -> Message | _Malformed:
-            try:
-                return request_type.FromString(data)
-            except DecodeError as error:
-                field = find_invalid_utf8(request_type.DESCRIPTOR, data)
-                if field is not None:
-                    return _Malformed(field, "is not UTF-8")
-                return _Malformed("request", f"does not parse: {error}")
-
-        async def checked(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-            self._identify(context)  # before anything else is told, of every call
-            if isinstance(request, _Malformed):
-                raise InvalidRequest(request.field, request.cause, reason="MALFORMED_MESSAGE")
-            return await behavior(request, context)
+        async def checked(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+            self._identify(context)  # before anything is told or done, of every call, or even taken
+            data = await receive_request(context, self._request_read_s)
+            return await behavior(read_request(request_type, data), context)
 
         return make(
             checked,
-            request_deserializer=deserialize,
-            response_serializer=lambda response: response.SerializeToString(),
+            request_deserializer=None,
+            response_serializer=_encode,
         )
 
     def _identify(self, context: grpc.aio.ServicerContext[Any, Any]) -> tuple[str, Allowance]:
@@ -231,9 +171,16 @@ class CoordinatorServicer:
         return self._authenticator.identify(_metadata(context, AUTHORIZATION_KEY), _tenant(context))
 
 
-def _tokenized(tokenizer: TextTokenizer, token_ids: list[int]) -> api.TokenizeResponse:
-    texts = [tokenizer.detokenizers.token_text(token_id) for token_id in token_ids]
-    return api.TokenizeResponse(token_ids=token_ids, tokens=texts)
+def _until_answered(context: grpc.aio.ServicerContext[Any, Any]) -> ExitStack:
+    """Is closed when the call has ended and the caller has the answer, or is gone."""
+    held = ExitStack()
+    when_done: Any = context.add_done_callback  # its annotation takes no function
+    when_done(lambda _: held.close())
+    return held
+
+
+def _encode(response: Message | bytes) -> bytes:
+    return response if isinstance(response, bytes) else response.SerializeToString()
 
 
 def _tenant(context: grpc.aio.ServicerContext[Any, Any]) -> str | None:

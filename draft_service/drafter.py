@@ -28,13 +28,14 @@ from draft_service.trace import trace_end, trace_step
 from specdec.config import DraftSettings
 from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
+from specdec.engine.sequence import Sequence
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
 from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
 from specdec.worker.host import SessionHost
-from specdec.worker.isolation import IsolatedSteps, each_or_halves
+from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
 
@@ -56,6 +57,8 @@ class Drafter:
         self._settings = settings
         self._recorder = recorder
         self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
+        self._apart = ApartTurns[DraftSession](lambda session: session.num_committed)
+        built.engine.before_pass = self._note_pass
         self._branches = Branches(built.engine, built.info.identity.max_model_len)
         self._step_s = 0.0
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
@@ -110,14 +113,14 @@ class Drafter:
             for session in self._host.sessions.of(owner):
                 session.target_credit = credits.get(session.body.target, session.target_credit)
 
-    def set_orphaned(self, session: DraftSession, orphaned: bool) -> None:
-        """Orphans take part in no step."""
+    def update_pause(self, session: DraftSession) -> None:
+        """Sessions whose owner cannot be told take part in no step."""
         self._plan(session)
 
-    def resend(self, session: DraftSession, committed_length: int) -> None:
+    def resend(self, session: DraftSession, seen: pb.AttachedSession) -> None:
         """Emit the chain again: whether the last proposal arrived is not known."""
-        if committed_length != session.num_committed:
-            message = f"commits up to {committed_length} were lost"
+        if seen.committed_length != session.num_committed:
+            message = f"commits up to {seen.committed_length} were lost"
             code, position = code_pb2.OUT_OF_RANGE, session.num_committed
             raise SessionFailure(code, "COMMIT_GAP", message, expected_position=position)
         self._propose(session)
@@ -180,7 +183,8 @@ class Drafter:
     def step(self) -> None:
         """Compute one batch, guess one token at each head in it that is up to date, send the proposals."""
         started_s = time.monotonic()
-        output = self._steps.step(lambda seq, error: self._fault(self._branches.owner(seq)[0], error))
+        only = self._turn()
+        output = self._steps.step(lambda seq, error: self._fault(self._branches.owner(seq)[0], error), only)
         if output is None:
             return
         for seq in output.preempted:
@@ -207,6 +211,18 @@ class Drafter:
                 self._fault(session, error)
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, len(places), self._step_s)
+
+    def _turn(self) -> set[int] | None:
+        """The sequences whose turn it is; None: nobody steps apart, so it is everybody's."""
+        if not any(session.apart_until for session in self._host.sessions):
+            return None
+        groups = self._apart.groups(self._branches.ready())
+        self._apart.take(groups[0])
+        return None if len(groups) == 1 else {head.seq.seq_id for session in groups[0] for head in session.heads}
+
+    def _note_pass(self, sequences: list[Sequence]) -> None:
+        owners = (self._branches.owner(seq)[0].key for seq in sequences)
+        self._host.steps.work_on(list(dict.fromkeys(owners)))
 
     def _guess(self, places: list[Place], rows: list[int], output: StepOutput) -> list[tuple[Place, Guess | None]]:
         """A guess for each place whose guess can be made; `rows` are those of the places."""
@@ -263,12 +279,12 @@ class Drafter:
     def _plan(self, session: DraftSession) -> None:
         """Decide which heads grow on, start new ones, and send what is due."""
         growth = self._growth
-        if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.orphaned_at_s is None:
+        if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.may_step:
             num_free = growth.num_branches(len(self._host.sessions)) - self._branches.retire(session, growth)
             self._branches.start(session, growth, num_free)
         is_idle = True
         for head in session.heads:
-            head.seq.paused = session.orphaned_at_s is not None or not self._wants_more(session, head)
+            head.seq.paused = not session.may_step or not self._wants_more(session, head)
             is_idle = is_idle and head.seq.paused
         is_due = session.max_chain is None and growth.is_worth_sending(session.num_unsent)
         if session.num_unsent and (is_idle or is_due):

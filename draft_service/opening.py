@@ -38,7 +38,9 @@ def new_session(
     history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
     history.append(body.token_ids[body.num_prompt_tokens :])
     mode = verify_mode(body, params, VerifyMode(settings.verify_mode))
-    limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+    wanted = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+    # In rejection mode the chain is as long as this says; in coupled mode the growth policy keeps to the same settings.
+    limit = min(wanted, settings.max_draft_tokens, settings.max_proposal_nodes, settings.max_ahead_tokens)
     return DraftSession(
         session_id=session_id,
         epoch=epoch,

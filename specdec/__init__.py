@@ -6,4 +6,4 @@ function of the target model, the prompt, the sampling parameters and the seed: 
 arrive sooner.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

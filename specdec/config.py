@@ -18,6 +18,7 @@ from pydantic_settings import NoDecode
 from specdec.addresses import Address
 from specdec.engine.settings import EngineSettings
 from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings, WireSettings
+from specdec.sampling_limits import MAX_LOGPROBS
 from specdec.settings_sources import load_settings, settings_or_exit
 
 __all__ = ["CoordinatorSettings", "DraftSettings", "TargetSettings", "load_settings", "settings_or_exit"]
@@ -198,7 +199,7 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     max_tokens_limit: int = Field(default=4096, ge=1, description="Most output tokens of a choice.")
     max_stop_strings: int = Field(default=16, ge=0, description="Most stop strings of a request.")
     max_stop_string_bytes: int = Field(default=256, ge=1, description="Longest stop string, in UTF-8.")
-    max_logprobs: int = Field(default=20, ge=0, description="Most alternatives per log-probability.")
+    max_logprobs: int = Field(default=20, ge=0, le=MAX_LOGPROBS, description="Most alternatives per log-probability.")
     max_logit_bias: int = Field(default=1024, ge=0, description="Most tokens with a bias.")
     max_prompt_bytes: int = Field(default=4 * 1024 * 1024, ge=1, description="Longest prompt, in UTF-8.")
     max_prompt_tokens: int | None = Field(default=None, ge=1, description="Longest prompt, in tokens; null: no limit.")
@@ -232,6 +233,9 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         le=64,
         description="Most draft tokens per step that a request may ask for; without a wish replicas' own limits count.",
     )
+    request_read_s: float = Field(
+        default=60.0, gt=0, description="How long a client may take to send its request; then DEADLINE_EXCEEDED."
+    )
     speculate: bool = Field(default=True, description="Speculate when a request does not say.")
     connect_timeout_s: float = Field(default=5.0, gt=0, description="Longest attempt to connect to a replica.")
     reconnect_backoff_min_s: float = Field(default=0.1, gt=0, description="First wait before reconnecting.")
@@ -241,7 +245,7 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     )
     draft_reopen_s: float = Field(default=1.0, gt=0, description="Wait before a lost draft session is reopened.")
     session_stall_s: float = Field(
-        default=6.0,
+        default=4.0,
         gt=0,
         description="How long a target may do nothing for a session that it could go on with, before another target "
         "gets it; three times as long for targets that tell no progress.",
@@ -250,6 +254,13 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
         default=2.0,
         gt=0,
         description="How long a draft may be told of commits without a proposal, before another draft gets it.",
+    )
+    draft_hedge_share: float = Field(
+        default=0.125,
+        ge=0,
+        le=1,
+        description="Most sessions that have a second draft for a while because theirs is slow, of those that run; "
+        "one always may. 0: sessions stay with slow drafts.",
     )
     allow_mixed_numerics: bool = Field(
         default=False,

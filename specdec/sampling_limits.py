@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGPROBS = 256
+"""Alternatives per position: log-probabilities of one position fit into any message (3.4 KB), and a step that computes
+them for a whole chunk of a prompt ends."""
 
 
 @dataclass(frozen=True, slots=True)

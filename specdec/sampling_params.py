@@ -1,6 +1,9 @@
 """How the tokens of one choice are to be sampled."""
 
+from __future__ import annotations
+
 import enum
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -57,6 +60,11 @@ class SamplingParams:
     """Something may change logits before temperature: penalties, bias or min_tokens."""
     has_cuts: bool = field(init=False, repr=False, compare=False)
     """Some of top-k, top-p and min-p is on and matters."""
+    bias_token_ids: array[int] = field(init=False, repr=False, compare=False)
+    """Of `logit_bias`, as 64-bit integers; its values are `bias_values`, float32. Steps read these as they are."""
+    bias_values: array[float] = field(init=False, repr=False, compare=False)
+    min_tokens_ids: array[int] = field(init=False, repr=False, compare=False)
+    """What `min_tokens` holds back, by rising id, as 64-bit integers."""
 
     def __post_init__(self) -> None:
         """Work out, once per request, what the sampler asks of every row."""
@@ -67,9 +75,11 @@ class SamplingParams:
         object.__setattr__(self, "needs_history", needs_history)
         object.__setattr__(self, "adjusts_logits", needs_history or bool(self.logit_bias) or self.min_tokens > 0)
         object.__setattr__(self, "has_cuts", cuts and not is_greedy)
+        object.__setattr__(self, "bias_token_ids", array("q", self.logit_bias))
+        object.__setattr__(self, "bias_values", array("f", self.logit_bias.values()))
+        held_back = {*self.eos_token_ids, *self.stop_token_ids} if self.min_tokens > 0 else ()
+        object.__setattr__(self, "min_tokens_ids", array("q", sorted(held_back)))
 
-    def held_back_token_ids(self, num_output_tokens: int) -> tuple[int, ...]:
-        """Token ids that may not follow `num_output_tokens` output tokens because of `min_tokens`."""
-        if num_output_tokens >= self.min_tokens:
-            return ()
-        return tuple(sorted({*self.eos_token_ids, *self.stop_token_ids}))
+    def holds_back(self, num_output_tokens: int) -> bool:
+        """Whether `min_tokens_ids` may not follow `num_output_tokens` output tokens."""
+        return num_output_tokens < self.min_tokens and bool(self.min_tokens_ids)

@@ -38,4 +38,5 @@ def may_fork(session: TargetSession, parent: TargetSession | None) -> bool:
         and session.body.token_ids == parent.body.token_ids
         and session.body.cache_salt == parent.body.cache_salt
         and not session.body.HasField("num_prompt_logprobs")
+        and not (session.body.apart_until or parent.body.apart_until)  # a fork's first token is of its parent's step
     )

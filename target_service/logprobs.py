@@ -7,7 +7,9 @@ import torch
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.sampler import TokenLogprobs
 from specdec.v1 import common_pb2 as pb
-from target_service.session import SessionState, TargetSession
+
+_MOST_SLICE_NUMBERS = 2**23
+"""Logits looked at in one go: 64 MiB in double precision, whatever the vocabulary and however long the chunk."""
 
 
 def position_logprobs(entry: TokenLogprobs | None) -> pb.PositionLogprobs:
@@ -32,6 +34,17 @@ def prompt_logprobs(
     Raises:
         NonFiniteLogits: a row holds NaN or plus infinity, or nothing above minus infinity.
     """
+    most_rows = max(1, _MOST_SLICE_NUMBERS // vocab_size)
+    return [
+        position
+        for start in range(0, len(next_token_ids), most_rows)
+        for position in _slice_logprobs(logits[start:], next_token_ids[start : start + most_rows], num_top, vocab_size)
+    ]
+
+
+def _slice_logprobs(
+    logits: torch.Tensor, next_token_ids: list[int], num_top: int, vocab_size: int
+) -> list[pb.PositionLogprobs]:
     raw = logits[: len(next_token_ids), :vocab_size].to(torch.float64)
     if not bool(raw.amax(dim=-1).isfinite().all()):
         raise NonFiniteLogits
@@ -48,25 +61,3 @@ def prompt_logprobs(
         )
         for row, logprob in enumerate(chosen)
     ]
-
-
-def take_prompt_logprobs(session: TargetSession, logits: torch.Tensor, start: int, vocab_size: int) -> None:
-    """Add what a chunk of prefill says about the prompt to what is known of it.
-
-    Args:
-        session: one that wants log-probabilities of its prompt.
-        logits: [N, V] float32, rows of the chunk.
-        start: position of its first token; after a preemption chunks come again.
-        vocab_size: as in `prompt_logprobs`.
-
-    Raises:
-        NonFiniteLogits: as in `prompt_logprobs`.
-    """
-    if session.state is not SessionState.PREFILL:
-        return
-    body = session.body
-    num_known = len(session.prompt_logprobs) - start
-    new = logits[num_known:]
-    following = body.token_ids[start + num_known + 1 : body.num_prompt_tokens][: len(new)]
-    if following:
-        session.prompt_logprobs += prompt_logprobs(new, list(following), body.num_prompt_logprobs, vocab_size)

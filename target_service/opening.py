@@ -8,6 +8,7 @@ from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.opening import check_open, sampling_params, verify_mode
 from specdec.worker.sessions import Owner
+from target_service.prompt_logprobs import PromptLogprobs
 from target_service.session import SessionTimes, TargetSession
 from target_service.tree.speculation_tree import SpeculationTree
 from target_service.tree.walk import EndOfChoice
@@ -22,10 +23,11 @@ def new_session(
     identity: pb.ModelIdentity,
     settings: TargetSettings,
     now_s: float,
+    piece_bytes: int,
 ) -> TargetSession:
     """Check an OpenSession and make the session that it asks for, which has no sequence yet.
 
-    `now_s` is of time.monotonic.
+    `now_s` is of time.monotonic; the prompt's log-probabilities are told in parts of at most `piece_bytes`.
 
     Raises:
         SessionFailure: a field is out of range; names it.
@@ -40,7 +42,9 @@ def new_session(
     history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
     history.append(body.token_ids[body.num_prompt_tokens :])
     mode = verify_mode(body, params, VerifyMode(settings.verify_mode))
-    limit = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+    wanted = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+    limit = min(wanted, settings.max_draft_tokens, settings.max_proposal_nodes)
+    wants_prompt = body.HasField("num_prompt_logprobs") and body.prompt_logprobs_start < body.num_prompt_tokens
     return TargetSession(
         session_id=session_id,
         epoch=epoch,
@@ -51,7 +55,8 @@ def new_session(
         end=EndOfChoice(params, body.num_prompt_tokens, identity.max_model_len),
         history=history,
         tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
-        max_nodes=min(limit, settings.max_proposal_nodes) if body.speculate else 0,
+        max_nodes=limit if body.speculate else 0,
         credit_position=body.credit_position,
         times=SessionTimes(now_s),
+        prompt_logprobs=PromptLogprobs(body, identity.vocab_size, piece_bytes) if wants_prompt else None,
     )

@@ -24,9 +24,12 @@ _PATIENCE = 1.5
 """A step waits this many times what a draft takes on average for the depth that is wanted. About half of the answers
 take longer than the average, and one that is missed by little has cost the wait and brought nothing. Chosen, not
 measured: a wait that is too long shows in the rate of its episodes, so that `HoldOffChoice` turns to another depth."""
+_MOST_STEPS_PER_NODE = 2.0
+"""A wait for so many nodes is no longer than so many steps for each. If all were accepted, it would have to be shorter
+than one step for each to pay; what is over is for drafts that are far away and keep ahead once they are. Those who
+wait along have drafts of their own: one that lies about its times, or answers as late as it can, costs them no more."""
 _MOST_NODE_US = 1e6
-"""A draft's own word for how long it takes sets how long steps wait, of all sessions: nobody is believed to need more
-than a second for a token."""
+"""A draft's own word for how long it takes: nobody is believed to need more than a second for a token."""
 _CREDIT_WEIGHT = 0.05
 """Of one session's step in the mean number of verified nodes: the mean follows about the last twenty."""
 _CREDIT_MARGIN = 1.5
@@ -54,7 +57,7 @@ class Pacing:
         """
         for session in ready:
             if session.state is SessionState.DECIDED:
-                session.plan(self._plan_hold_off(session, now_s))
+                session.plan(self._plan_hold_off(session, now_s, len(ready)))
             if _waits_for_nothing(session):
                 return
 
@@ -128,7 +131,7 @@ class Pacing:
         if session.hold_off is not None and depth_before == 0:
             latency.observe_first(max(0.0, now_s - session.hold_off.since_s - (num_new - 1) * latency.node_s))
 
-    def _plan_hold_off(self, session: TargetSession, now_s: float) -> HoldOff | None:
+    def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
         max_depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
         if len(session.tree) or max_depth == 0:
             return None
@@ -143,7 +146,8 @@ class Pacing:
             wanted, hold_s = max_depth, self._hold_off_ms / 1e3
         else:
             wanted = choice.choose(max_depth)
-            hold_s = _PATIENCE * self.draft_latency.until_depth(wanted)
+            most_s = _MOST_STEPS_PER_NODE * wanted * self.step_time.predict(num_ready)
+            hold_s = min(_PATIENCE * self.draft_latency.until_depth(wanted), most_s)
             misses.episode = Episode(wanted, now_s, session.num_tokens)
         return HoldOff(now_s, now_s + hold_s, wanted) if wanted and hold_s > 0 else None
 

@@ -11,6 +11,10 @@ from target_service.pacing import Pacing
 from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession
 
+_MOST_BYTES = 64 * 2**10
+"""To read more would hold up the steps of all sessions. The largest proposal that is one has 64 nodes, each with a
+distribution over 64 tokens: some 40 KB."""
+
 
 class ProposalIntake:
     """Merges what has arrived, and answers what is malformed."""
@@ -29,6 +33,8 @@ class ProposalIntake:
             return
         depth_before = session.tree.max_depth
         try:
+            if len(encoded) > _MOST_BYTES:
+                raise invalid("proposal", f"{len(encoded)} bytes, at most {_MOST_BYTES} are read")
             proposal = pb.Proposal.FromString(encoded)
             session.tree.merge(proposal, session.token_ids)
         except DecodeError:

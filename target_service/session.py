@@ -12,6 +12,7 @@ from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import EngineSession
 from target_service.policy.hold_off import HoldOff, MissRecord
+from target_service.prompt_logprobs import PromptLogprobs
 from target_service.tree.speculation_tree import SpeculationTree
 from target_service.tree.walk import EndOfChoice
 
@@ -71,8 +72,8 @@ class TargetSession(EngineSession):
     """The latest proposal not yet in the tree; it carries all that earlier ones did."""
     sent: deque[pb.Verdict] = field(default_factory=deque)
     """Verdicts that the owner has not acknowledged, oldest first."""
-    prompt_logprobs: list[pb.PositionLogprobs] = field(default_factory=list)
-    """Of the prompt's tokens after the first, while prefill goes on."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the prompt's tokens, where they are wanted."""
     misses: MissRecord = field(default_factory=MissRecord)
     """What waiting for its draft has brought."""
     state: SessionState = field(default=SessionState.FORKING, init=False)
@@ -107,10 +108,15 @@ class TargetSession(EngineSession):
         return 0.0 if self.hold_off is None else now_s - self.hold_off.since_s
 
     def update_pause(self) -> None:
-        """Pause for want of credit or of an owner, or go on; the first token needs no credit."""
-        if self._seq is not None:
-            is_starved = self.state is not SessionState.PREFILL and self.num_tokens >= self.credit_position
-            self._seq.paused = is_starved or self.orphaned_at_s is not None
+        """Pause for want of credit or of an owner that reads, or go on. The first token of the output needs no credit,
+        but for the prompt's log-probabilities before it.
+        """
+        if self._seq is None:
+            return
+        is_starved = self.num_tokens >= max(self.credit_position, self.body.num_prompt_tokens + 1)
+        if self.state is SessionState.PREFILL and self.prompt_logprobs is not None:
+            is_starved = is_starved or self.prompt_logprobs.is_starved
+        self._seq.paused = is_starved or not self.may_step
 
     def begin(self, seq: Sequence) -> None:
         """Decode on a sequence from now on: PREFILL."""

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from specdec.message_sizes import cut
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.clamping import microseconds, uint32
 from target_service.decide import Decision
 from target_service.session import SessionState, TargetSession
 
+_TOKEN_BYTES = 12
+"""A token's id and origin."""
+_STATISTICS_BYTES = 1024
+"""What a verdict says besides tokens and log-probabilities: counts for 64 depths, and some numbers."""
+
 
 def make_verdict(decision: Decision, began_at_s: float, elapsed_s: float, held_s: float, num_wasted: int) -> pb.Verdict:
     """Describe a decision, before the session has taken its tokens. A first one takes the prompt's log-probabilities
-    along.
+    along, if its owner does not take them in parts.
 
     Args:
         decision: what the step decided for the session.
@@ -43,6 +49,33 @@ def make_verdict(decision: Decision, began_at_s: float, elapsed_s: float, held_s
     return verdict
 
 
+def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
+    """A verdict whose log-probabilities take more than `most_bytes`, as several; else itself, as the only one.
+
+    Each has its own start position, so that it can be resent for itself; what is said of the step is on the last one.
+    """
+    if not verdict.logprobs or verdict.ByteSize() <= most_bytes:
+        return [verdict]
+    sizes = [position.ByteSize() + _TOKEN_BYTES for position in verdict.logprobs]
+    *before, rest = cut(sizes, max(1, most_bytes - _STATISTICS_BYTES))
+    pieces = [
+        pb.Verdict(
+            start_position=verdict.start_position + piece.start,
+            token_ids=verdict.token_ids[piece],
+            origins=verdict.origins[piece],
+            logprobs=verdict.logprobs[piece],
+            is_partial=True,
+        )
+        for piece in before
+    ]
+    last = pb.Verdict()
+    last.CopyFrom(verdict)
+    last.start_position += rest.start
+    for of_tokens in (last.token_ids, last.origins, last.logprobs):
+        del of_tokens[: rest.start]
+    return [*pieces, last]
+
+
 def depths_of(tree_depths: Sequence[int]) -> list[int]:
     """Number of nodes at depth 1, 2, ..."""
     counts = [0] * max(tree_depths, default=0)
@@ -62,5 +95,5 @@ def _describe_prefill(session: TargetSession, verdict: pb.Verdict, decided_at_s:
     verdict.queue_us = microseconds(first_step_at_s - opened_at_s)
     verdict.prefill_us = microseconds(decided_at_s - first_step_at_s)
     verdict.num_cached_tokens = session.seq.num_cached_tokens
-    verdict.prompt_logprobs.extend(session.prompt_logprobs)
-    session.prompt_logprobs = []
+    if session.prompt_logprobs is not None:
+        verdict.prompt_logprobs.extend(session.prompt_logprobs.take_whole())

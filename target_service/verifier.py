@@ -6,32 +6,30 @@ import time
 from typing import Any
 
 from specdec.config import TargetSettings
-from specdec.engine.errors import EngineError, NonFiniteLogits
-from specdec.engine.outputs import StepOutput
+from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
-from specdec.engine.tree import TokenTree
-from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
 from specdec.worker.errors import invalid, non_finite_logits
 from specdec.worker.host import SessionHost
-from specdec.worker.isolation import IsolatedSteps, each_or_halves, is_engines_own
+from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
+from target_service.candidates import CandidateReader
+from target_service.commits import Commits
 from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
-from target_service.logprobs import take_prompt_logprobs
 from target_service.opening import new_session
 from target_service.pacing import Pacing
 from target_service.policy.payoff import PayoffMeter
 from target_service.proposal_intake import ProposalIntake
 from target_service.records.metrics import TargetRecorder
-from target_service.records.progress import PROGRESS_INTERVAL_S, describe_progress
+from target_service.records.progress import describe_progress, due_for_progress
 from target_service.records.step_record import StepObserver, StepRecord
-from target_service.records.trace import trace_end, trace_preemptions, trace_verdict
+from target_service.records.trace import trace_end, trace_preemptions
 from target_service.session import SessionState, TargetSession
-from target_service.verdicts import end_position, make_verdict
+from target_service.verdicts import end_position
 
 
 class Verifier:
@@ -56,12 +54,16 @@ class Verifier:
         self._settings = settings
         self._recorder = recorder
         self._by_seq: dict[int, TargetSession] = {}
+        self._apart = ApartTurns[TargetSession](lambda session: session.num_tokens)
+        built.engine.before_pass = self._note_pass
         self._payoff = PayoffMeter()
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
         self._forks = Forks()
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._intake = ProposalIntake(host, recorder)
+        self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
+        self._commits = Commits(host, built.engine, recorder, self.close)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             recorder.step,
@@ -76,8 +78,16 @@ class Verifier:
         """Check and admit a session. A fork of a prompt in prefill waits for it; its KV is then shared."""
         settings = self._settings
         check_room(len(self._host.sessions), settings.max_sessions)
-        now_s = time.monotonic()
-        session = new_session(owner, session_id, epoch, body, identity=self._identity, settings=settings, now_s=now_s)
+        session = new_session(
+            owner,
+            session_id,
+            epoch,
+            body,
+            identity=self._identity,
+            settings=settings,
+            now_s=time.monotonic(),
+            piece_bytes=self._host.piece_bytes(owner),
+        )
         self._recorder.opened()
         if may_fork(session, self._host.sessions.get(body.fork_from)):
             self._forks.wait(session)
@@ -98,6 +108,8 @@ class Verifier:
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
                 session.sent.popleft()
+            if session.prompt_logprobs is not None:
+                session.prompt_logprobs.credited(body)
             session.update_pause()
 
     def close(self, session: TargetSession) -> None:
@@ -116,14 +128,17 @@ class Verifier:
     def owner_message(self, owner: Owner, message: Any) -> None:
         """Frames carry nothing for a target besides their entries."""
 
-    def set_orphaned(self, session: TargetSession, orphaned: bool) -> None:
-        """Orphans take part in no step."""
+    def update_pause(self, session: TargetSession) -> None:
+        """Sessions whose owner cannot be told take part in no step."""
         session.update_pause()
 
-    def resend(self, session: TargetSession, committed_length: int) -> None:
-        """Emit the verdicts that end past `committed_length` again."""
+    def resend(self, session: TargetSession, seen: pb.AttachedSession) -> None:
+        """Emit again what the owner has not seen: log-probabilities of the prompt, then verdicts."""
+        if session.prompt_logprobs is not None:
+            for part in session.prompt_logprobs.unseen(seen.prompt_logprobs_position):
+                self._host.emit(session, prompt_logprobs=part)
         for verdict in session.sent:
-            if end_position(verdict) > committed_length:
+            if end_position(verdict) > seen.committed_length:
                 self._host.emit(session, verdict=verdict)
 
     def load(self) -> pb.LoadReport:
@@ -131,7 +146,8 @@ class Verifier:
         stats = self._engine.stats()
         credit = self.pacing.draft_credit(self._settings.max_draft_tokens)
         self._recorder.load(stats, len(self._host.sessions), credit)
-        self._tell_progress(time.monotonic())
+        for session in due_for_progress(self._host.sessions, time.monotonic()):
+            self._host.emit(session, progress=describe_progress(session))
         return pb.LoadReport(
             num_running=stats.running,
             num_waiting=stats.waiting + len(self._forks),
@@ -144,48 +160,48 @@ class Verifier:
             step_us=microseconds(self.pacing.step_time.predict(max(1, stats.running))),
         )
 
-    def _tell_progress(self, now_s: float) -> None:
-        """Tell owners of sessions without a verdict for a second what these are doing, and again every second."""
-        for session in self._host.sessions:
-            times = session.times
-            last_s = max(times.opened_at_s, times.last_verdict_at_s or 0.0, times.told_at_s)
-            if now_s - last_s >= PROGRESS_INTERVAL_S and session.orphaned_at_s is None:
-                times.told_at_s = now_s
-                self._host.emit(session, progress=describe_progress(session))
-
     # --- steps
 
     def absorb_proposals(self, now_s: float) -> None:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
         self._due_at_s, self._turn_began_s = now_s, time.monotonic()
-        ready = self._ready()
-        for session in ready:
+        for session in self._ready():
+            if session.arrived is not None:
+                self._host.steps.work_on([session.key])
+                try:
+                    self._intake.absorb(session, self.pacing, now_s)
+                except Exception as error:
+                    self._fault(session, error)
+        self._host.steps.work()
+        for group in self._groups():
             try:
-                self._intake.absorb(session, self.pacing, now_s)
+                self.pacing.plan(group, now_s)
             except Exception as error:
-                self._fault(session, error)
-        ready = [session for session in ready if session.has_seq]
-        try:
-            self.pacing.plan(ready, now_s)
-        except Exception as error:
-            self._give_up_trees(ready, error)
+                self._give_up_trees(group, error)
 
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
-        return self.pacing.wait_s(self._ready(), now_s)
+        waits_s = [wait_s for group in self._groups() if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
+        return min(waits_s, default=None)
 
     def step(self) -> None:
         """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers."""
         started_s = time.monotonic()
+        groups = self._groups()
+        group, only = groups[0], None
+        if len(groups) > 1:
+            group = next((each for each in groups if self.pacing.wait_s(each, self._due_at_s) == 0), group)
+            only = {session.seq.seq_id for session in group}
+        self._apart.take(group)
         try:
-            chosen = self.pacing.choose_trees(self._ready())
+            chosen = self.pacing.choose_trees(group)
         except Exception as error:
-            chosen = self._give_up_trees(self._ready(), error)
-        output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error))
+            chosen = self._give_up_trees(group, error)
+        output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error), only)
         if output is None:
             return
         preempted = [self._by_seq[seq.seq_id] for seq in output.preempted]
-        candidates, undecided = self._candidates(output, chosen, started_s)
+        candidates, undecided = self._reader.read(output, lambda item: self._by_seq[item.seq.seq_id], chosen, started_s)
 
         def decide_some(some: list[Candidate]) -> list[Decision]:
             decided, spoiled = decide(some, output.logits, self._sampler)
@@ -206,7 +222,7 @@ class Verifier:
         )
         for decision in decisions:
             try:
-                self._commit(decision, started_s, elapsed_s)
+                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._due_at_s)
             except Exception as error:
                 self._fault(decision.candidate.session, error)
         for each in undecided:
@@ -226,39 +242,6 @@ class Verifier:
         for observe in self._observers:
             observe(record)
 
-    def _candidates(
-        self, output: StepOutput, chosen: dict[str, list[int]], started_s: float
-    ) -> tuple[list[Candidate], list[Undecided]]:
-        """Whose logits a step has computed, and whose prompt it could not describe."""
-        candidates: list[Candidate] = []
-        undecided: list[Undecided] = []
-        for item in output.items:
-            session = self._by_seq[item.seq.seq_id]
-            if session.times.first_step_at_s is None:
-                session.times.first_step_at_s = started_s
-            is_bad = False
-            if item.seq.prompt_logits:
-                try:
-                    take_prompt_logprobs(session, output.logits[item.rows], item.start, self._identity.vocab_size)
-                except NonFiniteLogits as error:
-                    undecided.append(Undecided(session, error))
-                    is_bad = True
-                except Exception as error:
-                    self._fault(session, error)
-                    continue
-            if not item.completes:
-                continue
-            root_row = item.rows.stop - item.tree_nodes - 1
-            for fork in self._forks.take(session.session_id):
-                self._register(fork, self._engine.fork(item.seq))
-                fork.times.first_step_at_s = started_s
-                candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
-            if is_bad:
-                continue
-            tree = item.seq.verified_tree or TokenTree()
-            candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
-        return candidates, undecided
-
     def _fail_undecided(self, undecided: Undecided) -> None:
         """End a session that cannot be decided on; its KV may be NaN, so nobody else shall go on from it."""
         session = undecided.session
@@ -266,58 +249,6 @@ class Verifier:
         self._engine.distrust(session.seq)
         self.close(session)
         self._host.failed(session, failure)
-
-    def _commit(self, decision: Decision, started_s: float, elapsed_s: float) -> None:
-        """Make a decision final, in an order in which each part finds the session as it needs it.
-
-        1. `_prune` learns from the tree that was verified, then cuts it to what hangs below the new last token.
-        2. `make_verdict` and `_tell` describe the decision by the state, times and length that the session had before.
-        3. `_take` gives the tokens to the engine's sequence and to the history.
-        4. `_go_on` ends the session, or lets it run for as long as its credit allows.
-        """
-        session = decision.candidate.session
-        num_stale = session.tree.num_stale
-        num_wasted = self._prune(decision) + num_stale
-        verdict = make_verdict(decision, started_s, elapsed_s, session.held_s(self._due_at_s), num_wasted)
-        self._tell(session, verdict, num_stale)
-        self._take(decision)
-        self._go_on(session, decision.walk.finish_reason)
-
-    def _prune(self, decision: Decision) -> int:
-        """Returns how many nodes were dropped unaccepted."""
-        candidate, tree = decision.candidate, decision.candidate.session.tree
-        self.pacing.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
-        num_dropped = tree.advance(decision.walk.token_ids)
-        if candidate.session.mode is VerifyMode.REJECTION:
-            num_dropped += tree.clear()
-        return num_dropped
-
-    def _tell(self, session: TargetSession, verdict: pb.Verdict, num_stale: int) -> None:
-        session.tree.num_stale = session.tree.draft_us = 0
-        decided_at_s = time.monotonic()
-        self._recorder.verdict(session, verdict, num_stale, decided_at_s)
-        if session.trace is not None:
-            trace_verdict(session.trace, verdict)
-        session.decided(decided_at_s)
-        session.sent.append(verdict)
-        self._host.emit(session, verdict=verdict)
-
-    def _take(self, decision: Decision) -> None:
-        candidate, walk = decision.candidate, decision.walk
-        seq = candidate.session.seq
-        if candidate.num_nodes:
-            self._engine.accept(seq, walk.path)
-        self._engine.append(seq, walk.token_ids[len(walk.path) :])
-        self._engine.finalize(seq, len(seq.token_ids))
-        candidate.session.history.append(walk.token_ids)
-
-    def _go_on(self, session: TargetSession, reason: pb.FinishReason.ValueType) -> None:
-        if reason:
-            self.close(session)
-            self._host.ended(session, pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower())
-            return
-        session.seq.prompt_logits = False
-        session.update_pause()
 
     # --- observers of steps
 
@@ -352,29 +283,36 @@ class Verifier:
 
     def _give_up_trees(self, sessions: list[TargetSession], error: Exception) -> dict[str, list[int]]:
         """Decode plainly this time; whose proposal is at fault is not known."""
-        if is_engines_own(error):
-            raise error
         self._host.faults.note(error)
         for session in sessions:
             session.tree.clear()
             session.seq.tree = None
-            session.plan(None)
+            if session.state is not SessionState.PREFILL:  # nothing is planned before the first token
+                session.plan(None)
         return {}
 
     # --- details
+
+    def _groups(self) -> list[list[TargetSession]]:
+        """Those who may step, together as they do it."""
+        return self._apart.groups(self._ready())
+
+    def _note_pass(self, sequences: list[Sequence]) -> None:
+        self._host.steps.work_on([self._by_seq[seq.seq_id].key for seq in sequences])
 
     def _ready(self) -> list[TargetSession]:
         return [session for session in self._by_seq.values() if session.seq.is_ready]
 
     def _start(self, session: TargetSession) -> None:
-        body = session.body
+        body, prompt = session.body, session.prompt_logprobs
         try:
             seq = self._engine.add(
                 body.token_ids,
                 num_prompt_tokens=body.num_prompt_tokens,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
-                prompt_logits=body.HasField("num_prompt_logprobs"),
+                prompt_logits=prompt is not None,
+                prompt_logits_from=0 if prompt is None else prompt.next_position - 1,
             )
         except EngineError as error:
             raise invalid("open.token_ids", str(error)) from error

@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.intake.fair_queue import Claim, FairQueue, Waiter
+from coordinator.intake.fair_queue import FairQueue
+from coordinator.intake.line import Claim, Waiter
 from specdec.rpc.errors import Overloaded
 
 _LEAST_RETRY_S = 0.1

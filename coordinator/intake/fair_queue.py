@@ -9,64 +9,54 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
+
+from coordinator.intake.line import Claim, Line, Waiter
 
 _LEAST_SWEEP_TENANTS = 1024
 """Without API keys clients name their tenants, so there may be any number of them."""
+_MOST_IDLE_TENANTS = 16_384
+"""Remembered for what they owe. Of more, those who owe least are let off: under another name they would be as well."""
+_SAMPLED_TENANTS = 256
+"""How long a wait is likely to be is told from so many: whoever is refused must not cost more than who is served."""
+_LEAST_COMPACTED = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What is asked of a queue."""
-
-    tenant: str = ""
-    priority: int = 0
-    """Orders the tenant's own claims only: lower first."""
-    work: float = 1.0
-    """An estimate, in tokens (or bytes): what the tenant's share is measured in."""
-    num_places: int = 1
-    weight: float = 1.0
-    """The tenant's share, relative to others' weights."""
-    deadline_s: float | None = None
-    """On the monotonic clock: a place after that is of no use."""
-
-
-@dataclass(order=True, slots=True)
-class Waiter:
-    """A claim in line; the least of a tenant's is its next."""
-
-    priority: int
-    arrival: int
-    claim: Claim = field(compare=False)
-    admitted: asyncio.Future[None] = field(compare=False)
-
-    @property
-    def has_place(self) -> bool:
-        """The claim was granted."""
-        return self.admitted.done() and not self.admitted.cancelled() and self.admitted.exception() is None
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Tenant:
+    name: str
     tag: float
     weight: float
     arrived: int
     """Breaks ties: who has been in line for longer."""
-    waiters: list[Waiter] = field(default_factory=list)
-    """A heap."""
+    line: Line = field(default_factory=Line)
+
+    @property
+    def turn(self) -> tuple[float, int]:
+        """The least is next."""
+        return self.tag, self.arrived
+
+    @property
+    def crowd(self) -> float:
+        """How much it has in line, by weight."""
+        return len(self.line) / self.weight
 
 
 class FairQueue:
     """Claims of many tenants, and which one is next.
 
     Guarantee: of two tenants that both have claims in line all the while, what they are given, by estimate and per unit
-    of weight, differs by at most one claim of each. Costs O(tenants in line) per claim.
+    of weight, differs by at most one claim of each. A claim that comes, is granted or leaves costs O(log n).
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
         self._backlogged: dict[str, _Tenant] = {}
+        # Heaps with an entry for each change; what is not a tenant's latest is passed over.
+        self._turns: list[tuple[tuple[float, int], int, _Tenant]] = []
+        self._crowds: list[tuple[float, int, _Tenant]] = []
+        self._num_noted = 0
         self._virtual = 0.0
         self._num_arrived = 0
         self._num_waiting = 0
@@ -82,36 +72,35 @@ class FairQueue:
 
     def push(self, waiter: Waiter) -> None:
         """Put a claim in line."""
-        name = waiter.claim.tenant
         tenant = self._tenant(waiter.claim)
-        if not tenant.waiters:
+        if not tenant.line:
             tenant.tag = max(self._virtual, tenant.tag)
             tenant.arrived = waiter.arrival
-            self._backlogged[name] = tenant
-        heapq.heappush(tenant.waiters, waiter)
+            self._backlogged[tenant.name] = tenant
+        tenant.line.add(waiter)
         self._num_waiting += 1
+        self._note(tenant)
 
     def head(self) -> Waiter | None:
         """Who is next."""
-        if not self._backlogged:
-            return None
-        return min(self._backlogged.values(), key=lambda t: (t.tag, t.arrived)).waiters[0]
+        while self._turns:
+            turn, _, tenant = self._turns[0]
+            if tenant.line and turn == tenant.turn:
+                return tenant.line.first()
+            heapq.heappop(self._turns)
+        return None
 
     def pop(self, waiter: Waiter) -> None:
         """Take the head out of line: it is given what it asked for."""
         tenant = self._backlogged[waiter.claim.tenant]
-        heapq.heappop(tenant.waiters)
-        self._left(waiter.claim.tenant, tenant)
         self._give(tenant, waiter.claim)
+        self._left(tenant, waiter)
 
     def remove(self, waiter: Waiter) -> bool:
         """Take a claim out of line that is given nothing; whether it was in line."""
-        tenant = self._backlogged.get(waiter.claim.tenant)
-        if tenant is None or not any(w is waiter for w in tenant.waiters):
+        if not waiter.is_in_line:
             return False
-        tenant.waiters = [w for w in tenant.waiters if w is not waiter]
-        heapq.heapify(tenant.waiters)
-        self._left(waiter.claim.tenant, tenant)
+        self._left(self._backlogged[waiter.claim.tenant], waiter)
         return True
 
     def give(self, claim: Claim) -> None:
@@ -119,12 +108,14 @@ class FairQueue:
         tenant = self._tenant(claim)
         tenant.tag = max(self._virtual, tenant.tag)
         self._give(tenant, claim)
+        self._note(tenant)
 
     def correct(self, claim: Claim, used: float) -> None:
         """A granted claim has used this much, not what was estimated. No tenant gets before virtual time by it."""
         tenant = self._tenants.get(claim.tenant)
         if tenant is not None:
             tenant.tag = max(self._virtual, tenant.tag + (used - claim.work) / tenant.weight)
+            self._note(tenant)
 
     def displaced_by(self, newcomer: Claim) -> Waiter | None:
         """Who leaves a full line for a newcomer: the last of the tenant that has most in it, by weight.
@@ -132,53 +123,72 @@ class FairQueue:
         None: the newcomer is of that tenant and would be its last.
         """
         own = self._backlogged.get(newcomer.tenant)
-        num_own = 1 if own is None else len(own.waiters) + 1
-        longest = max(self._backlogged.values(), key=lambda t: len(t.waiters) / t.weight, default=None)
-        if (
-            longest is not None
-            and longest is not own
-            and len(longest.waiters) / longest.weight > num_own / (newcomer.weight)
-        ):
-            return max(longest.waiters)
-        last = max(own.waiters) if own is not None else None
+        num_own = 1 if own is None else len(own.line) + 1
+        longest = self._longest()
+        if longest is not None and longest is not own and longest.crowd > num_own / newcomer.weight:
+            return longest.line.last()
+        last = own.line.last() if own is not None else None
         return last if last is not None and newcomer.priority < last.priority else None
 
     def num_places_before(self, newcomer: Claim) -> float:
         """Places that will have been given to others before a newcomer gets its own; an estimate."""
         own = self._backlogged.get(newcomer.tenant)
-        own_before = [] if own is None else [w for w in own.waiters if w.priority <= newcomer.priority]
-        num_turns = (len(own_before) + 1) / newcomer.weight
-        others = (t for name, t in self._backlogged.items() if name != newcomer.tenant)
-        return _places(own_before) + sum(
-            _places(tenant.waiters) * min(1.0, num_turns * tenant.weight / len(tenant.waiters)) for tenant in others
-        )
+        num_before, own_places = (0, 0) if own is None else own.line.before(newcomer.priority)
+        num_turns = (num_before + 1) / newcomer.weight
+        num_others = len(self._backlogged) - (own is not None)
+        looked_at = [t for t in islice(self._backlogged.values(), _SAMPLED_TENANTS) if t is not own]
+        places = sum(t.line.num_places * min(1.0, num_turns * t.weight / len(t.line)) for t in looked_at)
+        return own_places + (places * num_others / len(looked_at) if looked_at else 0.0)
+
+    def _longest(self) -> _Tenant | None:
+        while self._crowds:
+            crowd, _, tenant = self._crowds[0]
+            if tenant.line and -crowd == tenant.crowd:
+                return tenant
+            heapq.heappop(self._crowds)
+        return None
 
     def _give(self, tenant: _Tenant, claim: Claim) -> None:
         self._virtual = max(self._virtual, tenant.tag)
         tenant.tag += claim.work / tenant.weight
         tenant.arrived = self._num_arrived
 
-    def _left(self, name: str, tenant: _Tenant) -> None:
+    def _left(self, tenant: _Tenant, waiter: Waiter) -> None:
+        tenant.line.remove(waiter)
         self._num_waiting -= 1
-        if not tenant.waiters:
-            del self._backlogged[name]
+        if tenant.line:
+            self._note(tenant)
+        else:
+            del self._backlogged[tenant.name]
+
+    def _note(self, tenant: _Tenant) -> None:
+        """Something about a tenant has changed that decides whose turn it is, or who has most in line."""
+        if not tenant.line:
+            return
+        self._num_noted += 1
+        heapq.heappush(self._turns, (tenant.turn, self._num_noted, tenant))
+        heapq.heappush(self._crowds, (-tenant.crowd, self._num_noted, tenant))
+        if len(self._turns) + len(self._crowds) > 4 * len(self._backlogged) + _LEAST_COMPACTED:
+            latest = list(enumerate(self._backlogged.values()))
+            self._turns = [(t.turn, number, t) for number, t in latest]
+            self._crowds = [(-t.crowd, number, t) for number, t in latest]
+            heapq.heapify(self._turns)
+            heapq.heapify(self._crowds)
 
     def _tenant(self, claim: Claim) -> _Tenant:
         tenant = self._tenants.get(claim.tenant)
         if tenant is None:
             self._sweep()
-            tenant = self._tenants[claim.tenant] = _Tenant(self._virtual, claim.weight, self._num_arrived)
+            tenant = self._tenants[claim.tenant] = _Tenant(claim.tenant, self._virtual, claim.weight, self._num_arrived)
         tenant.weight = claim.weight  # keys may change while the process runs
         return tenant
 
     def _sweep(self) -> None:
         if len(self._tenants) < self._sweep_at:
             return
-        self._tenants = {
-            name: t for name, t in self._tenants.items() if t.waiters or t.tag > self._virtual
-        }  # a tenant at virtual time is like one that was never here
+        # A tenant at virtual time is like one that was never here. Where each comes once, virtual time stands still.
+        idle = [t for t in self._tenants.values() if not t.line and t.tag > self._virtual]
+        if len(idle) > _MOST_IDLE_TENANTS:
+            idle = heapq.nlargest(_MOST_IDLE_TENANTS, idle, key=lambda t: t.tag)
+        self._tenants = {t.name: t for t in (*self._backlogged.values(), *idle)}
         self._sweep_at = max(_LEAST_SWEEP_TENANTS, 2 * len(self._tenants))
-
-
-def _places(waiters: Iterable[Waiter]) -> int:
-    return sum(waiter.claim.num_places for waiter in waiters)

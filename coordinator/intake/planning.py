@@ -6,9 +6,10 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from coordinator.intake.fair_queue import Claim
+from coordinator.intake.line import Claim
 from coordinator.intake.prompt import PromptReader
 from coordinator.intake.resume import (
     HeldChoice,
@@ -18,7 +19,9 @@ from coordinator.intake.resume import (
     held_choices,
     make_resume_token,
     planned_terms,
+    prompt_logprobs_start,
 )
+from coordinator.intake.sizes import check_opening, check_resumable
 from coordinator.intake.tokenizing import TokenizingTurns
 from coordinator.intake.validation import (
     CheckedSampling,
@@ -32,9 +35,11 @@ from coordinator.intake.validation import (
 from coordinator.journal import Journal
 from coordinator.replicas.fleet import Fleet, ServedModel
 from coordinator.sessions.client_stream import ClientStream
+from coordinator.sessions.prompt_logprobs import MOST_JOINED_BYTES
 from coordinator.sessions.request_trace import RequestTrace
 from coordinator.sessions.session import Request
 from coordinator.tenants.quotas import Allowance
+from specdec.message_sizes import opening_bytes, position_bytes
 from specdec.rpc.errors import InvalidRequest
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
@@ -58,6 +63,8 @@ class Caller:
     """W3C Trace Context, if the caller sent one."""
     arrived_s: float = field(default_factory=time.monotonic)
     """When the call came, on the monotonic clock."""
+    held: ExitStack = field(default_factory=ExitStack)
+    """What the call holds until its end has reached the caller, who may take its time."""
 
     @property
     def cache_salt(self) -> bytes:
@@ -86,6 +93,10 @@ class Plan:
     """What a request that takes this one up is held against."""
     held: list[HeldChoice]
     """One per choice: what of its output is known already."""
+    prompt_logprobs_start: int
+    """Position from which on the client lacks the prompt's log-probabilities."""
+    prompt_logprobs_in_parts: bool
+    """The client takes them in several chunks."""
     allowance: Allowance
     """The caller's."""
 
@@ -117,6 +128,7 @@ class Planner:
         default_mode: pb.VerifyMode.ValueType,
         resume_secret: bytes,
         turns: TokenizingTurns,
+        max_message_bytes: int,
     ) -> None:
         """Plan nothing yet.
 
@@ -127,7 +139,9 @@ class Planner:
             default_mode: how to verify when a request does not say.
             resume_secret: the key of resume tokens.
             turns: where long texts are tokenised.
+            max_message_bytes: what is taken from clients.
         """
+        self._max_message_bytes = max_message_bytes
         self._turns = turns
         self._fleet = fleet
         self._journal = journal
@@ -158,6 +172,10 @@ class Planner:
             reader = PromptReader(served.tokenizer, limits, self._turns, caller.tenant, caller.allowance.weight)
             prompt = await reader.read(body, sampling)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
+        input_field = str(body.WhichOneof("input"))
+        num_open_bytes = opening_bytes(len(prompt) + max_tokens, limits.vocab_size, sampling.token_sampling.ByteSize())
+        check_opening(input_field, num_open_bytes, sampling, self._fleet.most_open_bytes())
+        check_resumable(body, input_field, sampling.n, max_tokens, limits.vocab_size, self._max_message_bytes)
         trace.accepted(
             body,
             request_id=key.request_id,
@@ -170,12 +188,25 @@ class Planner:
         resume_token = make_resume_token(self._resume_secret, *key, seed, served.identity)
         journal_params = encode_params(body, prompt, seed)
         held = [HeldChoice() for _ in range(sampling.n)]
+        prompt_start = prompt_logprobs_start(body, len(prompt))
+        num_prompt_logprobs_bytes = _prompt_bytes(sampling, len(prompt))
+        if num_prompt_logprobs_bytes > MOST_JOINED_BYTES and not body.prompt_logprobs_in_parts:
+            message = f"of {len(prompt)} tokens do not fit into one message: set prompt_logprobs_in_parts"
+            raise InvalidRequest("sampling.prompt_logprobs", message)
         if body.HasField("resume"):
             record = await self._journal.load(key)
             if record is not None:
-                check_params(record.params, journal_params, str(body.WhichOneof("input")))
+                check_params(record.params, journal_params, input_field)
+            lacks_prompt = sampling.prompt_logprobs is not None and prompt_start < len(prompt)
             with_logprobs = sampling.token_sampling.HasField("num_logprobs")
-            held = held_choices(body.resume, sampling.n, record, served.identity.vocab_size, with_logprobs)
+            held = held_choices(
+                body.resume,
+                sampling.n,
+                record,
+                served.identity.vocab_size,
+                max_tokens=max_tokens,
+                computed_again=range(sampling.n) if with_logprobs else range(lacks_prompt),
+            )
         request = Request(
             key=key,
             uid=uuid.uuid4().hex[:_UID_DIGITS],
@@ -186,6 +217,9 @@ class Planner:
             cache_salt=caller.cache_salt,
             deadline_s=caller.deadline_s,
             trace=trace,
+            num_context_tokens=len(prompt) + max_tokens,
+            num_open_bytes=num_open_bytes,
+            num_prompt_logprobs_bytes=num_prompt_logprobs_bytes,
         )
         return Plan(
             request=request,
@@ -200,6 +234,8 @@ class Planner:
             is_resume=body.HasField("resume"),
             journal_params=journal_params,
             held=held,
+            prompt_logprobs_start=prompt_start,
+            prompt_logprobs_in_parts=body.prompt_logprobs_in_parts,
             allowance=caller.allowance,
         )
 
@@ -211,6 +247,11 @@ class Planner:
         check_resume_token(token, make_resume_token(self._resume_secret, *key, seed, served.identity))
         self._fleet.check_numerics(served.identity)
         return served
+
+
+def _prompt_bytes(sampling: CheckedSampling, num_prompt_tokens: int) -> int:
+    num_top = sampling.prompt_logprobs
+    return 0 if num_top is None else num_prompt_tokens * position_bytes(num_top)
 
 
 def _seed(body: api.GenerateRequest) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from coordinator.intake.tokenizing import TokenizingTurns
@@ -68,12 +68,23 @@ class PromptReader:
             check_prompt_bytes("messages", num_bytes, self._limits)
         return self._tokenizer.render_chat([(m.role, m.content) for m in messages.messages])
 
-    async def encode(self, field: str, text: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+    async def convert(
+        self, field: str, text: str, add_special_tokens: bool, answer: Callable[[list[int]], bytes]
+    ) -> bytes:
+        """What `answer` makes of a text's token ids, in the same turn and thread as these.
+
+        Raises:
+            InvalidRequest: the text is empty or too long.
+        """
         num_bytes = len(text.encode())
         check_prompt_bytes(field, num_bytes, self._limits)
-        _, token_ids = await self._encode(text, num_bytes, add_special_tokens, sys.maxsize)
-        return token_ids
+        if num_bytes <= _INLINE_BYTES:
+            return answer(self._tokenizer.encode(text, add_special_tokens))
+
+        def work() -> bytes:
+            return answer(self._tokenizer.encode_aside(text, add_special_tokens, sys.maxsize)[1])
+
+        return await self._turns.run(work, num_bytes, self._tenant, self._weight)
 
     async def _encode(self, text: str, num_bytes: int, add_special_tokens: bool, most: int) -> tuple[int, list[int]]:
         if num_bytes <= _INLINE_BYTES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -104,27 +104,59 @@ class HeldChoice:
     """How much of their text the client has."""
 
 
+def prompt_logprobs_start(body: api.GenerateRequest, num_prompt_tokens: int) -> int:
+    """Position from which on a client lacks the log-probabilities of the prompt, if it wants them.
+
+    They come before the first choice's tokens, so a client that says nothing of them and holds such tokens has all.
+
+    Raises:
+        InvalidRequest: the client says that it has more than there are.
+    """
+    resume = body.resume
+    if resume.HasField("prompt_logprobs_position"):
+        if resume.prompt_logprobs_position > num_prompt_tokens:
+            raise InvalidRequest(
+                "resume.prompt_logprobs_position", f"is past the prompt, which has {num_prompt_tokens} tokens"
+            )
+        return resume.prompt_logprobs_position
+    has_all = any(choice.index == 0 and choice.token_ids for choice in resume.choices)
+    return num_prompt_tokens if has_all else 0
+
+
 def held_choices(
-    resume: api.Resume, n: int, record: JournalRecord | None, vocab_size: int, with_logprobs: bool
+    resume: api.Resume,
+    n: int,
+    record: JournalRecord | None,
+    vocab_size: int,
+    *,
+    max_tokens: int,
+    computed_again: Collection[int] = (),
 ) -> list[HeldChoice]:
     """What client and journal hold, choice by choice.
 
-    With log-probabilities, what only the journal holds is computed again: it does not keep them.
+    Of choices that are `computed_again` what only the journal holds does not count: it keeps no log-probabilities, of
+    neither output nor prompt.
 
     Raises:
-        InvalidRequest: an index or a token id is out of range, or an index comes twice.
+        InvalidRequest: an index or a token id is out of range, an index comes twice, or there are more tokens than a
+            choice may have (`max_tokens`).
         DataLoss: client and journal contradict each other.
     """
-    held = [_agreed(index, (), 0, record, with_logprobs) for index in range(n)]
+    held = [_agreed(index, (), 0, record, index in computed_again) for index in range(n)]
     seen: set[int] = set()
     for number, choice in enumerate(resume.choices):
         path = f"resume.choices[{number}]"
         if choice.index >= n or choice.index in seen:
             raise InvalidRequest(f"{path}.index", f"{choice.index} comes twice or is not below n ({n})")
         seen.add(choice.index)
+        # Lengths first: looking at millions of ids would hold up others.
+        if len(choice.token_ids) > max_tokens:
+            message = f"{len(choice.token_ids)} ids are more than the {max_tokens} tokens that a choice may have"
+            raise InvalidRequest(f"{path}.token_ids", message)
         if any(token >= vocab_size for token in choice.token_ids):
             raise InvalidRequest(f"{path}.token_ids", f"a token id is outside the vocabulary of {vocab_size}")
-        held[choice.index] = _agreed(choice.index, choice.token_ids, choice.text_offset_bytes, record, with_logprobs)
+        index = choice.index
+        held[index] = _agreed(index, choice.token_ids, choice.text_offset_bytes, record, index in computed_again)
     return held
 
 
@@ -167,13 +199,13 @@ def check_params(journalled: bytes, given: bytes, prompt_field: str) -> None:
 
 
 def _agreed(
-    index: int, client_ids: Sequence[int], text_offset: int, record: JournalRecord | None, with_logprobs: bool
+    index: int, client_ids: Sequence[int], text_offset: int, record: JournalRecord | None, is_computed_again: bool
 ) -> HeldChoice:
     known = record is not None and index < len(record.token_ids)
     journal_ids = record.token_ids[index] if record is not None and known else []
     journal_origins = record.origins[index] if record is not None and known else []
     token_ids = agree(index, client_ids, journal_ids)
-    if with_logprobs:
+    if is_computed_again:
         token_ids = list(client_ids)
     origins = list(journal_origins[: len(token_ids)])
     origins += [pb.ORIGIN_DECODE] * (len(token_ids) - len(origins))

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from coordinator.intake.admission import AdmissionQueue
-from coordinator.intake.fair_queue import Claim
+from coordinator.intake.line import Claim
 
 _T = TypeVar("_T")
 _NUM_THREADS = 2

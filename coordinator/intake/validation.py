@@ -230,9 +230,9 @@ def _count(params: api.SamplingParams, name: str, highest: int, lowest: int = 0)
 
 
 def _logit_bias(params: api.SamplingParams, limits: Limits) -> dict[int, float]:
-    biases = dict(params.logit_bias)
-    if len(biases) > limits.max_logit_bias:
+    if len(params.logit_bias) > limits.max_logit_bias:
         raise InvalidRequest("sampling.logit_bias", f"must have at most {limits.max_logit_bias} entries")
+    biases = dict(params.logit_bias)
     for token_id, bias in biases.items():
         if token_id >= limits.vocab_size:
             raise InvalidRequest(f"sampling.logit_bias[{token_id}]", f"outside the vocabulary of {limits.vocab_size}")

@@ -7,39 +7,50 @@ from typing import Protocol, Self
 
 import grpc
 
+from coordinator.links.bounded_call import BoundedCall
 from coordinator.links.link_events import LinkEvents, LinkSettings
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.wire import Call
+from coordinator.sessions.drafting import DraftSide
 from coordinator.sessions.session import Session
 from specdec.rpc.channel import ReplicaChannel
+from specdec.rpc.reading.parsing import parsing
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc
+
+_MOST_STRAYS = 4096
+"""What a draft tells of sessions that it does not have: proposals cross with what closes or reopens their sessions, and
+after a stream breaks none is left. So many since a session was last opened or closed is no crossing."""
+_PROOF_TOKENS = 64
+"""A session under which a draft has died is stepped alone for so long. Its target gets on at the same time."""
+_MOST_LOADS_BYTES = 900
+"""In one frame, which has its entries besides: those of some ten targets. The others go with the next."""
 
 
 class ProposalHandler(Protocol):
     """Who takes proposals."""
 
-    def on_proposal(self, session: Session, proposal: bytes) -> None:
-        """A draft offers tokens; the bytes are an encoded Proposal, to be passed on unopened."""
+    def on_proposal(self, session: Session, side: DraftSide, proposal: bytes) -> None:
+        """A draft of the session offers tokens; the bytes are an encoded Proposal, to be passed on unopened."""
 
 
 class DraftWire:
-    """See `Wire`. The latest load of each target leaves with the next frame."""
+    """See `Wire`. The latest loads of targets leave with the next frames."""
 
     def __init__(self) -> None:
         self._target_loads: dict[str, pb.LoadReport] = {}
 
     def tell_target_load(self, target: str, load: pb.LoadReport) -> None:
-        """Put a target's load into the next frame, in place of what is there of the same target."""
+        """Put a target's load into one of the next frames, in place of what is there of the same target."""
         self._target_loads[target] = load
 
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info`."""
-        return draft_pb2_grpc.DraftServiceStub(channel).GetReplicaInfo(pb.GetReplicaInfoRequest())
+        return draft_pb2_grpc.DraftServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
 
     def open(self, channel: grpc.aio.Channel) -> Call[draft_pb2.DraftRequest]:
         """See `Wire.open`."""
-        return draft_pb2_grpc.DraftServiceStub(channel).Draft()
+        return BoundedCall(channel)
 
     def attach(self, attach: pb.Attach) -> draft_pb2.DraftRequest:
         """See `Wire.attach`."""
@@ -47,8 +58,15 @@ class DraftWire:
 
     def frame(self, entries: Sequence[draft_pb2.DraftEntry]) -> draft_pb2.DraftRequest:
         """See `Wire.frame`."""
-        loads, self._target_loads = self._target_loads, {}
-        told = [draft_pb2.TargetLoad(target=target, load=load) for target, load in loads.items()]
+        told: list[draft_pb2.TargetLoad] = []
+        room_bytes = _MOST_LOADS_BYTES
+        for target, load in list(self._target_loads.items()):
+            one = draft_pb2.TargetLoad(target=target, load=load)
+            room_bytes -= one.ByteSize()
+            if told and room_bytes < 0:
+                break
+            told.append(one)
+            del self._target_loads[target]
         return draft_pb2.DraftRequest(entries=entries, target_loads=told)
 
     def close_entry(self, session_id: str, epoch: int, reason: str) -> draft_pb2.DraftEntry:
@@ -79,19 +97,27 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
             settings=settings,
             wire=self._draft_wire,
             events=events,
-            epoch_of=lambda session: session.draft.epoch,
+            epoch_of=lambda session: session.drafting.epoch_at(self),
             handle=self._take,
             takes_up=False,
         )
         self._proposals = proposals
+        self._num_strays = 0
+
+    def on_stray(self) -> None:
+        """A draft that goes on about sessions which it does not have is cut off."""
+        self._num_strays += 1
+        if self._num_strays > _MOST_STRAYS:
+            self._num_strays = 0
+            self.reset("it floods")
 
     def open(self, session: Session) -> None:
         """Open a session, or open it again, under a new epoch and with all its tokens.
 
         It names its target, whose load bounds how far to draft.
         """
-        side = session.draft
-        side.opened(self)
+        side = session.drafting.opened(self)
+        self._num_strays = 0
         self.sessions[session.session_id] = session
         traceparent = session.request.trace.session_opened(
             self.role,
@@ -102,30 +128,34 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
             position=session.position,
         )
         body = session.open_body(traceparent)
+        if session.drafting.num_deaths:
+            body.apart_until = session.position + _PROOF_TOKENS
         if session.target.host is not None:
             body.target = session.target.host.address
         self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=side.epoch, open=body))
 
-    def commit(self, session: Session, start_position: int, token_ids: Sequence[int]) -> None:
-        """Tell which tokens are final."""
+    def commit(self, session: Session, epoch: int, start_position: int, token_ids: Sequence[int]) -> None:
+        """Tell which tokens are final, in the opening that has this epoch."""
         commit = pb.Commit(start_position=start_position, token_ids=token_ids)
-        self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=session.draft.epoch, commit=commit))
+        self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=epoch, commit=commit))
 
     def close(self: Self, session: Session, reason: str) -> None:
         """End a session."""
         self.sessions.pop(session.session_id, None)
-        session.draft.host = None
+        self._num_strays = 0
         session.request.trace.session_closed(self.role, session.choice, self.address, reason)
-        self.send(self._wire.close_entry(session.session_id, session.draft.epoch, reason))
+        self.send(self._wire.close_entry(session.session_id, session.drafting.epoch_at(self), reason))
         self._events.on_closed(self, session, reason)
+        session.drafting.closed(self)
 
     def tell_target_load(self, target: str, load: pb.LoadReport) -> None:
-        """Bounds how far to draft for a target's sessions; the latest of each target leaves with the next frame."""
+        """Bounds how far to draft for a target's sessions; the latest of each target leaves with a frame soon."""
         self._draft_wire.tell_target_load(target, load)
 
     def _take(self: Self, session: Session, result: draft_pb2.DraftResult) -> None:
         kind = result.WhichOneof("result")
-        if kind == "proposal":
-            self._proposals.on_proposal(session, result.proposal)
+        side = session.drafting.at(self)
+        if side is not None and kind == "proposal":
+            self._proposals.on_proposal(session, side, result.proposal)
         elif kind == "error":
             self._events.on_session_error(self, session, result.error)

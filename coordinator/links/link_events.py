@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from coordinator.links.stream_end import Ending
+from coordinator.links.stream_end import EndOfStream
 from coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 
@@ -38,6 +38,8 @@ class LinkSettings:
     backoff_min_s: float
     """The wait after the first failure to connect; it doubles with each further one."""
     backoff_max_s: float
+    max_message_bytes: int = 16 * 2**20
+    """What we take. Replicas that do not tell what they take are believed to take as much."""
 
 
 class LinkEvents(Protocol[Link]):
@@ -52,7 +54,7 @@ class LinkEvents(Protocol[Link]):
     def on_up(self, link: Link, lost: Sequence[Session]) -> None:
         """The stream is ready; `lost` are the link's sessions that the replica does not hold."""
 
-    def on_down(self, link: Link, ending: Ending) -> None:
+    def on_down(self, link: Link, end: EndOfStream) -> None:
         """The stream ended; the link still has its sessions. A replica that shut down in order is not at fault."""
 
     def on_state(self, link: Link) -> None:
@@ -64,8 +66,11 @@ class LinkEvents(Protocol[Link]):
     def on_session_error(self, link: Link, session: Session, error: pb.SessionError) -> None:
         """The replica ended a session."""
 
-    def on_closed(self, link: Link, session: Session, reason: str) -> None:
-        """A session was closed from our side."""
+    def on_too_large(self, link: Link, session: Session, cause: str) -> None:
+        """The replica takes no message that holds what was to be sent of a session. Nothing was sent."""
 
-    def on_fault(self, session: Session, error: Exception) -> None:
+    def on_closed(self, link: Link, session: Session, reason: str) -> None:
+        """A session is closed from our side; what the session knows of its side at the link is still there."""
+
+    def on_fault(self, link: Link, session: Session, error: Exception) -> None:
         """Handling a session's entry failed on our side."""

@@ -6,13 +6,19 @@ import asyncio
 from typing import Generic
 
 from coordinator.links.wire import EntryT
+from specdec.message_sizes import MAX_STREAM_FRAME_BYTES, cut, frame_bytes, most_entry_bytes
 
-_MAX_FRAME_BYTES = 4 * 2**20
-"""A quarter of what replicas receive by default: what is urgent waits behind one frame of openings at most."""
 _MAX_QUEUED_ENTRIES = 16_384
 """Some turns' worth for thousands of sessions: a replica that reads never lets as many gather."""
 _MAX_QUEUED_BYTES = 256 * 2**20
 """Thousands of openings with all their tokens, as after a break; more is memory for nobody."""
+
+
+class EntryTooLarge(Exception):
+    """No frame that the replica takes holds an entry."""
+
+    def __init__(self, num_bytes: int, most_bytes: int) -> None:
+        super().__init__(f"an entry of {num_bytes} bytes is more than the {most_bytes} that the replica takes")
 
 
 class Outbox(Generic[EntryT]):
@@ -20,14 +26,23 @@ class Outbox(Generic[EntryT]):
 
     def __init__(self) -> None:
         self.has_ended = False
+        self._frame_bytes = MAX_STREAM_FRAME_BYTES
+        self._most_entry_bytes = _MAX_QUEUED_BYTES
         self._entries: list[tuple[EntryT, int]] = []
         """With their sizes in bytes."""
         self._num_bytes = 0
         self._wake: asyncio.Future[None] | None = None
 
+    def limit(self, message_bytes: int) -> None:
+        """No frame may be larger than this from now on."""
+        self._frame_bytes = frame_bytes(message_bytes)
+        self._most_entry_bytes = most_entry_bytes(message_bytes)
+
     def put(self, entry: EntryT) -> bool:
-        """Queue an entry; False when so much is queued that the reader must be stuck."""
+        """Queue an entry; False when so much is queued that the reader must be stuck. Raises EntryTooLarge."""
         size = entry.ByteSize()
+        if size > self._most_entry_bytes:
+            raise EntryTooLarge(size, self._most_entry_bytes)
         self._entries.append((entry, size))
         self._num_bytes += size
         self._wake_reader()
@@ -51,13 +66,9 @@ class Outbox(Generic[EntryT]):
         while not self._entries and not self.has_ended:
             self._wake = asyncio.get_running_loop().create_future()
             await self._wake
-        num, size = 0, 0
-        for _, entry_bytes in self._entries:
-            if num > 0 and size + entry_bytes > _MAX_FRAME_BYTES:
-                break
-            num, size = num + 1, size + entry_bytes
-        taken, self._entries = self._entries[:num], self._entries[num:]
-        self._num_bytes -= size
+        first = next(cut((size for _, size in self._entries), self._frame_bytes), slice(0, 0))
+        taken, self._entries = self._entries[first], self._entries[first.stop :]
+        self._num_bytes -= sum(size for _, size in taken)
         return [entry for entry, _ in taken]
 
     def _wake_reader(self) -> None:

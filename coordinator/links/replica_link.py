@@ -9,9 +9,10 @@ import structlog
 
 from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
 from coordinator.links.replica_stream import ReplicaStream
-from coordinator.links.stream_end import describe, ending_of
+from coordinator.links.stream_end import describe, end_of
 from coordinator.links.wire import EntryT, RequestT, ResultT, Wire
 from coordinator.sessions.session import Session
+from specdec.message_sizes import ENTRY_OVERHEAD_BYTES, frame_bytes, most_bytes
 from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import IncompatibleReplica
 from specdec.v1 import common_pb2 as pb
@@ -66,12 +67,15 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         """The last report on the stream that is up."""
         self.num_own_at_load = 0
         """How many sessions it had of us when that came."""
+        self.steps_apart = False
+        """It steps sessions alone that are opened so, and tells whom its engine was working for when that ended."""
         self.refused_s: float | None = None
         """When it last said that it is full, on the monotonic clock; None: not since its last report."""
         self.sessions: dict[str, Session] = {}
         """By session id."""
         self.num_streams = 0
         """How many came up so far."""
+        self._told_message_bytes = 0
         self._connection = LinkState.CONNECTING
         self._standing = LinkState.READY
         self._shown: tuple[LinkState, str] | None = None
@@ -103,6 +107,16 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
     def is_ready(self) -> bool:
         """New sessions may be opened without a second thought."""
         return self.state is LinkState.READY
+
+    @property
+    def tells_limit(self) -> bool:
+        """It says what it takes, and keeps what it sends below what we take; older replicas do neither."""
+        return self._told_message_bytes > 0
+
+    @property
+    def message_bytes(self) -> int:
+        """The largest message that it takes."""
+        return most_bytes(self._told_message_bytes, self._settings.max_message_bytes)
 
     @property
     def is_draining(self) -> bool:
@@ -143,22 +157,42 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         """Sessions wait for this very replica."""
         return bool(self.sessions)
 
-    def check_instance(self: Self, instance_id: str) -> None:
+    def on_info(self: Self, info: pb.GetReplicaInfoResponse) -> None:
         """Raises IncompatibleReplica if another link leads to this process."""
-        self._events.check_instance(self, instance_id)
+        self._told_message_bytes = info.max_message_bytes
+        self.steps_apart = info.HasField("last_end")
+        self._events.check_instance(self, info.instance_id)
+
+    def on_too_large(self: Self, session_id: str, epoch: int, cause: str) -> None:
+        """Tells whoever cares for the session, if it is still the one that was to be sent."""
+        session = self.sessions.get(session_id)
+        if session is not None and session.finish is None and self._epoch_of(session) == epoch:
+            self._events.on_too_large(self, session, cause)
 
     def attach(self) -> pb.Attach:
-        """Lists the sessions that the replica may still hold, if it takes any up."""
-        sessions = self.sessions.values() if self._takes_up else ()
-        self._listed = [(session, self._epoch_of(session)) for session in sessions]
-        return pb.Attach(
-            owner_id=self._settings.owner_id,
-            lease_generation=self._settings.lease_generation,
-            sessions=[
-                pb.AttachedSession(session_id=session.session_id, epoch=epoch, committed_length=session.position)
-                for session, epoch in self._listed
-            ],
+        """Lists the sessions that the replica may still hold, if it takes any up, or as many as a message holds.
+
+        The answer, which names no more than these, has to fit into what we take. What is not listed counts as lost.
+        """
+        settings = self._settings
+        attach = pb.Attach(
+            owner_id=settings.owner_id,
+            lease_generation=settings.lease_generation,
+            max_message_bytes=settings.max_message_bytes,
         )
+        room_bytes = frame_bytes(min(self.message_bytes, settings.max_message_bytes)) // 2
+        self._listed = []
+        for session in self.sessions.values() if self._takes_up else ():
+            epoch, prompt = self._epoch_of(session), session.target.prompt
+            told = pb.AttachedSession(session_id=session.session_id, epoch=epoch, committed_length=session.position)
+            if prompt is not None:
+                told.prompt_logprobs_position = prompt.arrived
+            room_bytes -= told.ByteSize() + ENTRY_OVERHEAD_BYTES
+            if room_bytes < 0:
+                break
+            attach.sessions.append(told)
+            self._listed.append((session, epoch))
+        return attach
 
     async def on_attached(self: Self, attached: pb.Attached, load: pb.LoadReport | None) -> None:
         """Becomes ready, unless the replica does not fit: raises IncompatibleReplica then."""
@@ -167,7 +201,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         identity = pb.ModelIdentity()
         identity.CopyFrom(attached.identity)
         self.identity = identity
-        self.check_instance(attached.instance_id)  # of two that asked at once, one attached too late
+        self._events.check_instance(self, attached.instance_id)  # of two that asked at once, one attached too late
         self.instance_id = attached.instance_id
         await self._events.check_identity(self, identity)
         self.num_streams += 1
@@ -181,15 +215,19 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         self._listed = []
         self._events.on_up(self, lost)
 
-    def on_result(self, result: ResultT) -> None:
+    def on_result(self: Self, result: ResultT) -> None:
         """Drops what is of an earlier opening, or of a session that is not held here any more."""
         session = self.sessions.get(result.session_id)
         if session is None or result.epoch != self._epoch_of(session):
+            self.on_stray()
             return
         try:
             self._handle(session, result)
         except Exception as error:
-            self._events.on_fault(session, error)
+            self._events.on_fault(self, session, error)
+
+    def on_stray(self) -> None:
+        """A result was dropped."""
 
     def on_load(self: Self, load: pb.LoadReport) -> None:
         """Notes the load."""
@@ -206,7 +244,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         else:
             self._set_connection(LinkState.DOWN, describe(error))
         if was_up:
-            self._events.on_down(self, ending_of(error, was_draining=was_draining))
+            self._events.on_down(self, end_of(error, was_draining=was_draining))
 
     def _note_load(self, load: pb.LoadReport) -> None:
         self.load, self.num_own_at_load, self.refused_s = load, len(self.sessions), None

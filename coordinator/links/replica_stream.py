@@ -14,18 +14,21 @@ import grpc
 import structlog
 
 from coordinator.links.link_events import LinkSettings
-from coordinator.links.outbox import Outbox
-from coordinator.links.stream_end import StreamEnd
+from coordinator.links.outbox import EntryTooLarge, Outbox
+from coordinator.links.stream_end import NOT_HANDED_ON, StreamEnd, engine_end_in, error_of
 from coordinator.links.wire import Call, EntryT, Frame, RequestT, ResultT, ResultT_contra, Wire
 from specdec.backoff import Backoff
 from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import SpecdecError, Unavailable
+from specdec.rpc.reading.parsing import parsed
 from specdec.v1 import common_pb2 as pb
 
 _MOST_FIRST_WAITS_IN_NEED = 5
 """Sessions wait for this very replica: its stream is tried often."""
 _SPREAD = (0.75, 1.25)
 """Coordinators that lost a replica at the same moment do not all come back at the same moment."""
+_ASK_AGAIN_S = 1.0
+"""Sessions wait for the answer, as what is done with them depends on it."""
 _CLOSED = "the replica closed the stream"
 _log = structlog.get_logger(__name__)
 
@@ -37,8 +40,15 @@ class StreamOwner(Protocol[ResultT_contra]):
     def is_needed(self) -> bool:
         """Sessions wait for this very replica."""
 
-    def check_instance(self, instance_id: str) -> None:
-        """The replica says which process it is; raises IncompatibleReplica to open no stream."""
+    @property
+    def message_bytes(self) -> int:
+        """The largest message that the replica takes."""
+
+    instance_id: str
+    """Of the replica's process, as it said last."""
+
+    def on_info(self, info: pb.GetReplicaInfoResponse) -> None:
+        """The replica says which process it is, and what it takes; raises IncompatibleReplica to open no stream."""
 
     def attach(self) -> pb.Attach:
         """What the first frame says."""
@@ -51,6 +61,9 @@ class StreamOwner(Protocol[ResultT_contra]):
 
     def on_load(self, load: pb.LoadReport) -> None:
         """A load report came."""
+
+    def on_too_large(self, session_id: str, epoch: int, cause: str) -> None:
+        """An entry of a session is larger than any message may be; called when whoever sent it has returned."""
 
     def on_ended(self, error: Exception) -> None:
         """The stream ended, or could not be opened. It will be opened again."""
@@ -79,7 +92,13 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
 
     def send(self, entry: EntryT) -> None:
         """Send an entry with the next frame. Only while the stream is up: attaching makes up for what came between."""
-        if not self._outbox.put(entry):
+        try:
+            has_room = self._outbox.put(entry)
+        except EntryTooLarge as error:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._owner.on_too_large, entry.session_id, entry.epoch, str(error))
+            return
+        if not has_room:
             self._outbox.clear()
             self.reset("the replica does not read")
 
@@ -103,6 +122,8 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             error = await self._fault_of_stream()
             if error is None:
                 return
+            if isinstance(error, SpecdecError) and error.reason == NOT_HANDED_ON:
+                error = await self._told_afterwards(error)
             self._outbox.clear()
             try:
                 self._owner.on_ended(error)
@@ -129,12 +150,25 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             self._log_fault(error)
             return error
 
+    async def _told_afterwards(self, error: SpecdecError) -> SpecdecError:
+        """How the stream ended as the replica tells when it is asked; `error` where it has nothing to tell."""
+        try:
+            async with asyncio.timeout(_ASK_AGAIN_S):
+                end = parsed(await self._wire.info(self._channel.current)).last_end
+        except grpc.aio.AioRpcError as refusal:
+            end = engine_end_in(refusal.trailing_metadata()) or pb.EngineEnd()
+        except (SpecdecError, TimeoutError):
+            return error
+        is_ours = end.instance_id and end.instance_id == self._owner.instance_id
+        return error_of(end) if is_ours else error
+
     async def _run_stream(self) -> None:
         """Returns when the stream has ended as `end` asked; raises why it did otherwise."""
         await self._channel.renew()  # no call is under way
         channel = self._channel.current
         async with asyncio.timeout(self._settings.connect_timeout_s):
-            await self._check_instance(channel)
+            await self._ask(channel)
+        self._outbox.limit(self._owner.message_bytes)
         call = self._call = self._wire.open(channel)
         end = StreamEnd(call)
         writer: asyncio.Task[None] | None = None
@@ -169,18 +203,19 @@ class ReplicaStream(Generic[RequestT, EntryT, ResultT]):
             if writer is not None:
                 writer.cancel()
 
-    async def _check_instance(self, channel: grpc.aio.Channel) -> None:
+    async def _ask(self, channel: grpc.aio.Channel) -> None:
         """A second stream of the same owner would end the first one, so it must be known before."""
         try:
             info = await self._wire.info(channel)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                return
-            raise
-        self._owner.check_instance(info.instance_id)
+                info = pb.GetReplicaInfoResponse()
+            else:
+                raise
+        self._owner.on_info(parsed(info))
 
     async def _read(self, call: Call[RequestT]) -> Frame[ResultT] | None:
-        frame = await call.read()
+        frame = parsed(await call.read())
         return None if frame is grpc.aio.EOF else cast(Frame[ResultT], frame)
 
     async def _write_frames(self, call: Call[RequestT]) -> None:

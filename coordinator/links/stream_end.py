@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable, Set
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
+from specdec.rpc.error_details import STATUS_KEY, rich_status
 from specdec.rpc.errors import SpecdecError, Unavailable, from_rpc_error
+from specdec.session_keys import session_key, split_keys
+from specdec.v1 import common_pb2 as pb
 
 _Result = TypeVar("_Result")
 CONNECTION_LOST = "CONNECTION_LOST"
@@ -17,7 +22,10 @@ _ENGINE_DEATHS = frozenset({"ENGINE_GONE", "ENGINE_STALLED"})
 """What a servicer says whose engine ended by itself, or did not end a step."""
 _ENGINE_LOST = "ENGINE_LOST"
 """What a servicer says whose engine was killed from outside, or was frozen."""
-_STATUS_KEY = "grpc-status-details-bin"
+NOT_HANDED_ON = "CAUSE_NOT_HANDED_ON"
+"""The reason where the peer has said why, and gRPC has lost it: the peer can be asked."""
+_MOST_KEYS_BYTES = 64 * 2**10
+"""No engine works on so many sessions at once."""
 _SILENCE = ("ping", "keepalive")
 """What gRPC's message names when it gave a peer up that did not answer: frozen or cut off, but not dead."""
 # What grpc.aio says where it has no status of the peer's.
@@ -37,14 +45,52 @@ class Ending(Enum):
     """Its engine died by itself, or did not end a step: a request may have done it."""
 
 
-def ending_of(error: Exception, *, was_draining: bool) -> Ending:
+@dataclass(frozen=True, slots=True)
+class EndOfStream:
+    """What the end of a stream tells."""
+
+    ending: Ending
+    session_keys: Set[bytes] | None = None
+    """Those that the replica's engine was working on when it ended, of all coordinators; None: it does not say."""
+
+    def may_be(self, session_id: str) -> bool:
+        """Whether the engine may have been working on a session that was open there."""
+        return self.session_keys is None or session_key(session_id) in self.session_keys
+
+
+def end_of(error: Exception, *, was_draining: bool) -> EndOfStream:
     """What a stream's error tells of the replica, which may have told before that it shuts down."""
     reason = error.reason if isinstance(error, SpecdecError) else ""
     if was_draining or reason == "DRAINING":
-        return Ending.ANNOUNCED
-    if reason in _ENGINE_DEATHS:
-        return Ending.DIED
-    return Ending.LOST if reason in (CONNECTION_LOST, _ENGINE_LOST) else Ending.BROKEN
+        return EndOfStream(Ending.ANNOUNCED)
+    if reason not in _ENGINE_DEATHS and reason not in (CONNECTION_LOST, _ENGINE_LOST):
+        return EndOfStream(Ending.BROKEN)
+    attached = error.attached if isinstance(error, SpecdecError) else ()
+    told = next((end for end in attached if isinstance(end, pb.EngineEnd) and end.is_told), None)
+    keys = None
+    if told is not None and len(told.session_keys) <= _MOST_KEYS_BYTES:
+        keys = split_keys(told.session_keys)
+    return EndOfStream(Ending.DIED if reason in _ENGINE_DEATHS else Ending.LOST, keys)
+
+
+def engine_end_in(trailing: Iterable[Any] | None) -> pb.EngineEnd | None:
+    """How an engine ended, where a status tells it."""
+    status = rich_status(trailing)
+    for detail in () if status is None else status.details:
+        end = pb.EngineEnd()
+        try:
+            if detail.Unpack(end):
+                return end
+        except DecodeError:
+            return None
+    return None
+
+
+def error_of(end: pb.EngineEnd) -> SpecdecError:
+    """What a stream would have ended with when the engine did."""
+    error = Unavailable("the engine ended", reason=end.reason or None)
+    error.attached.append(end)
+    return error
 
 
 class StreamEnd:
@@ -69,10 +115,12 @@ class StreamEnd:
         if self._error is not None or code is grpc.StatusCode.OK:
             return
         if code is grpc.StatusCode.INTERNAL and details == _NO_STATUS:
-            self._error = Unavailable("the stream broke while it was written to")
+            self._error = Unavailable("the stream broke while it was written to", reason=NOT_HANDED_ON)
         else:
             self._error = from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
-            is_told = any(key == _STATUS_KEY for key, _ in trailing or ())
+            if (end := engine_end_in(trailing)) is not None:
+                self._error.attached.append(end)
+            is_told = any(key == STATUS_KEY for key, _ in trailing or ())
             is_silence = any(word in (details or "").lower() for word in _SILENCE)
             if code is grpc.StatusCode.UNAVAILABLE and not is_told and not is_silence:
                 self._error.reason = CONNECTION_LOST

@@ -11,13 +11,18 @@ import grpc
 from coordinator.links.link_events import LinkEvents, LinkSettings
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.wire import Call
-from coordinator.sessions.session import Session
+from coordinator.sessions.session import Request, Session
+from specdec.message_sizes import most_entry_bytes
 from specdec.rpc.channel import ReplicaChannel
+from specdec.rpc.errors import IncompatibleReplica
+from specdec.rpc.reading.parsing import parsed, parsing
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
 
 _TOKENIZER_PATIENCE = 4
 """Times as long as for one answer: a tokenizer is some megabytes, in several pieces."""
+_MAX_TOKENIZER_BYTES = 256 * 2**20
+"""The largest in use have some 40 MB."""
 
 
 class VerdictHandler(Protocol):
@@ -29,17 +34,20 @@ class VerdictHandler(Protocol):
     def on_proposal_rejected(self, session: Session, rejected: pb.ProposalRejected) -> None:
         """What a draft offered is no proposal; the session goes on."""
 
+    def on_prompt_logprobs(self, session: Session, part: pb.PromptLogprobsPart) -> None:
+        """A target computed log-probabilities of a session's prompt."""
+
 
 class TargetWire:
     """See `Wire`."""
 
     def info(self, channel: grpc.aio.Channel) -> Awaitable[pb.GetReplicaInfoResponse]:
         """See `Wire.info`."""
-        return target_pb2_grpc.TargetServiceStub(channel).GetReplicaInfo(pb.GetReplicaInfoRequest())
+        return target_pb2_grpc.TargetServiceStub(parsing(channel)).GetReplicaInfo(pb.GetReplicaInfoRequest())
 
     def open(self, channel: grpc.aio.Channel) -> Call[target_pb2.VerifyRequest]:
         """See `Wire.open`."""
-        return target_pb2_grpc.TargetServiceStub(channel).Verify()
+        return target_pb2_grpc.TargetServiceStub(parsing(channel)).Verify()
 
     def attach(self, attach: pb.Attach) -> target_pb2.VerifyRequest:
         """See `Wire.attach`."""
@@ -109,6 +117,10 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
             position=session.position,
         )
         body = session.open_body(traceparent)
+        if side.cleared_at is not None:
+            body.apart_until = side.cleared_at
+        if side.prompt is not None:
+            side.prompt.ask(body)
         self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, open=body))
 
     def relay(self, session: Session, proposal: bytes) -> None:
@@ -121,6 +133,9 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         """Tell how far the target may run, and what has arrived."""
         side = session.target
         credit = pb.Credit(position=side.credit_position, acknowledged_position=session.position)
+        if side.prompt is not None:
+            credit.prompt_logprobs_position = side.prompt.credit
+            credit.acknowledged_prompt_logprobs_position = side.prompt.arrived
         self.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, credit=credit))
 
     def close(self: Self, session: Session, reason: str) -> None:
@@ -141,21 +156,35 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         session.target.held(self)
         self.sessions[session.session_id] = session
 
+    def may_take(self, request: Request) -> bool:
+        """Whether no message about a request, there or back, is larger than its receiver takes."""
+        is_small_enough = self.tells_limit or request.num_prompt_logprobs_bytes <= most_entry_bytes(
+            self._settings.max_message_bytes
+        )
+        return is_small_enough and request.num_open_bytes <= most_entry_bytes(self.message_bytes)
+
     async def fetch_tokenizer(self) -> tuple[bytes, str]:
-        """tokenizer.json and tokenizer_config.json of the target's model."""
+        """tokenizer.json and tokenizer_config.json of the target's model; IncompatibleReplica if they are huge."""
         pieces: list[bytes] = []
-        config = ""
-        stub = target_pb2_grpc.TargetServiceStub(self.channel.current)
+        configs: list[str] = []
+        num_bytes = 0
+        stub = target_pb2_grpc.TargetServiceStub(parsing(self.channel.current))
         timeout_s = self._settings.connect_timeout_s * _TOKENIZER_PATIENCE
-        async for piece in stub.GetTokenizer(pb.GetTokenizerRequest(), timeout=timeout_s):
-            pieces.append(piece.tokenizer_json)
-            config = config or piece.tokenizer_config
-        return b"".join(pieces), config
+        asked = pb.GetTokenizerRequest(max_message_bytes=self._settings.max_message_bytes)
+        async for piece in stub.GetTokenizer(asked, timeout=timeout_s):
+            pieces.append(parsed(piece).tokenizer_json)
+            configs.append(piece.tokenizer_config)
+            num_bytes += piece.ByteSize()
+            if num_bytes > _MAX_TOKENIZER_BYTES:
+                raise IncompatibleReplica(f"its tokenizer has more than {_MAX_TOKENIZER_BYTES} bytes")
+        return b"".join(pieces), "".join(configs)
 
     def _take(self: Self, session: Session, result: target_pb2.TargetResult) -> None:
         kind = result.WhichOneof("result")
         if kind == "verdict":
             self._verdicts.on_verdict(session, result.verdict)
+        elif kind == "prompt_logprobs":
+            self._verdicts.on_prompt_logprobs(session, result.prompt_logprobs)
         elif kind == "progress":
             self._tells_progress = True
             session.target.told(result.progress, time.monotonic())

@@ -11,6 +11,21 @@ from google.protobuf.message import Message
 from specdec.v1 import common_pb2 as pb
 
 
+class Entry(Protocol):
+    """What a replica is told of one session."""
+
+    @property
+    def session_id(self) -> str:
+        """Of which session."""
+
+    @property
+    def epoch(self) -> int:
+        """Of which of its openings there."""
+
+    def ByteSize(self) -> int:  # noqa: N802
+        """As protobuf has it."""
+
+
 class Result(Protocol):
     """What a replica tells of one session."""
 
@@ -25,7 +40,7 @@ class Result(Protocol):
 
 RequestT = TypeVar("RequestT", bound=Message)
 """A frame to the replica."""
-EntryT = TypeVar("EntryT", bound=Message)
+EntryT = TypeVar("EntryT", bound="Entry")
 """What a frame to the replica has of one session."""
 ResultT = TypeVar("ResultT", bound=Result)
 """What a frame from the replica has of one session."""
@@ -85,7 +100,7 @@ class Wire(Protocol[RequestT, EntryT]):
         """The first frame."""
 
     def frame(self, entries: Sequence[EntryT]) -> RequestT:
-        """Every other frame."""
+        """Every other frame: these entries, and little besides (see `specdec.message_sizes.frame_bytes`)."""
 
     def close_entry(self, session_id: str, epoch: int, reason: str) -> EntryT:
         """The entry that ends a session."""

@@ -11,6 +11,7 @@ target refuses a session  opened again with growing waits; at once, without its 
                           elsewhere, when the target has failed too often or drains
 draft ended or wrong      the session goes on without it, and gets a draft again when there is one
 draft drains              its sessions get another draft, if there is one
+draft is slow             a session has a second one for a while, and the faster one keeps it (`hedging.py`)
 
 `targets.py` and `drafts.py` take the events of each role's links; `moves.py` opens sessions again, there or elsewhere.
 """

@@ -14,6 +14,7 @@ from coordinator.observer import Observer
 from coordinator.recovery.quarantine import Quarantine
 from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session, TargetHost
+from coordinator.sessions.table import SessionTable
 from specdec.backoff import Backoff
 from specdec.rpc.errors import SpecdecError, Unavailable
 
@@ -24,7 +25,14 @@ class TargetMoves:
     """Decides which target a session has. Without one it waits."""
 
     def __init__(
-        self, *, fleet: Fleet, finisher: Finisher, observer: Observer, timeout_s: float, backoff: Backoff
+        self,
+        *,
+        sessions: SessionTable,
+        fleet: Fleet,
+        finisher: Finisher,
+        observer: Observer,
+        timeout_s: float,
+        backoff: Backoff,
     ) -> None:
         """`timeout_s` is how long a session may go without a target; between two tries it waits for the back-off."""
         self._fleet = fleet
@@ -33,8 +41,8 @@ class TargetMoves:
         self._timeout_s = timeout_s
         self._backoff = backoff
         self._give_ups: dict[str, asyncio.TimerHandle] = {}
-        self.quarantine = Quarantine(self.reopen)
-        """Holds back sessions that may have ended a target."""
+        self.quarantine = Quarantine(sessions, self.reopen)
+        """Knows which sessions may have ended a target, and how those are opened."""
 
     def forget(self, link: TargetLink) -> None:
         """A link is gone for good, or up: nobody gives it up any more."""
@@ -177,11 +185,11 @@ class TargetMoves:
         self._follow_target(session)
 
     def _follow_target(self, session: Session) -> None:
-        """The draft goes by the load of the session's target, which it is told at opening."""
-        draft = session.draft.host
-        if draft is not None and draft.is_up:
-            self._observer.session_reopened(draft.role)
-            draft.open(session)
+        """Drafts go by the load of the session's target, which they are told at opening."""
+        for side in session.drafting.sides[:]:
+            if side.host.is_up:
+                self._observer.session_reopened(side.host.role)
+                side.host.open(session)
 
 
 def _note_move(session: Session, link: TargetHost, other: TargetHost) -> None:

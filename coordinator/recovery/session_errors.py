@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import structlog
-from google.rpc import code_pb2, error_details_pb2
+from google.rpc import code_pb2
 
-from coordinator.sessions.session import Session
+from coordinator.sessions.session import Session, SessionHost
+from specdec.rpc.error_details import details_of
 from specdec.v1 import common_pb2 as pb
 
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
@@ -17,6 +18,8 @@ _HELD_ELSEWHERE = frozenset({"STALE_LEASE", "SESSION_TAKEN_OVER"})
 """What a replica says whose session another coordinator holds now: asking again would not help."""
 _NON_FINITE = "NON_FINITE_LOGITS"
 """What a replica says whose model gave NaN or infinity for the session's tokens: so would any other with that model."""
+_TOO_LARGE = "MESSAGE_TOO_LARGE"
+"""What there is to tell of the session is more than a message between the two holds: at this replica it ends."""
 _log = structlog.get_logger(__name__)
 
 
@@ -50,7 +53,7 @@ class SessionFailure:
     def is_fault(self) -> bool:
         """It counts against the replica, unlike what the session's own parameters, or the model, caused."""
         is_own_parameters = self.code == code_pb2.INVALID_ARGUMENT and self.field.startswith("open")
-        is_excused = self.is_held_elsewhere or self.is_models or is_own_parameters
+        is_excused = self.is_held_elsewhere or self.is_models or self.is_too_large or is_own_parameters
         return self.code not in _NO_FAULT and not is_excused
 
     @property
@@ -59,9 +62,14 @@ class SessionFailure:
         return self.reason == _NON_FINITE
 
     @property
+    def is_too_large(self) -> bool:
+        """The replica has more to tell of the session than a message holds."""
+        return self.reason == _TOO_LARGE
+
+    @property
     def is_fatal(self) -> bool:
         """Opening the session again, here or elsewhere, would end the same way."""
-        return self.code in _FATAL or self.is_models
+        return self.code in _FATAL or self.is_models or self.is_too_large
 
     @property
     def may_be_proposals(self) -> bool:
@@ -69,14 +77,12 @@ class SessionFailure:
         return self.code == code_pb2.INVALID_ARGUMENT and not self.field.startswith("open")
 
 
-def note_failure(role: str, session: Session, error: pb.SessionError) -> SessionFailure:
+def note_failure(host: SessionHost, session: Session, error: pb.SessionError) -> SessionFailure:
     """Take an error apart; the log and the request's trace tell of it."""
-    info, request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
-    for detail in error.status.details:
-        detail.Unpack(info)
-        detail.Unpack(request)
+    info, request, _ = details_of(error.status)
     field = request.field_violations[0].field if request.field_violations else ""
-    reason = info.reason or code_pb2.Code.Name(error.status.code)
-    session.request.trace.session_failed(role, session.choice, reason)
-    _log.warning("session_error", role=role, **session.log_fields, reason=reason, error=error.status.message)
-    return SessionFailure(error.status.code, reason, field)
+    code = error.status.code if error.status.code in code_pb2.Code.values() else code_pb2.UNKNOWN
+    reason = info.reason or code_pb2.Code.Name(code)
+    session.request.trace.session_failed(host.role, session.choice, host.address, reason)
+    _log.warning("session_error", role=host.role, **session.log_fields, reason=reason, error=error.status.message)
+    return SessionFailure(code, reason, field)

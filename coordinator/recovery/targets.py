@@ -9,7 +9,7 @@ import structlog
 
 from coordinator.finishing import Finisher
 from coordinator.links.link_events import LinkState
-from coordinator.links.stream_end import Ending
+from coordinator.links.stream_end import Ending, EndOfStream
 from coordinator.links.target_link import TargetLink
 from coordinator.observer import Observer
 from coordinator.recovery.drafts import DraftRecovery
@@ -17,8 +17,9 @@ from coordinator.recovery.moves import TargetMoves
 from coordinator.recovery.session_errors import note_failure
 from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session
+from coordinator.sessions.table import SessionTable
 from specdec.backoff import Backoff
-from specdec.rpc.errors import Cancelled, Internal, Unavailable, from_status, internal_error
+from specdec.rpc.errors import Cancelled, FailedPrecondition, Internal, Unavailable, from_status, internal_error
 from specdec.v1 import common_pb2 as pb
 
 _log = structlog.get_logger(__name__)
@@ -30,6 +31,7 @@ class TargetRecovery:
     def __init__(
         self,
         *,
+        sessions: SessionTable,
         drafts: DraftRecovery,
         fleet: Fleet,
         finisher: Finisher,
@@ -43,7 +45,12 @@ class TargetRecovery:
         self._finisher = finisher
         self._observer = observer
         self.moves = TargetMoves(
-            fleet=fleet, finisher=finisher, observer=observer, timeout_s=timeout_s, backoff=backoff
+            sessions=sessions,
+            fleet=fleet,
+            finisher=finisher,
+            observer=observer,
+            timeout_s=timeout_s,
+            backoff=backoff,
         )
         """Opens sessions again, here or elsewhere."""
 
@@ -57,6 +64,7 @@ class TargetRecovery:
         self._fleet.on_removed(link)
         self._fleet.forget_prefixes(link)
         self.moves.forget(link)
+        self.moves.quarantine.forget(link.address)
 
     def check_instance(self, link: TargetLink, instance_id: str) -> None:
         """See `LinkEvents.check_instance`."""
@@ -88,19 +96,18 @@ class TargetRecovery:
         self.moves.quarantine.came_back(link.address, link.instance_id)
         self.moves.came_up(link, lost)
 
-    def on_down(self, link: TargetLink, ending: Ending) -> None:
+    def on_down(self, link: TargetLink, end: EndOfStream) -> None:
         """See `LinkEvents.on_down`."""
-        if ending is not Ending.ANNOUNCED:
+        if end.ending is not Ending.ANNOUNCED:
             self._fleet.failed(link)
-        if ending in (Ending.DIED, Ending.LOST):
-            sessions, is_sure = list(link.sessions.values()), ending is Ending.DIED
-            for request in self.moves.quarantine.died(link, link.instance_id, sessions, is_sure=is_sure):
+        if end.ending in (Ending.DIED, Ending.LOST):
+            for request in self.moves.quarantine.died(link, link.instance_id, end):
                 self._finisher.fail(request, _quarantined())
         self.moves.went_down(link)
 
     def on_session_error(self, link: TargetLink, session: Session, error: pb.SessionError) -> None:
         """See `LinkEvents.on_session_error`."""
-        failure = note_failure(link.role, session, error)
+        failure = note_failure(link, session, error)
         if failure.may_be_proposals and session.target.was_relayed:
             self._drafts.blame(session)
             self.moves.reopen(session)
@@ -119,6 +126,12 @@ class TargetRecovery:
                 self._fleet.failed(link)
             self.moves.retry(session, from_status(error.status))
 
+    def on_too_large(self, link: TargetLink, session: Session, cause: str) -> None:
+        """See `LinkEvents.on_too_large`."""
+        _log.warning("session_too_large", **session.log_fields, target=link.address, cause=cause)
+        message = f"max_message_bytes of target {link.address}: {cause}"
+        self._finisher.fail(session.request, FailedPrecondition(message, reason="MESSAGE_TOO_LARGE"))
+
     def on_closed(self, link: TargetLink, session: Session, reason: str) -> None:
         """See `LinkEvents.on_closed`."""
         self.moves.quarantine.settle(link.address)
@@ -128,7 +141,7 @@ class TargetRecovery:
         if link.is_up:
             self._fleet.remember(link, session)
 
-    def on_fault(self, session: Session, error: Exception) -> None:
+    def on_fault(self, link: TargetLink, session: Session, error: Exception) -> None:
         """See `LinkEvents.on_fault`."""
         self._finisher.fail(session.request, internal_error(error))
 
@@ -152,9 +165,9 @@ class TargetRecovery:
     def on_desync(self, session: Session, cause: str) -> None:
         """A target is not where the client is: open the session again with what the client has."""
         _log.warning("session_desync", **session.log_fields, cause=cause)
-        session.request.trace.session_failed("target", session.choice, "TARGET_DESYNC")
-        if session.target.host is not None:
-            self._fleet.failed(session.target.host)
+        if (host := session.target.host) is not None:
+            session.request.trace.session_failed("target", session.choice, host.address, "TARGET_DESYNC")
+            self._fleet.failed(host)
         self.moves.retry(session, Unavailable(cause, reason="TARGET_DESYNC"))
 
 

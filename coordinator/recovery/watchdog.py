@@ -2,6 +2,9 @@
 
 A target that is silent or whose engine stands still is found out by others (keepalive, its own servicer). Here each
 session is watched for itself: it gets verdicts, or the target tells of progress, or it moves.
+
+What replicas said while this process stood still (a suspended machine, a signal) it has not read yet: such a time
+counts against nobody.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ _UNTOLD_FACTOR = 3
 _QUEUED_S = 1.0
 """How long a session waits at its target before one that is idle gets it."""
 _MOST_DOUBLINGS = 6
+_STANDSTILL_S = 0.5
+"""A look that is so much too late was not just waiting for its turn in a busy loop."""
 _log = structlog.get_logger(__name__)
 
 
@@ -44,23 +49,32 @@ class Watchdog:
         self._moves = moves
         self._stall_s = stall_s
         self._timeout_s = timeout_s
+        self._interval_s = min(_LONGEST_LOOK_S, self._stall_s / _LOOKS)
+        self._due_s: float | None = None
+        """When to look next, at the latest, on the monotonic clock."""
 
     async def run(self) -> None:
         """Look until cancelled."""
-        interval_s = min(_LONGEST_LOOK_S, self._stall_s / _LOOKS)
+        self._due_s = time.monotonic() + self._interval_s
         while True:
-            await asyncio.sleep(interval_s)
+            await asyncio.sleep(self._interval_s)
             try:
                 self.look(time.monotonic())
             except Exception as error:
                 _log.error("watchdog_fault", exc_info=error)
 
     def look(self, now_s: float) -> None:
-        """Move what gets nowhere."""
+        """Move what gets nowhere. `run` calls it at intervals: one that comes late tells of a standstill of ours."""
+        late_s = 0.0 if self._due_s is None else now_s - self._due_s
+        self._due_s = now_s + self._interval_s
+        if late_s >= _STANDSTILL_S:
+            self._forgive(late_s, now_s)
         for session in self._sessions:
             side = session.target
             host = side.host
             if host is None or not side.is_open or not host.is_up or session.position >= side.credit_position:
+                continue
+            if side.waits_for_prompt_credit:
                 continue
             grown = 2 ** min(side.num_stalls, _MOST_DOUBLINGS)
             bound_s = self._stall_s * grown * (1 if host.tells_progress else _UNTOLD_FACTOR)
@@ -69,12 +83,19 @@ class Watchdog:
             elif side.queued_s is not None and now_s - side.queued_s >= _QUEUED_S * grown:
                 self._queued(session, host)
 
+    def _forgive(self, late_s: float, now_s: float) -> None:
+        _log.warning("stood_still", late_s=round(late_s, 1))
+        for session in self._sessions:
+            session.target.pardon(late_s, now_s)
+            session.drafting.pardon(late_s, now_s)
+
     def _stalled(self, session: Session, host: TargetHost, silent_s: float, bound_s: float) -> None:
         other = self._fleet.find_target(session.request, besides=host)
         if other is not None and other.is_ready:
             _log.warning("session_stalled", **session.log_fields, target=host.address, silent_s=round(silent_s, 1))
-            session.request.trace.session_failed("target", session.choice, "SESSION_STALLED")
+            session.request.trace.session_failed("target", session.choice, host.address, "SESSION_STALLED")
             session.target.num_stalls += 1
+            session.target.is_doubtful = True
             self._fleet.failed(host)
             self._moves.move(session, other)
         elif host.tells_progress and silent_s >= bound_s + self._timeout_s:

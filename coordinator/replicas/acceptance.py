@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from coordinator.sessions.drafting import DraftSide
 from coordinator.sessions.session import Session
 
 _SESSION_STEPS = 64
@@ -39,9 +40,9 @@ class AcceptanceRecord:
     def __init__(self) -> None:
         self._barren: dict[str, _Barren] = {}
 
-    def verified(self, address: str, session: Session, num_accepted: int) -> Judgement:
-        """A target verified what a draft proposed for a session, and accepted so many tokens."""
-        side = session.draft
+    def verified(self, session: Session, side: DraftSide, num_accepted: int) -> Judgement:
+        """A target verified what a session's draft proposed, and accepted so many tokens."""
+        address = side.host.address
         if num_accepted:
             self._barren.pop(address, None)
             side.num_barren, side.has_accepted = 0, True

@@ -5,16 +5,39 @@ from __future__ import annotations
 from coordinator.sessions.session import Request
 from specdec.v1 import common_pb2 as pb
 
+_MOST_TEXT_BYTES = 1024
+"""Of each text in an identity: it is shown, logged, and a part of resume tokens."""
+_MOST_END_IDS = 1024
+_TEXTS = ("name", "revision", "architecture", "weights_digest", "tokenizer_digest", "numerics_id", "dtype", "device")
+
+
+def unsound(identity: pb.ModelIdentity) -> str | None:
+    """Why no replica that works would say that it serves this, or None."""
+    for name in _TEXTS:
+        if (num_bytes := len(getattr(identity, name).encode())) > _MOST_TEXT_BYTES:
+            return f"its {name} has {num_bytes} bytes, {_MOST_TEXT_BYTES} are the most"
+    if not identity.name:
+        return "its model has no name"
+    if not identity.vocab_size or identity.max_model_len < 2:
+        return (
+            f"a vocabulary of {identity.vocab_size} and a context of {identity.max_model_len} tokens serve no request"
+        )
+    if len(identity.eos_token_ids) > _MOST_END_IDS:
+        return f"{len(identity.eos_token_ids)} ids end its sequences, {_MOST_END_IDS} are the most"
+    return None
+
 
 def model_difference(a: pb.ModelIdentity, b: pb.ModelIdentity) -> str | None:
     """Why a session may not move from one to the other, whatever the settings: the first of these that differ.
 
-    Name, weights, tokenizer, and the ids that end a sequence. Contexts may differ: see `may_serve`.
+    Name, weights, tokenizer, vocabulary, and the ids that end a sequence. Contexts may differ: see `may_serve`.
     """
     if (a.name, a.weights_digest) != (b.name, b.weights_digest):
         return f"{a.name} ({a.weights_digest}) and {b.name} ({b.weights_digest}) are different models"
     if a.tokenizer_digest != b.tokenizer_digest:
         return f"their tokenizers differ ({a.tokenizer_digest or 'unknown'}, {b.tokenizer_digest or 'unknown'})"
+    if a.vocab_size != b.vocab_size:
+        return f"their vocabularies differ ({a.vocab_size}, {b.vocab_size})"
     ours, theirs = sorted(a.eos_token_ids), sorted(b.eos_token_ids)
     if ours != theirs:
         return f"sequences end with other ids ({_listed(ours)}; {_listed(theirs)})"

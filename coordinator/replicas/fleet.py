@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,12 +14,13 @@ from coordinator.links.draft_link import DraftLink
 from coordinator.links.link_events import LinkState
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
-from coordinator.replicas.compatibility import difference, may_serve
-from coordinator.replicas.load import has_room, is_idle, weight, with_room
+from coordinator.replicas.compatibility import difference, may_serve, unsound
+from coordinator.replicas.load import has_room, has_spare, is_idle, weight, with_room
 from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
 from coordinator.replicas.router import PrefixRouter, block_digests
 from coordinator.sessions.session import DraftHost, Request, Session, SessionHost, TargetHost
-from coordinator.text.tokenizer import TextTokenizer
+from coordinator.text.tokenizer import TextTokenizer, read_tokenizer
+from specdec.message_sizes import most_entry_bytes
 from specdec.rpc.errors import FailedPrecondition, IncompatibleReplica, ModelNotFound, NoTarget, NotReady
 from specdec.v1 import common_pb2 as pb
 
@@ -29,6 +29,8 @@ _STATES = {
     Standing.EJECTED: LinkState.EJECTED,
     Standing.PROBATION: LinkState.PROBATION,
 }
+_MOST_NOTICES = 8
+"""There may be hundreds of drafts, and a notice is for people."""
 _Link = TypeVar("_Link", bound=ReplicaLink)
 _log = structlog.get_logger(__name__)
 
@@ -49,6 +51,11 @@ class ServedModel:
         identity.CopyFrom(self.identity)
         identity.max_model_len, identity.numerics_id = max_model_len, numerics_id
         return replace(self, identity=identity)
+
+
+def _require_sound(identity: pb.ModelIdentity) -> None:
+    if (cause := unsound(identity)) is not None:
+        raise IncompatibleReplica(f"what it says it serves cannot be: {cause}")
 
 
 def _usable(links: Sequence[_Link]) -> list[_Link]:
@@ -169,39 +176,53 @@ class Fleet:
 
     def may_serve(self, link: TargetLink, request: Request) -> bool:
         """Whether a target, as it said last, can decode a request to its end."""
-        return link.identity is not None and may_serve(
-            link.identity, request, allow_mixed_numerics=self.allow_mixed_numerics
+        return (
+            link.identity is not None
+            and link.may_take(request)
+            and may_serve(link.identity, request, allow_mixed_numerics=self.allow_mixed_numerics)
         )
+
+    def most_open_bytes(self) -> int | None:
+        """The largest entry that opens a session and that some target takes; None: no target is there."""
+        return max((most_entry_bytes(link.message_bytes) for link in self._ready_targets()), default=None)
 
     def pick_draft(self, position: int, besides: DraftHost | None = None) -> DraftLink | None:
         """The least loaded draft that takes sessions and whose context reaches past a position."""
-        fit = [
+        return min(with_room(_usable(self._fit_drafts(position, besides))), key=weight, default=None)
+
+    def find_spare_draft(self, position: int, besides: DraftHost) -> DraftLink | None:
+        """Another such draft that could do more than it must."""
+        fit = self._fit_drafts(position, besides)
+        return min((link for link in fit if link.is_ready and has_spare(link)), key=weight, default=None)
+
+    def _fit_drafts(self, position: int, besides: DraftHost | None) -> list[DraftLink]:
+        return [
             link
             for link in self.drafts
             if link is not besides and link.identity is not None and link.identity.max_model_len > position
         ]
-        return min(with_room(_usable(fit)), key=weight, default=None)
 
     def remember(self, link: TargetLink, session: Session) -> None:
         """A session ended on a target: who goes on from its prompt and output finds them there."""
         self._router.remember(block_digests(session.token_ids, session.request.cache_salt), link.holder)
 
-    def failed(self, replica: SessionHost, *, is_proven: bool = False) -> None:
+    def failed(self, replica: SessionHost, *, is_proven: bool = False) -> bool:
         """A replica failed. One that fails too often gets no sessions for a while; the last usable one always does.
 
-        `is_proven`: this once is often enough.
+        `is_proven`: this once is often enough. Returns whether it is ejected for it.
         """
         role, address = replica.role, replica.address
         detector = self._outliers[role]
         num_others = sum(other.address != address and other.is_ready for other in self._of_role(role))
         if not detector.failed(address, num_others, is_proven=is_proven):
-            return
+            return False
         remaining_s = detector.remaining_s(address)
         _log.warning("replica_ejected", role=role, address=address, ejection_s=remaining_s)
         for link in self._of_role(role):
             if link.address == address:
                 link.set_standing(LinkState.EJECTED)
                 asyncio.get_running_loop().call_later(remaining_s, self._update_standing, link)
+        return True
 
     def succeeded(self, link: ReplicaLink) -> None:
         """A replica did what was asked of it."""
@@ -211,12 +232,15 @@ class Fleet:
     def notices(self) -> list[str]:
         """Limits that clients should know of."""
         served = self.require_served().identity
-        notices = [
+        shorter = [
             f"draft {link.address} has a context of {link.identity.max_model_len} tokens, the target of "
             f"{served.max_model_len}: no speculation beyond"
             for link in self.drafts
             if link.is_ready and link.identity is not None and link.identity.max_model_len < served.max_model_len
         ]
+        notices = shorter[:_MOST_NOTICES]
+        if len(shorter) > len(notices):
+            notices.append(f"the same holds for {len(shorter) - len(notices)} more drafts")
         numerics = {identity.numerics_id for identity in self._ready_identities()}
         if len(numerics) > 1:
             notices.append(
@@ -263,8 +287,9 @@ class Fleet:
         """Whether a draft fits; waits until a model is served.
 
         Raises:
-            IncompatibleReplica: it has another tokenizer.
+            IncompatibleReplica: it has another tokenizer, or what it says cannot be.
         """
+        _require_sound(identity)
         served = (await self.wait_served()).identity
         if identity.tokenizer_digest != served.tokenizer_digest:
             raise IncompatibleReplica(
@@ -277,8 +302,9 @@ class Fleet:
         """Whether a target fits; what it serves is served from now on if no other target is there.
 
         Raises:
-            IncompatibleReplica: its output would differ from that of the others.
+            IncompatibleReplica: its output would differ from that of the others, or what it says cannot be.
         """
+        _require_sound(identity)
         async with self._adopting:
             cause = None
             if self.served is not None:
@@ -294,8 +320,7 @@ class Fleet:
         if self._tokenizer_path is not None:
             tokenizer = await asyncio.to_thread(TextTokenizer.from_path, self._tokenizer_path)
         else:
-            tokenizer_json, config = await link.fetch_tokenizer()
-            tokenizer = await asyncio.to_thread(TextTokenizer, tokenizer_json, json.loads(config or "{}"))
+            tokenizer = await asyncio.to_thread(read_tokenizer, *await link.fetch_tokenizer())
         former, self.served = self.served, ServedModel(identity, tokenizer)
         self._has_served.set()
         _log.info("model_served", model=identity.name, revision=identity.revision, numerics_id=identity.numerics_id)

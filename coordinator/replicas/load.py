@@ -14,6 +14,8 @@ _REFUSED_S = 1.0
 """How long a target that said it is full is taken to be, unless it reports something else."""
 _FULL_CACHE = 0.9
 """Share of the KV cache in use from which on a target is not idle, whatever waits there."""
+_SPARE_SHARE = 0.5
+"""Of a replica's sessions: from there on it has better to do than what another one does as well."""
 AnyLink = ReplicaLink[Any, Any, Any]
 Link = TypeVar("Link", bound=AnyLink)
 
@@ -44,9 +46,26 @@ def has_room(link: AnyLink) -> bool:
 def is_idle(link: AnyLink) -> bool:
     """Whether a session would get its first step there at once: it reported so, and nothing was opened since."""
     load = link.load
-    if load is None or load.num_waiting or len(link.sessions) > link.num_own_at_load or not has_room(link):
+    if load is None or load.num_waiting or len(link.sessions) > link.num_own_at_load:
         return False
-    return load.kv_blocks_used <= _FULL_CACHE * load.kv_blocks_total
+    return not is_strained(link)
+
+
+def is_strained(link: AnyLink) -> bool:
+    """Whether it has no room, or soon none: what it could do without is in the way there."""
+    load = link.load
+    is_full = load is not None and load.kv_blocks_used > _FULL_CACHE * load.kv_blocks_total
+    return is_full or not has_room(link)
+
+
+def has_spare(link: AnyLink) -> bool:
+    """Whether it could do more than it must: nothing waits there, and half of its sessions are free."""
+    load = link.load
+    if is_strained(link) or (load is not None and load.num_waiting > 0):
+        return False
+    if load is None or not load.HasField("max_sessions"):
+        return True
+    return num_sessions(link) < _SPARE_SHARE * load.max_sessions
 
 
 def with_room(links: Sequence[Link]) -> Sequence[Link]:

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.message_sizes import cut, text_pieces
 from specdec.rpc.errors import SpecdecError
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_MERGED_TOKENS = 64
 """A chunk stays small: a write is charged and credited as a whole, and a client sees it as a whole."""
+_MOST_STEP_TOKENS = 65
+"""What a step decides at most: 64 nodes, and one token more."""
+_MOST_TEXT_BYTES = 32 * 1024
+_MOST_PROMPT_BYTES = 256 * 1024
+"""Clients take 4 MiB unless they say otherwise; what comes behind a chunk should not wait for so much."""
+_TOKEN_ID_BYTES = 5
 
 
 class ClientStream:
     """A queue with one reader. It is bounded by credit: targets run only so far ahead of what was taken and written.
 
     Deltas of one choice that wait behind a slow write are merged, so that a client that fell behind catches up in
-    fewer chunks.
+    fewer chunks. No chunk is large: one of output has up to twice 64 tokens, and text to go with them.
     """
 
     def __init__(self) -> None:
@@ -39,20 +46,31 @@ class ClientStream:
             self._chunks.append(chunk)
             self._notify()
 
-    def delta(self, index: int) -> api.ChoiceDelta:
-        """What output of a choice is to be added to, at once: the last chunk, if it can take it, or a new one.
+    def output(
+        self,
+        index: int,
+        text: str,
+        detokenizers: DetokenizerFactory,
+        token_ids: Sequence[int] = (),
+        origins: Sequence[pb.Origin.ValueType] = (),
+        logprobs: Sequence[pb.PositionLogprobs] = (),
+    ) -> None:
+        """Queue output of a choice: some text, and tokens with their origins and, where wanted, log-probabilities.
 
-        Built in place, for protobuf copies a message that becomes a part of another.
+        Of what is too much for one chunk no text comes before the tokens that it is of: a client that is cut off
+        between two chunks can resume.
         """
-        if self._chunks and not self._is_closed:
-            last = self._chunks[-1]
-            delta = last.delta
-            if last.HasField("delta") and delta.index == index and len(delta.tokens) < _MOST_MERGED_TOKENS:
-                return delta
-        chunk = api.GenerateResponse()
-        chunk.delta.index = index
-        self.push(chunk)
-        return chunk.delta
+        is_small = len(token_ids) <= _MOST_STEP_TOKENS and len(text) <= _MOST_TEXT_BYTES // 4
+        if is_small:
+            delta = self._delta(index)
+            delta.text += text
+            _add_tokens(delta, detokenizers, token_ids, origins, logprobs)
+            return
+        for start in range(0, len(token_ids), _MOST_MERGED_TOKENS):
+            some = slice(start, start + _MOST_MERGED_TOKENS)
+            _add_tokens(self._new_delta(index), detokenizers, token_ids[some], origins[some], logprobs[some])
+        for piece in text_pieces(text, _MOST_TEXT_BYTES):
+            self._new_delta(index).text = piece
 
     def close(self, error: SpecdecError | None = None) -> None:
         """End the stream after what is queued; with an error, what is queued still goes out before it."""
@@ -76,19 +94,60 @@ class ClientStream:
             await self._wake
         return self._chunks.popleft()
 
+    def _delta(self, index: int) -> api.ChoiceDelta:
+        """What output of a choice is to be added to, at once: the last chunk, if it can take it, or a new one.
+
+        Built in place, for protobuf copies a message that becomes a part of another.
+        """
+        if self._chunks and not self._is_closed:
+            last = self._chunks[-1]
+            delta = last.delta
+            has_room = len(delta.tokens) < _MOST_MERGED_TOKENS and len(delta.text) < _MOST_TEXT_BYTES // 4
+            if last.HasField("delta") and delta.index == index and has_room:
+                return delta
+        return self._new_delta(index)
+
+    def _new_delta(self, index: int) -> api.ChoiceDelta:
+        chunk = api.GenerateResponse()
+        chunk.delta.index = index
+        self.push(chunk)
+        return chunk.delta
+
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
 
-def add_tokens(
+def prompt_chunks(
+    token_ids: Sequence[int], start: int, positions: Sequence[pb.PositionLogprobs], *, is_joined: bool = False
+) -> Iterator[api.GenerateResponse]:
+    """Log-probabilities of a prompt's tokens from `start` on, as clients see them; token 0 goes with the first ones."""
+    if is_joined:
+        pieces: Iterable[slice] = [slice(0, len(positions))]
+    else:
+        pieces = cut((position.ByteSize() + _TOKEN_ID_BYTES for position in positions), _MOST_PROMPT_BYTES)
+    for piece in pieces:
+        first, stop = start + piece.start, start + piece.stop
+        shown_from = 0 if first == 1 else first
+        yield api.GenerateResponse(
+            prompt_logprobs=api.PromptLogprobs(
+                start_position=shown_from, token_ids=token_ids[shown_from:stop], positions=positions[piece]
+            )
+        )
+
+
+def prompt_end(chunk: api.PromptLogprobs) -> int:
+    """Position below which a client holds a prompt's log-probabilities with a chunk and those before it."""
+    return chunk.start_position + len(chunk.token_ids)
+
+
+def _add_tokens(
     delta: api.ChoiceDelta,
     detokenizers: DetokenizerFactory,
     token_ids: Sequence[int],
     origins: Sequence[pb.Origin.ValueType],
     logprobs: Sequence[pb.PositionLogprobs] = (),
 ) -> None:
-    """Add tokens as clients see them."""
     text, add = detokenizers.token_text, delta.tokens.add
     if logprobs:
         for token_id, origin, position in zip(token_ids, origins, logprobs, strict=False):

@@ -100,7 +100,8 @@ class RequestTrace:
         self._began_s = time.monotonic()
         self._content = content
         self._texts: dict[int, list[str]] = {}
-        self._open: dict[tuple[str, int], tuple[str, Span]] = {}
+        self._open: dict[tuple[str, int, str], Span] = {}
+        """By role, choice and address: a choice may be open at two drafts."""
         self._counts = {"num_draft_fallbacks": 0, "num_target_reopens": 0, "num_draft_reopens": 0}
         self.is_recording = span.is_recording()
         self.log_fields = log_fields(span)
@@ -186,7 +187,7 @@ class RequestTrace:
         """A session opens at a replica; returns the traceparent for it, empty when the request is not recorded."""
         if not self.is_recording:
             return ""
-        self._end_session(role, choice, "reopened")
+        self._end_session(role, choice, address, "reopened")
         if epoch > 1:
             self._counts[f"num_{role}_reopens"] += 1
         host, _, port = address.rpartition(":")
@@ -199,20 +200,20 @@ class RequestTrace:
             "specdec.position": position,
         }
         span = self._tracer.start_span(_SPAN_NAMES[role], self._context, SpanKind.CLIENT, attributes)
-        self._open[role, choice] = address, span
+        self._open[role, choice, address] = span
         return traceparent_of(span)
 
     def session_closed(self, role: str, choice: int, address: str, reason: str) -> None:
         """A session ended at a replica."""
-        if self._open and self._open.get((role, choice), ("",))[0] == address:
-            self._end_session(role, choice, reason)
+        if self._open:
+            self._end_session(role, choice, address, reason)
 
-    def session_failed(self, role: str, choice: int, reason: str) -> None:
+    def session_failed(self, role: str, choice: int, address: str, reason: str) -> None:
         """A replica ended a session with an error."""
-        if (opened := self._open.get((role, choice))) is not None:
-            opened[1].set_status(Status(StatusCode.ERROR))
-            opened[1].set_attribute("error.type", reason)
-            self._end_session(role, choice, "failed")
+        if (span := self._open.get((role, choice, address))) is not None:
+            span.set_status(Status(StatusCode.ERROR))
+            span.set_attribute("error.type", reason)
+            self._end_session(role, choice, address, "failed")
         self.event("session_failed", role=role, choice=choice, reason=reason)
 
     def end(self, code: grpc.StatusCode, reason: str, result: RequestResult | None) -> None:
@@ -225,8 +226,8 @@ class RequestTrace:
         """
         if not self.is_recording:
             return
-        for role, choice in list(self._open):
-            self._end_session(role, choice, "request ended")
+        for role, choice, address in list(self._open):
+            self._end_session(role, choice, address, "request ended")
         self._span.set_attribute("rpc.grpc.status_code", code.value[0])
         if code is not grpc.StatusCode.OK:
             self._span.set_attribute("error.type", reason or code.name)
@@ -241,10 +242,10 @@ class RequestTrace:
         self.is_recording = False
         self._span.end()
 
-    def _end_session(self, role: str, choice: int, reason: str) -> None:
-        if (opened := self._open.pop((role, choice), None)) is not None:
-            opened[1].set_attribute("specdec.end_reason", reason)
-            opened[1].end()
+    def _end_session(self, role: str, choice: int, address: str, reason: str) -> None:
+        if (span := self._open.pop((role, choice, address), None)) is not None:
+            span.set_attribute("specdec.end_reason", reason)
+            span.end()
 
     def _set(self, attributes: Mapping[str, AttributeValue]) -> None:
         self._span.set_attributes(attributes)

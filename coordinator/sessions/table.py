@@ -21,6 +21,9 @@ class SessionTable:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
 
+    def __len__(self) -> int:
+        return len(self._sessions)
+
     @property
     def requests(self) -> list[Request]:
         """All live requests, the waiting ones included."""

@@ -9,6 +9,9 @@ from itertools import zip_longest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
+_MOST_COUNT = 2**32 - 1
+"""What the fields of counts hold. Targets say what is summed up here, and may say anything."""
+
 
 @dataclass(slots=True)
 class SpeculationTally:
@@ -32,6 +35,8 @@ class SpeculationTally:
     hit_outside_us: float = 0.0
     first_verdict_s: float | None = None
     last_verdict_s: float = 0.0
+    num_partial_tokens: int = 0
+    """Of a step whose last verdict is still to come."""
 
     @property
     def previous_verdict_s(self) -> float | None:
@@ -39,11 +44,11 @@ class SpeculationTally:
         return None if self.first_verdict_s is None else self.last_verdict_s
 
     def add(self, verdict: pb.Verdict, num_kept: int, is_first: bool, now_s: float) -> None:
-        """Count a verdict.
+        """Count a step, when its last verdict has come.
 
         Args:
             verdict: as it came from the target.
-            num_kept: how many of its tokens survived the stop check.
+            num_kept: how many of the step's tokens survived the stop check.
             is_first: the first of the choice; its step is the prefill's last, counted under prefill.
             now_s: when it arrived, on a monotonic clock.
         """
@@ -130,13 +135,13 @@ def _stats(tally: SpeculationTally, outside_us: float) -> api.SpeculationStats:
     return api.SpeculationStats(
         num_steps=tally.num_steps,
         num_verify_steps=verify_steps,
-        num_proposed=tally.num_proposed,
+        num_proposed=min(tally.num_proposed, _MOST_COUNT),
         num_accepted=tally.num_accepted,
         verified_by_depth=tally.verified_by_depth,
         accepted_by_depth=tally.accepted_by_depth,
         mean_acceptance_length=tally.num_verify_tokens / verify_steps if verify_steps else 0.0,
         hit_rate=tally.num_hits / tally.num_steps if tally.num_steps else 0.0,
-        num_wasted=tally.num_wasted,
+        num_wasted=min(tally.num_wasted, _MOST_COUNT),
         queue_ms=tally.admission_s * 1e3 + tally.queue_us / 1e3,
         prefill_ms=tally.prefill_us / 1e3,
         draft_ms=tally.draft_us / 1e3,

@@ -29,6 +29,7 @@ class SharedQuotas:
         self._used: dict[str, tuple[QuotaRate, int]] = {}
         self._has_used = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._asking: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin to tell the store what is used."""
@@ -37,14 +38,29 @@ class SharedQuotas:
     async def close(self) -> None:
         """Stop, after the store was told the last."""
         await end_tasks(self._tasks)
+        if self._asking:
+            await asyncio.wait(self._asking)
         await self._tell()
 
     async def admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
         """Take a prompt's tokens if there is one at least, even more than are there. Cost: two round trips.
 
+        Whoever cancels this has taken nothing in the end.
+
         Raises:
             Overloaded: the bucket is empty (QUOTA_EXCEEDED).
         """
+        # Not cancelled under way: nobody would know what the store has taken by then.
+        asked = asyncio.create_task(self._admit(tenant, rate, num_tokens), name="quota")
+        self._asking.add(asked)
+        asked.add_done_callback(self._asking.discard)
+        try:
+            await asyncio.shield(asked)
+        except asyncio.CancelledError:
+            asked.add_done_callback(lambda task: self._give_back(task, tenant, rate, num_tokens))
+            raise
+
+    async def _admit(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:
         if not self._store.is_up:
             await self._local.admit(tenant, rate, num_tokens)
             return
@@ -65,6 +81,10 @@ class SharedQuotas:
         self._used[tenant] = (rate, used + num_tokens)
         self._has_used.set()
 
+    def _give_back(self, asked: asyncio.Task[None], tenant: str, rate: QuotaRate, num_tokens: int) -> None:
+        if not asked.cancelled() and asked.exception() is None:
+            self.charge(tenant, rate, -num_tokens)
+
     async def _run(self) -> None:
         while True:
             await self._has_used.wait()
@@ -73,8 +93,10 @@ class SharedQuotas:
 
     async def _tell(self) -> None:
         self._has_used.clear()
-        while self._used:  # one by one: what is not told when this is cancelled, `close` tells
-            tenant, (rate, num_tokens) = self._used.popitem()
+        # Each tenant once: one that uses tokens all the while must not keep the others waiting. And one by one: what is
+        # not told when this is cancelled, `close` tells.
+        for tenant in list(self._used):
+            rate, num_tokens = self._used.pop(tenant)
             await self._take(tenant, rate, num_tokens)
 
     async def _take(self, tenant: str, rate: QuotaRate, num_tokens: int) -> None:

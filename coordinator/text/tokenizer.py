@@ -14,7 +14,7 @@ import jinja2.sandbox
 from tokenizers import Tokenizer
 
 from coordinator.text.detokenizer import DetokenizerFactory
-from specdec.rpc.errors import InvalidRequest
+from specdec.rpc.errors import IncompatibleReplica, InvalidRequest
 
 
 class TextTokenizer:
@@ -83,6 +83,17 @@ class TextTokenizer:
             return self._render(messages=conversation, add_generation_prompt=True, **self._special_tokens)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise InvalidRequest("messages", f"the chat template refused the conversation: {error}") from error
+
+
+def read_tokenizer(tokenizer_json: bytes, config: str) -> TextTokenizer:
+    """The tokenizer that a target sent. Raises IncompatibleReplica, which says what is wrong, when it is none."""
+    try:
+        return TextTokenizer(tokenizer_json, json.loads(config or "{}"))
+    except BaseException as error:
+        # Libraries raise what they like; what panics in Rust is no Exception, and would end the link for good.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise IncompatibleReplica(f"its tokenizer cannot be read: {type(error).__name__}: {error}") from error
 
 
 class _GenerationTag(jinja2.ext.Extension):

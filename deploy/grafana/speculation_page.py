@@ -143,6 +143,16 @@ def _lost() -> list[Panel]:
             alert="SpecdecDraftFallbacks",
         ),
         Panel(
+            "Hedges",
+            "Per second: choices that were opened at a second draft because their own was slow, and those that the "
+            "second draft kept. Hedges that win name a slow draft; hedges that do not win are load.",
+            {
+                "begun": rate(f"{_C}_draft_hedges_total{_OF}"),
+                "won": rate(f"{_C}_draft_hedges_won_total{_OF}"),
+            },
+            "ops",
+        ),
+        Panel(
             "Draft latency",
             "At the coordinator, from a commit to the first proposal after it. Less *Time to a proposal* (Drafts "
             "page), it is network and coordinator.",

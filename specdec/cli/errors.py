@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from specdec.cli.views.shown import harmless
 from specdec.rpc.errors import InvalidRequest, Overloaded, SpecdecError, Unavailable
 
 _CONNECT_FAILURES = {
@@ -73,23 +74,24 @@ def describe(error: SpecdecError, address: str = "") -> Text:
     text = Text.assemble(("error: ", "bold red"), (error.code.name, "red"))
     if error.reason != error.code.name:
         text.append(f" ({error.reason})", style="red")
+    message = harmless(error.message)
     if address and error.reason == Unavailable.default_reason and (failure := connect_failure(error.message)):
         text.append(f"\n  cannot connect to {address}: {failure}")
-        text.append(f"\n  {error.message}", style="dim")
+        text.append(f"\n  {message}", style="dim")
         return text
     if address and error.code is grpc.StatusCode.UNIMPLEMENTED:
         text.append(f"\n  {address} does not know the call: what listens there is no coordinator")
         return text
     if isinstance(error, InvalidRequest):
         text.append("\n  ")
-        text.append(error.field, style="bold")
-        text.append(f": {error.description}")
+        text.append(harmless(error.field), style="bold")
+        text.append(f": {harmless(error.description)}")
     else:
-        text.append(f"\n  {error.message}")
+        text.append(f"\n  {message}")
     if error.reason == "NO_API_KEY":
         text.append("\n  this command sends the key that is in SPECDEC_API_KEY", style="dim")
     if isinstance(error, Overloaded | Unavailable):
         text.append(f"\n  try again in {error.retry_after_s:g} s", style="dim")
     for key, value in sorted(error.metadata.items()):
-        text.append(f"\n  {key}: {value}", style="dim")
+        text.append(harmless(f"\n  {key}: {value}"), style="dim")
     return text

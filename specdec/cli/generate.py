@@ -16,6 +16,7 @@ from specdec.cli import sampling_options as options
 from specdec.cli.errors import reported_errors
 from specdec.cli.views import tables
 from specdec.cli.views.origins import legend
+from specdec.cli.views.shown import cell
 from specdec.cli.views.stream_view import StreamView
 from specdec.client import Client, ClientSettings, CompletedChoice, Completion, generate_resuming
 from specdec.v1 import common_pb2, coordinator_pb2
@@ -201,7 +202,7 @@ def logprobs_table(choice: CompletedChoice) -> Table:
     """Return each token of a choice with its log-probability and its alternatives."""
     table = tables.make_table("Log-probabilities", "token", "id", "logprob", "likeliest")
     for token in choice.tokens:
-        table.add_row(repr(token.text), str(token.id), *_logprob_cells(token.logprobs))
+        table.add_row(cell(repr(token.text)), str(token.id), *_logprob_cells(token.logprobs))
     return table
 
 
@@ -210,7 +211,7 @@ def prompt_logprobs_table(prompt: coordinator_pb2.PromptLogprobs) -> Table:
     table = tables.make_table("Log-probabilities of the prompt", "id", "logprob", "likeliest")
     if prompt.token_ids:
         table.add_row(str(prompt.token_ids[0]), "", "")
-    for token_id, logprobs in zip(prompt.token_ids[1:], prompt.positions, strict=True):
+    for token_id, logprobs in zip(prompt.token_ids[1:], prompt.positions, strict=False):
         table.add_row(str(token_id), *_logprob_cells(logprobs))
     return table
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from specdec.cli import connection
 from specdec.cli.errors import reported_errors
 from specdec.cli.views import tables
+from specdec.cli.views.shown import cell, harmless
 from specdec.client import Client, ClientSettings
 from specdec.v1 import coordinator_pb2
 
@@ -31,8 +32,18 @@ def models(
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
     with reported_errors(errors, address), errors.status(f"asking {address}"):
-        info, status = asyncio.run(_ask(address, settings))
-    output = Console(highlight=False)
+        info, status = asyncio.run(ask(address, settings))
+    show(Console(highlight=False), info, status, as_json=as_json)
+
+
+def show(
+    output: Console,
+    info: coordinator_pb2.GetModelInfoResponse,
+    status: coordinator_pb2.GetStatusResponse,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Print what a coordinator said, whatever it said."""
     if as_json:
         for message in (info, status):
             output.out(json_format.MessageToJson(message, indent=None, preserving_proto_field_name=True))
@@ -43,17 +54,21 @@ def models(
         output.print(tables.coordinators_table(status))
     if details := tables.replica_details(status):
         output.print(details)
+    if status.num_left_out:
+        output.print(f"and {status.num_left_out} more, for which the answer has no room", style="yellow")
     output.print(
         f"{status.num_running} of {status.max_running} requests run, "
-        f"{status.num_waiting} of {status.max_waiting} wait; version {status.version}",
+        f"{status.num_waiting} of {status.max_waiting} wait; version {harmless(status.version)}",
         style="dim",
+        markup=False,
     )
     for notice in status.degraded:
-        output.print(f"degraded: {notice}", style="yellow", markup=False)
+        output.print(cell(f"degraded: {notice}", style="yellow"))
 
 
-async def _ask(
+async def ask(
     address: str, settings: ClientSettings
 ) -> tuple[coordinator_pb2.GetModelInfoResponse, coordinator_pb2.GetStatusResponse]:
+    """What a coordinator serves, and how it stands. Raises the typed errors of `specdec.rpc.errors`."""
     async with Client(address, settings) as client:
         return await client.model_info(), await client.status()

@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specdec.rpc.errors import Internal, InvalidRequest, from_rpc_error
+from specdec.rpc.reading.parsing import parsed, parsing
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _T = TypeVar("_T")
@@ -107,7 +108,7 @@ class Client:
         self.address = address
         self._settings = settings or ClientSettings()
         self._channel = self._open_channel()
-        self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(self._channel)
+        self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(parsing(self._channel))
 
     def _open_channel(self) -> grpc.aio.Channel:
         settings = self._settings
@@ -133,11 +134,14 @@ class Client:
         self, request: coordinator_pb2.GenerateRequest
     ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
         """Yield the chunks of a request. Leaving the iteration (`aclose`) cancels the request."""
+        if request.sampling.HasField("prompt_logprobs") and not request.prompt_logprobs_in_parts:
+            request, theirs = coordinator_pb2.GenerateRequest(prompt_logprobs_in_parts=True), request
+            request.MergeFrom(theirs)
         self._check_size(request)
         call = self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
         try:
             async for chunk in call:
-                yield chunk
+                yield parsed(chunk)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         finally:
@@ -176,7 +180,8 @@ class Client:
     async def _call(self, method: Callable[..., Awaitable[_T]], request: Message) -> _T:
         self._check_size(request)
         try:
-            return await method(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
+            answer = method(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
+            return parsed(await answer)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
 
@@ -207,6 +212,7 @@ class Completion:
 
     started: coordinator_pb2.GenerateStarted | None = None
     prompt_logprobs: coordinator_pb2.PromptLogprobs | None = None
+    """All chunks of them as one."""
     choices: dict[int, CompletedChoice] = field(default_factory=dict)
     finished: coordinator_pb2.GenerateFinished | None = None
     first_token_s: float | None = None
@@ -221,13 +227,25 @@ class Completion:
             case "started":
                 self.started = chunk.started
             case "prompt_logprobs":
-                self.prompt_logprobs = chunk.prompt_logprobs
+                self._add_prompt(chunk.prompt_logprobs)
             case "delta":
                 self._add_delta(chunk.delta)
             case "choice_finished":
                 self._choice(chunk.choice_finished.index).finished = chunk.choice_finished
             case "finished":
                 self.finished = chunk.finished
+
+    @property
+    def prompt_logprobs_position(self) -> int:
+        """Below it the prompt's log-probabilities have come; 0: none have."""
+        prompt = self.prompt_logprobs
+        return 0 if prompt is None else prompt.start_position + len(prompt.token_ids)
+
+    def _add_prompt(self, more: coordinator_pb2.PromptLogprobs) -> None:
+        if self.prompt_logprobs is None:
+            self.prompt_logprobs = coordinator_pb2.PromptLogprobs(start_position=more.start_position)
+        self.prompt_logprobs.token_ids.extend(more.token_ids)
+        self.prompt_logprobs.positions.extend(more.positions)
 
     def _add_delta(self, delta: coordinator_pb2.ChoiceDelta) -> None:
         choice = self._choice(delta.index)

@@ -22,7 +22,7 @@ class ResumePolicy:
     """How long to try. Times in seconds."""
 
     max_attempts: int = 8
-    """Attempts in a row that bring no token."""
+    """Attempts in a row that bring neither a token nor more of the prompt's log-probabilities."""
     max_wait_s: float = 5.0
     """Longest wait between two of them, whatever the server asks for. The first is what it asks for, and each is twice
     the one before, down to half of that by chance: with the defaults a coordinator may be away for 12 s at least."""
@@ -36,7 +36,7 @@ async def generate_resuming(
     After UNAVAILABLE (a coordinator drains or died) the request is sent again with the tokens held so far, and goes on
     behind the last of them: no token comes twice and none is lost. The statistics of the last chunk are those of the
     last part. With several addresses behind the client's name, any coordinator with the same `resume_secret` takes it
-    up.
+    up. The request may itself resume one: then what comes is what follows what it holds.
 
     Raises:
         SpecdecError: the request failed for another reason, or attempts brought nothing `max_attempts` times in a row.
@@ -45,25 +45,29 @@ async def generate_resuming(
     held = Completion()
     body, num_fruitless = request, 0
     while True:
-        num_held = held.num_tokens
+        num_held = _num_held(held)
         try:
             async for chunk in client.generate(body):
-                if _is_new(chunk, held):
-                    held.add(chunk)
-                    yield chunk
+                if (new := _unseen(chunk, held)) is not None:
+                    held.add(new)
+                    yield new
             return
         except Unavailable as error:
-            num_fruitless = 1 if held.num_tokens > num_held else num_fruitless + 1
-            if held.started is None or num_fruitless >= policy.max_attempts:
+            num_fruitless = 1 if _num_held(held) > num_held else num_fruitless + 1
+            is_resumable = held.started is not None or request.HasField("resume")
+            if not is_resumable or num_fruitless >= policy.max_attempts:
                 raise
             wait_s = Backoff(error.retry_after_s, policy.max_wait_s, _SPREAD).wait_s(num_fruitless)
             _log.info("stream_interrupted", reason=error.reason, num_tokens=held.num_tokens, wait_s=round(wait_s, 3))
         await asyncio.sleep(wait_s)
-        body = resumed_request(request, held)
+        body = request if held.started is None else resumed_request(request, held)
 
 
 def resumed_request(request: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
-    """The request that goes on behind what is held of it. `held.started` must be there."""
+    """The request that goes on behind what is held of it. `held.started` must be there.
+
+    If the request resumes one itself, `held` is what followed what it holds.
+    """
     if held.started is None:
         raise ValueError("without its first chunk a request cannot be resumed")
     body = api.GenerateRequest()
@@ -71,19 +75,48 @@ def resumed_request(request: api.GenerateRequest, held: Completion) -> api.Gener
     body.request_id = held.started.request_id
     body.sampling.seed = held.started.seed
     body.resume.resume_token = held.started.resume_token
+    before = {choice.index: choice for choice in body.resume.choices}
+    if request.sampling.HasField("prompt_logprobs") and (held.prompt_logprobs_position or not before):
+        body.resume.prompt_logprobs_position = max(
+            held.prompt_logprobs_position, request.resume.prompt_logprobs_position
+        )
     for index, choice in held.choices.items():
-        body.resume.choices.add(index=index, token_ids=choice.token_ids, text_offset_bytes=len(choice.text.encode()))
+        told = before[index] if index in before else body.resume.choices.add(index=index)
+        told.token_ids.extend(choice.token_ids)
+        told.text_offset_bytes += len(choice.text.encode())
     return body
 
 
-def _is_new(chunk: api.GenerateResponse, held: Completion) -> bool:
+def _num_held(held: Completion) -> int:
+    return held.num_tokens + held.prompt_logprobs_position
+
+
+def _unseen(chunk: api.GenerateResponse, held: Completion) -> api.GenerateResponse | None:
+    """What a chunk has that is not held yet, as a chunk; None: nothing."""
     match chunk.WhichOneof("chunk"):
         case "started":
-            return held.started is None
+            is_new = held.started is None
         case "prompt_logprobs":
-            return held.prompt_logprobs is None
+            return _unseen_prompt(chunk, held.prompt_logprobs_position)
         case "choice_finished":
             choice = held.choices.get(chunk.choice_finished.index)
-            return choice is None or choice.finished is None
+            is_new = choice is None or choice.finished is None
         case _:
-            return True
+            is_new = True
+    return chunk if is_new else None
+
+
+def _unseen_prompt(chunk: api.GenerateResponse, held: int) -> api.GenerateResponse | None:
+    """Coordinators that do not know how much is held send all of the prompt's log-probabilities again."""
+    told = chunk.prompt_logprobs
+    num_seen = held - told.start_position
+    if num_seen <= 0:
+        return chunk
+    if num_seen >= len(told.token_ids):
+        return None
+    # The prompt's first token has no position.
+    num_positions_seen = num_seen - (told.start_position == 0)
+    rest = api.PromptLogprobs(
+        start_position=held, token_ids=told.token_ids[num_seen:], positions=told.positions[num_positions_seen:]
+    )
+    return api.GenerateResponse(prompt_logprobs=rest)

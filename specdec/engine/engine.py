@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Ids
 
 from specdec.engine.batch import build_batch
@@ -26,6 +26,8 @@ class Engine:
         self.runner = runner
         self.block_pool = block_pool
         self.scheduler = scheduler
+        self.before_pass: Callable[[list[Sequence]], None] = lambda sequences: None
+        """Told, before anything is computed, for which sequences a step is."""
         self._ids = itertools.count()
         self._unaccepted: list[Sequence] = []  # verified in the last step
         self._in_step: list[Sequence] | None = None  # who is in the last step; None: it is not decided
@@ -42,6 +44,7 @@ class Engine:
         priority: int = 0,
         cache_salt: bytes = b"",
         prompt_logits: bool = False,
+        prompt_logits_from: int = 0,
     ) -> Sequence:
         """Take in a sequence of committed tokens: all of them are final.
 
@@ -62,6 +65,7 @@ class Engine:
             arrival=seq_id,
             cache_salt=cache_salt,
             prompt_logits=prompt_logits,
+            prompt_logits_from=prompt_logits_from,
         )
         self.scheduler.add(seq)
         return seq
@@ -178,6 +182,7 @@ class Engine:
         self._in_step = [item.seq for item in scheduled.items]
         if not scheduled.items:
             return None
+        self.before_pass(self._in_step)
         if scheduled.copies:
             self.runner.copy_blocks(scheduled.copies)
         self._check_writes(scheduled)

@@ -178,7 +178,7 @@ class Scheduler:
     def _place(self, seq: Sequence, step: ScheduledStep, limit: int) -> int | None:
         """Add an item of at most `limit` tokens, preempting for it; returns its tokens, or None."""
         was_waiting = not seq.block_ids and seq.num_computed_tokens == 0
-        if was_waiting and not seq.prompt_logits:
+        if was_waiting:
             self._share_cached_prefix(seq)
         start = seq.num_computed_tokens
         pending = len(seq.token_ids) - start
@@ -248,9 +248,11 @@ class Scheduler:
     # --- prefix cache and release
 
     def _share_cached_prefix(self, seq: Sequence) -> None:
-        """Take over cached blocks of final tokens, short of the last token: its logits are to be computed."""
+        """Take over cached blocks of final tokens, short of the first token whose logits are to be computed."""
         pool = self.block_pool
         limit = min(seq.num_final_tokens, len(seq.token_ids) - 1)
+        if seq.prompt_logits:
+            limit = min(limit, seq.prompt_logits_from)
         if limit < pool.block_size:
             return
         blocks = pool.lookup(seq.token_ids, seq.cache_salt, seq.block_digests, limit // pool.block_size)

@@ -47,7 +47,9 @@ class Sequence:
     tree: TokenTree | None = None
     """Nodes to verify in the step that computes the last pending token; cleared by that step."""
     prompt_logits: bool = False
-    """Logits are wanted for every computed token, so cached prefixes are bypassed."""
+    """Logits are wanted for every token from `prompt_logits_from` on, so the prefix cache supplies none of these."""
+    prompt_logits_from: int = 0
+    """Position of the first token whose logits are wanted; rows of tokens before it may be given all the same."""
     wants_logits: bool = True
     """Logits are wanted for the last token; false only warms the cache."""
 

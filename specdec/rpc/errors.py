@@ -31,13 +31,15 @@ from typing import Any, ClassVar
 
 import grpc
 import structlog
-from google.protobuf import duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from specdec.rpc.error_details import MAX_FIELD_BYTES, cut, details_of, retry_delay, retry_seconds, rich_status
+
 DOMAIN = "specdec"
-# gRPC carries a status in HTTP/2 metadata, which peers limit to about 8 KiB in all.
-_MAX_MESSAGE_CHARS = 1500
+_MAX_STATUS_BYTES = 4096
+"""gRPC carries a status in HTTP/2 metadata, of which peers take 8 KiB in all: the message there, and again with the
+details. A client that is sent more sees RESOURCE_EXHAUSTED in place of the status."""
 _log = structlog.get_logger(__name__)
 
 
@@ -81,7 +83,7 @@ class InvalidRequest(SpecdecError):
     def details(self) -> Iterator[Message]:
         """BadRequest with the one violation."""
         request = error_details_pb2.BadRequest()
-        request.field_violations.add(field=self.field, description=self.description)
+        request.field_violations.add(field=cut(self.field, MAX_FIELD_BYTES), description=cut(self.description))
         yield request
 
 
@@ -135,9 +137,7 @@ class _Retryable(SpecdecError):
 
     def details(self) -> Iterator[Message]:
         """RetryInfo with the delay."""
-        delay = duration_pb2.Duration()
-        delay.FromMilliseconds(round(self.retry_after_s * 1000))
-        yield error_details_pb2.RetryInfo(retry_delay=delay)
+        yield error_details_pb2.RetryInfo(retry_delay=retry_delay(self.retry_after_s))
 
 
 class Overloaded(_Retryable):
@@ -227,12 +227,16 @@ def _subclasses(base: type[SpecdecError]) -> Iterator[type[SpecdecError]]:
 
 
 def to_status(error: BaseException) -> status_pb2.Status:
-    """The google.rpc.Status of an error; all but a SpecdecError become INTERNAL and are logged."""
+    """The google.rpc.Status of an error; all but a SpecdecError become INTERNAL and are logged.
+
+    It fits into a call's metadata: long texts are cut, and details for which there is no room are left out.
+    """
     known = error if isinstance(error, SpecdecError) else internal_error(error)
-    status = status_pb2.Status(code=known.code.value[0], message=known.message[:_MAX_MESSAGE_CHARS])
+    status = status_pb2.Status(code=known.code.value[0], message=cut(known.message))
     info = error_details_pb2.ErrorInfo(reason=known.reason, domain=DOMAIN, metadata=known.metadata)
     for detail in (info, *known.details(), *known.attached):
-        status.details.add().Pack(detail)
+        if status.ByteSize() + detail.ByteSize() <= _MAX_STATUS_BYTES:
+            status.details.add().Pack(detail)
     return status
 
 
@@ -247,13 +251,9 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
     """The error that a status stands for: the class its reason names, else the one its code names.
 
     Statuses of other makers (gRPC itself, proxies) become the class of their code, or Internal where there is none.
+    Details that do not parse count as missing.
     """
-    info = error_details_pb2.ErrorInfo()
-    violations = error_details_pb2.BadRequest()
-    retry = error_details_pb2.RetryInfo()
-    for detail in status.details:
-        for target in (info, violations, retry):
-            detail.Unpack(target)
+    info, violations, retry = details_of(status)
     code = _CODES.get(status.code, grpc.StatusCode.UNKNOWN)
     reason = info.reason if info.domain == DOMAIN else ""
     metadata = dict(info.metadata)
@@ -266,7 +266,7 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
         violation = violations.field_violations[0]
         return InvalidRequest(violation.field, violation.description, **common)
     if issubclass(cls, _Retryable):
-        retry_after_s = retry.retry_delay.ToMilliseconds() / 1000 if retry.HasField("retry_delay") else 1.0
+        retry_after_s = retry_seconds(retry.retry_delay) if retry.HasField("retry_delay") else 1.0
         return cls(message, retry_after_s=retry_after_s, **common)
     return cls(message, **common)
 
@@ -283,15 +283,7 @@ def _class_of(code: grpc.StatusCode, reason: str) -> type[SpecdecError]:
 
 def from_rpc_error(error: grpc.RpcError) -> SpecdecError:
     """The error behind a failed call: from its typed details where it has them, else from its code."""
-    status = _rich_status(error)
+    status = rich_status(error.trailing_metadata())
     if status is None:
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
     return from_status(status)
-
-
-def _rich_status(error: grpc.RpcError) -> status_pb2.Status | None:
-    metadata: Any = error.trailing_metadata() or ()
-    for key, value in metadata:
-        if key == "grpc-status-details-bin":
-            return status_pb2.Status.FromString(value)
-    return None

@@ -42,6 +42,8 @@ from specdec.telemetry import TlsMetrics
 from specdec.tls_files import TlsFiles, TlsFilesBroken
 
 _MIN_PEER_PING_INTERVAL_MS = 1000
+_HANDSHAKE_MS = 20_000
+"""For TLS and the first frames of HTTP/2: then a connection that says nothing is closed. By default two minutes."""
 # Over the drain's own limit: a drain that hangs must not hold the process.
 _DRAIN_MARGIN_S = 5.0
 _log = structlog.get_logger(__name__)
@@ -88,6 +90,7 @@ def build_server(
         ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", _MIN_PEER_PING_INTERVAL_MS),
         ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
         # By default it is on, and two servers on one port share its connections without a word.
         ("grpc.so_reuseport", int(shares_port)),
     ]

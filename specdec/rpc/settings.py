@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_settings import NoDecode
 
+from specdec.message_sizes import MIN_MESSAGE_BYTES
 from specdec.rpc.affinity import parse_cores
 from specdec.store.settings import StoreSettings
 from specdec.telemetry.tracing_settings import TracingSettings
@@ -36,9 +37,10 @@ class WireSettings(BaseModel):
 
     max_message_bytes: int = Field(
         default=16 * 1024 * 1024,
-        ge=64 * 1024,
+        ge=MIN_MESSAGE_BYTES,
         le=128 * 1024 * 1024,
-        description="Largest gRPC message, both ways.",
+        description="Largest gRPC message that is taken; peers are told. At a target or a draft it must hold a session "
+        "with all tokens of the context.",
     )
     keepalive_time_s: float = Field(default=2.0, ge=1, description="Ping a silent peer after this long.")
     keepalive_timeout_s: float = Field(
@@ -143,7 +145,8 @@ class ReplicaServiceSettings(ServiceSettings):
     stream_buffer_bytes: int = Field(
         default=32 * 1024 * 1024,
         ge=64 * 1024,
-        description="Most responses kept for a coordinator that does not read; above, its stream is aborted.",
+        description="Most responses kept for a coordinator that does not read. At half of it its sessions wait; when "
+        "nothing is read for 30 s its stream is aborted.",
     )
 
 

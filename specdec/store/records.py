@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from specdec.store.checks import check_name
 from specdec.store.interface import JournalRecord, ReplicaRecord
 from specdec.store.packing import unpack_tokens
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
@@ -28,18 +29,26 @@ def encode_replica(replica: ReplicaRecord) -> bytes:
 
 
 def decode_replica(encoded: bytes) -> ReplicaRecord | None:
-    """What `encode_replica` was given; None when another version wrote it in another way."""
+    """What `encode_replica` was given; None when another version, or somebody else, wrote it in another way."""
     try:
         fields = json.loads(encoded)
         return ReplicaRecord(
-            role=str(fields["role"]),
-            address=str(fields["address"]),
-            instance_id=str(fields["instance_id"]),
-            state=str(fields["state"]),
+            role=_name(fields, "role"),
+            address=_name(fields, "address"),
+            instance_id=_name(fields, "instance_id", may_be_empty=True),
+            state=_name(fields, "state"),
             info=GetReplicaInfoResponse.FromString(base64.b64decode(fields["info"])),
         )
-    except (ValueError, KeyError, TypeError, DecodeError, binascii.Error):
+    except (ValueError, KeyError, TypeError, DecodeError, binascii.Error, RecursionError):
         return None
+
+
+def _name(fields: Any, key: str, *, may_be_empty: bool = False) -> str:
+    """Raises LimitExceeded for what cannot be shown to others: escape sequences, halves of characters, megabytes."""
+    name = str(fields[key])
+    if name or not may_be_empty:
+        check_name(key, name)
+    return name
 
 
 def decode_record(answer: Sequence[Any]) -> JournalRecord:

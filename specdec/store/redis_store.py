@@ -9,7 +9,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, ReadOnlyError
 
 from specdec.store import checks, scripts
 from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
@@ -32,6 +32,9 @@ from specdec.tls_files import TlsFiles
 
 # Operations that ask Redis at the same time, hence also connections (to each node of a cluster); others wait.
 MAX_CONCURRENT_OPERATIONS = 32
+# Times its own time limit, which an operation waits for its turn at most. Many that come at once (a fleet's requests
+# that end together) take longer than one may, and Redis is not down for that.
+_MOST_WAITS = 8
 # Keys and arguments of one run of a script.
 _Argument = str | bytes | int | float
 _Call = tuple[Sequence[str], Sequence[_Argument]]
@@ -67,6 +70,7 @@ class RedisStore:
         self._close_others = close_others
         self._concurrency = asyncio.Semaphore(MAX_CONCURRENT_OPERATIONS)
         self._num_running = 0
+        self._num_failures = 0
         self._is_topology_stale = False
 
     async def announce(self, replica: ReplicaRecord, ttl_s: float) -> None:
@@ -231,8 +235,9 @@ class RedisStore:
     @asynccontextmanager
     async def _operation(self) -> AsyncIterator[None]:
         """Bound what is done inside in time and number. Whatever fails there is StoreUnavailable."""
+        await self._wait_for_turn()
         try:
-            async with asyncio.timeout(self._timeout_s), self._concurrency:
+            async with asyncio.timeout(self._timeout_s):
                 self._num_running += 1
                 try:
                     if isinstance(self._client, RedisCluster):
@@ -241,13 +246,42 @@ class RedisStore:
                 finally:
                     self._num_running -= 1
         except TimeoutError as error:
-            self._is_topology_stale = True
+            self._failed()
             raise StoreUnavailable(f"Redis did not answer within {self._timeout_s:g} s") from error
         except Exception as error:
             # Not only RedisError: redis-py lets others out, for one AttributeError where it closes a cluster's
             # connections while they are in use.
-            self._is_topology_stale = True
+            self._failed()
+            if isinstance(error, ReadOnlyError):
+                await self._leave_former_master()
             raise StoreUnavailable(f"Redis failed: {type(error).__name__}: {error}") from error
+        finally:
+            self._concurrency.release()
+
+    async def _leave_former_master(self) -> None:
+        # It keeps its connections, and redis-py keeps them too: where one address leads to whoever is the master now,
+        # only a new connection finds out. A cluster tells by itself who has taken its place.
+        if isinstance(self._client, RedisCluster):
+            return
+        with suppress(Exception):
+            async with asyncio.timeout(self._timeout_s):
+                await self._client.connection_pool.disconnect(inuse_connections=False)
+
+    def _failed(self) -> None:
+        self._num_failures += 1
+        self._is_topology_stale = True
+
+    async def _wait_for_turn(self) -> None:
+        """Take one of the places, which the caller releases. Those that wait while an operation fails fail with it."""
+        num_failures, wait_s = self._num_failures, self._timeout_s * _MOST_WAITS
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._concurrency.acquire()
+        except TimeoutError as error:
+            raise StoreUnavailable(f"Redis was asked for so much that {wait_s:g} s brought no turn") from error
+        if self._num_failures != num_failures:
+            self._concurrency.release()
+            raise StoreUnavailable("Redis failed while the operation waited for its turn")
 
     async def _prepare(self, client: RedisCluster) -> None:
         # redis-py asks anew who the masters are after most errors, but not after those of a pipeline or a timeout of

@@ -88,21 +88,35 @@ redis.call('PEXPIRE', KEYS[1], whole(math.max(ARGV[2], redis.call('PTTL', KEYS[1
 # KEYS: holders. Returns the replicas.
 PREFIX_HOLDERS = Script(_NOW + "return redis.call('ZRANGEBYSCORE', KEYS[1], '(' .. whole(now), '+inf')")
 
-_RECORD = """
+# What is stored may be anything: a loop of its length would hold up all who share the Redis.
+_CHOICES = """
+local function choices(stored)
+  local number = tonumber(stored)
+  if not number or number ~= number or number < 0 or number > 1024 then error('num_choices is no number of choices') end
+  return number
+end
+"""
+
+_RECORD = (
+    _CHOICES
+    + """
 local function read_record()
   local head = redis.call('HMGET', KEYS[1], 'owner', 'generation', 'seed', 'params', 'num_choices', 'ended', 'aborted')
   if not head[1] then return false end
   local tokens = {}
-  for choice = 0, head[5] - 1 do
+  for choice = 0, choices(head[5]) - 1 do
     tokens[#tokens + 1] = redis.call('GET', KEYS[1] .. ':tokens:' .. choice) or ''
   end
   return {head[1], head[2], head[3], head[4], head[6], tokens, head[7]}
 end
 """
+)
 
-_EXPIRE = """
+_EXPIRE = (
+    _CHOICES
+    + """
 local function expire(ttl)
-  for choice = 0, redis.call('HGET', KEYS[1], 'num_choices') - 1 do
+  for choice = 0, choices(redis.call('HGET', KEYS[1], 'num_choices')) - 1 do
     redis.call('PEXPIRE', KEYS[1] .. ':tokens:' .. choice, ttl)
   end
   redis.call('PEXPIRE', KEYS[1], ttl)
@@ -115,6 +129,7 @@ local function hold(lease, keep, member)
   if redis.call('PTTL', KEYS[2]) < lease then redis.call('PEXPIRE', KEYS[2], whole(lease * 2)) end
 end
 """
+)
 
 # KEYS: head, live.
 # ARGV: member, owner, seed, params, choices, lease, keep, max concurrent (-1: any), take over, restart (1 or 0).
@@ -136,7 +151,7 @@ local generation = whole(math.max((old[2] or 0) + 1, now))
 redis.call('HSET', KEYS[1], 'owner', ARGV[2], 'generation', generation, 'aborted', '0')
 if not record then
   redis.call('HSET', KEYS[1], 'seed', ARGV[3], 'params', ARGV[4], 'num_choices', ARGV[5], 'ended', '0')
-  for choice = 0, math.max(ARGV[5], old[5] or 0) - 1 do redis.call('DEL', KEYS[1] .. ':tokens:' .. choice) end
+  for choice = 0, math.max(ARGV[5], choices(old[5] or 0)) - 1 do redis.call('DEL', KEYS[1] .. ':tokens:' .. choice) end
 end
 redis.call('HSET', KEYS[1], 'lease', ARGV[6])
 hold(tonumber(ARGV[6]), tonumber(ARGV[7]), ARGV[1])
@@ -219,8 +234,13 @@ TAKE = Script(
     + """
 local amount, rate, burst = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local old = redis.call('HMGET', KEYS[1], 'level', 'at')
-local level = burst
-if old[1] then level = math.min(burst, old[1] + math.max(0, now - old[2]) * rate / 1000) end
+local level, at = tonumber(old[1] or 'none'), tonumber(old[2] or 'none')
+-- What is no number, or none that a bucket can have come to, is forgotten, as a bucket that Redis evicted.
+if level and at and math.abs(level) < 2^53 and at == at then
+  level = math.min(burst, level + math.max(0, now - at) * rate / 1000)
+else
+  level = burst
+end
 local wait = 0
 local needed = math.min(amount, burst)
 if ARGV[4] == '1' or level >= needed then

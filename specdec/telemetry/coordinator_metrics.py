@@ -28,8 +28,16 @@ _ADMISSION_CAUSES = (
 _STEP_KINDS = ("verify", "plain", "prefill")
 _FALLBACK_CAUSES = (
     *("stream_broken", "draining", "bad_proposal", "too_many_sessions", "non_finite_logits"),
-    *("stalled", "flood", "never_accepted"),
+    *("stalled", "slow", "flood", "never_accepted", "fault", "message_too_large", "other"),
 )
+FALLBACK_CAUSES = frozenset(
+    (
+        *_FALLBACK_CAUSES,
+        *("commit_gap", "commit_mismatch", "draft_context_end", "invalid_field", "session_fault", "stale_lease"),
+        *("session_taken_over", "deadline_exceeded", "unavailable", "internal"),
+    )
+)
+"""Draft fallbacks are counted under one of these: a draft may give any reason, and each would be a series for good."""
 
 
 class CoordinatorMetrics(MetricGroup):
@@ -128,7 +136,7 @@ class CoordinatorMetrics(MetricGroup):
         )
         self.draft_latency_seconds = self._histogram(
             "draft_latency_seconds",
-            "Draft RPC latency: from a commit to the first proposal after it.",
+            "Draft RPC latency: from a commit to the first proposal that knows of it.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($draft_latency_seconds_bucket[5m])))",
         )
@@ -174,11 +182,26 @@ class CoordinatorMetrics(MetricGroup):
             "draft_fallbacks_total",
             "Times a choice lost its draft and went on without one.",
             {
-                "cause": "stream_broken, draining, bad_proposal (the target refused it), stalled, flood, "
-                "never_accepted, or why the draft refused"
+                "cause": "stream_broken, draining, bad_proposal (no target would take it), stalled, slow "
+                "(rejection mode), flood, never_accepted, fault (what it sent could not be handled), or why the "
+                "draft refused; "
+                "other: a reason that no draft of ours gives"
             },
             promql="sum by (cause) (rate($draft_fallbacks_total[5m]))",
             initial=_FALLBACK_CAUSES,
+        )
+        self.draft_hedges = self._counter(
+            "draft_hedges_total",
+            "Times a choice was opened at a second draft because its own was slow.",
+            promql="sum(rate($draft_hedges_total[5m]))",
+        )
+        self.draft_hedges_won = self._counter(
+            "draft_hedges_won_total",
+            "Times the second draft was kept.",
+            promql="sum(rate($draft_hedges_won_total[5m])) / sum(rate($draft_hedges_total[5m]))",
+        )
+        self.draft_hedges_open = self._gauge(
+            "draft_hedges_open", "Choices that are open at two drafts.", promql="sum($draft_hedges_open)"
         )
         self.mismatches = self._counter(
             "token_mismatches_total",

@@ -311,6 +311,9 @@ class OpenSession(_message.Message):
     CREDIT_POSITION_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_CREDIT_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
+    APART_UNTIL_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of them are the prompt."""
     verify_mode: Global___VerifyMode.ValueType
@@ -337,6 +340,16 @@ class OpenSession(_message.Message):
     """W3C trace context of the request, so that the replica's spans join its trace; empty: the request is not traced."""
     target: _builtins.str
     """To drafts: the target that decides this session, as named in DraftRequest.target_loads."""
+    prompt_logprobs_credit: _builtins.int
+    """Send the prompt's log-probabilities in parts, as TargetResult.prompt_logprobs, of positions below this one until a Credit raises it;
+    absent: all of them with the first verdict.
+    """
+    prompt_logprobs_start: _builtins.int
+    """The first position whose log-probabilities are wanted: those before it have arrived. 0 is 1, as the prompt's first token has none."""
+    apart_until: _builtins.int
+    """Below this position the session is computed in steps of its own, in turn with the others: if the engine ends in one of them, it is
+    known for whom. What is decided does not depend on it. 0: it steps with the others.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and committed output."""
@@ -363,10 +376,13 @@ class OpenSession(_message.Message):
         credit_position: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         target: _builtins.str = ...,
+        prompt_logprobs_credit: _builtins.int | None = ...,
+        prompt_logprobs_start: _builtins.int = ...,
+        apart_until: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "deadline_ms", b"deadline_ms", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "deadline_ms", b"deadline_ms", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "prompt_logprobs_credit", b"prompt_logprobs_credit", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -374,12 +390,16 @@ class OpenSession(_message.Message):
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
     _WhichOneofReturnType__num_prompt_logprobs: _TypeAlias = _typing.Literal["num_prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_prompt_logprobs: _TypeAlias = _typing.Literal["_num_prompt_logprobs", b"_num_prompt_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs_credit: _TypeAlias = _typing.Literal["prompt_logprobs_credit"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs_credit: _TypeAlias = _typing.Literal["_prompt_logprobs_credit", b"_prompt_logprobs_credit"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_ms) -> _WhichOneofReturnType__deadline_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_prompt_logprobs) -> _WhichOneofReturnType__num_prompt_logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs_credit) -> _WhichOneofReturnType__prompt_logprobs_credit | None: ...
 
 Global___OpenSession: _TypeAlias = OpenSession  # noqa: Y015
 
@@ -458,6 +478,34 @@ class PositionLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
+
+@_typing.final
+class PromptLogprobsPart(_message.Message):
+    """Log-probabilities of some of a prompt's tokens. All parts of a session come in order, and before its first verdict."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_POSITION_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    start_position: _builtins.int
+    """Position of the first of these tokens; 1 at least."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
+        """One per token."""
+
+    def __init__(
+        self,
+        *,
+        start_position: _builtins.int = ...,
+        positions: _abc.Iterable[Global___PositionLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "start_position", b"start_position"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobsPart: _TypeAlias = PromptLogprobsPart  # noqa: Y015
 
 @_typing.final
 class SparseDistribution(_message.Message):
@@ -564,6 +612,7 @@ class Verdict(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
     NUM_WASTED_FIELD_NUMBER: _builtins.int
+    IS_PARTIAL_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the first token."""
     finish_reason: Global___FinishReason.ValueType
@@ -588,6 +637,10 @@ class Verdict(_message.Message):
     """Draft time of the proposals that this verdict used, in microseconds."""
     num_wasted: _builtins.int
     """Tree nodes that this verdict made worthless."""
+    is_partial: _builtins.bool
+    """The step decided more than one message holds: the session's next verdict goes on with it. What is told of the step, and not of
+    these tokens, is on the last of them.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed tokens."""
@@ -606,7 +659,7 @@ class Verdict(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
-        """On the first verdict, when asked for: one entry per prompt token after the first."""
+        """On the first verdict, when asked for without prompt_logprobs_credit: one entry per prompt token after the first."""
 
     def __init__(
         self,
@@ -628,10 +681,11 @@ class Verdict(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         draft_us: _builtins.int = ...,
         num_wasted: _builtins.int = ...,
+        is_partial: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "draft_us", b"draft_us", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "draft_us", b"draft_us", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -675,19 +729,27 @@ class Credit(_message.Message):
 
     POSITION_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGED_POSITION_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_POSITION_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_PROMPT_LOGPROBS_POSITION_FIELD_NUMBER: _builtins.int
     position: _builtins.int
     """The target may commit tokens below this position."""
     acknowledged_position: _builtins.int
     """Verdicts below this position have arrived; they need not be kept for resending."""
+    prompt_logprobs_position: _builtins.int
+    """The target may compute log-probabilities of the prompt below this position; 0: as before."""
+    acknowledged_prompt_logprobs_position: _builtins.int
+    """Log-probabilities of the prompt below this position have arrived; they need not be kept for resending."""
     def __init__(
         self,
         *,
         position: _builtins.int = ...,
         acknowledged_position: _builtins.int = ...,
+        prompt_logprobs_position: _builtins.int = ...,
+        acknowledged_prompt_logprobs_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_position", b"acknowledged_position", "position", b"position"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_position", b"acknowledged_position", "acknowledged_prompt_logprobs_position", b"acknowledged_prompt_logprobs_position", "position", b"position", "prompt_logprobs_position", b"prompt_logprobs_position"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -728,7 +790,8 @@ class SessionError(_message.Message):
     @_builtins.property
     def status(self) -> _status_pb2.Status:
         """What happened; details carry an ErrorInfo with a stable reason. NON_FINITE_LOGITS: the model gave NaN or infinity for
-        this session, or left no token to sample; another replica of the model would, too.
+        this session, or left no token to sample; another replica of the model would, too. MESSAGE_TOO_LARGE: what there is to tell of it
+        is more than its owner takes in a message.
         """
 
     def __init__(
@@ -782,13 +845,16 @@ class Attach(_message.Message):
     OWNER_ID_FIELD_NUMBER: _builtins.int
     LEASE_GENERATION_FIELD_NUMBER: _builtins.int
     SESSIONS_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     owner_id: _builtins.str
     """Identifies the coordinator process; sessions belong to it."""
     lease_generation: _builtins.int
     """Generation of its lease."""
+    max_message_bytes: _builtins.int
+    """The largest message that it takes, in bytes; 0: it does not say, and takes what the replica takes."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttachedSession]:
-        """All its live sessions. Sessions of this owner that are not listed are freed."""
+        """All its live sessions, or as many as a message holds. Sessions of this owner that are not listed are freed."""
 
     def __init__(
         self,
@@ -796,10 +862,11 @@ class Attach(_message.Message):
         owner_id: _builtins.str = ...,
         lease_generation: _builtins.int = ...,
         sessions: _abc.Iterable[Global___AttachedSession] | None = ...,
+        max_message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_generation", b"lease_generation", "owner_id", b"owner_id", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_generation", b"lease_generation", "max_message_bytes", b"max_message_bytes", "owner_id", b"owner_id", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -814,22 +881,26 @@ class AttachedSession(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     COMMITTED_LENGTH_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_POSITION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
     """Its epoch."""
     committed_length: _builtins.int
     """Length of its tokens as the coordinator knows them; verdicts past it are sent again."""
+    prompt_logprobs_position: _builtins.int
+    """Log-probabilities of the prompt below this position have arrived; those past it are sent again."""
     def __init__(
         self,
         *,
         session_id: _builtins.str = ...,
         epoch: _builtins.int = ...,
         committed_length: _builtins.int = ...,
+        prompt_logprobs_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "epoch", b"epoch", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_length", b"committed_length", "epoch", b"epoch", "prompt_logprobs_position", b"prompt_logprobs_position", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -939,6 +1010,42 @@ class LoadReport(_message.Message):
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
 
 @_typing.final
+class EngineEnd(_message.Message):
+    """How an engine ended, and what it was working on. In the details of the status that ends its streams, of the refusals while another one
+    is started, and in GetReplicaInfoResponse.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    IS_TOLD_FIELD_NUMBER: _builtins.int
+    SESSION_KEYS_FIELD_NUMBER: _builtins.int
+    instance_id: _builtins.str
+    """Of the engine that ended, as in Attached.instance_id; empty: none has ended since the service was started."""
+    reason: _builtins.str
+    """ENGINE_GONE: it ended by itself. ENGINE_STALLED: it did not end a step. ENGINE_LOST: it was killed from outside, or was frozen."""
+    is_told: _builtins.bool
+    """Whether session_keys is all that it was working on. Else any session that was open may have been part of it."""
+    session_keys: _builtins.bytes
+    """Of each session that it was working on, one behind the other: the BLAKE2b digest of its id, of eight bytes."""
+    def __init__(
+        self,
+        *,
+        instance_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        is_told: _builtins.bool = ...,
+        session_keys: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "is_told", b"is_told", "reason", b"reason", "session_keys", b"session_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineEnd: _TypeAlias = EngineEnd  # noqa: Y015
+
+@_typing.final
 class SessionProgress(_message.Message):
     """What a session without a verdict is doing. Sent now and then, so that whoever waits can tell work from a standstill."""
 
@@ -1018,10 +1125,14 @@ class GetReplicaInfoResponse(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    LAST_END_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     instance_id: _builtins.str
     """Of the replica's process: changes with each start."""
+    max_message_bytes: _builtins.int
+    """The largest message that it takes, in bytes; 0: it does not say."""
     @_builtins.property
     def identity(self) -> Global___ModelIdentity:
         """What it serves."""
@@ -1030,6 +1141,10 @@ class GetReplicaInfoResponse(_message.Message):
     def load(self) -> Global___LoadReport:
         """Its load."""
 
+    @_builtins.property
+    def last_end(self) -> Global___EngineEnd:
+        """How the engine before this one ended. A replica that knows OpenSession.apart_until always sets it."""
+
     def __init__(
         self,
         *,
@@ -1037,10 +1152,12 @@ class GetReplicaInfoResponse(_message.Message):
         load: Global___LoadReport | None = ...,
         version: _builtins.str = ...,
         instance_id: _builtins.str = ...,
+        max_message_bytes: _builtins.int = ...,
+        last_end: Global___EngineEnd | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "last_end", b"last_end", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "instance_id", b"instance_id", "load", b"load", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "instance_id", b"instance_id", "last_end", b"last_end", "load", b"load", "max_message_bytes", b"max_message_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1052,12 +1169,17 @@ class GetTokenizerRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
+    max_message_bytes: _builtins.int
+    """The largest message that the caller takes, in bytes; 0: it does not say."""
     def __init__(
         self,
+        *,
+        max_message_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_message_bytes", b"max_message_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1074,7 +1196,7 @@ class GetTokenizerResponse(_message.Message):
     tokenizer_json: _builtins.bytes
     """The next bytes of tokenizer.json."""
     tokenizer_config: _builtins.str
-    """On the first piece: tokenizer_config.json (chat template, special tokens)."""
+    """The next characters of tokenizer_config.json (chat template, special tokens); mostly all of it on the first piece."""
     def __init__(
         self,
         *,

@@ -361,8 +361,11 @@ class Resume(_message.Message):
 
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     CHOICES_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_POSITION_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.bytes
     """From the first chunk of the original stream."""
+    prompt_logprobs_position: _builtins.int
+    """The client holds the prompt's log-probabilities below this position; absent: all, if it holds tokens of the first choice, else none."""
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ResumeChoice]:
         """What the client holds; a choice not listed starts anew."""
@@ -372,12 +375,15 @@ class Resume(_message.Message):
         *,
         resume_token: _builtins.bytes = ...,
         choices: _abc.Iterable[Global___ResumeChoice] | None = ...,
+        prompt_logprobs_position: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "prompt_logprobs_position", b"prompt_logprobs_position"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choices", b"choices", "resume_token", b"resume_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position", "choices", b"choices", "prompt_logprobs_position", b"prompt_logprobs_position", "resume_token", b"resume_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs_position: _TypeAlias = _typing.Literal["prompt_logprobs_position"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs_position: _TypeAlias = _typing.Literal["_prompt_logprobs_position", b"_prompt_logprobs_position"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs_position) -> _WhichOneofReturnType__prompt_logprobs_position | None: ...
 
 Global___Resume: _TypeAlias = Resume  # noqa: Y015
 
@@ -396,6 +402,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_IN_PARTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique among running requests of its tenant; made up when empty."""
     model: _builtins.str
@@ -404,6 +411,10 @@ class GenerateRequest(_message.Message):
     """As text."""
     priority: _builtins.int
     """Orders a tenant's own requests that wait for places, lower first; default 0."""
+    prompt_logprobs_in_parts: _builtins.bool
+    """The log-probabilities of a prompt may come in several chunks, in order. Unset, they come in one, and a prompt of which
+    they would be too large for that is refused.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """As token ids."""
@@ -436,10 +447,11 @@ class GenerateRequest(_message.Message):
         speculation: Global___SpeculationParams | None = ...,
         priority: _builtins.int = ...,
         resume: Global___Resume | None = ...,
+        prompt_logprobs_in_parts: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -765,29 +777,33 @@ Global___GenerateFinished: _TypeAlias = GenerateFinished  # noqa: Y015
 
 @_typing.final
 class PromptLogprobs(_message.Message):
-    """Log-probabilities of the prompt's tokens."""
+    """Log-probabilities of some of the prompt's tokens. The chunks of a prompt come in order, and before the first delta of the first choice."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    START_POSITION_FIELD_NUMBER: _builtins.int
+    start_position: _builtins.int
+    """Index of the first of these tokens in the prompt."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prompt's tokens."""
+        """These tokens."""
 
     @_builtins.property
     def positions(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PositionLogprobs]:
-        """One entry per token after the first."""
+        """One entry per token, but for the prompt's first one, which has none."""
 
     def __init__(
         self,
         *,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         positions: _abc.Iterable[_common_pb2.PositionLogprobs] | None = ...,
+        start_position: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["positions", b"positions", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -822,7 +838,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> Global___PromptLogprobs:
-        """Prompt log-probabilities, before the first delta."""
+        """Prompt log-probabilities: the next of them."""
 
     def __init__(
         self,
@@ -1167,6 +1183,7 @@ class GetStatusResponse(_message.Message):
     DEGRADED_FIELD_NUMBER: _builtins.int
     COORDINATORS_FIELD_NUMBER: _builtins.int
     OWNER_ID_FIELD_NUMBER: _builtins.int
+    NUM_LEFT_OUT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     num_running: _builtins.int
@@ -1179,6 +1196,8 @@ class GetStatusResponse(_message.Message):
     """Most requests that wait."""
     owner_id: _builtins.str
     """The process that answers. Of several behind one port, num_running to max_waiting are of this one alone."""
+    num_left_out: _builtins.int
+    """Replicas and coordinators that are not listed, for want of room in a message."""
     @_builtins.property
     def replicas(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReplicaStatus]:
         """All known replicas."""
@@ -1203,10 +1222,11 @@ class GetStatusResponse(_message.Message):
         degraded: _abc.Iterable[_builtins.str] | None = ...,
         coordinators: _abc.Iterable[Global___ReplicaStatus] | None = ...,
         owner_id: _builtins.str = ...,
+        num_left_out: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinators", b"coordinators", "degraded", b"degraded", "max_running", b"max_running", "max_waiting", b"max_waiting", "num_running", b"num_running", "num_waiting", b"num_waiting", "owner_id", b"owner_id", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinators", b"coordinators", "degraded", b"degraded", "max_running", b"max_running", "max_waiting", b"max_waiting", "num_left_out", b"num_left_out", "num_running", b"num_running", "num_waiting", b"num_waiting", "owner_id", b"owner_id", "replicas", b"replicas", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -148,6 +148,7 @@ class TargetResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     PROPOSAL_REJECTED_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The session."""
     epoch: _builtins.int
@@ -172,6 +173,10 @@ class TargetResult(_message.Message):
     def progress(self) -> _common_pb2.SessionProgress:
         """No verdict yet: what the session is doing."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _common_pb2.PromptLogprobsPart:
+        """The next of the prompt's log-probabilities."""
+
     def __init__(
         self,
         *,
@@ -182,12 +187,13 @@ class TargetResult(_message.Message):
         error: _common_pb2.SessionError | None = ...,
         proposal_rejected: _common_pb2.ProposalRejected | None = ...,
         progress: _common_pb2.SessionProgress | None = ...,
+        prompt_logprobs: _common_pb2.PromptLogprobsPart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "progress", b"progress", "proposal_rejected", b"proposal_rejected", "result", b"result", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "opened", b"opened", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs", "proposal_rejected", b"proposal_rejected", "result", b"result", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "opened", b"opened", "progress", b"progress", "proposal_rejected", b"proposal_rejected", "result", b"result", "session_id", b"session_id", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "error", b"error", "opened", b"opened", "progress", b"progress", "prompt_logprobs", b"prompt_logprobs", "proposal_rejected", b"proposal_rejected", "result", b"result", "session_id", b"session_id", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "verdict", "error", "proposal_rejected", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["opened", "verdict", "error", "proposal_rejected", "progress", "prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
 

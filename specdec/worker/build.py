@@ -9,15 +9,20 @@ from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
+from specdec.engine.errors import EngineError
 from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
+from specdec.engine.settings import EngineSettings
+from specdec.message_sizes import most_entry_bytes, opening_bytes
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.ranks import Ranks
 
 _TOKENIZER_CHUNK_BYTES = 1 << 20
+_MOST_STEP_S = 2.0
+"""What becomes of sessions is told between steps; of which nothing is heard for twice as long, coordinators move."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +43,16 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ran
 
     Raises:
         ModelNotSupported, ModelLoadError: with a reason for people.
+        EngineError: no message would hold a session that fills the context.
     """
     runner = ModelRunner.load(settings, None if ranks is None else ranks.join())
-    full_step_s = runner.warmup() * settings.max_batch_tokens
+    row_s = runner.warmup()
+    max_batch_tokens = most_rows(settings, row_s)
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
     # A sequence that fills the whole cache can still run; a longer one never could.
     max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
-    scheduler = Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, max_model_len)
+    scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len)
     sampler = Sampler(runner.vocab_size, runner.device)
     identity = pb.ModelIdentity(
         name=settings.served_name,
@@ -62,10 +69,32 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ran
         dtype=runner.identity.dtype,
         device=str(runner.device),
     )
+    _check_openings(identity, settings.max_message_bytes)
     _send_tokenizer(runner, port)
-    info = pb.GetReplicaInfoResponse(identity=identity, version=__version__)
+    info = pb.GetReplicaInfoResponse(
+        identity=identity, version=__version__, max_message_bytes=settings.max_message_bytes
+    )
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
-    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, full_step_s)
+    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens)
+
+
+def most_rows(settings: EngineSettings, row_s: float) -> int:
+    """Rows of a step: `max_batch_tokens`, but on slow machines no more than are computed in two seconds.
+
+    All sessions that a step may have get one row, however long that takes.
+    """
+    if row_s * settings.max_batch_tokens <= _MOST_STEP_S:
+        return settings.max_batch_tokens
+    return min(settings.max_batch_tokens, max(settings.max_batch_seqs, int(_MOST_STEP_S / row_s)))
+
+
+def _check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:
+    needed = opening_bytes(identity.max_model_len, identity.vocab_size)
+    if needed > most_entry_bytes(max_message_bytes):
+        raise EngineError(
+            f"max_message_bytes: {max_message_bytes} is too small for a context of {identity.max_model_len} tokens: to "
+            f"open a session takes up to {needed} bytes; raise it, or lower max_model_len"
+        )
 
 
 def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:

@@ -14,6 +14,7 @@ from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.worker.build import BuiltEngine, build_engine
 from specdec.worker.host import SessionHost
 from specdec.worker.loop import EngineWorker
+from specdec.worker.pending_responses import ResponseLimits
 from specdec.worker.ranks import lead_ranks
 from specdec.worker.role import Role, Wire
 from specdec.worker.sessions import SessionT
@@ -48,7 +49,8 @@ def run_role(
             return
         built.info.instance_id = port.instance_id
         identity = built.info.identity
-        host = SessionHost[SessionT](port, wire, identity, settings.session_ttl_s)
+        limits = ResponseLimits(settings.max_message_bytes, settings.stream_buffer_bytes)
+        host = SessionHost[SessionT](port, wire, identity, settings.session_ttl_s, limits, port.steps)
         role = make_role(host, built)
         traces = settings.otlp_endpoint is not None
         worker = EngineWorker(port, wire, built.info, host, role, traces=traces, pulse=port.pulse)

@@ -1,4 +1,4 @@
-"""Errors of one session, sent in-band; they never end the stream that other sessions share."""
+"""Errors of one session, sent in-band: they never end the stream that other sessions share. And the end of a rank."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.engine.errors import NonFiniteLogits
+
+
+class RankLost(RuntimeError):
+    """A rank ended or is stopped; the others cannot go on without it. Raised wherever the engine's thread just was."""
 
 
 class SessionFailure(Exception):

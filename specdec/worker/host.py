@@ -6,13 +6,18 @@ from typing import Any, Generic
 
 import structlog
 
+from specdec.message_sizes import most_entry_bytes
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
+from specdec.rpc.bridge.step_memory import StepMemory
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure
 from specdec.worker.isolation import FaultLog
-from specdec.worker.pending_responses import PendingResponses
+from specdec.worker.pending_responses import PendingResponses, ResponseLimits
 from specdec.worker.role import Wire
-from specdec.worker.sessions import EngineSession, EngineSessionTable, SessionT
+from specdec.worker.sessions import EngineSession, EngineSessionTable, Owner, SessionT
+
+_MAX_PIECE_BYTES = 256 * 1024
+"""What others are decided meanwhile does not wait for long behind it."""
 
 
 class SessionHost(Generic[SessionT]):
@@ -22,10 +27,20 @@ class SessionHost(Generic[SessionT]):
     tells the host by `ended` or `failed`.
     """
 
-    def __init__(self, port: EnginePort, wire: Wire, identity: pb.ModelIdentity, session_ttl_s: float) -> None:
+    def __init__(
+        self,
+        port: EnginePort,
+        wire: Wire,
+        identity: pb.ModelIdentity,
+        session_ttl_s: float,
+        limits: ResponseLimits | None = None,
+        steps: StepMemory | None = None,
+    ) -> None:
+        """`steps` is where the loop and the role note which sessions they are at work for."""
         self.sessions = EngineSessionTable[SessionT](session_ttl_s)
-        self.responses = PendingResponses(port, wire)
+        self.responses = PendingResponses(port, wire, limits or ResponseLimits())
         self.faults = FaultLog()
+        self.steps = steps or StepMemory()
         self._port = port
         self._wire = wire
         self._identity = identity
@@ -35,6 +50,10 @@ class SessionHost(Generic[SessionT]):
         """Queue a result for the session's owner; dropped when its stream is broken (attach resends)."""
         if session.owner.stream_id is not None:
             self.responses.add(session.owner.stream_id, session.session_id, session.epoch, **body)
+
+    def piece_bytes(self, owner: Owner) -> int:
+        """How large a piece of something large may be, so that it fits into a message to an owner with others."""
+        return min(_MAX_PIECE_BYTES, most_entry_bytes(owner.message_bytes) // 2)
 
     def refuse(self, stream_id: int, session_id: str, epoch: int, failure: SessionFailure) -> None:
         """Tell who asked for a session why there is none."""

@@ -3,12 +3,16 @@
 Whatever is raised in one session's share ends that session with SESSION_FAULT. What is raised for many at once is tried
 again with halves of them, until it is known whose it is. Faults of the engine itself are raised on: its process ends,
 and its servicer starts another one.
+
+Some faults end the process without a word. Sessions of which an owner fears that step alone, and all others together:
+each of them, and the others as one, gets one step in turn. So nobody waits for more than one step of everybody else,
+and an engine that ends in the step of a single session tells whose it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Container
+from typing import Generic, TypeVar
 
 import structlog
 from google.rpc import code_pb2
@@ -17,7 +21,8 @@ from specdec.engine.engine import Engine
 from specdec.engine.errors import KVInvariantError
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
-from specdec.worker.errors import SessionFailure
+from specdec.worker.errors import RankLost, SessionFailure
+from specdec.worker.sessions import SessionT
 
 _DEVICE_WORDS = ("CUDA", "cuBLAS", "cuDNN", "NCCL", "out of memory")
 _MOST_FAULTS_IN_A_ROW = 2
@@ -28,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 def is_engines_own(error: Exception) -> bool:
     """Whether an error says that the engine cannot go on, whichever session met it."""
-    if isinstance(error, KVInvariantError | MemoryError | OSError):
+    if isinstance(error, KVInvariantError | MemoryError | OSError | RankLost):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS)
 
@@ -46,14 +51,14 @@ class FaultLog:
         """
         if isinstance(error, SessionFailure):
             return error
-        if is_engines_own(error):
-            raise error
         self.note(error)
         message = f"the session met a fault of the replica: {type(error).__name__}"
         return SessionFailure(code_pb2.INTERNAL, "SESSION_FAULT", message)
 
     def note(self, error: Exception) -> None:
-        """Log an error that ends nothing."""
+        """Log an error that ends nothing. Raises the error itself where it is the engine's own."""
+        if is_engines_own(error):
+            raise error
         trace = error.__traceback__
         while trace is not None and trace.tb_next is not None:
             trace = trace.tb_next
@@ -111,15 +116,19 @@ class IsolatedSteps:
         self._halves: list[list[tuple[Sequence, int]]] = []
         self._faults_in_a_row = 0
 
-    def step(self, on_fault: Callable[[Sequence, Exception], None]) -> StepOutput | None:
+    def step(
+        self, on_fault: Callable[[Sequence, Exception], None], only: Container[int] | None = None
+    ) -> StepOutput | None:
         """As Engine.step; None after a step that raised. `on_fault` is told of the sequence that is to blame.
+
+        While halves are tried these step, whatever `only` says.
 
         Raises what a step raises when it is the engine's own, and at the second fault without a good step in between.
         """
         while True:
             suspects = self._suspects()
             try:
-                output = self._engine.step(None if suspects is None else {seq.seq_id for seq, _ in suspects})
+                output = self._engine.step(only if suspects is None else {seq.seq_id for seq, _ in suspects})
             except Exception as error:
                 if is_engines_own(error) or not self._is_alone:
                     raise
@@ -156,3 +165,35 @@ class IsolatedSteps:
         suspects = [(seq, len(seq.token_ids)) for seq in batch]
         middle = len(suspects) // 2
         self._halves[:0] = [half for half in (suspects[:middle], suspects[middle:]) if half]
+
+
+class ApartTurns(Generic[SessionT]):
+    """Groups of sessions that step together, in the order of their turns."""
+
+    def __init__(self, position: Callable[[SessionT], int]) -> None:
+        """`position` is the number of a session's committed tokens."""
+        self._position = position
+        self._num_turns = 0
+        self._others_turn = 0
+
+    def is_apart(self, session: SessionT) -> bool:
+        """Whether a session steps alone."""
+        return bool(session.apart_until) and self._position(session) < session.apart_until
+
+    def groups(self, sessions: list[SessionT]) -> list[list[SessionT]]:
+        """The sessions in groups, the one that has waited longest first; where none is apart, all are one group."""
+        apart = [session for session in sessions if session.apart_until and self.is_apart(session)]
+        if not apart:
+            return [sessions]
+        turns = [(session.apart_turn, [session]) for session in apart]
+        if len(apart) < len(sessions):
+            turns.append((self._others_turn, [session for session in sessions if not self.is_apart(session)]))
+        return [group for _, group in sorted(turns, key=lambda turn: turn[0])]
+
+    def take(self, group: list[SessionT]) -> None:
+        """It is this group's turn: all others come before it is again."""
+        self._num_turns += 1
+        if len(group) == 1 and self.is_apart(group[0]):
+            group[0].apart_turn = self._num_turns
+        else:
+            self._others_turn = self._num_turns

@@ -16,15 +16,19 @@ from google.rpc import code_pb2
 
 from specdec.rpc.bridge.frames import EnginePort, Frame, FrameKind, PeerGone
 from specdec.rpc.bridge.pulse import Pulse
+from specdec.session_keys import session_key
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure
 from specdec.worker.host import SessionHost
+from specdec.worker.pending_responses import TooLarge
 from specdec.worker.role import Role, Wire
 from specdec.worker.sessions import Owner, SessionT, StaleLease
 from specdec.worker.trace import SessionTrace
 
 _LOAD_INTERVAL_S = 0.25
 _MAX_PENDING_BYTES = 32 * 2**20
+_NOT_READ_S = 30.0
+"""A coordinator reads what comes at once. One that takes nothing for so long hangs, and its sessions hold memory."""
 
 
 class EngineWorker(Generic[SessionT]):
@@ -52,11 +56,14 @@ class EngineWorker(Generic[SessionT]):
         self._host = host
         self._sessions = host.sessions
         self._responses = host.responses
+        self._steps = host.steps
         self._role = role
         self._traces = traces
         self._clock = clock
         self._next_load_s = 0.0
         self._told_load: pb.LoadReport | None = None
+        self._full: set[int] = set()
+        """Streams whose sessions are held back."""
         self._draining = False
         self._leaving = False
         self._stopping = False
@@ -74,7 +81,7 @@ class EngineWorker(Generic[SessionT]):
 
     def _turn(self) -> None:
         frames = self._port.poll(0)
-        self._pulse.begin_turn()
+        self._begin_turn()
         for frame in frames:
             self._handle(frame)
         now_s = self._clock()
@@ -84,15 +91,24 @@ class EngineWorker(Generic[SessionT]):
         until_step_s = self._role.wait_s(now_s)
         if until_step_s == 0:
             self._role.step()
+            self._steps.work()
             self._flush()
-            self._pulse.end_turn()
+            self._end_turn()
             return
         self._flush()
-        self._pulse.end_turn()
+        self._end_turn()
         frames = self._port.poll(self._timeout_s(until_step_s, now_s))
-        self._pulse.begin_turn()
+        self._begin_turn()
         for frame in frames:
             self._handle(frame)
+        self._end_turn()
+
+    def _begin_turn(self) -> None:
+        self._pulse.begin_turn()
+        self._steps.work()
+
+    def _end_turn(self) -> None:
+        self._steps.rest()
         self._pulse.end_turn()
 
     def _end_overdue(self, now_s: float) -> None:
@@ -102,6 +118,8 @@ class EngineWorker(Generic[SessionT]):
         for session in self._sessions.overdue(now_s):
             message = "the request's deadline has passed, and the session was not closed"
             self._fail(session, SessionFailure(code_pb2.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED", message))
+        for stream_id in self._responses.not_read(now_s, _NOT_READ_S):
+            self._abort_not_read(stream_id)
 
     def _end(self, session: SessionT, reason: str) -> None:
         self._role.close(session)
@@ -131,10 +149,39 @@ class EngineWorker(Generic[SessionT]):
             streams.update(self._sessions.streams)  # also those who have no session here, or none any more
             self._told_load = load
         on_attach = load if load is not None or not self._responses.has_attached else self._load()
-        self._responses.flush(streams, load, on_attach)
+        too_large = self._responses.flush(streams, now_s, load, on_attach)
+        if too_large:
+            for each in too_large:
+                self._fail_too_large(each)
+            self._responses.flush({each.stream_id for each in too_large}, now_s, None)
+        self._hold_back()
         if self._draining and not len(self._sessions):
             self._port.send(FrameKind.DRAINED, 0, b"")
             self._draining = False
+
+    def _hold_back(self) -> None:
+        """Sessions whose owner has to read first stop, and go on when it has."""
+        full = self._responses.full
+        if full == self._full:
+            return
+        for stream_id in full ^ self._full:
+            owner = self._sessions.owner_of(stream_id)
+            for session in () if owner is None else self._sessions.of(owner):
+                session.is_held_back = stream_id in full
+                self._role.update_pause(session)
+        self._full = set(full)
+
+    def _fail_too_large(self, result: TooLarge) -> None:
+        """End a session, and it alone, of which there is more to tell than its owner takes in a message."""
+        message = (
+            f"a result of {result.num_bytes} bytes is more than the {result.most_bytes} that the coordinator takes"
+        )
+        failure = SessionFailure(code_pb2.FAILED_PRECONDITION, "MESSAGE_TOO_LARGE", f"max_message_bytes: {message}")
+        session = self._sessions.get(result.session_id)
+        if session is not None and session.epoch == result.epoch:
+            self._fail(session, failure)
+        else:
+            self._host.refuse(result.stream_id, result.session_id, result.epoch, failure)
 
     def _load(self) -> pb.LoadReport:
         load = self._role.load()
@@ -147,8 +194,11 @@ class EngineWorker(Generic[SessionT]):
                 self._handle_message(frame.stream_id, frame.payload)
             case FrameKind.STREAM_CLOSED:
                 self._responses.drop(frame.stream_id)
-                for session in self._sessions.detach(frame.stream_id, self._clock()):
-                    self._role.set_orphaned(session, True)
+                self._detach(frame.stream_id)
+            case FrameKind.STREAM_TAKEN:
+                num_bytes = int.from_bytes(frame.payload, "little")
+                self._responses.taken(frame.stream_id, num_bytes, self._clock())
+                self._hold_back()
             case FrameKind.DRAIN:
                 self._draining = self._leaving = True
                 self._next_load_s = 0.0  # owners learn of it with the next flush
@@ -179,10 +229,18 @@ class EngineWorker(Generic[SessionT]):
             self._host.faults.note(error)
         for entry in request.entries:
             self._handle_entry(owner, stream_id, entry)
+        self._steps.work()
         if self._port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
-            self._responses.abort(
-                stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", "responses are not being read"
-            )
+            self._abort_not_read(stream_id)
+
+    def _abort_not_read(self, stream_id: int) -> None:
+        message = "responses are not being read"
+        self._responses.abort(stream_id, code_pb2.RESOURCE_EXHAUSTED, "STREAM_NOT_READ", message)
+        self._detach(stream_id)  # its end is told only when the peer has read what is on its way
+
+    def _detach(self, stream_id: int) -> None:
+        for session in self._sessions.detach(stream_id, self._clock()):
+            self._role.update_pause(session)
 
     def _attach(self, stream_id: int, attach: pb.Attach) -> Owner | None:
         try:
@@ -200,19 +258,21 @@ class EngineWorker(Generic[SessionT]):
             else:
                 self._end(session, "not attached again")
         unknown = [session_id for session_id in listed if session_id not in held]
+        owner.message_bytes = self._responses.opened(stream_id, attach.max_message_bytes)
         self._responses.attached(
             stream_id,
             pb.Attached(identity=self._info.identity, unknown_session_ids=unknown, instance_id=self._info.instance_id),
         )
         self._log.info("attached", owner=owner.owner_id, sessions=len(held), unknown=len(unknown))
         for session_id, session in held.items():
-            self._resume(session, listed[session_id].committed_length)
+            self._resume(session, listed[session_id])
         return owner
 
-    def _resume(self, session: SessionT, committed_length: int) -> None:
-        self._role.set_orphaned(session, False)
+    def _resume(self, session: SessionT, seen: pb.AttachedSession) -> None:
+        session.is_held_back = False
+        self._role.update_pause(session)
         try:
-            self._role.resend(session, committed_length)
+            self._role.resend(session, seen)
         except Exception as error:
             self._fail(session, self._host.faults.failure(error))
 
@@ -220,10 +280,12 @@ class EngineWorker(Generic[SessionT]):
         kind = entry.WhichOneof("entry")
         session = self._sessions.get(entry.session_id)
         if kind == "open":
+            self._steps.work_on([session_key(entry.session_id)])
             self._open(owner, stream_id, entry, session)
             return
         if kind is None or session is None or session.owner is not owner or session.epoch != entry.epoch:
             return
+        self._steps.work_on([session.key])
         if kind == "close":
             self._end(session, entry.close.reason)
             return
@@ -240,12 +302,15 @@ class EngineWorker(Generic[SessionT]):
         except Exception as error:
             self._host.refuse(stream_id, entry.session_id, entry.epoch, self._host.faults.failure(error))
             return
-        session.lease_generation = entry.open.lease_generation
+        session.lease_generation, session.apart_until = entry.open.lease_generation, entry.open.apart_until
         if entry.open.HasField("deadline_ms"):
             session.deadline_s = self._clock() + entry.open.deadline_ms / 1000
         if self._traces and entry.open.traceparent:
             session.trace = SessionTrace.begin(entry.open.traceparent)
         self._sessions.add(session)
+        if stream_id in self._full:
+            session.is_held_back = True
+            self._role.update_pause(session)
         self._host.emit(session, opened=pb.SessionOpened(position=self._role.position(session)))
 
     def _replace(self, current: SessionT, owner: Owner, entry: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from google.rpc import code_pb2
 
-from specdec.sampling_limits import LOGIT_BIAS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
+from specdec.sampling_limits import LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
@@ -48,6 +48,8 @@ def check_open(
         raise invalid("open.token_ids", f"{num_tokens} tokens leave no room in a context of {max_model_len}")
     if max(body.token_ids) >= vocab_size:
         raise invalid("open.token_ids", f"token id {max(body.token_ids)} is outside the vocabulary of {vocab_size}")
+    if body.num_prompt_logprobs > MAX_LOGPROBS:
+        raise invalid("open.num_prompt_logprobs", f"must be at most {MAX_LOGPROBS}")
     _check_sampling(body.sampling, vocab_size, eos_token_ids)
 
 
@@ -86,6 +88,8 @@ def _check_sampling(sampling: pb.TokenSampling, vocab_size: int, eos_token_ids: 
             raise invalid(field, f"outside the vocabulary of {vocab_size}")
         if (fault := LOGIT_BIAS.fault_of(bias)) is not None:
             raise invalid(field, fault)
+    if sampling.num_logprobs > MAX_LOGPROBS:
+        raise invalid("open.sampling.num_logprobs", f"must be at most {MAX_LOGPROBS}")
     # Held back row by row, so their number is a cost of every step.
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("open.sampling.stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids")

@@ -28,6 +28,7 @@ from specdec.engine.model.loader import check_tensor_parallel
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.step_frames import StepFrame, StepKind
 from specdec.engine.settings import EngineSettings
+from specdec.worker.errors import RankLost
 from specdec.worker.rank_child import EXIT_REFUSED, RankInstructions, store_path
 
 _STOP_S = 2.0
@@ -35,10 +36,6 @@ _NOTICE_S = 1.0  # how long a death may take to be noticed here after a collecti
 _STATE_CHECK_S = 1.0  # how often ranks are looked at; their end is noticed at once
 _REPORT_S = 5.0  # how long the engine's loop may take to report a lost rank before the process ends
 _LAUNCHER_ONLY = ("PROMETHEUS_MULTIPROC_DIR",)  # metrics are rank 0's
-
-
-class RankLost(RuntimeError):
-    """A rank ended or is stopped; the others cannot go on without it."""
 
 
 class Ranks:

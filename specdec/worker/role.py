@@ -31,10 +31,10 @@ class Role(Protocol[SessionT]):
     def close(self, session: SessionT) -> None:
         """Free what the session holds."""
 
-    def set_orphaned(self, session: SessionT, orphaned: bool) -> None:
-        """The owner's stream broke, or is back."""
+    def update_pause(self, session: SessionT) -> None:
+        """Whether it may step has changed: see `EngineSession.may_step`."""
 
-    def resend(self, session: SessionT, committed_length: int) -> None:
+    def resend(self, session: SessionT, seen: pb.AttachedSession) -> None:
         """Emit again what the owner has not seen; raises SessionFailure when that is not held any more."""
 
     def absorb_proposals(self, now_s: float) -> None:

@@ -13,9 +13,11 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from specdec.message_sizes import MIN_MESSAGE_BYTES
+from specdec.session_keys import session_key
 from specdec.worker.trace import SessionTrace
 
 DEADLINE_GRACE_S = 1.0
@@ -34,6 +36,8 @@ class Owner:
     lease_generation: int
     stream_id: int | None
     """Of its live stream; None: broken."""
+    message_bytes: int = MIN_MESSAGE_BYTES
+    """The largest message that it takes, as it said last."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -46,12 +50,28 @@ class EngineSession:
     owner: Owner
     orphaned_at_s: float | None = None
     """When its owner's stream broke; None while there is one."""
+    apart_until: int = 0
+    """Below this many committed tokens it is stepped alone: see `specdec.worker.isolation`."""
+    apart_turn: int = 0
+    """When that was last, counted in turns."""
     lease_generation: int = 0
     """Of the request's lease; decides between owners who both claim the session."""
     deadline_s: float | None = None
     """When its request must have ended, on the worker's clock; None: there is no deadline."""
     trace: SessionTrace | None = None
     """Set while the session is traced."""
+    is_held_back: bool = False
+    """Its owner has to read what waits for it before more is decided."""
+    key: bytes = field(init=False)
+    """What stands for it where others read what an engine works on."""
+
+    def __post_init__(self) -> None:
+        self.key = session_key(self.session_id)
+
+    @property
+    def may_step(self) -> bool:
+        """Whether what is decided for it can be told to its owner: else it takes part in no step."""
+        return self.orphaned_at_s is None and not self.is_held_back
 
     @property
     def log_fields(self) -> dict[str, str]:

@@ -311,3 +311,55 @@ async def test_a_master_of_a_cluster_that_hangs_is_given_up_when_its_replica_tak
 
         await eventually(has_healed, "the replica is asked")
         await guarded.close()
+
+
+class SlowRelay:
+    """Passes a Redis' answers on after a while."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.delay_s = 0.0
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, sink, is_answer in ((reader, up_writer, False), (up_reader, writer, True)):
+            task = asyncio.create_task(self._relay(source, sink, is_answer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _relay(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_answer: bool) -> None:
+        while data := await source.read(65536):
+            if is_answer:
+                await asyncio.sleep(self.delay_s)
+            sink.write(data)
+        sink.close()
+
+
+async def test_more_operations_at_once_than_redis_answers_in_the_time_of_one_do_not_make_it_down(
+    server: RedisServer,
+) -> None:
+    relay = SlowRelay(server.port)
+    listener = await asyncio.start_server(relay.accept, "127.0.0.1", 0)
+    url = f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+    guarded = GuardedStore(connect(url, RedisOptions(timeout_s=8.0)))
+    await asyncio.gather(*(guarded.renew([Lease(KEY, "owner", 1)]) for _ in range(MAX_CONCURRENT_OPERATIONS)))
+    relay.delay_s = 5.0
+    await asyncio.gather(*(guarded.renew([Lease(KEY, "owner", 1)]) for _ in range(2 * MAX_CONCURRENT_OPERATIONS)))
+    assert guarded.is_up
+    relay.delay_s = 0.0
+    await guarded.close()
+    listener.close()
+
+
+async def test_operations_that_wait_for_a_redis_that_hangs_do_not_try_one_after_the_other(server: RedisServer) -> None:
+    async with connected(server.url, timeout_s=2.0) as store:
+        await store.ping()
+        server.pause()
+        started_s = time.monotonic()
+        waiting = [store.ping() for _ in range(30 * MAX_CONCURRENT_OPERATIONS)]
+        failures = await asyncio.gather(*waiting, return_exceptions=True)
+        took_s = time.monotonic() - started_s
+        server.resume()
+    assert all(isinstance(failure, StoreUnavailable) for failure in failures)
+    assert took_s < 30 * 2.0 / 2

@@ -115,7 +115,8 @@ def test_another_version_of_the_chart_restarts_no_pod(helm: Helm, tmp_path: Path
 def test_a_chart_may_have_this_one_as_a_dependency_with_a_condition_and_globals(
     is_enabled: bool, helm: Helm, tmp_path: Path
 ) -> None:
-    dependency = {"name": "specdec", "version": "0.1.0", "condition": "specdec.enabled"}
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
+    dependency = {"name": "specdec", "version": version, "condition": "specdec.enabled"}
     about = {"apiVersion": "v2", "name": "platform", "version": "1.0.0", "dependencies": [dependency]}
     (tmp_path / "Chart.yaml").write_text(yaml.safe_dump(about))
     shutil.copytree(CHART, tmp_path / "charts/specdec")

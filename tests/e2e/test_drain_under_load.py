@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
 from specdec.cli.local.cluster import Cluster, free_port
-from specdec.client import Client, ClientSettings, Completion, generate_resuming
+from specdec.client import Client, ClientSettings
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.clusters import start_cluster
@@ -36,6 +36,7 @@ from tests.support.services.faults import (
     sampled_request,
     scrape,
 )
+from tests.support.services.load import NUM_BEFORE, LongStream, collect
 from tests.support.services.tiny_pair import make_tiny_pair
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -48,7 +49,6 @@ NUM_PROMPT_TOKENS = 16
 NUM_TOKENS = 80
 NUM_LONG = 4
 NUM_LONG_TOKENS = 300
-NUM_BEFORE = 20
 NUM_PLAIN = 4
 NUM_PLAIN_TOKENS = 300
 CONTEXT = 1536
@@ -135,41 +135,6 @@ class Load:
                 self.num_done += 1
                 if self.is_over:
                     return
-
-
-class LongStream:
-    """A stream that stands still after some tokens until it is told to go on."""
-
-    def __init__(self, client: Client, body: api.GenerateRequest) -> None:
-        self._completion = Completion()
-        self._has_begun = asyncio.Event()
-        self._goes_on = asyncio.Event()
-        self.task = asyncio.create_task(self._read(client, body))
-
-    async def has_begun(self) -> None:
-        """Wait for some tokens; raises why there are none."""
-        begun = asyncio.create_task(self._has_begun.wait())
-        await asyncio.wait({begun, self.task}, return_when=asyncio.FIRST_COMPLETED)
-        assert begun.done(), self.task.exception()
-
-    def go_on(self) -> None:
-        """Read the rest."""
-        self._goes_on.set()
-
-    async def _read(self, client: Client, body: api.GenerateRequest) -> Completion:
-        async for chunk in generate_resuming(client, body):
-            self._completion.add(chunk)
-            if self._completion.num_tokens >= NUM_BEFORE:
-                self._has_begun.set()
-                await self._goes_on.wait()
-        return self._completion
-
-
-async def collect(client: Client, body: api.GenerateRequest) -> Completion:
-    completion = Completion()
-    async for chunk in generate_resuming(client, body):
-        completion.add(chunk)
-    return completion
 
 
 @pytest.fixture(scope="module")

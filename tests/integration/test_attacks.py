@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from specdec.store.keys import StoreKeys
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.servers.redis_server import RedisServer
-from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running
+from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, resumed, running
 from tests.support.services.scripted_replicas import ScriptedTarget, make_tokenizer
 
 CONTEXT = 4096
@@ -55,7 +56,7 @@ async def test_lists_that_no_context_holds_are_refused_and_named() -> None:
             "token_ids": harness.stub.Detokenize(many_ids),
             "messages.messages": harness.stub.Tokenize(api.TokenizeRequest(messages=messages)),
             "prompt_token_ids": harness.stub.Generate(
-                api.GenerateRequest(prompt_token_ids=api.TokenIds(token_ids=[10**6] * 3_000_000))
+                api.GenerateRequest(prompt_token_ids=api.TokenIds(token_ids=[10**6] * 1_000_000))
             ),
         }
         for field, call in calls.items():
@@ -64,6 +65,24 @@ async def test_lists_that_no_context_holds_are_refused_and_named() -> None:
             assert error.field == field
         most = api.DetokenizeRequest(token_ids=[100] * CONTEXT)
         assert len((await harness.stub.Detokenize(most)).text) >= CONTEXT
+        await assert_serves(harness, target)
+
+
+async def test_of_a_resume_with_more_tokens_than_a_choice_may_have_none_is_looked_at() -> None:
+    target = ScriptedTarget()
+    body = request(max_tokens=20)
+    async with running([target]) as harness:
+        whole = await collect(harness.stub.Generate(body))
+        again = resumed(whole, body)
+        again.resume.choices[0].token_ids.extend([10**6] * 1_000_000)
+        error = await error_of(harness.stub.Generate(again))
+        assert isinstance(error, InvalidRequest)
+        assert error.field == "resume.choices[0].token_ids"
+        assert "1000020 ids" in error.description
+        again.resume.choices[0].token_ids.extend([10**6] * 2_000_000)  # more than is parsed
+        error = await error_of(harness.stub.Generate(again))
+        assert isinstance(error, InvalidRequest)
+        assert error.field == "resume.choices.token_ids"
         await assert_serves(harness, target)
 
 
@@ -94,10 +113,11 @@ async def test_a_long_text_is_tokenised_without_holding_up_the_event_loop() -> N
             num_turns += 1
 
     turning = asyncio.create_task(turn())
-    token_ids = await PromptReader(tokenizer, limits, TokenizingTurns()).encode("text", text, add_special_tokens=True)
+    reader = PromptReader(tokenizer, limits, TokenizingTurns())
+    packed = await reader.convert("text", text, True, lambda token_ids: array("Q", token_ids).tobytes())
     turning.cancel()
     assert num_turns > 10
-    assert token_ids == tokenizer.encode(text)
+    assert list(array("Q", packed)) == tokenizer.encode(text)
 
 
 async def test_a_message_that_is_small_only_while_compressed_is_refused() -> None:

@@ -26,12 +26,15 @@ async def test_a_draft_that_is_never_right_is_ejected_and_one_that_is_stays() ->
     target, liar, honest = ScriptedTarget(), ScriptedDraft(), ScriptedDraft()
     target.needs_proposals = True
     liar.make_proposal = wrong
-    async with running([target], [liar, honest], draft_reopen_s=60.0) as harness:
+    # Longer than any machine takes for the calls: an ejection that has ended is no longer seen.
+    forever = {"ejection_s": 3600.0, "ejection_max_s": 3600.0, "draft_reopen_s": 3600.0}
+    async with running([target], [liar, honest], **forever) as harness:
         await harness.all_ready()
         calls = [harness.stub.Generate(request([n + 3, 4, 5], max_tokens=50)) for n in range(20)]
         results = [await collect(call) for call in calls]
         assert state_of(harness, liar) == "ejected"
         assert state_of(harness, honest) == "ready"
+        await liar.until(lambda: not liar.sessions)  # they went to the other one, and waited for nothing
     assert [r.ids() for r in results] == [expected_ids(target, 50, [n + 3, 4, 5]) for n in range(20)]
 
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
+from coordinator.replicas.discovery import Endpoint
+from coordinator.sessions.session import Session
 from specdec.rpc.errors import Internal
 from tests.support.services.coordinator_harness import (
+    Harness,
     collect,
     error_of,
     expected_ids,
@@ -18,6 +23,7 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
+from tests.support.services.faults import eventually
 from tests.support.services.scripted_replicas import ScriptedSession, ScriptedTarget
 
 POISON = 99
@@ -140,6 +146,36 @@ async def test_a_connection_that_is_cut_twice_makes_no_request_guilty() -> None:
             await finish(call, result)
     assert result.ids() == expected_ids(target, 40)
     assert not [line for line in logs if line["event"] == "request_quarantined"]
+
+
+async def test_of_a_target_that_is_gone_for_good_no_request_is_remembered() -> None:
+    gone, other = ScriptedTarget(), ScriptedTarget()
+    gone.instance_id, other.instance_id = "gone", "other"
+    gone.limit = other.limit = 5
+    async with running([gone, other]) as harness:
+        await harness.all_ready()
+        call = harness.stub.Generate(request(max_tokens=20))
+        result = await read_tokens(call, 5)
+        if not gone.sessions:
+            gone, other = other, gone
+        (stream,) = (weakref.ref(session.request.stream) for session in session_table(harness))
+        await gone.stop()
+        other.set_limit(None)
+        await finish(call, result)
+        roster = harness.service.connections.rosters["target"]
+        roster.update([Endpoint(other.address)])
+        assert [link.address for link in harness.service.fleet.targets] == [other.address]
+
+        async def is_forgotten() -> bool:
+            gc.collect()
+            return stream() is None
+
+        await eventually(is_forgotten, "the request is forgotten")
+    assert result.ids() == expected_ids(other, 20)
+
+
+def session_table(harness: Harness) -> list[Session]:
+    return [session for link in harness.service.fleet.targets for session in link.sessions.values()]
 
 
 async def test_targets_that_are_killed_at_the_same_moment_make_no_request_guilty() -> None:

@@ -20,6 +20,7 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
+from tests.support.services.faults import eventually
 from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 QUEUED, RUNNING = pb.SessionProgress.STATE_QUEUED, pb.SessionProgress.STATE_RUNNING
@@ -141,6 +142,32 @@ async def test_a_session_that_is_queued_stays_while_nobody_is_idle_and_goes_to_w
         saying.cancel()
         assert all(link.is_ready for link in harness.service.fleet.links), "a queue is no failure"
     assert result.ids() == expected_ids(holder, 40)
+
+
+async def test_a_coordinator_that_stood_still_itself_moves_nothing_and_blames_nobody() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for target in targets:
+        target.limit = 5
+    async with running(targets, session_stall_s=2.0, ejection_failures=1) as harness:
+        await harness.all_ready()
+        call = harness.stub.Generate(request(max_tokens=20))
+        result = await read_tokens(call, 5)
+        holder, other = split(targets)
+        holder.tell_progress(RUNNING, 1)
+        (session,) = (s for link in harness.service.fleet.targets for s in link.sessions.values())
+
+        async def is_heard() -> bool:
+            return session.target.progress is not None
+
+        await eventually(is_heard, "the target has told of progress")
+        # Like a process that is stopped: nothing is heard and nothing is said.
+        asyncio.get_running_loop().call_soon(time.sleep, 4.0)
+        await asyncio.sleep(0)
+        holder.set_limit(None)
+        await finish(call, result)
+        assert all(link.is_ready for link in harness.service.fleet.links)
+    assert result.ids() == expected_ids(holder, 20)
+    assert other.opened == []
 
 
 async def test_where_all_targets_stand_still_a_session_moves_ever_more_rarely() -> None:

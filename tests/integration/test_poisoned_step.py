@@ -10,7 +10,6 @@ from google.rpc import status_pb2
 
 from specdec.config import TargetSettings
 from specdec.rpc.bridge.engine_process import EngineProcess
-from specdec.rpc.bridge.engine_watch import EndCause
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from tests.support.engine.tiny_models import save_tiny_model
@@ -46,7 +45,7 @@ class Results:
     def on_abort(self, status: status_pb2.Status) -> None:
         raise AssertionError(status)
 
-    def on_engine_gone(self, cause: EndCause, reason: str) -> None:
+    def on_engine_gone(self, end: pb.EngineEnd, reason: str) -> None:
         self.reasons["engine"] = reason
         self.all_ended.set()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -170,6 +172,58 @@ async def test_sentinels_lead_to_the_promoted_replica(tmp_path: Path) -> None:
         assert await guarded.prefix_holders([b"digest"]) == [frozenset({"a:1"})]
         await use(guarded)
         await guarded.close()
+
+
+class MovingAddress:
+    """An address that leads to another server from some moment on, as a Service's or a name does after a fail-over.
+
+    Connections that are open stay where they are.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        """Where new connections lead."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serve a connection."""
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self.port)
+        for source, sink in ((reader, up_writer), (up_reader, writer)):
+            task = asyncio.create_task(_relay(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+async def _relay(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await source.read(65536):
+            sink.write(data)
+    sink.close()
+
+
+async def test_after_a_fail_over_behind_one_address_the_former_master_is_left(tmp_path: Path) -> None:
+    with RedisServer(tmp_path) as former, RedisServer(tmp_path) as latter:
+        address = MovingAddress(former.port)
+        listener = await asyncio.start_server(address.accept, "127.0.0.1", 0)
+        url = f"redis://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        guarded = GuardedStore(connect(url, PATIENT), backoff=Backoff(0.05, 0.2))
+        await use(guarded)
+        address.port = latter.port
+        with former.client() as client:
+            client.execute_command("REPLICAOF", "127.0.0.1", latter.port)
+
+        async def is_written() -> bool:
+            with contextlib.suppress(StoreUnavailable):
+                await guarded.add_prefixes("a:1", [b"digest"], LONG_S)
+                return True
+            return False
+
+        await eventually(is_written, "the new master takes what is written")
+        with latter.client() as client:
+            assert len(list(client.scan_iter("*:prefix:*"))) == 1
+        await use(guarded)
+        await guarded.close()
+        listener.close()
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from rich.status import Status
 from rich.text import Text
 
 from specdec.cli.views.origins import ORIGIN_STYLES, OriginPainter
+from specdec.cli.views.shown import cell, harmless
 from specdec.v1 import coordinator_pb2
 
 
@@ -49,7 +50,7 @@ class StreamView:
         match chunk.WhichOneof("chunk"):
             case "started":
                 for notice in chunk.started.notices:
-                    self._notes.print(Text(f"note: {notice}", style="yellow"))
+                    self._notes.print(cell(f"note: {notice}", style="yellow"))
             case "delta":
                 self._show_delta(chunk.delta)
             case "choice_finished":
@@ -60,13 +61,17 @@ class StreamView:
         text = Text()
         if self._show_origin:
             for span, origin in self._painters[delta.index].paint(delta):
-                text.append(span, style=ORIGIN_STYLES[origin])
+                text.append(self._shown(span), style=ORIGIN_STYLES.get(origin, ""))
         else:
-            text.append(delta.text)
+            text.append(self._shown(delta.text))
         if delta.index == self._current:
             self._write(text)
         else:
             self._held[delta.index].append_text(text)
+
+    def _shown(self, text: str) -> str:
+        """A terminal must not be steered by what a model says; files get what it says."""
+        return harmless(text) if self._output.is_terminal else text
 
     def _advance(self) -> None:
         """Turn to the next choices while the current one has ended."""

@@ -9,8 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec.cli.views.origins import ORIGIN_NAMES, ORIGIN_STYLES
+from specdec.cli.views.shown import cell
 from specdec.client import Completion
 from specdec.v1 import common_pb2, coordinator_pb2
+
+_MODES = {value: name.removeprefix("VERIFY_MODE_").lower() for name, value in common_pb2.VerifyMode.items()}
 
 
 def make_pairs(title: str) -> Table:
@@ -121,11 +124,11 @@ def replicas_table(status: coordinator_pb2.GetStatusResponse) -> Table:
     for replica in status.replicas:
         identity, load = replica.identity, replica.load
         table.add_row(
-            replica.role,
-            replica.address,
-            Text(replica.state, style="green" if replica.state == "ready" else "yellow"),
-            f"{identity.name} ({parameters(identity)})" if identity.name else "-",
-            f"{identity.dtype} on {identity.device}" if identity.name else "-",
+            cell(replica.role),
+            cell(replica.address),
+            cell(replica.state, style="green" if replica.state == "ready" else "yellow"),
+            cell(f"{identity.name} ({parameters(identity)})" if identity.name else "-"),
+            cell(f"{identity.dtype} on {identity.device}" if identity.name else "-"),
             f"{load.num_running}+{load.num_waiting}",
             f"{load.kv_blocks_used}/{load.kv_blocks_total}",
         )
@@ -141,30 +144,31 @@ def coordinators_table(status: coordinator_pb2.GetStatusResponse) -> Table:
     for column in table.columns[:2]:
         column.no_wrap, column.justify = True, "left"
     for one in status.coordinators:
-        state = Text(one.state, style="green" if one.state == "ready" else "yellow")
-        table.add_row(one.address, state, f"{one.load.num_running}+{one.load.num_waiting}")
+        state = cell(one.state, style="green" if one.state == "ready" else "yellow")
+        table.add_row(cell(one.address), state, f"{one.load.num_running}+{one.load.num_waiting}")
     return table
 
 
 def replica_details(status: coordinator_pb2.GetStatusResponse) -> Text:
     """Return why replicas are in the state they are in, one line for each that says so."""
     lines = [f"{replica.address}: {replica.detail}" for replica in status.replicas if replica.detail]
-    return Text("\n".join(lines), style="yellow")
+    return cell("\n".join(lines), style="yellow")
 
 
 def model_table(info: coordinator_pb2.GetModelInfoResponse) -> Table:
     """Return what is served and its limits."""
     table = make_pairs("Served")
-    table.add_row("model", f"{info.target.name} ({info.target.architecture}, {parameters(info.target)} parameters)")
+    target = f"{info.target.name} ({info.target.architecture}, {parameters(info.target)} parameters)"
+    table.add_row("model", cell(target))
     draft = (
         f"{info.draft.name} ({parameters(info.draft)} parameters)"
         if info.HasField("draft")
         else "none: decodes plainly"
     )
-    table.add_row("draft", draft)
-    mode = common_pb2.VerifyMode.Name(info.default_verify_mode).removeprefix("VERIFY_MODE_").lower()
-    table.add_row("verification", mode)
-    table.add_row("numerics", f"{info.target.numerics_id}{' (row-invariant)' if info.target.row_invariant else ''}")
+    table.add_row("draft", cell(draft))
+    table.add_row("verification", _MODES.get(info.default_verify_mode, str(info.default_verify_mode)))
+    numerics = f"{info.target.numerics_id}{' (row-invariant)' if info.target.row_invariant else ''}"
+    table.add_row("numerics", cell(numerics))
     table.add_row("context", f"{info.max_model_len} tokens")
     table.add_row("limits", f"{info.max_tokens_limit} output tokens, {info.max_choices} choices")
     table.add_row("chat template", "yes" if info.has_chat_template else "no")

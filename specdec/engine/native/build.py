@@ -9,6 +9,7 @@ import hashlib
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -50,7 +51,10 @@ def build_library(variant: Variant) -> Path:
     if prebuilt.is_file():
         return prebuilt
     compiler = find_compiler()
-    directory = _cache_root() / build_key(compiler, variant)
+    try:
+        directory = _cache_root() / build_key(compiler, variant)
+    except OSError as error:
+        raise NativeUnavailable(f"{compiler} cannot be run: {error}") from error
     library = directory / library_name(variant)
     if library.is_file():
         return library
@@ -95,17 +99,36 @@ def compile_library(compiler: str, variant: Variant, library: Path, link_flags: 
         unfinished = Path(scratch) / library.name
         sources = [str(_HERE / name) for name in SOURCES]
         command = [compiler, *_FLAGS, *variant.flags, *sources, *link_flags, "-o", str(unfinished)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired as error:
-            raise NativeUnavailable(f"{compiler} did not end within {_BUILD_TIMEOUT_S} s") from error
-        if done.returncode != 0:
-            raise NativeUnavailable(f"{compiler} failed: {done.stderr[-2000:]}")
+        code, said = _run(command)
+        if code != 0:
+            raise NativeUnavailable(f"{compiler} failed: {said[-2000:]}")
         unfinished.rename(library)
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    """Exit code of a compiler and what it said of errors. It ends, with all that it has started, when this does.
+
+    Raises ``NativeUnavailable`` when it takes too long.
+    """
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", process_group=0
+    )
+    try:
+        _, said = process.communicate(timeout=_BUILD_TIMEOUT_S)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)  # a compiler's driver leaves the work to other programs
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise NativeUnavailable(f"{command[0]} did not end within {_BUILD_TIMEOUT_S} s") from error
+        raise
+    return process.returncode, said
 
 
 def _cache_root() -> Path:
     chosen = os.environ.get("SPECDEC_NATIVE_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specdec" / "native"
+    except RuntimeError as error:
+        raise NativeUnavailable(f"no place to keep what is compiled, set SPECDEC_NATIVE_CACHE: {error}") from error

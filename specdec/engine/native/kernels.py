@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
+from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.native.build import load_library
 
@@ -144,10 +145,14 @@ class NativeWeight:
 
 
 class NativeAttention:
-    """Row-invariant paged attention in C++; see ``specdec.engine.attention.paged.AttentionKernel``."""
+    """Row-invariant paged attention in C++; see ``specdec.engine.attention.paged.AttentionKernel``.
+
+    Layers whose heads are larger than the kernels have room for, ``max_head_dim``, attend in torch.
+    """
 
     def __init__(self, kernels: NativeKernels) -> None:
         self._kernels = kernels
+        self._for_large_heads = TiledAttention()
 
     def __call__(
         self,
@@ -159,6 +164,8 @@ class NativeAttention:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """See ``AttentionKernel``. Cost: one native call."""
+        if max(query.shape[2], value.shape[2]) > self._kernels.max_head_dim:
+            return self._for_large_heads(query, key, value, layer, context, options)
         cache = cache_of(context)
         query, key, value = (t if t.stride(2) == 1 else t.contiguous() for t in (query, key, value))
         view = context.scratch.get("view")

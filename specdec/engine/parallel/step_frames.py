@@ -18,12 +18,18 @@ from specdec.engine.batch import Batch
 
 _HEADER = struct.Struct("<8q")
 _NUM_SIZES = 6
+_MOST_PAYLOAD_BYTES = 1 << 30
+"""A thousand rows with contexts of a million tokens take less."""
 _WIDE = ("input_ids", "position_ids", "slot_mapping", "logits_indices")
 _NARROW = ("row_seq", "context_lens", "path_offsets", "path_slots", "block_tables")
 
 
 class LeaderGone(ConnectionError):
     """The leading rank closed its end: there is nobody to follow."""
+
+
+class BadFrame(ValueError):
+    """Not a frame, or one whose sizes contradict its payload: what follows it cannot be trusted."""
 
 
 class StepKind(IntEnum):
@@ -65,10 +71,13 @@ def forward_frame(batch: Batch) -> StepFrame:
 
 
 def batch_of(frame: StepFrame, device: torch.device) -> Batch:
-    """The batch of a forward frame, on a device: two copies if that is not the CPU."""
+    """The batch of a forward frame, on a device: two copies if that is not the CPU. Raises ``BadFrame``."""
     num_rows, num_logits, num_path_slots, num_tables, num_blocks, num_seqs = frame.sizes
     wide_sizes = [num_rows, num_rows, num_rows, num_logits]
     narrow_sizes = [num_rows, num_rows, num_rows + 1, num_path_slots, num_tables * num_blocks]
+    _check_sizes(frame, 8 * sum(wide_sizes) + 4 * sum(narrow_sizes))
+    if num_seqs != num_tables:
+        raise BadFrame(f"{num_tables} block tables for {num_seqs} sequences")
     wide = torch.frombuffer(frame.payload, dtype=torch.int64, count=sum(wide_sizes))
     narrow = torch.frombuffer(
         frame.payload, dtype=torch.int32, count=sum(narrow_sizes), offset=wide.numel() * wide.element_size()
@@ -91,16 +100,28 @@ def copies_frame(kind: StepKind, sources: Sequence[int], targets: Sequence[int])
 
 
 def copies_of(frame: StepFrame) -> tuple[list[int], list[int]]:
-    """Sources and targets of a frame of copies."""
+    """Sources and targets of a frame of copies. Raises ``BadFrame``."""
     count = frame.sizes[0]
+    _check_sizes(frame, 16 * count)
     numbers = struct.unpack(f"<{2 * count}q", frame.payload)
     return list(numbers[:count]), list(numbers[count:])
 
 
 def receive_frame(connection: socket.socket) -> StepFrame:
-    """Wait for the next frame, for ever if need be. Raises ``LeaderGone``, or ``ValueError`` for an unknown kind."""
+    """Wait for the next frame, for ever if need be. Raises ``LeaderGone``, or ``BadFrame`` for what is none."""
     kind, num_bytes, *sizes = _HEADER.unpack(_receive(connection, _HEADER.size))
-    return StepFrame(StepKind(kind), tuple(sizes), _receive(connection, num_bytes))
+    try:
+        known = StepKind(kind)
+    except ValueError as error:
+        raise BadFrame(str(error)) from error
+    if not 0 <= num_bytes <= _MOST_PAYLOAD_BYTES:
+        raise BadFrame(f"a {known.name} frame of {num_bytes} bytes")
+    return StepFrame(known, tuple(sizes), _receive(connection, num_bytes))
+
+
+def _check_sizes(frame: StepFrame, num_bytes: int) -> None:
+    if min(frame.sizes) < 0 or num_bytes != len(frame.payload):
+        raise BadFrame(f"a {frame.kind.name} frame of {len(frame.payload)} bytes says that it has {frame.sizes}")
 
 
 def _receive(connection: socket.socket, num_bytes: int) -> bytearray:

@@ -4,11 +4,15 @@ Every function is row-invariant: a row's result is the same bits whatever rows a
 cut are therefore sums of integers, exact in any order.
 """
 
+from __future__ import annotations
+
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -60,20 +64,26 @@ def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
 
 
 def _add_bias_(logits: Tensor, rows: Sequence[RowContext]) -> None:
+    biased_rows = [(r, row.params) for r, row in enumerate(rows) if row.params.logit_bias]
+    if not biased_rows:
+        return
     vocab_size = logits.shape[1]
-    index: list[int] = []
-    bias: list[float] = []
-    for r, row in enumerate(rows):
-        for token_id, value in row.params.logit_bias.items():
-            if 0 <= token_id < vocab_size:
-                index.append(r * vocab_size + token_id)
-                bias.append(value)
-    if index:
-        flat_index = torch.tensor(index, device=logits.device)
-        flat = logits.view(-1)
-        values = flat[flat_index]
-        biased = values + torch.tensor(bias, dtype=torch.float32, device=logits.device)
-        flat[flat_index] = _saturated(biased, values)
+    index, within = _flat_index([(r, params.bias_token_ids) for r, params in biased_rows], vocab_size)
+    bias = np.concatenate([np.frombuffer(params.bias_values, dtype=np.float32) for _, params in biased_rows])[within]
+    flat_index = torch.from_numpy(index).to(logits.device)
+    flat = logits.view(-1)
+    values = flat[flat_index]
+    flat[flat_index] = _saturated(values + torch.from_numpy(bias).to(logits.device), values)
+
+
+def _flat_index(
+    token_ids: Sequence[tuple[int, array[int]]], vocab_size: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Where tokens of rows are in flattened logits, [M], and which of all N they are, [N]: a model may have fewer."""
+    ids = np.concatenate([np.frombuffer(of_row, dtype=np.int64) for _, of_row in token_ids])
+    starts = np.repeat([r * vocab_size for r, _ in token_ids], [len(of_row) for _, of_row in token_ids])
+    within = (ids >= 0) & (ids < vocab_size)
+    return (starts + ids)[within], within
 
 
 def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
@@ -117,17 +127,14 @@ def _saturated(adjusted: Tensor, values: Tensor) -> Tensor:
 
 
 def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
-    vocab_size = logits.shape[1]
-    index = [
-        r * vocab_size + token_id
+    held_back = [
+        (r, row.params.min_tokens_ids)
         for r, row in enumerate(rows)
-        if row.params.min_tokens > 0
-        for token_id in row.params.held_back_token_ids(row.position - row.num_prompt_tokens)
-        if 0 <= token_id < vocab_size
+        if row.params.holds_back(row.position - row.num_prompt_tokens)
     ]
-    if index:
+    if held_back:
+        flat_index = torch.from_numpy(_flat_index(held_back, logits.shape[1])[0]).to(logits.device)
         flat = logits.view(-1)
-        flat_index = torch.tensor(index, device=logits.device)
         values = flat[flat_index]
         flat[flat_index] = torch.where(values < math.inf, -math.inf, values)
 

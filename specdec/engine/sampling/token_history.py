@@ -6,6 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+_MIN_SLOTS = 64
+
 
 class TokenCounts(NamedTuple):
     """Distinct tokens of a context; arrays of one length, shared with the history: read only."""
@@ -20,30 +22,32 @@ class TokenCounts(NamedTuple):
 class TokenHistory:
     """Counts of the committed tokens of one session.
 
-    Cost: O(1) per token appended; `counts` is O(1) without extra tokens and O(distinct) with.
+    Cost: O(1) per token appended, some 0.1 us per token of the prompt; `counts` is O(1) without extra tokens and
+    O(distinct) with.
     """
 
     def __init__(self, prompt_ids: Iterable[int]) -> None:
-        self._tokens = list(prompt_ids)
-        self._slots: dict[int, int] = {}
-        self._token_ids = np.empty(64, dtype=np.int64)
-        self._num_total = np.zeros(64, dtype=np.int64)
-        self._num_output = np.zeros(64, dtype=np.int64)
-        for token_id in self._tokens:
-            slot = self._slot(token_id)  # may replace the arrays
-            self._num_total[slot] += 1
+        tokens = np.fromiter(prompt_ids, dtype=np.int64)
+        distinct, counts = np.unique(tokens, return_counts=True)
+        size = len(distinct)
+        self._num_tokens = len(tokens)
+        self._slots: dict[int, int] = dict(zip(distinct.tolist(), range(size), strict=True))
+        self._token_ids = np.empty(max(size, _MIN_SLOTS), dtype=np.int64)
+        self._num_total = np.zeros(max(size, _MIN_SLOTS), dtype=np.int64)
+        self._num_output = np.zeros(max(size, _MIN_SLOTS), dtype=np.int64)
+        self._token_ids[:size], self._num_total[:size] = distinct, counts
 
     def __len__(self) -> int:
         """Return the number of committed tokens, prompt included."""
-        return len(self._tokens)
+        return self._num_tokens
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add committed output tokens."""
         for token_id in token_ids:
-            slot = self._slot(token_id)
+            slot = self._slot(token_id)  # may replace the arrays
             self._num_total[slot] += 1
             self._num_output[slot] += 1
-        self._tokens.extend(token_ids)
+        self._num_tokens += len(token_ids)
 
     def counts(self, extra_tokens: Sequence[int] = ()) -> TokenCounts:
         """Return the counts of the committed tokens followed by `extra_tokens` of output."""

@@ -19,6 +19,7 @@ import structlog
 from specdec.parent_process import die_with_parent, leave_signals_to_parent
 from specdec.rpc.bridge.frames import EnginePort, FrameKind, PeerGone
 from specdec.rpc.bridge.pulse import Pulse
+from specdec.rpc.bridge.step_memory import StepMemory
 from specdec.telemetry import setup_logging
 
 _LAST_FRAMES_S = 2.0
@@ -36,6 +37,7 @@ class EngineInstructions(TypedDict):
     """Its JSON."""
     socket_fd: int
     pulse_fd: int
+    step_fd: int
     parent_pid: int
     cores: list[int] | None
     service: str
@@ -57,8 +59,10 @@ def main() -> int:
     pulse = Pulse(instructions["pulse_fd"])
     os.close(instructions["pulse_fd"])
     pulse.start_beating()
+    steps = StepMemory(instructions["step_fd"])
+    os.close(instructions["step_fd"])
     os.set_inheritable(instructions["socket_fd"], False)
-    port = EnginePort(socket.socket(fileno=instructions["socket_fd"]), instructions["instance_id"], pulse)
+    port = EnginePort(socket.socket(fileno=instructions["socket_fd"]), instructions["instance_id"], pulse, steps)
     try:
         settings = _resolve(instructions["settings_class"]).model_validate_json(instructions["settings"])
         _resolve(instructions["entry"])(port, settings)

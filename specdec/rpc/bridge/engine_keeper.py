@@ -60,8 +60,15 @@ class EngineKeeper:
         self._on_exit = on_exit
         self._failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._keeping: asyncio.Task[None] | None = None
+        self._last_end = common_pb2.EngineEnd()
         self._restarts: deque[float] = deque()
         self._loading_s = 0.0
+
+    @property
+    def last_end(self) -> common_pb2.EngineEnd:
+        """How an engine ended last that had been ready; without an instance where none has."""
+        engine = self.engine
+        return self._last_end if engine.how_ended is None or engine.info is None else engine.how_ended
 
     async def start(self) -> common_pb2.GetReplicaInfoResponse:
         """The first start: what the engine serves, once it is ready. Raises StartupFailed."""
@@ -126,6 +133,7 @@ class EngineKeeper:
             wait_s = _BACKOFF.wait_s(len(self._restarts))
             _log.warning("engine_restarts", reason=reason, cause=str(ended.end_cause), wait_s=wait_s)
             await asyncio.sleep(wait_s)
+            self._last_end = self.last_end
             self.engine = ended = self._make()
             await self._on_ready(False)
             try:

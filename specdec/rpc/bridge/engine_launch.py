@@ -23,6 +23,7 @@ def launch_engine(
     *,
     socket_fd: int,
     pulse_fd: int,
+    step_fd: int,
     service: str,
     cores: frozenset[int] | None,
     instance_id: str,
@@ -36,6 +37,7 @@ def launch_engine(
         settings: those of the service.
         socket_fd: its end of the socket, which it inherits.
         pulse_fd: the memory of its pulse, which it inherits.
+        step_fd: the memory of what it works on, likewise.
         service: names it in the log.
         cores: those it is pinned to; None: not pinned.
         instance_id: of this start.
@@ -47,6 +49,7 @@ def launch_engine(
         "settings": settings.model_dump_json(exclude=_NOT_FOR_ENGINES),
         "socket_fd": socket_fd,
         "pulse_fd": pulse_fd,
+        "step_fd": step_fd,
         "parent_pid": os.getpid(),
         "cores": None if cores is None else sorted(cores),
         "service": service,
@@ -58,7 +61,7 @@ def launch_engine(
     process = subprocess.Popen(
         [sys.executable, "-m", "specdec.rpc.bridge.engine_child"],
         stdin=subprocess.PIPE,
-        pass_fds=[socket_fd, pulse_fd],
+        pass_fds=[socket_fd, pulse_fd, step_fd],
         env=environment,
     )
     assert process.stdin is not None

@@ -15,11 +15,13 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import status_pb2
 
+from specdec.rpc.bridge.abort_frames import abort_status
 from specdec.rpc.bridge.engine_launch import describe_exit, launch_engine
-from specdec.rpc.bridge.engine_watch import EndCause, EngineWatch
+from specdec.rpc.bridge.engine_watch import END_REASONS, EndCause, EngineWatch
 from specdec.rpc.bridge.frame_codec import NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
 from specdec.rpc.bridge.frame_writer import FrameWriter
 from specdec.rpc.bridge.pulse import BEAT_INTERVAL_S, Pulse, new_pulse_file
+from specdec.rpc.bridge.step_memory import StepMemory, new_step_file
 from specdec.rpc.settings import ReplicaServiceSettings
 from specdec.v1 import common_pb2
 
@@ -39,8 +41,8 @@ class StreamSink(Protocol):
     def on_abort(self, status: status_pb2.Status) -> None:
         """The engine ends the stream."""
 
-    def on_engine_gone(self, cause: EndCause, reason: str) -> None:
-        """There is no engine any more."""
+    def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
+        """There is no engine any more; `reason` is for people."""
 
 
 class EngineProcess:
@@ -89,6 +91,8 @@ class EngineProcess:
         """Why the process is gone, or given up; empty while it lives."""
         self.end_cause = EndCause.EXITED
         """How that came about, once there is a reason."""
+        self.how_ended: common_pb2.EngineEnd | None = None
+        """The same for others, with what it was working on."""
         self.fatal_reason = ""
         """What the engine said before it gave up."""
         self.info: common_pb2.GetReplicaInfoResponse | None = None
@@ -119,14 +123,15 @@ class EngineProcess:
         ours.setblocking(False)
         self._connection = ours
         self._writer = FrameWriter(ours)
-        pulse_fd = new_pulse_file()
-        self._pulse = Pulse(pulse_fd)
-        with theirs, os.fdopen(pulse_fd):
+        pulse_fd, step_fd = new_pulse_file(), new_step_file()
+        self._pulse, self._steps = Pulse(pulse_fd), StepMemory(step_fd)
+        with theirs, os.fdopen(pulse_fd), os.fdopen(step_fd):
             self._process = launch_engine(
                 self._entry,
                 self._settings,
                 socket_fd=theirs.fileno(),
                 pulse_fd=pulse_fd,
+                step_fd=step_fd,
                 service=self._service,
                 cores=self._cores,
                 instance_id=self.instance_id,
@@ -196,6 +201,11 @@ class EngineProcess:
         if self._sinks.pop(stream_id, None) is not None:
             self._write(FrameKind.STREAM_CLOSED, stream_id, b"")
 
+    def tell_taken(self, stream_id: int, num_bytes: int) -> None:
+        """Tells the engine that the peer has taken so many more bytes of its responses."""
+        if stream_id in self._sinks:
+            self._write(FrameKind.STREAM_TAKEN, stream_id, num_bytes.to_bytes(8, "little"))
+
     async def send_message(self, stream_id: int, payload: bytes) -> None:
         """Relays a request; waits while the engine is far behind."""
         if not self._room.is_set():
@@ -259,15 +269,15 @@ class EngineProcess:
                     sink.on_message(frame.payload)
             case FrameKind.STREAM_ABORT:
                 if (sink := self._sinks.get(frame.stream_id)) is not None:
-                    sink.on_abort(status_pb2.Status.FromString(frame.payload))
+                    sink.on_abort(abort_status(frame.payload))
             case FrameKind.LOAD:
                 if self.info is not None:
-                    self.info.load.ParseFromString(frame.payload)
-            case FrameKind.TOKENIZER:
+                    self._take_load(frame.payload)
+            case FrameKind.TOKENIZER if not self._ready.is_set():
                 piece = common_pb2.GetTokenizerResponse.FromString(frame.payload)
                 self._tokenizer_json.append(piece.tokenizer_json)
                 self.tokenizer_config = self.tokenizer_config or piece.tokenizer_config
-            case FrameKind.READY:
+            case FrameKind.READY if not self._ready.is_set():
                 self.info = common_pb2.GetReplicaInfoResponse.FromString(frame.payload)
                 self._ready.set()
                 settings = self._settings
@@ -282,6 +292,13 @@ class EngineProcess:
                     self._on_session_span(frame.payload)
             case _:
                 _log.warning("unexpected_frame", kind=frame.kind.name)
+
+    def _take_load(self, payload: bytes) -> None:
+        assert self.info is not None
+        try:
+            self.info.load.CopyFrom(common_pb2.LoadReport.FromString(payload))
+        except DecodeError:  # the next one comes in a moment
+            _log.warning("unreadable_load", num_bytes=len(payload))
 
     def _look(self) -> None:
         stall = self._watch.look(self._pulse.read())
@@ -333,8 +350,12 @@ class EngineProcess:
         if self._ended.is_set():
             return
         self.exit_reason, self.end_cause = reason, cause
+        keys = self._steps.read_keys()
+        self.how_ended = end = common_pb2.EngineEnd(
+            instance_id=self.instance_id, reason=END_REASONS[cause], is_told=keys is not None, session_keys=keys or b""
+        )
         self._ended.set()
         self._drained.set()
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
-            sink.on_engine_gone(cause, reason)
+            sink.on_engine_gone(end, reason)

@@ -29,6 +29,15 @@ class EndCause(StrEnum):
     """A turn of its loop did not end."""
 
 
+END_REASONS = {
+    EndCause.EXITED: "ENGINE_GONE",
+    EndCause.STUCK: "ENGINE_STALLED",
+    EndCause.KILLED: "ENGINE_LOST",
+    EndCause.SILENT: "ENGINE_LOST",
+}
+"""What coordinators are told; in the first two cases it may have been a request that did it."""
+
+
 class Stall(NamedTuple):
     """Why an engine is given up."""
 

@@ -15,6 +15,8 @@ HEADER = struct.Struct("<IBI")
 MAX_PAYLOAD_BYTES = 256 * 1024 * 1024
 # Frames that are not about one stream carry this stream id; real ids start at 1.
 NO_STREAM = 0
+# Of what is kept for a peer: often enough that an engine that waits for room goes on before there is nothing to send.
+_REPORTS_PER_BUFFER = 16
 # Up to here header and payload are joined into one buffer; copying more costs more than it saves.
 _JOIN_LIMIT_BYTES = 64 * 1024
 
@@ -46,6 +48,8 @@ class FrameKind(enum.IntEnum):
     """Engine to servicer: no session is left after a DRAIN."""
     SESSION_SPAN = 12
     """Engine to servicer, when a traced session has ended: encoded SessionSpan."""
+    STREAM_TAKEN = 13
+    """Servicer to engine, now and then: the peer has taken so many more bytes of this stream; little-endian."""
 
 
 class Frame(NamedTuple):
@@ -72,6 +76,11 @@ def encode_frame(kind: FrameKind, stream_id: int, payload: bytes) -> list[bytes]
         raise _too_long(kind, len(payload))
     header = HEADER.pack(len(payload), kind, stream_id)
     return [header + payload] if len(payload) <= _JOIN_LIMIT_BYTES else [header, payload]
+
+
+def report_unit(stream_buffer_bytes: int) -> int:
+    """How many bytes a peer takes of its stream before the engine is told with STREAM_TAKEN."""
+    return max(1, stream_buffer_bytes // _REPORTS_PER_BUFFER)
 
 
 def _too_long(kind: FrameKind, num_bytes: int) -> FrameError:

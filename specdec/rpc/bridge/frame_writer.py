@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from itertools import islice
 
 from specdec.rpc.bridge.frame_codec import FrameKind, encode_frame
 
@@ -33,7 +34,10 @@ class FrameWriter:
         return self._pending_by_stream.get(stream_id, 0)
 
     def write(self, kind: FrameKind, stream_id: int, payload: bytes) -> None:
-        """Writes what the socket takes at once and keeps the rest. Raises OSError when the peer is gone."""
+        """Writes what the socket takes at once and keeps the rest. Raises OSError when the peer is gone.
+
+        Cost: one system call, however much is kept already.
+        """
         buffers = encode_frame(kind, stream_id, payload)
         if not self._buffers and len(buffers) == 1:
             num_sent = self._send_one(buffers[0])
@@ -48,7 +52,7 @@ class FrameWriter:
     def flush(self) -> bool:
         """Writes what the socket takes; True when nothing is left. Raises OSError when the peer is gone."""
         while self._buffers:
-            batch = [buffer for _, buffer in list(self._buffers)[:_MAX_BUFFERS_PER_CALL]]
+            batch = [buffer for _, buffer in islice(self._buffers, _MAX_BUFFERS_PER_CALL)]
             try:
                 num_sent = self._connection.sendmsg(batch)
             except (BlockingIOError, InterruptedError):

@@ -6,11 +6,29 @@ import select
 import socket
 import time
 
-from specdec.rpc.bridge.frame_codec import MAX_PAYLOAD_BYTES, NO_STREAM, Frame, FrameDecoder, FrameError, FrameKind
+from specdec.rpc.bridge.frame_codec import (
+    MAX_PAYLOAD_BYTES,
+    NO_STREAM,
+    Frame,
+    FrameDecoder,
+    FrameError,
+    FrameKind,
+    report_unit,
+)
 from specdec.rpc.bridge.frame_writer import FrameWriter
 from specdec.rpc.bridge.pulse import Pulse
+from specdec.rpc.bridge.step_memory import StepMemory
 
-__all__ = ["MAX_PAYLOAD_BYTES", "NO_STREAM", "EnginePort", "Frame", "FrameError", "FrameKind", "PeerGone"]
+__all__ = [
+    "MAX_PAYLOAD_BYTES",
+    "NO_STREAM",
+    "EnginePort",
+    "Frame",
+    "FrameError",
+    "FrameKind",
+    "PeerGone",
+    "report_unit",
+]
 
 _RECEIVE_BYTES = 256 * 1024
 
@@ -26,10 +44,18 @@ class EnginePort:
     call (5 us) when the socket keeps up.
     """
 
-    def __init__(self, connection: socket.socket, instance_id: str = "", pulse: Pulse | None = None) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        instance_id: str = "",
+        pulse: Pulse | None = None,
+        steps: StepMemory | None = None,
+    ) -> None:
         """Use a connected socket. `instance_id` is the process's, for those who are told what is served."""
         self.pulse = pulse or Pulse()
         """Where the loop shows its turns."""
+        self.steps = steps or StepMemory()
+        """Where it notes what it works on."""
         connection.setblocking(False)
         self.instance_id = instance_id
         self._connection = connection

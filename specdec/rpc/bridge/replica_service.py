@@ -13,6 +13,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from specdec import __version__
+from specdec.message_sizes import most_bytes, most_entry_bytes, text_pieces
 from specdec.rpc.affinity import split_cores
 from specdec.rpc.bridge.engine_keeper import EngineKeeper
 from specdec.rpc.bridge.engine_process import EngineProcess
@@ -81,7 +82,7 @@ class ReplicaService:
             on_exit=forget_gauges_of,
         )
         self._set_serving: SetServing | None = None
-        self._relay = StreamRelay(lambda: self._keeper.engine, metrics, settings.stream_buffer_bytes)
+        self._relay = StreamRelay(lambda: self._keeper.engine, metrics, settings.stream_buffer_bytes, self._not_ready)
         self._store: GuardedStore | None = None
         self.announcer: Announcer | None = None
         """Registers this process; None without redis_url."""
@@ -158,6 +159,12 @@ class ReplicaService:
         if self._set_serving is not None:
             await self._set_serving(is_ready)
 
+    def _not_ready(self) -> NotReady:
+        """Tells how the last engine ended, too: who lost a stream to it may not have learnt that."""
+        error = NotReady("the model is loading")
+        error.attached.append(self._keeper.last_end)
+        return error
+
     def _describe(self) -> common_pb2.GetReplicaInfoResponse:
         return self._keeper.engine.info or common_pb2.GetReplicaInfoResponse(version=__version__)
 
@@ -166,21 +173,26 @@ class ReplicaService:
     ) -> common_pb2.GetReplicaInfoResponse:
         engine = self._keeper.engine
         if engine.info is None or not engine.is_ready:
-            raise NotReady("the model is loading")
+            raise self._not_ready()
+        engine.info.last_end.CopyFrom(self._keeper.last_end)
         return engine.info
 
     async def _get_tokenizer(
-        self, _request: common_pb2.GetTokenizerRequest, _context: grpc.aio.ServicerContext
+        self, request: common_pb2.GetTokenizerRequest, _context: grpc.aio.ServicerContext
     ) -> AsyncIterator[common_pb2.GetTokenizerResponse]:
         engine = self._keeper.engine
         if not engine.is_ready:
             raise NotReady("the model is loading")
+        limit = most_bytes(request.max_message_bytes, self._settings.max_message_bytes)
+        # A piece has a part of each.
+        piece_bytes = min(TOKENIZER_PIECE_BYTES, most_entry_bytes(limit) // 2)
         content = engine.tokenizer_json()
-        config = engine.tokenizer_config
-        for start in range(0, max(len(content), 1), TOKENIZER_PIECE_BYTES):
-            piece = content[start : start + TOKENIZER_PIECE_BYTES]
-            yield common_pb2.GetTokenizerResponse(tokenizer_json=piece, tokenizer_config=config)
-            config = ""
+        configs = text_pieces(engine.tokenizer_config, piece_bytes)
+        for start in range(0, max(len(content), 1), piece_bytes):
+            piece = content[start : start + piece_bytes]
+            yield common_pb2.GetTokenizerResponse(tokenizer_json=piece, tokenizer_config=next(configs, ""))
+        for config in configs:
+            yield common_pb2.GetTokenizerResponse(tokenizer_config=config)
 
 
 def run_replica(role: ReplicaRole, settings: ReplicaServiceSettings) -> int:

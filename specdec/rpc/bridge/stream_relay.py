@@ -18,27 +18,27 @@ from google.rpc import status_pb2
 
 from specdec.rpc.abort import abort_with_status
 from specdec.rpc.bridge.engine_process import EngineProcess
-from specdec.rpc.bridge.engine_watch import EndCause
-from specdec.rpc.bridge.frame_codec import NO_STREAM
+from specdec.rpc.bridge.frame_codec import NO_STREAM, report_unit
 from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, to_status
 from specdec.telemetry import RelayMetrics
+from specdec.v1 import common_pb2
 
-_REASONS = {
-    EndCause.EXITED: "ENGINE_GONE",
-    EndCause.STUCK: "ENGINE_STALLED",
-    EndCause.KILLED: "ENGINE_LOST",
-    EndCause.SILENT: "ENGINE_LOST",
-}
-"""What coordinators are told; in the first two cases it may have been a request that did it."""
 _log = structlog.get_logger(__name__)
 
 
 class StreamRelay:
     """The handler of a bidirectional method of a replica; registered without (de)serializers."""
 
-    def __init__(self, engine: Callable[[], EngineProcess], metrics: RelayMetrics, stream_buffer_bytes: int) -> None:
-        """`engine` says which one new streams go to."""
+    def __init__(
+        self,
+        engine: Callable[[], EngineProcess],
+        metrics: RelayMetrics,
+        stream_buffer_bytes: int,
+        not_ready: Callable[[], NotReady] = lambda: NotReady("the model is loading"),
+    ) -> None:
+        """`engine` says which one new streams go to, `not_ready` what is told while that is none."""
         self._engine = engine
+        self._not_ready = not_ready
         self._metrics = metrics
         self._stream_buffer_bytes = stream_buffer_bytes
         self._streams: set[_RelayedStream] = set()
@@ -47,7 +47,7 @@ class StreamRelay:
         """Relays one stream until either side ends it. Raises NotReady before the engine is ready."""
         engine = self._engine()
         if not engine.is_ready:
-            raise NotReady("the model is loading")
+            raise self._not_ready()
         stream = _RelayedStream(engine, context, self._metrics, self._stream_buffer_bytes)
         self._streams.add(stream)
         self._metrics.streams.inc()
@@ -102,16 +102,19 @@ class _RelayedStream:
             await abort_with_status(self._context, self._status)
 
     def on_message(self, payload: bytes) -> None:
-        """Queues a response; when the peer is too far behind, the stream is aborted instead."""
+        """Queues a response; when the peer is too far behind, the stream is aborted instead.
+
+        That is the last resort: an engine hands out no more than is taken.
+        """
         if self._is_ending:
             return
-        self._num_queued_bytes += len(payload)
         if self._num_queued_bytes > self._buffer_bytes:
             # The write under way ends when the peer reads or is gone; the engine need not wait for that.
             self._queue.clear()
             self._engine.close_stream(self._stream_id)
             self.on_abort(to_status(Overloaded("responses are not being read", reason="STREAM_NOT_READ")))
             return
+        self._num_queued_bytes += len(payload)
         self._queue.append(payload)
         self._wake_writer()
 
@@ -121,9 +124,11 @@ class _RelayedStream:
             self._status = status
             self._end()
 
-    def on_engine_gone(self, cause: EndCause, reason: str) -> None:
+    def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
         """Ends the stream; the peer may try another replica, or this one once it is restarted."""
-        self.on_abort(to_status(Unavailable(reason, reason=_REASONS[cause])))
+        error = Unavailable(reason, reason=end.reason)
+        error.attached.append(end)
+        self.on_abort(to_status(error))
 
     def _end(self) -> None:
         self._is_ending = True
@@ -138,11 +143,17 @@ class _RelayedStream:
         queue = self._queue
         count = self._metrics.messages.labels("out")
         count_bytes = self._metrics.message_bytes.labels("out")
+        unit_bytes = report_unit(self._buffer_bytes)
+        num_taken_bytes = 0
         while True:
             while queue:
                 payload = queue.popleft()
                 await self._context.write(payload)
                 self._num_queued_bytes -= len(payload)
+                num_taken_bytes += len(payload)
+                if num_taken_bytes >= unit_bytes:
+                    self._engine.tell_taken(self._stream_id, num_taken_bytes)
+                    num_taken_bytes = 0
                 count.inc()
                 count_bytes.inc(len(payload))
             if self._is_ending:

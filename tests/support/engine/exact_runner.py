@@ -56,6 +56,10 @@ class ExactRunner:
         self.num_slot_copies = 0
         self._slots = [b"unwritten" for _ in range(num_blocks * block_size)]
 
+    def logits_of(self, content: bytes) -> torch.Tensor:
+        """What follows from the content of a row's slot."""
+        return _logits(content)
+
     def block_contents(self, block: int) -> bytes:
         """All that a block holds."""
         return b"".join(self._slots[block * self.block_size : (block + 1) * self.block_size])
@@ -88,7 +92,7 @@ class ExactRunner:
             assert past.pop() == slot, "a row does not attend to itself last"
             self._slots[slot] = slot_content(token_id, position, b"".join(self._slots[i] for i in past))
         self.num_forwards += 1
-        kept = [_logits(self._slots[written[row]]) for row in batch.logits_indices.tolist()]
+        kept = [self.logits_of(self._slots[written[row]]) for row in batch.logits_indices.tolist()]
         return torch.stack(kept) if kept else torch.zeros(0, NUM_LOGITS)
 
 

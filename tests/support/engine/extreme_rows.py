@@ -112,7 +112,8 @@ def exact_scores(logits: torch.Tensor, row: RowContext) -> tuple[torch.Tensor, t
             value -= params.presence_penalty * (num_output > 0) + params.frequency_penalty * num_output
             adjusted[token_id] = value
     adjusted = torch.where(raw.isfinite(), adjusted.clamp(-LARGEST, LARGEST), adjusted)
-    for token_id in params.held_back_token_ids(row.position - row.num_prompt_tokens):
+    is_held_back = params.holds_back(row.position - row.num_prompt_tokens)
+    for token_id in params.min_tokens_ids if is_held_back else ():
         if token_id < len(adjusted):
             adjusted[token_id] = -math.inf
     best = float(adjusted.max())

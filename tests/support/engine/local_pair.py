@@ -28,6 +28,7 @@ from specdec.v1 import draft_pb2, target_pb2
 from specdec.worker.build import BuiltEngine, build_engine
 from specdec.worker.host import SessionHost
 from specdec.worker.loop import EngineWorker
+from specdec.worker.pending_responses import ResponseLimits
 from specdec.worker.role import Wire
 from target_service.pacing import Pacing
 from target_service.policy.step_time import StepTimeModel
@@ -126,8 +127,10 @@ class LocalPair:
         target: str | None = None,
         draft: str | None = None,
         draft_options: dict[str, Any] | None = None,
+        limits: ResponseLimits | None = None,
         **target_options: Any,
     ) -> None:
+        self.limits = limits or ResponseLimits()
         options = {"num_threads": 1, "num_blocks": 256, "max_batch_tokens": 128, **target_options}
         self.target_settings = TargetSettings(model=target or str(MODELS / "target"), **options)
         options = {"num_threads": 1, "num_blocks": 256, **(draft_options or {})}
@@ -182,7 +185,7 @@ class LocalPair:
         self.send_draft(draft_pb2.DraftRequest(attach=attach))
 
     def _host(self, port: ListPort, wire: Wire, built: BuiltEngine) -> SessionHost[Any]:
-        return SessionHost(port, wire, built.info.identity, session_ttl_s=60.0)  # type: ignore[arg-type]
+        return SessionHost(port, wire, built.info.identity, session_ttl_s=60.0, limits=self.limits)  # type: ignore[arg-type]
 
     # --- frames
 

@@ -107,4 +107,13 @@ OPTIONS = {
     "softcap": AttentionOptions(0.3, softcap=2.0),
     "sinks": AttentionOptions(0.3, sinks=torch.linspace(-2, 2, 6)),
 }
-GEOMETRIES = [(2, 64, 64), (6, 32, 32), (1, 128, 128), (2, 24, 24), (3, 40, 16), (2, 5, 3)]
+GEOMETRIES = [
+    (2, 64, 64),
+    (6, 32, 32),
+    (1, 128, 128),
+    (2, 24, 24),
+    (3, 40, 16),
+    (2, 5, 3),
+    (1, 512, 512),
+    (2, 640, 520),
+]

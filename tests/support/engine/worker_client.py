@@ -45,6 +45,8 @@ class WorkerClient:
         self.loads: dict[int, pb.LoadReport] = {}
         self.aborts: dict[int, status_pb2.Status] = {}
         self.kinds: list[FrameKind] = []
+        self.message_bytes: list[int] = []
+        """Of each message that came."""
         self.spans: list[trace_pb2.SessionSpan] = []
         self.port.inbox.clear()
         self.port.outbox.clear()
@@ -56,14 +58,26 @@ class WorkerClient:
         self.frame(FrameKind.MESSAGE, stream_id, self.wire.request(**fields).SerializeToString())
 
     def attach(
-        self, stream_id: int = 1, owner: str = "a", lease: int = 0, held: dict[str, tuple[int, int]] | None = None
+        self,
+        stream_id: int = 1,
+        owner: str = "a",
+        lease: int = 0,
+        held: dict[str, tuple[int, int]] | None = None,
+        *,
+        prompt_position: int = 0,
+        max_message_bytes: int = 0,
     ) -> None:
-        """Attach, listing sessions as id -> (epoch, committed length)."""
+        """Attach, listing sessions as id -> (epoch, committed length), all with prompts described up to a position."""
         sessions = [
-            pb.AttachedSession(session_id=s, epoch=epoch, committed_length=length)
+            pb.AttachedSession(
+                session_id=s, epoch=epoch, committed_length=length, prompt_logprobs_position=prompt_position
+            )
             for s, (epoch, length) in (held or {}).items()
         ]
-        self.send(stream_id, attach=pb.Attach(owner_id=owner, lease_generation=lease, sessions=sessions))
+        attach = pb.Attach(
+            owner_id=owner, lease_generation=lease, sessions=sessions, max_message_bytes=max_message_bytes
+        )
+        self.send(stream_id, attach=attach)
 
     def entry(self, session_id: str, epoch: int = 1, *, stream_id: int = 1, **body: Any) -> None:
         self.send(stream_id, entries=[self._entry(session_id=session_id, epoch=epoch, **body)])
@@ -83,6 +97,7 @@ class WorkerClient:
                 if response.HasField("attached"):
                     self.attached.append(response.attached)
                 self.results += response.results
+                self.message_bytes.append(len(frame.payload))
                 if response.HasField("load"):
                     self.loads[frame.stream_id] = response.load
         self.port.outbox.clear()

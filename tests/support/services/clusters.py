@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specdec.cli.local.cluster import Cluster, ClusterTimeouts
 from specdec.cli.local.plan import LocalPlan, plan_services
+from tests.support.releases import Build
 from tests.support.services.model_pair import ModelPair
 
 TIMEOUTS = ClusterTimeouts(start_s=200.0, connect_s=100.0, stop_s=10.0)
@@ -16,8 +18,10 @@ MakeCluster = Callable[..., Cluster]
 """The fixture `make_cluster`."""
 
 
-def start_cluster(pair: ModelPair, log_dir: Path, **plan: Any) -> Cluster:
-    """Start a cluster on free ports; the fields of LocalPlan may be set by keyword. Raises ClusterFailed.
+def start_cluster(pair: ModelPair, log_dir: Path, *, build: Build | None = None, **plan: Any) -> Cluster:
+    """Start a cluster on free ports, of this version unless a build is given. Raises ClusterFailed.
+
+    The fields of LocalPlan may be set by keyword.
 
     A step of a tiny target costs less than a draft's answer takes, so its cost model would rightly not wait for one.
     A fixed hold-off makes it verify proposals all the same.
@@ -33,6 +37,9 @@ def start_cluster(pair: ModelPair, log_dir: Path, **plan: Any) -> Cluster:
         target_settings=target_settings,
         **plan,
     )
-    cluster = Cluster(plan_services(settings, environment={}), log_dir=log_dir, timeouts=TIMEOUTS)
+    specs = plan_services(settings, environment={})
+    if build is not None:
+        specs = [replace(spec, environment={**spec.environment, **build.environment}) for spec in specs]
+    cluster = Cluster(specs, log_dir=log_dir, timeouts=TIMEOUTS)
     cluster.start()
     return cluster

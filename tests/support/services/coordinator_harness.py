@@ -83,6 +83,11 @@ class Result:
             self.tokens.setdefault(index, []).extend(chunk.delta.tokens)
         elif kind == "choice_finished":
             self.ended[chunk.choice_finished.index] = chunk.choice_finished
+        elif kind == "prompt_logprobs" and self.prompt_logprobs is not None:
+            held = self.prompt_logprobs
+            assert chunk.prompt_logprobs.start_position == held.start_position + len(held.token_ids)
+            held.token_ids.extend(chunk.prompt_logprobs.token_ids)
+            held.positions.extend(chunk.prompt_logprobs.positions)
         elif kind is not None:
             setattr(self, kind, getattr(chunk, kind))
 
@@ -131,6 +136,7 @@ def request(prompt_ids: Sequence[int] = (5, 6, 7), **fields: Any) -> api.Generat
     names = {f.name for f in api.SamplingParams.DESCRIPTOR.fields}
     sampling = {"seed": 11, "max_tokens": 20, **{k: v for k, v in fields.items() if k in names}}
     rest = {k: v for k, v in fields.items() if k not in names}
+    rest.setdefault("prompt_logprobs_in_parts", "prompt_logprobs" in sampling)
     body = api.GenerateRequest(sampling=api.SamplingParams(**sampling), **rest)
     if body.WhichOneof("input") is None:
         body.prompt_token_ids.token_ids.extend(prompt_ids)

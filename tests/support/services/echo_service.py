@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.rpc.settings import ReplicaServiceSettings
+from specdec.session_keys import session_key
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2
 
@@ -53,6 +54,9 @@ def run_engine(port: EnginePort, settings: EchoSettings) -> None:
                 case FrameKind.MESSAGE, b"pid":
                     port.send(FrameKind.MESSAGE, frame.stream_id, str(os.getpid()).encode())
                 case FrameKind.MESSAGE, b"crash":
+                    os._exit(3)
+                case FrameKind.MESSAGE, b"crash in a step of a and b":
+                    port.steps.work_on([session_key("a"), session_key("b")])
                     os._exit(3)
                 case FrameKind.MESSAGE, b"kill":
                     os.kill(os.getpid(), signal.SIGKILL)

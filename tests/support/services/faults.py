@@ -9,7 +9,7 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from specdec.client import Client, ClientSettings, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from tests.support.releases import Build
 from tests.support.services.clusters import TIMEOUTS
 
 ROLES = ("target", "draft", "coordinator")
@@ -117,7 +118,7 @@ class Reading:
     """A stream that a test reads step by step. Leaving the context cancels what is left."""
 
     def __init__(self, client: Client, body: api.GenerateRequest) -> None:
-        self._chunks = client.generate(body)
+        self.chunks = client.generate(body)
         self.completion = Completion()
 
     async def __aenter__(self) -> Reading:
@@ -126,17 +127,17 @@ class Reading:
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._chunks.aclose()  # type: ignore[attr-defined]
+        await self.chunks.aclose()  # type: ignore[attr-defined]
 
     async def until(self, num_tokens: int) -> Completion:
         """Read until this many tokens have come."""
         while self.completion.num_tokens < num_tokens:
-            self.completion.add(await anext(self._chunks))
+            self.completion.add(await anext(self.chunks))
         return self.completion
 
     async def rest(self) -> Completion:
         """Read to the end."""
-        async for chunk in self._chunks:
+        async for chunk in self.chunks:
             self.completion.add(chunk)
         return self.completion
 
@@ -180,12 +181,14 @@ def _signal_group(cluster: Cluster, name: str, number: int) -> None:
 
 
 @contextmanager
-def another(role: str, log_dir: Path, **settings: object) -> Iterator[Cluster]:
-    """One more service beside a cluster, healthy when entered."""
+def another(role: str, log_dir: Path, *, build: Build | None = None, **settings: object) -> Iterator[Cluster]:
+    """One more service beside a cluster, healthy when entered; of this version unless a build is given."""
     defaults: dict[str, object] = {"metrics_port": None, "log_format": "console", "drain_s": 60.0}
     if role != "coordinator":
         defaults |= {"device": "cpu", "num_threads": 1}
     spec = service_spec(role, role, free_port(), RoleSettings(defaults=defaults, overrides=settings), environment={})
+    if build is not None:
+        spec = replace(spec, environment={**spec.environment, **build.environment})
     with Cluster([spec], log_dir=log_dir, timeouts=TIMEOUTS) as cluster:
         cluster.services[role].start()
         cluster.wait_healthy(role)

@@ -19,6 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from specdec.rpc.abort import abort_with
 from specdec.rpc.errors import SpecdecError, Unavailable
+from specdec.session_keys import session_key
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
@@ -64,6 +65,17 @@ def next_token(token_ids: Iterable[int], seed: int, choice: int, vocab_size: int
     return NUM_SPECIAL + digest % (vocab_size - NUM_SPECIAL)
 
 
+def prompt_positions(body: pb.OpenSession, start: int, stop: int) -> list[pb.PositionLogprobs]:
+    """The made-up model's log-probabilities of a prompt's tokens from `start` to `stop`."""
+    return [
+        pb.PositionLogprobs(
+            logprob=-float(position),
+            top=[pb.TokenLogprob(token_id=i, logprob=-float(i)) for i in range(body.num_prompt_logprobs)],
+        )
+        for position in range(start, stop)
+    ]
+
+
 @dataclass
 class ScriptedSession:
     """A session as a scripted replica holds it."""
@@ -76,6 +88,11 @@ class ScriptedSession:
     credit: int = 0
     proposals: deque[pb.Proposal] = field(default_factory=deque)
     sent: list[pb.Verdict] = field(default_factory=list)
+    prompt_next: int = 1
+    """The first position of the prompt whose log-probabilities have not been computed."""
+    prompt_credit: int = 0
+    parts: list[pb.PromptLogprobsPart] = field(default_factory=list)
+    """Those that were not acknowledged."""
     is_done: bool = False
     is_sampled: bool = False
 
@@ -111,6 +128,14 @@ class ScriptedReplica:
         self.frames: list[Any] = []
         self.refuse: status_pb2.Status | None = None
         self.instance_id = ""
+        self.last_end: pb.EngineEnd | None = None
+        """How its engine ended last, where it tells whom that was working for and steps apart; None: it is older."""
+        self.dies_of: Callable[[ScriptedSession], bool] = lambda session: False
+        """The engine dies when it steps such a session; it is there again at once, as another instance."""
+        self.num_deaths = 0
+        self.max_message_bytes = 0
+        """What it says that it takes; 0: nothing, as older replicas."""
+        self.attaches: list[pb.Attach] = []
         self.num_asked = 0
         """Calls of GetReplicaInfo."""
         self.changed = asyncio.Condition()
@@ -121,7 +146,8 @@ class ScriptedReplica:
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        # Coordinators ping idle replicas, and ours may be idle for as long as a busy machine lets a test take.
+        self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0), ("grpc.http2.max_ping_strikes", 0)])
         self.register(self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         await self._server.start()
@@ -143,6 +169,24 @@ class ScriptedReplica:
         for stream in self.streams:
             stream.abort(error)
 
+    def die(self, step: Iterable[ScriptedSession] = ()) -> None:
+        """The engine ends in a step of these, and another one takes its place."""
+        self.num_deaths += 1
+        error = Unavailable("the engine ended", reason="ENGINE_GONE")
+        if self.last_end is not None:
+            keys = b"".join(session_key(session.session_id) for session in step)
+            self.last_end = pb.EngineEnd(
+                instance_id=self.instance_id, reason="ENGINE_GONE", is_told=True, session_keys=keys
+            )
+            error.attached.append(self.last_end)
+        self.instance_id = f"{self.port}-{self.num_deaths}"
+        self.sessions.clear()
+        self.end_streams(error)
+
+    def step_of(self, session: ScriptedSession) -> list[ScriptedSession]:
+        """Those who are stepped together with a session, and it."""
+        return [session] if _is_apart(session) else [s for s in self.sessions.values() if not _is_apart(s)]
+
     async def until(self, condition: Callable[[], bool], timeout_s: float = PATIENCE_S) -> None:
         """Wait for a condition on what this replica has seen."""
         async with asyncio.timeout(timeout_s), self.changed:
@@ -158,7 +202,12 @@ class ScriptedReplica:
     async def GetReplicaInfo(self, request: Any, context: Any) -> pb.GetReplicaInfoResponse:
         self.num_asked += 1
         await self.notify()
-        return pb.GetReplicaInfoResponse(identity=self.identity, instance_id=self.instance_id)
+        return pb.GetReplicaInfoResponse(
+            identity=self.identity,
+            instance_id=self.instance_id,
+            max_message_bytes=self.max_message_bytes,
+            last_end=self.last_end,
+        )
 
     async def serve(self, requests: AsyncIterator[Any], context: Any, response_type: Any) -> AsyncIterator[Any]:
         stream = Stream()
@@ -189,6 +238,7 @@ class ScriptedReplica:
 
     def attach(self, attach: pb.Attach, stream: Stream, response_type: Any) -> None:
         stream.owner_id = attach.owner_id
+        self.attaches.append(attach)
         for former in self.streams:
             if former is not stream and former.owner_id == attach.owner_id:
                 former.abort()
@@ -201,6 +251,9 @@ class ScriptedReplica:
         stream.send(response_type(attached=attached))
         for session_id, session in self.sessions.items():
             session.stream = stream
+            for part in session.parts:
+                if part.start_position + len(part.positions) > listed[session_id].prompt_logprobs_position:
+                    self.emit(session, prompt_logprobs=part)
             for verdict in session.sent:
                 if verdict.start_position + len(verdict.token_ids) > listed[session_id].committed_length:
                     self.emit(session, verdict=verdict)
@@ -227,6 +280,8 @@ class ScriptedReplica:
             list(entry.open.token_ids),
             stream,
             entry.open.credit_position,
+            prompt_next=max(1, entry.open.prompt_logprobs_start),
+            prompt_credit=entry.open.prompt_logprobs_credit,
         )
         self.opened.append((entry.session_id, entry.epoch, len(session.token_ids)))
         if self.refuse is not None:
@@ -259,16 +314,20 @@ class ScriptedTarget(ScriptedReplica):
         self.limit: int | None = None
         """No session gets more output tokens than this until it is raised; None: no limit."""
         self.tokens_per_verdict = 1
+        self.knows_parts = True
+        """Sends the prompt's log-probabilities in parts; older targets send them with the first verdict."""
+        self.positions_per_part = 4
+        self.prompt_limit: int | None = None
+        """Log-probabilities of the prompt are computed below this position until it is raised; None: no limit."""
+        self.prompt_starts: list[int] = []
+        """From where on each opening wanted them."""
         self.needs_proposals = False
         """After the first token, a session steps only when a proposal is there."""
         self.num_relayed = 0
         self.end_after: dict[int, int] = {}
         """Choice index: ends with EOS as this output token."""
-        self.dies_of: Callable[[ScriptedSession], bool] = lambda session: False
-        """The engine dies when it steps such a session; it is there again at once, as another instance."""
         self.faults_on: Callable[[ScriptedSession], bool] = lambda session: False
         """Such a session ends with a fault of its own when it is stepped."""
-        self.num_deaths = 0
         self._wake = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
 
@@ -293,13 +352,6 @@ class ScriptedTarget(ScriptedReplica):
         """Report a load on all streams."""
         for stream in self.streams:
             stream.send(target_pb2.VerifyResponse(load=pb.LoadReport(**load)))
-
-    def die(self) -> None:
-        """The engine ends, and another one takes its place."""
-        self.num_deaths += 1
-        self.instance_id = f"{self.port}-{self.num_deaths}"
-        self.sessions.clear()
-        self.end_streams(Unavailable("the engine ended", reason="ENGINE_GONE"))
 
     def set_limit(self, limit: int | None) -> None:
         self.limit = limit
@@ -332,11 +384,16 @@ class ScriptedTarget(ScriptedReplica):
             session.stream.send(target_pb2.VerifyResponse(results=[result]))
 
     def on_open(self, session: ScriptedSession) -> None:
+        if session.body.HasField("num_prompt_logprobs"):
+            self.prompt_starts.append(session.prompt_next)
         self._wake.set()
 
     def on_entry(self, session: ScriptedSession, kind: str, body: Any) -> None:
         if kind == "credit":
             session.credit = body.position
+            session.prompt_credit = max(session.prompt_credit, body.prompt_logprobs_position)
+            arrived = body.acknowledged_prompt_logprobs_position
+            session.parts = [p for p in session.parts if p.start_position + len(p.positions) > arrived]
             session.sent = [v for v in session.sent if v.start_position + len(v.token_ids) > body.acknowledged_position]
         elif kind == "proposal":
             self.num_relayed += 1
@@ -368,7 +425,7 @@ class ScriptedTarget(ScriptedReplica):
         if self.limit is not None and num_output >= self.limit:
             return False
         if self.dies_of(session):
-            self.die()
+            self.die(self.step_of(session))
             return False
         if self.faults_on(session):
             info = error_details_pb2.ErrorInfo(reason="SESSION_FAULT", domain="specdec")
@@ -376,11 +433,14 @@ class ScriptedTarget(ScriptedReplica):
             status.details.add().Pack(info)
             self.fail_session(session.session_id, status)
             return False
+        in_parts = self.knows_parts and body.HasField("prompt_logprobs_credit")
+        if in_parts and body.HasField("num_prompt_logprobs") and session.prompt_next < body.num_prompt_tokens:
+            return self._tell_prompt(session)
         verdict = pb.Verdict(start_position=len(session.token_ids), step_us=100)
         if not session.is_sampled:
             verdict.queue_us, verdict.prefill_us, verdict.num_cached_tokens = 200, 300, 2
-            if body.HasField("num_prompt_logprobs"):
-                verdict.prompt_logprobs.extend(pb.PositionLogprobs(logprob=-1.0) for _ in session.token_ids[1:])
+            if body.HasField("num_prompt_logprobs") and not in_parts:
+                verdict.prompt_logprobs.extend(prompt_positions(body, 1, body.num_prompt_tokens))
         guesses = self._guesses(session)
         if self.needs_proposals and session.is_sampled and not guesses:
             return False
@@ -399,6 +459,23 @@ class ScriptedTarget(ScriptedReplica):
         session.sent.append(verdict)
         session.is_done = bool(verdict.finish_reason)
         self.emit(session, verdict=verdict)
+        return True
+
+    def set_prompt_limit(self, limit: int | None) -> None:
+        self.prompt_limit = limit
+        self._wake.set()
+
+    def _tell_prompt(self, session: ScriptedSession) -> bool:
+        body, start = session.body, session.prompt_next
+        if start >= session.prompt_credit or (self.prompt_limit is not None and start >= self.prompt_limit):
+            return False
+        stop = min(start + self.positions_per_part, body.num_prompt_tokens)
+        if self.prompt_limit is not None:
+            stop = min(stop, self.prompt_limit)
+        part = pb.PromptLogprobsPart(start_position=start, positions=prompt_positions(body, start, stop))
+        session.prompt_next = stop
+        session.parts.append(part)
+        self.emit(session, prompt_logprobs=part)
         return True
 
     def _sample(self, session: ScriptedSession) -> int:
@@ -444,6 +521,10 @@ class ScriptedTarget(ScriptedReplica):
         return guesses
 
 
+def _is_apart(session: ScriptedSession) -> bool:
+    return len(session.token_ids) < session.body.apart_until
+
+
 class ScriptedDraft(ScriptedReplica):
     """Proposes the next `num_ahead` tokens after every commit, rightly unless told otherwise."""
 
@@ -486,6 +567,9 @@ class ScriptedDraft(ScriptedReplica):
         self._propose(session)
 
     def _propose(self, session: ScriptedSession) -> None:
+        if self.dies_of(session):
+            self.die(self.step_of(session))
+            return
         proposal = self.make_proposal(session)
         if proposal is not None:
             self.emit(session, proposal=proposal)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from coordinator.intake.admission import AdmissionQueue
-from coordinator.intake.fair_queue import Claim
+from coordinator.intake.line import Claim
 from specdec.rpc.errors import Overloaded
 
 

@@ -15,9 +15,11 @@ from coordinator.intake.resume import agree, check_resume_token, make_resume_tok
 from coordinator.sessions.client_stream import ClientStream
 from coordinator.sessions.tally import SpeculationTally, total
 from coordinator.text.choice_output import ChoiceOutput, EndRules, Finish
+from coordinator.text.detokenizer import DetokenizerFactory
 from coordinator.text.tokenizer import compile_template
 from specdec.rpc.errors import DataLoss, InvalidRequest, Unavailable
 from specdec.v1 import common_pb2 as pb
+from tests.support.services.scripted_replicas import make_tokenizer
 
 
 class Letters:
@@ -151,10 +153,9 @@ def test_client_and_journal_agree_on_the_longer_of_the_two() -> None:
 
 async def test_deltas_behind_a_slow_write_are_merged_per_choice() -> None:
     stream = ClientStream()
+    detokenizers = DetokenizerFactory(make_tokenizer())
     for index, text in ((0, "a"), (0, "b"), (1, "x"), (0, "c")):
-        delta = stream.delta(index)
-        delta.text += text
-        delta.tokens.add(id=1)
+        stream.output(index, text, detokenizers, [1], [pb.ORIGIN_DECODE])
     stream.close()
     chunks = []
     while (chunk := await stream.take()) is not None:
@@ -166,9 +167,10 @@ async def test_a_failed_stream_delivers_what_was_queued_before_the_error() -> No
     stream = ClientStream()
     reader = asyncio.create_task(stream.take())
     await asyncio.sleep(0)
-    stream.delta(0).text += "a"
+    detokenizers = DetokenizerFactory(make_tokenizer())
+    stream.output(0, "a", detokenizers)
     stream.close(Unavailable("gone"))
-    stream.delta(0).text += "never"
+    stream.output(0, "never", detokenizers)
     chunk = await reader
     assert chunk is not None
     assert chunk.delta.text == "a"

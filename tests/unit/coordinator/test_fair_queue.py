@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.intake.admission import AdmissionQueue, Place
-from coordinator.intake.fair_queue import Claim, FairQueue
+from coordinator.intake.fair_queue import FairQueue
+from coordinator.intake.line import Claim, Waiter
 from coordinator.intake.overload import SpeculationGate
 from specdec.rpc.errors import Overloaded
 
@@ -98,6 +99,119 @@ def test_no_place_is_lost_and_none_stays_empty_while_its_claim_waits(
         assert (queue.num_running, queue.num_taken, queue.num_waiting) == (0, 0, 0)
 
     asyncio.run(run())
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    actions=st.lists(
+        st.tuples(st.sampled_from(("push", "push", "pop", "remove", "correct")), st.integers(0, 30), st.integers(1, 9)),
+        max_size=200,
+    )
+)
+def test_whose_turn_it_is_and_who_is_displaced_are_as_a_look_at_all_claims_would_find(
+    actions: list[tuple[str, int, int]],
+) -> None:
+    async def run() -> None:
+        queue = FairQueue()
+        in_line: list[Waiter] = []
+        granted: list[Claim] = []
+        for action, which, size in actions:
+            if action == "push":
+                claim = Claim(f"t{which % 5}", priority=size % 3, work=size, weight=1.0 + which % 5)
+                in_line.append(queue.new_waiter(claim))
+                queue.push(in_line[-1])
+            elif action == "pop" and (head := queue.head()) is not None:
+                queue.pop(head)
+                in_line.remove(head)
+                granted.append(head.claim)
+            elif action == "remove" and in_line:
+                assert queue.remove(gone := in_line.pop(which % len(in_line)))
+                assert not queue.remove(gone)
+            elif action == "correct" and granted:
+                queue.correct(granted.pop(which % len(granted)), float(size - 4))
+            check_against_all(queue, in_line)
+
+    asyncio.run(run())
+
+
+def check_against_all(queue: FairQueue, in_line: list[Waiter]) -> None:
+    """Hold head and last of a queue against what is in line."""
+    assert len(queue) == len(in_line)
+    head = queue.head()
+    if not in_line:
+        assert head is None
+        return
+    names = {waiter.claim.tenant for waiter in in_line}
+    turns = {name: queue._tenants[name].turn for name in names}
+    assert head is not None
+    assert turns[head.claim.tenant] == min(turns.values())
+    assert head is min(waiter for waiter in in_line if waiter.claim.tenant == head.claim.tenant)
+    crowds = {name: sum(w.claim.tenant == name for w in in_line) / queue._tenants[name].weight for name in names}
+    displaced = queue.displaced_by(Claim("newcomer", weight=1e9))
+    assert displaced is not None
+    assert crowds[displaced.claim.tenant] == max(crowds.values())
+    assert displaced is max(waiter for waiter in in_line if waiter.claim.tenant == displaced.claim.tenant)
+
+
+class CountedPriority(int):
+    """Counts how often it is looked at."""
+
+    num_looks = 0
+
+    def __lt__(self, other: object) -> bool:
+        CountedPriority.num_looks += 1
+        return int(self) < int(other)  # type: ignore[call-overload]
+
+    def __le__(self, other: object) -> bool:
+        CountedPriority.num_looks += 1
+        return int(self) <= int(other)  # type: ignore[call-overload]
+
+    def __eq__(self, other: object) -> bool:
+        CountedPriority.num_looks += 1
+        return int(self) == int(other)  # type: ignore[call-overload]
+
+    def __hash__(self) -> int:
+        CountedPriority.num_looks += 1
+        return int.__hash__(self)
+
+
+@pytest.mark.parametrize("num_tenants", [1, 1000])
+async def test_a_crowd_that_is_refused_or_leaves_costs_no_more_per_head_than_a_few(num_tenants: int) -> None:
+    num, most_looks = 4000, 200
+    queue = AdmissionQueue(1, num, 60.0)
+    await queue.acquire(Claim("running"))
+
+    def claim(number: int) -> Claim:
+        return Claim(f"t{number % num_tenants}", priority=CountedPriority(0))
+
+    tasks = [asyncio.create_task(queue.acquire(claim(number))) for number in range(num)]
+    await asyncio.sleep(0)
+    assert queue.num_waiting == num
+    CountedPriority.num_looks = 0
+    for number in range(100):
+        with pytest.raises(Overloaded):
+            await queue.acquire(claim(number))
+    assert CountedPriority.num_looks < 100 * most_looks
+    CountedPriority.num_looks = 0
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert queue.num_waiting == 0
+    assert CountedPriority.num_looks < num * most_looks
+
+
+async def test_tenants_that_come_once_are_not_remembered_for_ever_and_who_owes_most_is() -> None:
+    queue = FairQueue()
+    queue.give(Claim("debtor", work=1e9))
+    for number in range(100_000):
+        claim = Claim(f"tenant {number}", work=100)
+        queue.give(claim)
+        queue.correct(claim, 90.0)
+    assert len(queue._tenants) < 50_000
+    debtor, newcomer = queue.new_waiter(Claim("debtor")), queue.new_waiter(Claim("newcomer"))
+    queue.push(debtor)
+    queue.push(newcomer)
+    assert queue.head() is newcomer
 
 
 async def test_one_that_comes_once_goes_before_the_rest_of_anothers_crowd() -> None:

@@ -51,30 +51,19 @@ def measured(registry: CollectorRegistry, name: str) -> tuple[float, float]:
     return count, total
 
 
-async def test_a_drafts_time_is_from_the_first_commit_it_was_told_of_to_its_next_proposal(
+async def test_a_drafts_time_is_what_its_answer_took_and_what_answers_nothing_took_none(
     observer: Observer, registry: CollectorRegistry, session: Session
 ) -> None:
-    for now_s in (1.0, 2.0):
-        observer.committed(session, now_s)
-    for now_s in (3.0, 4.0):
-        observer.proposal(session, now_s)
+    observer.proposal(session, 3.0, 2.0)
+    observer.proposal(session, 4.0, None)
     assert measured(registry, "draft_latency_seconds") == (1, 2.0)
-
-
-async def test_a_commit_that_a_dropped_draft_was_told_of_counts_for_no_other(
-    observer: Observer, registry: CollectorRegistry, session: Session
-) -> None:
-    observer.committed(session, 1.0)
-    observer.draft_dropped(session, "draining")
-    observer.proposal(session, 9.0)
-    assert measured(registry, "draft_latency_seconds") == (0, 0.0)
 
 
 async def test_a_targets_time_is_from_the_first_proposal_since_its_last_verdict_to_the_one_that_verified(
     observer: Observer, registry: CollectorRegistry, session: Session
 ) -> None:
     for now_s in (1.0, 2.0):
-        observer.proposal(session, now_s)
+        observer.proposal(session, now_s, None)
     observer.verdict(session, pb.Verdict(verified_by_depth=[1], num_accepted=1), 2, False, 4.0)
     observer.verdict(session, pb.Verdict(verified_by_depth=[1], num_accepted=1), 2, False, 8.0)
     assert measured(registry, "verify_latency_seconds") == (1, 3.0)
@@ -83,7 +72,23 @@ async def test_a_targets_time_is_from_the_first_proposal_since_its_last_verdict_
 async def test_what_was_under_way_when_a_session_ended_is_forgotten(
     observer: Observer, registry: CollectorRegistry, session: Session
 ) -> None:
-    observer.committed(session, 1.0)
+    observer.proposal(session, 1.0, None)
     observer.session_ended(session)
-    observer.proposal(session, 9.0)
-    assert measured(registry, "draft_latency_seconds") == (0, 0.0)
+    observer.verdict(session, pb.Verdict(verified_by_depth=[1], num_accepted=1), 2, False, 4.0)
+    assert measured(registry, "verify_latency_seconds") == (0, 0.0)
+
+
+async def test_drafts_that_make_up_reasons_make_no_series_for_each(
+    observer: Observer, registry: CollectorRegistry
+) -> None:
+    observer.draft_dropped("stalled")
+    for number in range(1000):
+        observer.draft_dropped(f"reason {number}")
+        observer.draft_dropped("x" * 10_000 + str(number))
+    observer.draft_dropped("stalled")
+    (metric,) = (m for m in registry.collect() if m.name == "specdec_coordinator_draft_fallbacks")
+    counts = {s.labels["cause"]: s.value for s in metric.samples if s.name.endswith("_total")}
+    assert len(counts) < 100
+    assert max(map(len, counts)) < 100
+    assert counts["stalled"] == 2
+    assert sum(counts.values()) == 2002

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from coordinator.recovery.watchdog import Watchdog
-from coordinator.sessions.session import TargetSide
+from coordinator.sessions.drafting import Drafting, DraftSide
+from coordinator.sessions.target_side import TargetSide
 
 OTHER = SimpleNamespace(is_ready=True)
 
 
 def moves_after(silent_s: float, *, tells: bool = True, **side_fields: Any) -> list[Any]:
     """Where a session goes whose target has been silent for so long; the bound is 6 s."""
+    return moves_at([silent_s], tells=tells, **side_fields)
+
+
+def moves_at(
+    looks_s: Sequence[float], *, tells: bool = True, drafting: Drafting | None = None, **side_fields: Any
+) -> list[Any]:
+    """The same when it is looked at so many seconds after it was heard."""
     host = SimpleNamespace(address="a", is_up=True, tells_progress=tells)
     side = TargetSide(**{"host": host, "credit_position": 100, "heard_s": 1000.0, **side_fields})
     trace = SimpleNamespace(session_failed=lambda *args: None)
     request = SimpleNamespace(trace=trace)
-    session: Any = SimpleNamespace(target=side, position=10, choice=0, request=request, log_fields={})
+    session: Any = SimpleNamespace(
+        target=side, drafting=drafting or Drafting(), position=10, choice=0, request=request, log_fields={}
+    )
     moved: list[Any] = []
     fleet: Any = SimpleNamespace(
         find_target=lambda request, besides: OTHER,
@@ -28,7 +39,9 @@ def moves_after(silent_s: float, *, tells: bool = True, **side_fields: Any) -> l
     )
     moves: Any = SimpleNamespace(move=lambda session, other: moved.append(other))
     sessions: Any = [session]
-    Watchdog(sessions=sessions, fleet=fleet, moves=moves, stall_s=6.0, timeout_s=30.0).look(1000.0 + silent_s)
+    watchdog = Watchdog(sessions=sessions, fleet=fleet, moves=moves, stall_s=6.0, timeout_s=30.0)
+    for look_s in looks_s:
+        watchdog.look(1000.0 + look_s)
     return moved
 
 
@@ -55,3 +68,25 @@ def test_a_session_without_credit_is_no_standstill() -> None:
 def test_a_session_that_waits_for_its_turn_or_its_next_try_is_no_standstill() -> None:
     assert moves_after(1000.0, is_held=True) == []
     assert moves_after(1000.0, retry=SimpleNamespace()) == []
+
+
+def test_nobody_is_to_blame_for_a_time_in_which_the_process_itself_stood_still() -> None:
+    assert moves_at([0.0, 1.0, 2.0, 30.0]) == []
+    assert moves_at([0.0, 1.0, 2.0, 30.0, 31.0, 32.0, 32.9]) == []
+    assert moves_at([0.0, 1.0, 2.0, 30.0, 31.0, 32.0, 33.0]) == [OTHER]
+
+
+def test_a_standstill_hides_none_of_the_silence_before_and_after_it() -> None:
+    assert moves_at([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 5.9, 9.9]) == [OTHER]
+
+
+def test_looks_that_are_a_little_late_do_not_make_anybody_more_patient() -> None:
+    assert moves_at([0.0, 1.4, 2.8, 4.2, 5.6]) == []
+    assert moves_at([0.0, 1.4, 2.8, 4.2, 5.6, 6.0]) == [OTHER]
+
+
+def test_a_draft_is_not_to_blame_for_it_either() -> None:
+    host: Any = SimpleNamespace()
+    draft = DraftSide(host, 1, unanswered_s=1001.0)
+    moves_at([0.0, 1.0, 2.0, 30.0], drafting=Drafting([draft]))
+    assert draft.unanswered_s == 1028.0

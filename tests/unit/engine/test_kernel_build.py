@@ -2,6 +2,9 @@
 
 import os
 import platform
+import pwd
+import select
+import signal
 from pathlib import Path
 
 import pytest
@@ -138,6 +141,55 @@ def test_a_failing_compiler_is_a_typed_error_with_its_words(tmp_path: Path, monk
     monkeypatch.setenv("SPECDEC_NATIVE_CACHE", str(tmp_path / "cache"))
     with pytest.raises(build.NativeUnavailable, match="no such flag"):
         build.load_library()
+
+
+def test_a_compiler_that_cannot_be_run_is_a_typed_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_bytes(b"\x7fELF, but of no machine")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(build.NativeUnavailable, match="broken cannot be run"):
+        build.load_library()
+
+
+def test_a_user_without_a_home_gets_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that is run under a number of its own."""
+    for name in ("HOME", "XDG_CACHE_HOME", "SPECDEC_NATIVE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_uid: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(build.NativeUnavailable, match="set SPECDEC_NATIVE_CACHE"):
+        build.load_library()
+
+
+def test_a_compiler_that_takes_too_long_is_ended_with_all_that_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler, told = tmp_path / "slow", tmp_path / "pid"
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exit\nsleep 600 &\necho $! > {told}\nwait\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("SPECDEC_NATIVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_BUILD_TIMEOUT_S", 3.0)
+    with pytest.raises(build.NativeUnavailable, match="did not end within 3"):
+        build.load_library()
+    assert has_ended(int(told.read_text()))
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or is within some seconds; kills it if not."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with os.fdopen(pidfd, closefd=True):
+        if select.select([pidfd], [], [], 10.0)[0]:
+            return True
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        return False
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ MOST_FILES = 16
 # Floors from the lowest up: a line imports from lines before it only. Names on one line do not know each other.
 FLOORS = {
     "specdec": """
-        addresses backoff certificates parent_process sampling_limits sampling_params settings_sources tls_files v1
+        addresses backoff certificates message_sizes parent_process session_keys
+        sampling_limits sampling_params settings_sources tls_files v1
         engine store telemetry
         rpc
         client config
@@ -41,23 +42,25 @@ FLOORS = {
     """,
     "specdec.worker": """
         clamping engine_gauges errors rank_child trace
-        isolation opening ranks sessions
-        build role
+        opening ranks sessions
+        build isolation role
         pending_responses
         host
         loop
         entry
     """,
     "specdec.rpc": """
-        affinity errors listening startup tls_watch
-        abort settings
+        affinity error_details listening metrics_server startup tls_watch
+        errors settings
+        abort reading
         error_interceptor readiness tls
         channel metrics_endpoint
         server
         bridge
     """,
     "specdec.cli": """
-        connection errors keys sampling_options views
+        connection keys sampling_options views
+        errors
         generate health local models
         serve up
         demo
@@ -78,11 +81,13 @@ FLOORS = {
         __main__
     """,
     "target_service": """
-        policy servicer tree
+        logprobs policy servicer tree
+        prompt_logprobs
         __main__ session
-        forks logprobs opening pacing records
+        forks opening pacing records
         decide
-        proposal_intake verdicts
+        candidates proposal_intake verdicts
+        commits
         verifier
         worker
     """,

@@ -10,9 +10,10 @@ import torch
 
 from specdec.engine.errors import KVInvariantError
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import SessionFailure
+from specdec.worker.errors import RankLost, SessionFailure
 from specdec.worker.isolation import FaultLog, each_or_halves
-from target_service import verifier
+from target_service import commits, verifier
+from target_service.pacing import Pacing
 from tests.support.engine.local_pair import LocalPair, Outcome
 from tests.support.engine.worker_client import reason_of
 
@@ -58,6 +59,14 @@ def check(outcomes: dict[str, Outcome], undisturbed: dict[str, Outcome]) -> None
         assert outcomes[name].token_ids == undisturbed[name].token_ids
 
 
+def grant(pair: LocalPair) -> None:
+    """Give credit to whoever has begun."""
+    for session_id in sorted(pair.live):
+        if num_output := pair.num_output(session_id):
+            position = len(PROMPTS[session_id]) + num_output + 8
+            pair.send_entry(session_id, credit=pb.Credit(position=position))
+
+
 @pytest.fixture(scope="module")
 def pair() -> LocalPair:
     return LocalPair()
@@ -78,12 +87,12 @@ def test_a_step_that_raises_for_one_session_costs_the_others_nothing(
     check(pair.run(opens(speculate=use_draft), use_draft=use_draft), undisturbed)
 
 
-@pytest.mark.parametrize("share", ["decide", "make_verdict"])
+@pytest.mark.parametrize(("module", "share"), [(verifier, "decide"), (commits, "make_verdict")])
 def test_a_share_that_raises_for_one_session_costs_the_others_nothing(
-    pair: LocalPair, monkeypatch: pytest.MonkeyPatch, share: str
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch, module: Any, share: str
 ) -> None:
     undisturbed = fresh(pair).run(opens(), use_draft=False)
-    original: Callable[..., Any] = getattr(verifier, share)
+    original: Callable[..., Any] = getattr(module, share)
 
     def raising(what: Any, *rest: Any) -> Any:
         candidates = what if isinstance(what, list) else [what.candidate]
@@ -92,8 +101,31 @@ def test_a_share_that_raises_for_one_session_costs_the_others_nothing(
                 raise ZeroDivisionError
         return original(what, *rest)
 
-    monkeypatch.setattr(verifier, share, raising)
+    monkeypatch.setattr(module, share, raising)
     check(fresh(pair).run(opens(), use_draft=False), undisturbed)
+
+
+@pytest.mark.parametrize("share", ["plan", "choose_trees"])
+def test_a_pacing_that_raises_costs_speculation_only(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    bodies = opens(speculate=True)
+    for body in bodies.values():
+        body.num_prompt_logprobs = 2
+        body.credit_position = 1  # the first token needs none
+    undisturbed = fresh(pair).run(bodies, each_turn=grant)
+
+    def raising(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Pacing, share, raising)
+    outcomes = fresh(pair).run(bodies, each_turn=grant)
+    for name, outcome in outcomes.items():
+        assert outcome.error is None
+        assert outcome.num_verified == 0
+        assert outcome.token_ids == undisturbed[name].token_ids
+        assert outcome.origins[0] == pb.ORIGIN_PREFILL
+        assert len(outcome.verdicts[0].prompt_logprobs) == len(PROMPTS[name]) - 1
 
 
 def test_a_draft_that_raises_for_one_session_drafts_on_for_the_others(
@@ -125,7 +157,15 @@ def test_an_engine_that_fails_for_everyone_ends(pair: LocalPair, monkeypatch: py
     fresh(pair)
 
 
-@pytest.mark.parametrize("error", [KVInvariantError("bug"), MemoryError(), RuntimeError("CUDA error: lost")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        KVInvariantError("bug"),
+        MemoryError(),
+        RuntimeError("CUDA error: lost"),
+        RankLost("rank 1 was killed by SIGKILL"),
+    ],
+)
 def test_what_is_the_engines_own_is_no_sessions_fault(error: Exception) -> None:
     def run(_items: list[int]) -> list[int]:
         raise error
@@ -134,6 +174,8 @@ def test_what_is_the_engines_own_is_no_sessions_fault(error: Exception) -> None:
         each_or_halves([1, 2], run, lambda *_: None)
     with pytest.raises(type(error)):
         FaultLog().failure(error)
+    with pytest.raises(type(error)):
+        FaultLog().note(error)
 
 
 def test_failures_that_are_typed_already_stay_as_they_are() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from specdec.config import TargetSettings
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sequence import Sequence
+from specdec.message_sizes import MIN_MESSAGE_BYTES
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import Owner
 from target_service.decide import Candidate, decide
@@ -37,6 +38,7 @@ def session_of(mode: pb.VerifyMode.ValueType, temperature: float, seed: int, pro
         identity=pb.ModelIdentity(vocab_size=VOCAB_SIZE, max_model_len=2000),
         settings=TargetSettings(model="any"),
         now_s=0.0,
+        piece_bytes=MIN_MESSAGE_BYTES,
     )
     session.begin(Sequence(seq_id=0, token_ids=list(PROMPT), num_prompt_tokens=len(PROMPT)))
     session.tree.merge(proposal, session.token_ids)

@@ -9,7 +9,7 @@ from google.rpc import code_pb2
 
 from specdec.v1 import common_pb2 as pb
 from target_service.pacing import Pacing
-from target_service.policy.hold_off import DraftLatency
+from target_service.policy.hold_off import DEPTHS, DraftLatency
 from tests.support.engine.local_pair import FreeRows, LocalPair, chain, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient, fields_of, reason_of
 
@@ -61,6 +61,18 @@ def test_without_any_credit_the_first_token_is_decided_all_the_same(client: Work
     client.entry("s", open=a_session(body={"credit_position": 0}))
     client.turn(10)
     assert client.session().num_tokens == 21
+
+
+def test_a_session_that_is_opened_again_at_its_credit_waits_for_more(client: WorkerClient, truth: list[int]) -> None:
+    for epoch in (1, 2, 3):
+        body = a_session(body={"credit_position": 22})
+        body.token_ids[:] = truth[:22]
+        client.entry("s", epoch, open=body)
+        client.turn(10)
+        assert client.session().num_tokens == 22
+    client.entry("s", 3, credit=pb.Credit(position=24))
+    client.turn(10)
+    assert [t for verdict in client.take("verdict") for t in verdict.token_ids] == truth[22:24]
 
 
 def test_accepted_drafts_never_pass_the_credit(client: WorkerClient, truth: list[int]) -> None:
@@ -279,3 +291,37 @@ def test_stale_proposals_do_not_count_as_an_answer(client: WorkerClient) -> None
         client.turn()
     assert client.pair.verifier.pacing.draft_latency == latency
     assert client.session().misses.num_unanswered > 2
+
+
+@pytest.mark.parametrize("answers_late", [False, True])
+def test_a_draft_that_lies_about_its_times_makes_nobody_wait_for_longer_than_some_steps(
+    client: WorkerClient, truth: list[int], answers_late: bool
+) -> None:
+    """Sessions wait together: what one draft brings about, those of others feel."""
+    pacing = Pacing(None)
+    held(client, pacing)
+    step_s = pacing.step_time.predict(1)
+    waits_s: list[float] = []
+
+    def lie() -> None:
+        position = client.session().num_tokens
+        wrong = pb.Proposal(start_position=position, token_ids=[truth[position] ^ 1], draft_us=2**32 - 1, path_length=1)
+        client.entry("s", proposal=wrong.SerializeToString())
+        client.turn()
+
+    while (position := client.session().num_tokens) < 75:
+        client.turn()  # plans the wait, if there is one, and takes the step otherwise
+        hold_off = client.session().hold_off
+        if hold_off is not None:
+            waits_s.append(hold_off.until_s - hold_off.since_s)
+            if answers_late:
+                client.clock.now_s = hold_off.until_s - 1e-6
+        lie()  # of less than is waited for
+        while client.session().num_tokens == position:
+            client.clock.now_s += step_s
+            client.turn()
+    assert len(waits_s) > 10
+    assert max(waits_s) <= 2 * max(DEPTHS) * step_s + 1e-9
+    assert [t for verdict in client.take("verdict") for t in verdict.token_ids] == truth[
+        20 : client.session().num_tokens
+    ]

@@ -12,7 +12,7 @@ import pytest
 from google.rpc import status_pb2
 
 from specdec.rpc.bridge.engine_process import EngineProcess
-from specdec.rpc.bridge.engine_watch import EndCause
+from specdec.v1 import common_pb2
 from tests.support.services.echo_process import echo_process, gone, ready_echo, stop_process, verify_stream
 from tests.support.services.echo_service import TOKENIZER_BYTES, EchoSettings
 
@@ -31,7 +31,7 @@ class Sink:
     def on_abort(self, status: status_pb2.Status) -> None:
         self.received.put_nowait(status)
 
-    def on_engine_gone(self, cause: EndCause, reason: str) -> None:
+    def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
         self.received.put_nowait(reason)
 
     async def next(self) -> Any:

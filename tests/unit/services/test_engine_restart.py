@@ -10,7 +10,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from coordinator.links.stream_end import engine_end_in
 from specdec.rpc.errors import NotReady, Unavailable
+from specdec.session_keys import session_key, split_keys
 from specdec.v1 import common_pb2, target_pb2_grpc
 from tests.support.services.echo_process import (
     SERVING,
@@ -87,6 +89,27 @@ async def test_while_an_engine_is_started_again_everything_is_unavailable() -> N
             await stub.GetReplicaInfo(common_pb2.GetReplicaInfoRequest())
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
         await process.event("engine_ready_again")
+
+
+async def test_whom_an_engine_was_working_for_is_told_with_its_end_and_whenever_it_is_asked_for() -> None:
+    async with ready_echo() as (process, channel):
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        info = await stub.GetReplicaInfo(common_pb2.GetReplicaInfoRequest())
+        assert info.HasField("last_end")
+        assert info.last_end == common_pb2.EngineEnd()
+        call = verify_stream(channel)
+        await call.write(b"crash in a step of a and b")
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.GetReplicaInfo(common_pb2.GetReplicaInfoRequest())
+        await process.event("engine_ready_again")
+        info = await stub.GetReplicaInfo(common_pb2.GetReplicaInfoRequest())
+    end = info.last_end
+    assert (end.reason, end.is_told) == ("ENGINE_GONE", True)
+    assert split_keys(end.session_keys) == {session_key("a"), session_key("b")}
+    assert engine_end_in(ended.value.trailing_metadata()) == end
+    assert engine_end_in(refused.value.trailing_metadata()) == end
 
 
 async def test_an_engine_that_ends_again_and_again_ends_the_service() -> None:

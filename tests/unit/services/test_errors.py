@@ -3,11 +3,13 @@
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
 
 from specdec.rpc import errors
 from specdec.rpc.channel import open_channel
@@ -15,6 +17,7 @@ from specdec.rpc.errors import SpecdecError, from_rpc_error, from_status, to_sta
 from specdec.rpc.server import build_server
 from specdec.rpc.settings import ClientSettings, ServiceSettings
 from specdec.telemetry import setup_logging
+from specdec.v1.coordinator_pb2 import ResumeInfo
 
 
 def every_error() -> Iterator[SpecdecError]:
@@ -62,6 +65,19 @@ def test_status_of_another_maker_becomes_the_class_of_its_code() -> None:
     assert type(from_status(status_pb2.Status(code=code_pb2.INVALID_ARGUMENT))) is errors.InvalidRequest
 
 
+def test_details_that_do_not_parse_count_as_missing() -> None:
+    broken = any_pb2.Any(type_url="type.googleapis.com/google.rpc.BadRequest", value=b"\xff\xff\xff")
+    status = to_status(errors.InvalidRequest("prompt", "is empty", reason="EMPTY"))
+    status.details.insert(0, broken)
+    back = from_status(status)
+    assert isinstance(back, errors.InvalidRequest)
+    assert (back.field, back.reason) == ("prompt", "EMPTY")
+    trailers = grpc.aio.Metadata(("grpc-status-details-bin", b"\xff\xff\xff"))
+    no_status = grpc.aio.AioRpcError(grpc.StatusCode.NOT_FOUND, grpc.aio.Metadata(), trailers, "no such thing")
+    error = from_rpc_error(no_status)
+    assert (type(error), error.message) == (errors.NotFound, "no such thing")
+
+
 def test_unknown_reason_is_kept() -> None:
     status = to_status(errors.Unavailable("gone", reason="SOMETHING_NEW"))
     back = from_status(status)
@@ -84,6 +100,14 @@ def test_cause_of_an_internal_error_is_logged_under_the_id_that_the_caller_gets(
     line = json.loads(capsys.readouterr().err.splitlines()[-1])
     assert line["error_id"] == error_id
     assert "secret detail" in json.dumps(line["exception"])
+
+
+def resume_info(error: grpc.aio.AioRpcError) -> ResumeInfo:
+    status = rpc_status.from_call(cast(Any, error))
+    assert status is not None
+    info = ResumeInfo()
+    assert any(detail.Unpack(info) for detail in status.details)
+    return info
 
 
 async def _raise_invalid(_request: bytes, _context: grpc.aio.ServicerContext) -> bytes:
@@ -145,6 +169,38 @@ async def test_retry_delay_reaches_the_client_of_a_stream(channel: Any) -> None:
     error = from_rpc_error(caught.value)
     assert isinstance(error, errors.Overloaded)
     assert error.retry_after_s == 0.5
+
+
+@pytest.mark.parametrize("character", ["x", "%", "é", "中", "😀"])
+async def test_an_error_of_any_length_reaches_the_client_as_what_it_is(character: str) -> None:
+    resume = ResumeInfo(request_id="i" * 256, seed=2**64 - 1, resume_token=b"t" * 256)
+
+    async def refuse(_request: bytes, _context: grpc.aio.ServicerContext) -> bytes:
+        error = errors.InvalidRequest("sampling.stop[7]", character * 100_000, reason="TOO_LONG")
+        error.attached.append(resume)
+        raise error
+
+    server, port = build_server(ServiceSettings(host="127.0.0.1", port=0), tls=None)
+    handlers: dict[str, Any] = {"Refuse": grpc.unary_unary_rpc_method_handler(refuse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("specdec.test", handlers),))
+    await server.start()
+    async with open_channel(f"127.0.0.1:{port}", ClientSettings()) as opened:
+        channel: Any = opened
+        for _ in range(20):  # of what is near the limit, gRPC refuses some by chance
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await channel.unary_unary("/specdec.test/Refuse")(b"")
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, errors.InvalidRequest), caught.value.details()
+            assert (error.field, error.reason) == ("sampling.stop[7]", "TOO_LONG")
+            assert error.description.startswith(character)
+            assert resume_info(caught.value) == resume
+    await server.stop(0)
+
+
+def test_details_of_a_peer_that_are_too_long_are_left_out() -> None:
+    status = to_status(errors.Unavailable("gone", metadata={"why": "x" * 100_000}))
+    assert status.ByteSize() < 8192
+    assert from_status(status).message == "gone"
 
 
 async def test_error_of_a_peer_that_is_not_there_is_unavailable() -> None:

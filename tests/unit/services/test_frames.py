@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -102,6 +103,22 @@ def test_sending_to_a_peer_that_does_not_read_never_blocks(pair: tuple[EnginePor
     reader.join()
     assert received == sent
     assert port.pending_bytes() == port.pending_bytes(10) == 0
+
+
+def test_a_frame_costs_no_more_for_many_that_wait_before_it(pair: tuple[EnginePort, socket.socket]) -> None:
+    port, _ = pair
+
+    def seconds_per_frame(number: int) -> float:
+        began_s = time.thread_time()
+        for _ in range(number):
+            port.send(FrameKind.MESSAGE, 1, b"a proposal")
+        return (time.thread_time() - began_s) / number
+
+    few_wait_s = seconds_per_frame(3000)
+    assert port.pending_bytes() > 0
+    for _ in range(7):
+        many_wait_s = seconds_per_frame(5000)
+    assert many_wait_s < 8 * few_wait_s, "it grows with the frames that wait, 20 times as much by now"
 
 
 def test_poll_flushes_what_send_kept(pair: tuple[EnginePort, socket.socket]) -> None:

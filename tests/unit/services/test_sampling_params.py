@@ -49,8 +49,13 @@ def test_replacing_a_field_works_out_the_rest_again() -> None:
 
 def test_ends_are_held_back_until_min_tokens() -> None:
     held = params(min_tokens=3, eos_token_ids=(9, 2), stop_token_ids=(5, 2), ignore_eos=True)
-    assert held.held_back_token_ids(2) == (2, 5, 9)
-    assert held.held_back_token_ids(3) == ()
+    assert list(held.min_tokens_ids) == [2, 5, 9]
+    assert held.holds_back(2)
+    assert not held.holds_back(3)
+
+
+def test_nothing_is_held_back_where_nothing_could_end_a_choice() -> None:
+    assert not params(min_tokens=3).holds_back(0)
 
 
 def test_they_can_be_sent_to_another_process() -> None:

@@ -1,0 +1,55 @@
+"""Requests that no message could carry on: told at once, before any replica sees them."""
+
+from __future__ import annotations
+
+from coordinator.intake.validation import CheckedSampling
+from specdec.message_sizes import tokens_bytes
+from specdec.rpc.errors import InvalidRequest
+from specdec.v1 import coordinator_pb2 as api
+
+_RESUME_CHOICE_BYTES = 32
+"""What a ResumeChoice has besides its tokens."""
+_RESUME_BYTES = 4096 + 512
+"""What taking a request up adds besides: resume token, request id, seed."""
+
+
+def check_opening(field: str, num_bytes: int, sampling: CheckedSampling, most_bytes: int | None) -> None:
+    """Raises InvalidRequest where no target takes a message that opens a session of the request.
+
+    Args:
+        field: that of the prompt.
+        num_bytes: what the message may come to, with all tokens.
+        sampling: what of it is not tokens.
+        most_bytes: what targets take; None: unknown.
+    """
+    if most_bytes is None or num_bytes <= most_bytes:
+        return
+    is_bias = sampling.token_sampling.ByteSize() > num_bytes // 2
+    raise InvalidRequest(
+        "sampling.logit_bias" if is_bias else field,
+        f"with its tokens and parameters the request takes {num_bytes} bytes, targets take {most_bytes}",
+    )
+
+
+def check_resumable(
+    body: api.GenerateRequest, field: str, n: int, max_tokens: int, vocab_size: int, max_message_bytes: int
+) -> None:
+    """Raises InvalidRequest where the request that takes this one up, with all its output, would be too large.
+
+    Args:
+        body: the request.
+        field: that of the prompt.
+        n: number of choices.
+        max_tokens: of each choice.
+        vocab_size: of the model.
+        max_message_bytes: what is taken from clients.
+    """
+    if body.HasField("resume"):
+        return
+    num_held_bytes = n * (tokens_bytes(max_tokens, vocab_size) + _RESUME_CHOICE_BYTES)
+    num_bytes = body.ByteSize() + num_held_bytes + _RESUME_BYTES
+    if num_bytes > max_message_bytes:
+        raise InvalidRequest(
+            "sampling.max_tokens" if 2 * num_held_bytes > num_bytes else field,
+            f"to take it up again may take {num_bytes} bytes, with all output; the limit is {max_message_bytes}",
+        )

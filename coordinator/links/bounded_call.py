@@ -1,0 +1,52 @@
+"""The stream of a draft, whose frames take little time to read, whatever is in them: nobody may wait for a draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from specdec.rpc.errors import Unavailable
+from specdec.rpc.reading.message_parts import TooManyParts, check_parts
+from specdec.v1 import draft_pb2
+
+_METHOD = f"/{draft_pb2.DESCRIPTOR.services_by_name['DraftService'].full_name}/Draft"
+_MOST_PARTS = 8192
+"""Four for each of thousands of sessions; to read as many takes some milliseconds."""
+
+
+class BoundedCall:
+    """See `Call`."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        """Begin a call of the method that streams."""
+        self._call: Any = channel.stream_stream(_METHOD)()
+
+    async def write(self, request: draft_pb2.DraftRequest) -> None:
+        """See `Call.write`."""
+        await self._call.write(request.SerializeToString())
+
+    async def read(self) -> object:
+        """See `Call.read`. Raises Unavailable for what is no frame, or has far more parts than any."""
+        data = await self._call.read()
+        if data is grpc.aio.EOF:
+            return data
+        try:
+            check_parts(draft_pb2.DraftResponse.DESCRIPTOR, data, _MOST_PARTS)
+            return draft_pb2.DraftResponse.FromString(data)
+        except (TooManyParts, DecodeError) as error:
+            raise Unavailable(f"the draft sent what is no frame: {error}", reason="MALFORMED_MESSAGE") from None
+
+    async def done_writing(self) -> None:
+        """See `Call.done_writing`."""
+        await self._call.done_writing()
+
+    def cancel(self) -> bool:
+        """See `Call.cancel`."""
+        return self._call.cancel()
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """See `Call.add_done_callback`."""
+        self._call.add_done_callback(callback)

@@ -1,0 +1,173 @@
+"""Sessions with a slow draft are opened at a second one too, for a bounded time; the faster one keeps them.
+
+After Dean & Barroso, The Tail at Scale (2013). Invariants: a session is hedged exactly while it has two sides, and its
+second side is the hedge; of all sessions no more than a share is hedged, or one. A hedge is work that nobody misses:
+whatever needs the place goes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import structlog
+
+from coordinator.links.draft_link import DraftLink
+from coordinator.observer import Observer
+from coordinator.replicas.fleet import Fleet
+from coordinator.replicas.load import is_strained
+from coordinator.sessions.drafting import DraftSide
+from coordinator.sessions.session import Session
+from coordinator.sessions.table import SessionTable
+
+_RACE_ANSWERS = 8
+"""Of the second draft, after which the faster one is kept; before its first proposal it has the prompt to compute."""
+_MOST_STEPS = 64
+"""Of the session while it is hedged."""
+_MOST_S = 5.0
+"""Likewise, for a session that gets no step."""
+_LEAST_LEFT_TOKENS = 32
+"""Of a choice that is about to end nothing can be gained any more."""
+_RIVAL_SHARE = 0.5
+"""Of a slow draft's time: one that is known to take more is no better, as with a target that is too fast for both."""
+_WINNING_SHARE = 0.8
+"""Of the first draft's time: a second one that is hardly faster is not worth the change."""
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Hedge:
+    session: Session
+    timer: asyncio.TimerHandle
+    num_steps: int = 0
+
+
+class Hedging:
+    """Begins hedges and ends them."""
+
+    def __init__(
+        self,
+        *,
+        sessions: SessionTable,
+        fleet: Fleet,
+        observer: Observer,
+        share: float,
+        is_overloaded: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Hedge nothing yet.
+
+        Args:
+            sessions: all there are.
+            fleet: where other drafts are found.
+            observer: is told of hedges.
+            share: of all sessions, how many may be hedged; with 0 none is, nor is one moved because its draft is slow.
+            is_overloaded: whether requests wait for places.
+            clock: monotonic, in seconds.
+        """
+        self._sessions = sessions
+        self._fleet = fleet
+        self._observer = observer
+        self._share = share
+        self._is_overloaded = is_overloaded
+        self._clock = clock
+        self._open: dict[str, _Hedge] = {}
+        """By session id."""
+
+    def find_rival(self, session: Session, slow: DraftSide, *, is_proven: bool = False) -> DraftLink | None:
+        """A draft that may do better for a session than its slow one, and has nothing else to do.
+
+        `is_proven`: it must be known to be faster; else it may be one of which nothing is known.
+        """
+        num_left = session.sampling.max_tokens - session.num_output_tokens
+        if not self._share or num_left < _LEAST_LEFT_TOKENS or self._is_overloaded():
+            return None
+        if self._fleet.draft_credit(session.target.host) == 0:
+            return None  # the target has no use for proposals
+        rival = self._fleet.find_spare_draft(session.position, besides=slow.host)
+        if rival is None:
+            return None
+        takes_s = answer_s(rival)
+        if takes_s is None:
+            return None if is_proven else rival
+        return rival if takes_s <= _RIVAL_SHARE * slow.pace_s(self._clock()) else None
+
+    def begin(self, session: Session, slow: DraftSide) -> None:
+        """Open a session at a second draft too, if there is one for it and few sessions have one."""
+        if len(self._open) >= max(1, int(self._share * len(self._sessions))):
+            return
+        rival = self.find_rival(session, slow)
+        if rival is None:
+            return
+        session.drafting.num_changes += 1
+        slow_s = slow.pace_s(self._clock())
+        slow.measure_anew()
+        timer = asyncio.get_running_loop().call_later(_MOST_S, self.settle, session)
+        self._open[session.session_id] = _Hedge(session, timer)
+        _log.info(
+            "draft_hedged",
+            **session.log_fields,
+            draft=slow.host.address,
+            hedge=rival.address,
+            answer_ms=round(slow_s * 1e3, 1),
+        )
+        self._observer.draft_hedged(len(self._open))
+        rival.open(session)
+
+    def stepped(self, session: Session) -> None:
+        """A session that is hedged got on by a step."""
+        hedge = self._open[session.session_id]
+        hedge.num_steps += 1
+        second = session.drafting.sides[1]
+        if self._is_overloaded():
+            second.host.close(session, "overloaded")
+        elif second.num_answers >= _RACE_ANSWERS or hedge.num_steps >= _MOST_STEPS:
+            self.settle(session)
+
+    def settle(self, session: Session) -> None:
+        """Keep the faster draft of two."""
+        first, second = session.drafting.sides
+        winner = faster(first, second, self._clock())
+        (first if winner is second else second).host.close(session, "slower")
+
+    def closed(self, link: DraftLink, session: Session) -> None:
+        """A session is closed at a draft, for whatever reason: if it was hedged it is no more."""
+        hedge = self._open.pop(session.session_id, None)
+        if hedge is None:
+            return
+        hedge.timer.cancel()
+        first, second = session.drafting.sides
+        is_won = session.finish is None and first.host is link
+        kept = second if is_won else first
+        _log.info(
+            "draft_hedge_ended",
+            **session.log_fields,
+            kept=kept.host.address,
+            is_won=is_won,
+            num_steps=hedge.num_steps,
+        )
+        self._observer.draft_hedge_ended(len(self._open), is_won=is_won)
+
+    def on_load(self, link: DraftLink) -> None:
+        """A draft reported its load: one that is full gives up hedges first."""
+        if self._open and is_strained(link):
+            for hedge in list(self._open.values()):
+                if hedge.session.drafting.sides[1].host is link:
+                    link.close(hedge.session, "overloaded")
+
+
+def faster(first: DraftSide, second: DraftSide, now_s: float) -> DraftSide:
+    """Which of two drafts keeps a session; the second one only if it is clearly faster, as measured so far."""
+    if not second.num_answers:
+        return first
+    return second if second.pace_s(now_s) <= _WINNING_SHARE * first.pace_s(now_s) else first
+
+
+def answer_s(link: DraftLink) -> float | None:
+    """The time from a commit to the proposal that covers it, at a draft: the median of its sessions; None: unknown."""
+    sides = (session.drafting.at(link) for session in link.sessions.values())
+    answers = [side.answer_s for side in sides if side is not None and side.num_answers]
+    return median(answers) if answers else None

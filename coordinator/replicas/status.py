@@ -1,0 +1,65 @@
+"""All replicas and coordinators that are known, as clients see them; as many as a message has room for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from coordinator.replicas.compatibility import unsound
+from coordinator.replicas.fleet import Fleet
+from coordinator.replicas.registry_view import RegistryView
+from specdec.message_sizes import ENTRY_OVERHEAD_BYTES
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+_MOST_REPLICA_BYTES = 2 * 2**20
+"""Some 5000 replicas; half of what clients take unless they say otherwise."""
+_MOST_COORDINATOR_BYTES = 2**20
+
+
+def describe_replicas(fleet: Fleet, registry: RegistryView | None) -> api.GetStatusResponse:
+    """Those that are connected to, those that are registered and still load, and all coordinators."""
+    linked = [
+        api.ReplicaStatus(
+            role=link.role,
+            address=link.address,
+            state=str(link.state),
+            detail=link.detail,
+            identity=_shown(link.identity),
+            load=link.load,
+        )
+        for link in fleet.links
+    ]
+    known = {(replica.role, replica.address) for replica in linked}
+    loading = [r for role in ("target", "draft") for r in _registered(registry, role) if (role, r.address) not in known]
+    coordinators = _registered(registry, "coordinator")
+    status = api.GetStatusResponse(
+        replicas=_that_fit([*linked, *loading], _MOST_REPLICA_BYTES),
+        coordinators=_that_fit(coordinators, _MOST_COORDINATOR_BYTES),
+    )
+    num_listed = len(status.replicas) + len(status.coordinators)
+    status.num_left_out = len(linked) + len(loading) + len(coordinators) - num_listed
+    return status
+
+
+def _registered(registry: RegistryView | None, role: str) -> list[api.ReplicaStatus]:
+    records = () if registry is None else registry.records(role)
+    return [
+        api.ReplicaStatus(
+            role=role, address=r.address, state=r.state, identity=_shown(r.info.identity), load=r.info.load
+        )
+        for r in records
+    ]
+
+
+def _shown(identity: pb.ModelIdentity | None) -> pb.ModelIdentity | None:
+    """What a replica says it serves, unless that cannot be: then it may have any size."""
+    return None if identity is None or unsound(identity) is not None else identity
+
+
+def _that_fit(replicas: Iterable[api.ReplicaStatus], most_bytes: int) -> list[api.ReplicaStatus]:
+    listed: list[api.ReplicaStatus] = []
+    for replica in replicas:
+        most_bytes -= replica.ByteSize() + ENTRY_OVERHEAD_BYTES
+        if most_bytes >= 0:
+            listed.append(replica)
+    return listed

@@ -1,0 +1,91 @@
+"""How far the log-probabilities of a prompt have come, from the target that computes them to the client."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specdec.message_sizes import position_bytes
+from specdec.v1 import common_pb2 as pb
+
+_WINDOW_BYTES = 512 * 1024
+"""What a target may send ahead of what the client took, some 2000 positions of 20 alternatives: so much waits for a
+client that does not read, and so much is computed between two words of credit."""
+MOST_JOINED_BYTES = 3584 * 1024
+"""In one chunk, for clients that know no other way. They take 4 MiB unless they say otherwise."""
+_CREDIT_STEPS = 4
+"""As for tokens: a target hears of credit each time a quarter of its window was taken."""
+
+
+@dataclass(slots=True, eq=False)
+class PromptProgress:
+    """Of one choice. Positions are those of the tokens that the log-probabilities are about."""
+
+    num_top: int
+    """Alternatives per position."""
+    end: int
+    """Number of the prompt's tokens."""
+    arrived: int = 1
+    """Below it all have arrived; the prompt's first token has none."""
+    is_joined: bool = False
+    """The client gets them all at once."""
+    written: int = field(init=False)
+    """Below it the client has taken them."""
+    credit: int = field(init=False)
+    """Below it the target may compute them."""
+    _joined: list[pb.PositionLogprobs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.arrived = max(1, self.arrived)
+        self.written = self.arrived
+        self.credit = self.arrived + self._window
+
+    @property
+    def _window(self) -> int:
+        return self.end if self.is_joined else max(1, _WINDOW_BYTES // position_bytes(self.num_top))
+
+    @property
+    def is_complete(self) -> bool:
+        """All have arrived."""
+        return self.arrived >= self.end
+
+    @property
+    def is_starved(self) -> bool:
+        """The target waits for credit, hence for the client."""
+        return not self.is_complete and self.arrived >= self.credit
+
+    def ask(self, body: pb.OpenSession) -> None:
+        """Ask for what has not arrived."""
+        if not self.is_complete:
+            body.num_prompt_logprobs = self.num_top
+            body.prompt_logprobs_start = self.arrived
+            body.prompt_logprobs_credit = self.credit
+
+    def fault_of(self, start: int, positions: Sequence[pb.PositionLogprobs]) -> str | None:
+        """Why positions do not continue what has arrived, or None."""
+        if not 1 <= start <= self.arrived or start + len(positions) > self.end:
+            return f"prompt_logprobs are from {start} to {start + len(positions)}, expected from {self.arrived}"
+        if any(len(position.top) > self.num_top for position in positions):
+            return f"prompt_logprobs have more than {self.num_top} alternatives"
+        return None
+
+    def take(self, start: int, positions: Sequence[pb.PositionLogprobs]) -> Sequence[pb.PositionLogprobs]:
+        """What of a part without fault, and of parts before it, is to go to the client now; it ends at `arrived`."""
+        new = positions[self.arrived - start :]
+        self.arrived += len(new)
+        if not self.is_joined:
+            return new
+        self._joined.extend(new)
+        if not self.is_complete:
+            return ()
+        joined, self._joined = self._joined, []
+        return joined
+
+    def wrote(self, position: int) -> bool:
+        """The client has taken them below a position; whether the target should hear of more credit."""
+        self.written = max(self.written, position)
+        credit = self.written + self._window
+        if self.is_complete or credit - self.credit < max(1, self._window // _CREDIT_STEPS):
+            return False
+        self.credit = credit
+        return True

@@ -1,0 +1,88 @@
+"""How large messages are, and how they are kept below what their receiver takes.
+
+The receiver of a gRPC message decides how large it may be, and ends the whole stream at one that is larger. So peers
+tell each other their limits, and who sends cuts what it sends. What is said here of sizes are upper bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+MIN_MESSAGE_BYTES = 64 * 1024
+"""No peer takes less (`max_message_bytes`), so what always fits into this needs no limit of its own."""
+MAX_PROPOSAL_BYTES = 48 * 1024
+"""64 nodes with 64 probabilities each take 38 KB."""
+MAX_STREAM_FRAME_BYTES = 4 * 2**20
+"""A quarter of what is taken by default: what is urgent waits behind one such frame at most."""
+_FRAME_OVERHEAD_BYTES = 1024
+"""What a frame of a stream has besides its entries: the load report, tags and lengths."""
+ENTRY_OVERHEAD_BYTES = 8
+"""Tag and length of an entry in its frame, with room to spare."""
+_LOGPROB_BYTES = 13
+"""A TokenLogprob at most: tag, length, an id of five bytes with its tag, a float with its tag."""
+_POSITION_BYTES = 9
+"""PositionLogprobs without alternatives: tag, length, a float with its tag."""
+_OPENING_OVERHEAD_BYTES = 2048
+"""What an entry that opens a session has besides tokens and sampling parameters: its id, names, salt, trace context."""
+USUAL_SAMPLING_BYTES = 24 * 1024
+"""Of 1024 biases and 1024 stop tokens."""
+
+
+def most_bytes(told_bytes: int, own_bytes: int) -> int:
+    """The largest message that a peer takes, by what it told (0: nothing, so what we take ourselves)."""
+    return max(MIN_MESSAGE_BYTES, told_bytes) if told_bytes else own_bytes
+
+
+def most_entry_bytes(message_bytes: int) -> int:
+    """The largest entry of a stream's frame, of a peer that takes messages of so many bytes."""
+    return message_bytes - _FRAME_OVERHEAD_BYTES
+
+
+def frame_bytes(message_bytes: int) -> int:
+    """How many bytes of entries are put into one frame, if one entry alone is not more."""
+    return min(MAX_STREAM_FRAME_BYTES, most_entry_bytes(message_bytes))
+
+
+def cut(sizes: Iterable[int], most: int) -> Iterator[slice]:
+    """Cut entries of these sizes into frames of at most `most` bytes, in order; an entry that is larger goes alone."""
+    start = num = size = 0
+    for entry_bytes in sizes:
+        needed = entry_bytes + ENTRY_OVERHEAD_BYTES
+        if num and size + needed > most:
+            yield slice(start, start + num)
+            start, num, size = start + num, 0, 0
+        num, size = num + 1, size + needed
+    if num:
+        yield slice(start, start + num)
+
+
+def position_bytes(num_top: int) -> int:
+    """Log-probabilities of one position, with so many alternatives."""
+    return _POSITION_BYTES + _LOGPROB_BYTES * num_top
+
+
+def varint_bytes(value: int) -> int:
+    """How many bytes a number below 2**64 takes."""
+    return max(1, -(-value.bit_length() // 7))
+
+
+def tokens_bytes(num_tokens: int, vocab_size: int) -> int:
+    """So many token ids of a vocabulary."""
+    return num_tokens * varint_bytes(max(0, vocab_size - 1))
+
+
+def opening_bytes(num_tokens: int, vocab_size: int, sampling_bytes: int = USUAL_SAMPLING_BYTES) -> int:
+    """The entry that opens a session of so many tokens."""
+    return tokens_bytes(num_tokens, vocab_size) + sampling_bytes + _OPENING_OVERHEAD_BYTES
+
+
+def text_pieces(text: str, most: int) -> Iterator[str]:
+    """A text in pieces of at most `most` bytes of UTF-8, at least 4; none of an empty one."""
+    start = 0
+    encoded = text.encode()
+    while start < len(encoded):
+        stop = min(len(encoded), start + most)
+        while stop < len(encoded) and encoded[stop] & 0xC0 == 0x80:  # within a character
+            stop -= 1
+        yield encoded[start:stop].decode()
+        start = stop

@@ -1,0 +1,90 @@
+"""Whom a step has computed logits for: what they say about prompts, and who can be decided on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from specdec.engine.engine import Engine
+from specdec.engine.errors import NonFiniteLogits
+from specdec.engine.outputs import ItemOutput, StepOutput
+from specdec.engine.sequence import Sequence
+from specdec.engine.tree import TokenTree
+from specdec.worker.host import SessionHost
+from target_service.decide import Candidate, Undecided
+from target_service.forks import Forks
+from target_service.session import TargetSession
+
+
+class CandidateReader:
+    """Finds the candidates of a step. Forks of a prompt get their sequences here, when it is computed."""
+
+    def __init__(
+        self,
+        host: SessionHost[TargetSession],
+        engine: Engine,
+        forks: Forks,
+        register: Callable[[TargetSession, Sequence], None],
+        on_fault: Callable[[TargetSession, Exception], None],
+    ) -> None:
+        """`register` gives a session its sequence; `on_fault` ends one for what its share of the work has raised."""
+        self._host = host
+        self._engine = engine
+        self._forks = forks
+        self._register = register
+        self._on_fault = on_fault
+
+    def read(
+        self,
+        output: StepOutput,
+        session_of: Callable[[ItemOutput], TargetSession],
+        chosen: dict[str, list[int]],
+        started_s: float,
+    ) -> tuple[list[Candidate], list[Undecided]]:
+        """Those whose pending tokens the step has computed, and those whose prompt it could not describe.
+
+        Args:
+            output: of the step.
+            session_of: whose an item is.
+            chosen: by session id, which nodes of its tree are verified.
+            started_s: when the step began, of time.monotonic.
+        """
+        candidates: list[Candidate] = []
+        undecided: list[Undecided] = []
+        for item in output.items:
+            session = session_of(item)
+            if session.times.first_step_at_s is None:
+                session.times.first_step_at_s = started_s
+            is_bad = False
+            if item.seq.prompt_logits:
+                try:
+                    self._tell_prompt(session, output.logits[item.rows], item.start)
+                except NonFiniteLogits as error:
+                    undecided.append(Undecided(session, error))
+                    is_bad = True
+                except Exception as error:
+                    self._on_fault(session, error)
+                    continue
+            if not item.completes:
+                continue
+            root_row = item.rows.stop - item.tree_nodes - 1
+            for fork in self._forks.take(session.session_id):
+                self._register(fork, self._engine.fork(item.seq))
+                fork.times.first_step_at_s = started_s
+                candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
+            if is_bad:
+                continue
+            tree = item.seq.verified_tree or TokenTree()
+            candidates.append(Candidate(session, root_row, tree, item.tree_nodes, chosen.get(session.session_id, [])))
+        return candidates, undecided
+
+    def _tell_prompt(self, session: TargetSession, logits: torch.Tensor, start: int) -> None:
+        """Tell what a chunk of prefill says about the prompt. Whether the next chunk may come depends on credit."""
+        prompt = session.prompt_logprobs
+        if prompt is None:
+            return
+        for part in prompt.take(logits, start):
+            self._host.emit(session, prompt_logprobs=part)
+        session.seq.prompt_logits_from = prompt.next_position - 1
+        session.update_pause()

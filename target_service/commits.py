@@ -1,0 +1,95 @@
+"""What a step decided becomes final: at the pacing, at the owner, in the engine, in the session."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from specdec.engine.engine import Engine
+from specdec.sampling_params import VerifyMode
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.host import SessionHost
+from target_service.decide import Decision
+from target_service.pacing import Pacing
+from target_service.records.metrics import TargetRecorder
+from target_service.records.trace import trace_verdict
+from target_service.session import TargetSession
+from target_service.verdicts import make_verdict, pieces_of
+
+
+class Commits:
+    """Makes decisions final, one by one."""
+
+    def __init__(
+        self,
+        host: SessionHost[TargetSession],
+        engine: Engine,
+        recorder: TargetRecorder,
+        close: Callable[[TargetSession], None],
+    ) -> None:
+        """`close` frees a session that has ended."""
+        self._host = host
+        self._engine = engine
+        self._recorder = recorder
+        self._close = close
+
+    def commit(self, decision: Decision, pacing: Pacing, started_s: float, elapsed_s: float, due_at_s: float) -> None:
+        """Make a decision final, in an order in which each part finds the session as it needs it.
+
+        1. `_prune` learns from the tree that was verified, then cuts it to what hangs below the new last token.
+        2. `make_verdict` and `_tell` describe the decision by the state, times and length that the session had before.
+        3. `_take` gives the tokens to the engine's sequence and to the history.
+        4. `_go_on` ends the session, or lets it run for as long as its credit allows.
+
+        Args:
+            decision: what is to be final.
+            pacing: learns from it.
+            started_s: when the step began, of time.monotonic.
+            elapsed_s: how long it took.
+            due_at_s: when it could have begun, on the clock of hold-offs.
+        """
+        session = decision.candidate.session
+        num_stale = session.tree.num_stale
+        num_wasted = _prune(decision, pacing) + num_stale
+        verdict = make_verdict(decision, started_s, elapsed_s, session.held_s(due_at_s), num_wasted)
+        self._tell(session, verdict, num_stale)
+        self._take(decision)
+        self._go_on(session, decision.walk.finish_reason)
+
+    def _tell(self, session: TargetSession, verdict: pb.Verdict, num_stale: int) -> None:
+        session.tree.num_stale = session.tree.draft_us = 0
+        decided_at_s = time.monotonic()
+        self._recorder.verdict(session, verdict, num_stale, decided_at_s)
+        if session.trace is not None:
+            trace_verdict(session.trace, verdict)
+        session.decided(decided_at_s)
+        for piece in pieces_of(verdict, self._host.piece_bytes(session.owner)):
+            session.sent.append(piece)
+            self._host.emit(session, verdict=piece)
+
+    def _take(self, decision: Decision) -> None:
+        candidate, walk = decision.candidate, decision.walk
+        seq = candidate.session.seq
+        if candidate.num_nodes:
+            self._engine.accept(seq, walk.path)
+        self._engine.append(seq, walk.token_ids[len(walk.path) :])
+        self._engine.finalize(seq, len(seq.token_ids))
+        candidate.session.history.append(walk.token_ids)
+
+    def _go_on(self, session: TargetSession, reason: pb.FinishReason.ValueType) -> None:
+        if reason:
+            self._close(session)
+            self._host.ended(session, pb.FinishReason.Name(reason).removeprefix("FINISH_REASON_").lower())
+            return
+        session.seq.prompt_logits = False
+        session.update_pause()
+
+
+def _prune(decision: Decision, pacing: Pacing) -> int:
+    """Returns how many nodes were dropped unaccepted."""
+    candidate, tree = decision.candidate, decision.candidate.session.tree
+    pacing.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
+    num_dropped = tree.advance(decision.walk.token_ids)
+    if candidate.session.mode is VerifyMode.REJECTION:
+        num_dropped += tree.clear()
+    return num_dropped

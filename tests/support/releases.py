@@ -1,0 +1,96 @@
+"""The last release, as `make release-baseline` recorded it in releases/."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import specdec
+
+ROOT = Path(__file__).parents[2]
+RELEASES = ROOT / "releases"
+_STARTER = ("specdec/cli/local/child.py", "specdec/parent_process.py")
+"""With what services are started here. Revisions that have them elsewhere get them here, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """A version of the services, and how to run it as processes of its own."""
+
+    version: str
+    folder: Path
+    """What holds its packages."""
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Makes `python -m` run this version, wherever it is started, and whatever else is installed."""
+        return {"PYTHONPATH": str(self.folder), "PYTHONSAFEPATH": "1"}
+
+    def __str__(self) -> str:
+        return self.version
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What is kept of a release."""
+
+    folder: Path
+    version: str
+    sha256: Mapping[str, str] = field(repr=False)
+    """Of its files, and of its section in CHANGELOG.md, when it was recorded."""
+
+    @property
+    def wheel(self) -> Path:
+        """Its wheel, without kernels: they are compiled on first use."""
+        return self.folder / f"specdec-{self.version}-py3-none-any.whl"
+
+    @property
+    def protos(self) -> Path:
+        """Its protos, as an encoded FileDescriptorSet."""
+        return self.folder / "protos.binpb"
+
+    def digest_of(self, name: str) -> str:
+        """The SHA-256 of one of its files, as it is now."""
+        return hashlib.sha256((self.folder / name).read_bytes()).hexdigest()
+
+
+def last_release() -> Baseline:
+    """The one release that is kept."""
+    (folder,) = (path.parent for path in RELEASES.glob("*/record.json"))
+    record = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    return Baseline(folder, record["version"], record["sha256"])
+
+
+def install(baseline: Baseline, folder: Path) -> Build:
+    """Put a release into a folder, beside what is installed. It runs with the dependencies of this environment."""
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", folder]
+    environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([*command, baseline.wheel], capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return Build(baseline.version, folder)
+
+
+def this_version() -> Build:
+    """What is being worked on."""
+    return Build(specdec.__version__, ROOT)
+
+
+def checked_out(revision: str, folder: Path) -> Build:
+    """Put the packages of a revision of this repository into a folder. It runs with this environment's dependencies."""
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=False)
+    assert archive.returncode == 0, archive.stderr.decode()
+    subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+    for name in _STARTER:
+        if not (folder / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (version,) = re.findall(r'(?m)^__version__ = "(.*)"$', (folder / "specdec/__init__.py").read_text(encoding="utf-8"))
+    return Build(version, folder)

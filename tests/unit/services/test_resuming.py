@@ -1,0 +1,89 @@
+"""What a client sends when its stream broke: the request, and all that it holds of the answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from specdec.client import Completion, ResumePolicy, generate_resuming, resumed_request
+from specdec.rpc.errors import Unavailable
+from specdec.v1 import coordinator_pb2 as api
+
+
+def chunks(*parts: tuple[int, list[int], str]) -> list[api.GenerateResponse]:
+    """A first chunk, then a delta for each part: choice, token ids, text."""
+    started = api.GenerateStarted(request_id="a", seed=7, resume_token=b"token")
+    deltas = [
+        api.ChoiceDelta(index=index, text=text, tokens=[api.OutputToken(id=token_id) for token_id in token_ids])
+        for index, token_ids, text in parts
+    ]
+    return [api.GenerateResponse(started=started), *(api.GenerateResponse(delta=delta) for delta in deltas)]
+
+
+def held(*parts: tuple[int, list[int], str]) -> Completion:
+    completion = Completion()
+    for chunk in chunks(*parts):
+        completion.add(chunk)
+    return completion
+
+
+def told(request: api.GenerateRequest) -> dict[int, tuple[list[int], int]]:
+    """Token ids and text offset of each choice that a request resumes."""
+    choices = {choice.index: (list(choice.token_ids), choice.text_offset_bytes) for choice in request.resume.choices}
+    assert len(choices) == len(request.resume.choices)
+    return choices
+
+
+def test_a_resumed_request_names_all_that_is_held() -> None:
+    body = resumed_request(api.GenerateRequest(prompt="p"), held((0, [1, 2], "é"), (1, [3], "b")))
+    assert (body.request_id, body.sampling.seed, body.resume.resume_token) == ("a", 7, b"token")
+    assert told(body) == {0: ([1, 2], 2), 1: ([3], 1)}
+
+
+def test_what_followed_a_resumed_request_is_added_to_what_it_holds() -> None:
+    first = resumed_request(api.GenerateRequest(prompt="p"), held((0, [1, 2], "é"), (1, [3], "b")))
+    second = resumed_request(first, held((0, [4], "cd"), (2, [5], "e")))
+    assert told(second) == {0: ([1, 2, 4], 4), 1: ([3], 1), 2: ([5], 1)}
+    assert told(first) == {0: ([1, 2], 2), 1: ([3], 1)}
+
+
+class ClientWithOutages:
+    """Serves scripts one after the other; after each but the last the service is unavailable."""
+
+    def __init__(self, *scripts: list[api.GenerateResponse]) -> None:
+        self.scripts = list(scripts)
+        self.requests: list[api.GenerateRequest] = []
+
+    async def generate(self, request: api.GenerateRequest) -> AsyncIterator[api.GenerateResponse]:
+        self.requests.append(request)
+        for chunk in self.scripts.pop(0):
+            yield chunk
+        if self.scripts:
+            raise Unavailable("gone", retry_after_s=0.0)
+
+
+async def read(client: ClientWithOutages, request: api.GenerateRequest) -> list[int]:
+    policy = ResumePolicy(max_wait_s=0.0)
+    stream = generate_resuming(client, request, policy)  # type: ignore[arg-type]
+    return [token.id async for chunk in stream for token in chunk.delta.tokens]
+
+
+async def test_a_request_that_resumes_is_taken_up_again_behind_all_that_came() -> None:
+    request = resumed_request(api.GenerateRequest(prompt="p"), held((0, [1, 2], "ab")))
+    client = ClientWithOutages(chunks((0, [3], "c")), chunks((0, [4], "d")), chunks((0, [5], "e")))
+    assert await read(client, request) == [3, 4, 5]
+    assert [told(body)[0] for body in client.requests] == [([1, 2], 2), ([1, 2, 3], 3), ([1, 2, 3, 4], 4)]
+
+
+async def test_a_request_that_resumes_is_sent_again_though_nothing_came() -> None:
+    request = resumed_request(api.GenerateRequest(prompt="p"), held((0, [1], "a")))
+    client = ClientWithOutages([], chunks((0, [2], "b")))
+    assert await read(client, request) == [2]
+    assert [told(body)[0] for body in client.requests] == [([1], 1), ([1], 1)]
+
+
+async def test_a_new_request_that_brought_nothing_is_not_sent_again() -> None:
+    client = ClientWithOutages([], chunks((0, [1], "a")))
+    with pytest.raises(Unavailable):
+        await read(client, api.GenerateRequest(prompt="p"))
