@@ -1,0 +1,131 @@
+"""Defects that the product does not have: each is put in for one test, which has to find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import coordinator.intake.resume
+from coordinator.decode_loop import DecodeLoop
+from coordinator.finishing import Finisher
+from coordinator.links.replica_link import ReplicaLink
+from coordinator.links.target_link import TargetLink
+from coordinator.recovery.moves import TargetMoves
+from specdec.store.memory import MemoryStore
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import target_pb2
+from specdec.worker.loop import EngineWorker
+from target_service.session import TargetSession
+from target_service.verifier import Verifier
+
+
+@dataclass(frozen=True, slots=True)
+class Defect:
+    """What does something else while it is there."""
+
+    owner: Any
+    name: str
+    make: Callable[[Any], Callable[..., Any]]
+    """Makes what is put in place of what is there."""
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The product has it."""
+        with patch.object(self.owner, self.name, self.make(getattr(self.owner, self.name))):
+            yield
+
+
+def _results_of_any_epoch(_: Any) -> Callable[..., None]:
+    def on_result(link: ReplicaLink[Any, Any, Any], result: Any) -> None:
+        if (session := link.sessions.get(result.session_id)) is not None:
+            link._handle(session, result)
+
+    return on_result
+
+
+def _openings_of_any_epoch(_: Any) -> Callable[..., bool]:
+    def replace(worker: EngineWorker[Any], current: Any, owner: Any, entry: Any) -> bool:
+        worker._end(current, "reopened")
+        return True
+
+    return replace
+
+
+def _verdict_from(place: Callable[[int, int], int]) -> Callable[[Any], Callable[..., None]]:
+    """Verdicts are taken for ones that begin elsewhere: `place` gets the coordinator's position, and the verdict's."""
+
+    def make(honest: Callable[..., None]) -> Callable[..., None]:
+        def on_verdict(loop: DecodeLoop, session: Any, verdict: pb.Verdict) -> None:
+            moved = pb.Verdict()
+            moved.CopyFrom(verdict)
+            moved.start_position = place(session.position, verdict.start_position)
+            honest(loop, session, moved)
+
+        return on_verdict
+
+    return make
+
+
+def _no_credit_needed(_: Any) -> Callable[..., None]:
+    def update_pause(session: TargetSession) -> None:
+        if session.has_seq:
+            session.seq.paused = not session.may_step
+
+    return update_pause
+
+
+def _acknowledges_what_is_to_come(_: Any) -> Callable[..., None]:
+    def give_credit(link: TargetLink, session: Any) -> None:
+        side = session.target
+        credit = pb.Credit(position=side.credit_position, acknowledged_position=side.credit_position)
+        link.send(target_pb2.TargetEntry(session_id=session.session_id, epoch=side.epoch, credit=credit))
+
+    return give_credit
+
+
+def _lease_of_the_same_generation(honest: Callable[..., Any]) -> Callable[..., Any]:
+    async def begin(store: MemoryStore, key: Any, request: Any) -> Any:
+        held = store._state.requests.get(key)
+        before = None if held is None else held.generation
+        begun = await honest(store, key, request)
+        if before is not None:
+            store._state.requests[key].generation = before
+        return begun
+
+    return begin
+
+
+def _nothing(_: Any) -> Callable[..., None]:
+    return lambda *args, **kwargs: None
+
+
+def _no_tokens(_: Any) -> Callable[..., list[int]]:
+    return lambda *args, **kwargs: []
+
+
+ON_EXPLORATIONS = {
+    "the coordinator takes results of an earlier epoch": (
+        "swap", Defect(ReplicaLink, "on_result", _results_of_any_epoch)),
+    "a target opens a session again under the same epoch": (
+        "repeat", Defect(EngineWorker, "_replace", _openings_of_any_epoch)),
+    "a verdict that comes twice is applied twice": (
+        "repeat-two-tokens", Defect(DecodeLoop, "on_verdict", _verdict_from(lambda ours, theirs: ours))),
+    "a verdict after a gap is applied": (
+        "loss", Defect(DecodeLoop, "on_verdict", _verdict_from(min))),
+    "a target needs no credit": ("faultless", Defect(TargetSession, "update_pause", _no_credit_needed)),
+    "a client that reads gives no credit": ("faultless", Defect(TargetLink, "give_credit", _nothing)),
+    "an attach does not bring what was lost": ("cut", Defect(Verifier, "resend", _nothing)),
+    "what a target that was restarted has lost is not opened again": (
+        "target", Defect(TargetMoves, "came_up", _nothing)),
+}  # fmt: skip
+"""Each with the bounds within which it shows."""
+
+ON_RUNS = {
+    "a resumed request forgets its tokens": Defect(coordinator.intake.resume, "agree", _no_tokens),
+    "a request that another took up goes on": Defect(Finisher, "take_over", _nothing),
+    "a lease that is taken over keeps its generation": Defect(MemoryStore, "begin", _lease_of_the_same_generation),
+    "more is acknowledged than has arrived": Defect(TargetLink, "give_credit", _acknowledges_what_is_to_come),
+}
