@@ -1,0 +1,79 @@
+"""Cases by number: link, seed and number say all of a case, so that one that failed can be run again alone."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+
+from tests.fuzz.judge import Complaints, Fault, listening
+
+_MOST_FINDINGS = 10
+"""More tell nobody anything new."""
+
+
+@dataclass
+class Case:
+    """One thing that is tried. `what` is added to while it is made, for people."""
+
+    link: str
+    seed: int
+    number: int
+    what: list[str] = field(default_factory=list)
+
+    @property
+    def rng(self) -> random.Random:
+        """Its own randomness, the same whenever it is asked for."""
+        return random.Random(f"{self.link}/{self.seed}/{self.number}")
+
+    def __str__(self) -> str:
+        again = f"python -m tests.fuzz --link {self.link} --seed {self.seed} --case {self.number}"
+        return f"{'; '.join(self.what)} ({again})"
+
+
+Run = Callable[[Case], Awaitable[None]]
+"""Tries one case. Raises Fault; whatever else it raises is a finding, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One direction of one connection."""
+
+    name: str
+    open: Callable[[Complaints], AbstractAsyncContextManager[Run]]
+    """What is attacked, started; given what it complains of."""
+    expected: frozenset[str] = frozenset()
+    """Events of our log at level error that are right here."""
+
+
+async def run_cases(link: Link, seed: int, numbers: Iterable[int], *, until_s: float | None = None) -> list[str]:
+    """Run cases one after the other; returns what was found, each with how to run it again.
+
+    With `until_s`, of time.monotonic, no case begins later.
+    """
+    found: list[str] = []
+    with listening(expected=link.expected) as complaints:
+        async with link.open(complaints) as run:
+            async for case in _cases(link, seed, numbers, until_s):
+                try:
+                    await run(case)
+                    complaints.check()
+                except Exception as error:
+                    is_fault = isinstance(error, Fault)
+                    found.append(f"{case}: {error if is_fault else repr(error)} {'; '.join(complaints.take())}")
+                    if len(found) >= _MOST_FINDINGS:
+                        break
+        try:
+            complaints.check()
+        except Fault as fault:
+            found.append(f"after the last case of {link.name}, seed {seed}: {fault}")
+    return found
+
+
+async def _cases(link: Link, seed: int, numbers: Iterable[int], until_s: float | None) -> AsyncIterator[Case]:
+    for number in numbers:
+        if until_s is not None and time.monotonic() >= until_s:
+            return
+        yield Case(link.name, seed, number)

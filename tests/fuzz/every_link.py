@@ -1,0 +1,20 @@
+"""The links that are attacked, each from both ends."""
+
+from tests.fuzz.links import bridge, client, coordinator, engine_frames, metrics, ranks, replicas, store, worker
+
+ALL = {
+    link.name: link
+    for link in (
+        bridge.LINK,
+        engine_frames.LINK,
+        ranks.LINK,
+        client.LINK,
+        coordinator.LINK,
+        metrics.LINK,
+        store.LINK,
+        worker.TARGET,
+        worker.DRAFT,
+        replicas.TARGET,
+        replicas.DRAFT,
+    )
+}
