@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,33 @@ def save(name: str, results: dict[str, Any], text: str, folder: Path = RESULTS) 
     folder.mkdir(parents=True, exist_ok=True)
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M")
     measured = {"machine": machine(), "versions": versions(), **results}
-    (folder / f"{stamp}-{name}.json").write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    (folder / f"{stamp}-{name}.json").write_text(compact_json(measured), encoding="utf-8")
     path = folder / f"{stamp}-{name}.md"
     heading = f"# {name}, {stamp}\n\n{_describe(measured)}\n\n"
     path.write_text(heading + text, encoding="utf-8")
     return path
+
+
+def compact_json(value: dict[str, Any]) -> str:
+    """JSON with a line for each key and for each row of a list: an hour of samples is 360 lines, not 20,000."""
+    fields = []
+    for key, item in value.items():
+        text = json.dumps(_rounded(item))
+        if isinstance(item, list) and item and isinstance(item[0], dict):
+            text = "[\n  " + ",\n  ".join(json.dumps(_rounded(row)) for row in item) + "\n ]"
+        fields.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Six significant digits are more than any clock here has; what is not finite has no JSON."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    return value
 
 
 def _describe(measured: dict[str, Any]) -> str:
