@@ -210,7 +210,7 @@ class Generator:
             metrics.admission_rejects.labels(error.reason.lower()).inc()
             raise
         except asyncio.CancelledError:
-            if admission.done() and not admission.cancelled():
+            if admission.done() and not admission.cancelled() and admission.exception() is None:
                 admission.result().release(0.0)  # the place came in the same turn
             if request.stream.is_closed:  # taken over while waiting: raises why
                 await request.stream.take()

@@ -227,14 +227,19 @@ class Drafter:
     def _guess(self, places: list[Place], rows: list[int], output: StepOutput) -> list[tuple[Place, Guess | None]]:
         """A guess for each place whose guess can be made; `rows` are those of the places."""
 
-        def guess(indices: list[int]) -> list[tuple[Place, Guess | None]]:
+        of_sessions: dict[int, list[int]] = {}
+        for index, (session, _) in enumerate(places):
+            of_sessions.setdefault(id(session), []).append(index)
+
+        def guess(groups: list[list[int]]) -> list[tuple[Place, Guess | None]]:
+            indices = sorted(index for group in groups for index in group)  # in the order of their rows
             own = [rows[index] for index in indices]
             logits = output.logits if len(own) == len(output.logits) else output.logits[own]
             some = [places[index] for index in indices]
             return list(zip(some, self._guesser.guess(some, logits), strict=True))
 
         return each_or_halves(
-            list(range(len(places))), guess, lambda index, error: self._fault(places[index][0], error)
+            list(of_sessions.values()), guess, lambda group, error: self._fault(places[group[0]][0], error)
         )
 
     def _grow(self, guesses: list[tuple[Place, Guess | None]], draft_us: int) -> None:

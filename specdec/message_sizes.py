@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 
 MIN_MESSAGE_BYTES = 64 * 1024
 """No peer takes less (`max_message_bytes`), so what always fits into this needs no limit of its own."""
+MOST_MESSAGE_BYTES = 128 * 2**20
+"""No service can be set to take more, whatever a peer says of itself."""
 MAX_PROPOSAL_BYTES = 48 * 1024
 """64 nodes with 64 probabilities each take 38 KB."""
 MAX_STREAM_FRAME_BYTES = 4 * 2**20
@@ -30,7 +32,7 @@ USUAL_SAMPLING_BYTES = 24 * 1024
 
 def most_bytes(told_bytes: int, own_bytes: int) -> int:
     """The largest message that a peer takes, by what it told (0: nothing, so what we take ourselves)."""
-    return max(MIN_MESSAGE_BYTES, told_bytes) if told_bytes else own_bytes
+    return min(max(MIN_MESSAGE_BYTES, told_bytes), MOST_MESSAGE_BYTES) if told_bytes else own_bytes
 
 
 def most_entry_bytes(message_bytes: int) -> int:

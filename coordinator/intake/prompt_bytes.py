@@ -41,11 +41,11 @@ class PromptBytes:
             yield
         finally:
             self.num_bytes -= num_bytes
-            left = self._of_tenant[tenant] - num_bytes
+            left = self._of_tenant.get(tenant, 0) - num_bytes  # forgotten where what is left are empty requests
             if left:
                 self._of_tenant[tenant] = left
             else:
-                del self._of_tenant[tenant]
+                self._of_tenant.pop(tenant, None)
 
     def _refusal(self, whose: str, held: int, most: int) -> Overloaded:
         self._on_refused()

@@ -53,9 +53,13 @@ class Endings:
 
     async def tell_again(self) -> None:
         """Tell the store what it did not hear. Raises StoreUnavailable."""
-        while self._unheard:
-            await self._tell(self._unheard[0])
-            self._unheard.popleft()
+        for _ in range(len(self._unheard)):
+            lease = self._unheard.popleft()
+            try:
+                await self._tell(lease)
+            except StoreUnavailable:
+                self._unheard.append(lease)  # it may be this record that cannot be read: the others come first now
+                raise
 
     async def _tell(self, lease: Lease) -> None:
         await self._store.end(lease.key, lease.owner_id, lease.generation, self._keep_s)

@@ -121,7 +121,6 @@ class Upkeep:
 
     async def _write(self) -> None:
         """Bring the store up to date, as far as one batch goes."""
-        await self.endings.tell_again()
         now_s = time.monotonic()
         for entry in list(self.entries.values()):
             if not entry.is_closed and entry.generation is None and entry.may_join(now_s):
@@ -142,6 +141,7 @@ class Upkeep:
                 self._written(entry, write, result)
         if self._behind:  # not all of it fitted
             self._wake.set()
+        await self.endings.tell_again()  # last: one that cannot be told must not keep the others' tokens
 
     def _written(self, entry: JournalEntry, write: JournalWrite, result: Appended) -> None:
         if entry.is_closed or entry.generation != write.generation:

@@ -9,12 +9,10 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from specdec.rpc.errors import Unavailable
-from specdec.rpc.reading.message_parts import TooManyParts, check_parts
+from specdec.rpc.reading.message_parts import MOST_PARTS, TooManyParts, check_parts
 from specdec.v1 import draft_pb2
 
 _METHOD = f"/{draft_pb2.DESCRIPTOR.services_by_name['DraftService'].full_name}/Draft"
-_MOST_PARTS = 8192
-"""Four for each of thousands of sessions; to read as many takes some milliseconds."""
 
 
 class BoundedCall:
@@ -34,7 +32,7 @@ class BoundedCall:
         if data is grpc.aio.EOF:
             return data
         try:
-            check_parts(draft_pb2.DraftResponse.DESCRIPTOR, data, _MOST_PARTS)
+            check_parts(draft_pb2.DraftResponse.DESCRIPTOR, data, MOST_PARTS)
             return draft_pb2.DraftResponse.FromString(data)
         except (TooManyParts, DecodeError) as error:
             raise Unavailable(f"the draft sent what is no frame: {error}", reason="MALFORMED_MESSAGE") from None

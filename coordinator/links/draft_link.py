@@ -19,8 +19,10 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 
 _MOST_STRAYS = 4096
+_MOST_STRAYS_PER_SESSION = 4
 """What a draft tells of sessions that it does not have: proposals cross with what closes or reopens their sessions, and
-after a stream breaks none is left. So many since a session was last opened or closed is no crossing."""
+after a stream breaks none is left. So many since a session was last opened or closed is no crossing; where one had more
+sessions than a thousand, so many of each."""
 _PROOF_TOKENS = 64
 """A session under which a draft has died is stepped alone for so long. Its target gets on at the same time."""
 _MOST_LOADS_BYTES = 900
@@ -103,11 +105,12 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         )
         self._proposals = proposals
         self._num_strays = 0
+        self._most_sessions = 0
 
     def on_stray(self) -> None:
         """A draft that goes on about sessions which it does not have is cut off."""
         self._num_strays += 1
-        if self._num_strays > _MOST_STRAYS:
+        if self._num_strays > max(_MOST_STRAYS, _MOST_STRAYS_PER_SESSION * self._most_sessions):
             self._num_strays = 0
             self.reset("it floods")
 
@@ -119,6 +122,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         side = session.drafting.opened(self)
         self._num_strays = 0
         self.sessions[session.session_id] = session
+        self._most_sessions = max(self._most_sessions, len(self.sessions))
         traceparent = session.request.trace.session_opened(
             self.role,
             session.choice,
@@ -159,3 +163,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
             self._proposals.on_proposal(session, side, result.proposal)
         elif kind == "error":
             self._events.on_session_error(self, session, result.error)
+        elif side is not None and kind == "opened" and not side.is_open:
+            side.is_open = True
+        else:
+            self.on_stray()

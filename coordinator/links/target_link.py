@@ -142,14 +142,14 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         """End a session."""
         self.sessions.pop(session.session_id, None)
         session.request.trace.session_closed(self.role, session.choice, self.address, reason)
-        self.send(self._wire.close_entry(session.session_id, session.target.epoch, reason))
+        self.send(self._wire.close_entry(session.session_id, session.target.told_epoch, reason))
         self._events.on_closed(self, session, reason)
 
     def release(self, session: Session) -> None:
         """Give a session up to another target; what this one still holds of it is freed."""
         session.request.trace.session_closed(self.role, session.choice, self.address, "replaced")
         if self.sessions.pop(session.session_id, None) is not None:
-            self.send(self._wire.close_entry(session.session_id, session.target.epoch, "replaced"))
+            self.send(self._wire.close_entry(session.session_id, session.target.told_epoch, "replaced"))
 
     def hold(self, session: Session) -> None:
         """Take a session that is to be opened here later."""

@@ -23,7 +23,7 @@ from specdec.rpc.errors import internal_error
 from specdec.v1 import common_pb2 as pb
 
 _MOST_DRAFT_FAILURES = 6
-"""In a session; after so many no draft is tried until one comes up. The last wait is 32 times the first."""
+"""In a session; after so many no draft is tried until one comes up. The last wait is 16 times the first."""
 _MOST_DEATHS = 2
 """Of drafts, while they worked for a session."""
 _log = structlog.get_logger(__name__)
@@ -227,6 +227,8 @@ class DraftRecovery:
             return
         drafting.num_failures += 1
         drafting.cancel_retry()
+        if drafting.num_failures >= _MOST_DRAFT_FAILURES:
+            return
         wait_s = self._backoff.wait_s(drafting.num_failures)
         drafting.retry = asyncio.get_running_loop().call_later(wait_s, self._open, session)
 

@@ -51,8 +51,16 @@ class TargetMoves:
 
     def went_down(self, link: TargetLink) -> None:
         """A target's stream ended: its sessions move, or wait until it is given up."""
+        now_s = time.monotonic()
         for session in list(link.sessions.values()):
-            if (other := self._fleet.find_target(session.request, besides=link)) is not None:
+            if session.finish is not None:  # it ended with another choice of its request
+                continue
+            session.target.went_down(now_s)
+            if session.target.has_gone_down_for(self._timeout_s, now_s):
+                message = f"targets keep breaking their streams, the last one was {link.address}"
+                error = Unavailable(message, retry_after_s=self._backoff.longest_s, reason="TARGET_LOST")
+                self._finisher.fail(session.request, error)
+            elif (other := self._fleet.find_target(session.request, besides=link)) is not None:
                 self._move_to(session, link, other)
         if link.sessions and link.address not in self._give_ups:
             loop = asyncio.get_running_loop()
@@ -136,8 +144,8 @@ class TargetMoves:
     def try_elsewhere(self, session: Session, error: SpecdecError) -> None:
         """Open a session at another target now if one takes new sessions and has room, else after a while."""
         host = session.target.host
-        other = None if host is None else self._fleet.find_target(session.request, besides=host)
-        if other is None or not other.is_ready or not self._fleet.has_room(other):
+        other = None if host is None else self._fleet.find_target(session.request, besides=host, only_ready=True)
+        if other is None or not self._fleet.has_room(other):
             self.retry(session, error)
             return
         self.move(session, other)
@@ -156,10 +164,10 @@ class TargetMoves:
     def _reopen_anywhere(self, session: Session) -> None:
         """Open a session again where there is room by now."""
         host = session.target.host
-        other = None if host is None else self._fleet.find_target(session.request, besides=host)
+        other = None if host is None else self._fleet.find_target(session.request, besides=host, only_ready=True)
         own = next((link for link in self._fleet.targets if link is host), None)
         is_full = own is not None and not self._fleet.has_room(own)
-        if is_full and other is not None and other.is_ready and self._fleet.has_room(other):
+        if is_full and other is not None and self._fleet.has_room(other):
             self.move(session, other)
         else:
             self.reopen(session)
@@ -168,8 +176,8 @@ class TargetMoves:
         """A session that has to be opened again is not opened where new ones would not be, if there is another."""
         if host.is_ready or not host.is_up:
             return host
-        other = self._fleet.find_target(session.request, besides=host)
-        if other is None or not other.is_ready:
+        other = self._fleet.find_target(session.request, besides=host, only_ready=True)
+        if other is None:
             return host
         self._hand_over(session, host, other)
         return other

@@ -155,8 +155,10 @@ class TargetRecovery:
 
     def _faulted(self, link: TargetLink, session: Session, error: pb.SessionError) -> None:
         """A target could not handle a session, whoever is to blame: another one may try, and none after that."""
-        session.request.num_deaths += 1
-        if session.request.num_deaths > 1:
+        others = (other.target for other in session.request.sessions if other is not session and other.finish is None)
+        if not any(side.faulted_by is link for side in others):  # of several choices it fails one after the other
+            session.request.num_deaths += 1
+        if session.request.num_deaths > 1 or session.target.faulted_by is not None:
             self._finisher.fail(session.request, _quarantined())
             return
         session.target.faulted_by = link

@@ -47,7 +47,9 @@ class Trials:
         is_others_turn = takes_turns and tried is not None and tried is not request and _is_on_trial(tried, address)
         if pause_s > 0 or is_others_turn:
             host.hold(session)
-            self._waiting.setdefault(address, []).append(session)
+            waiting = self._waiting.setdefault(address, [])
+            if session not in waiting:  # its target may have come up again meanwhile
+                waiting.append(session)
             if pause_s > 0:
                 asyncio.get_running_loop().call_later(pause_s, self.settle, address)
             return False

@@ -58,10 +58,7 @@ class Watchdog:
         self._due_s = time.monotonic() + self._interval_s
         while True:
             await asyncio.sleep(self._interval_s)
-            try:
-                self.look(time.monotonic())
-            except Exception as error:
-                _log.error("watchdog_fault", exc_info=error)
+            self.look(time.monotonic())
 
     def look(self, now_s: float) -> None:
         """Move what gets nowhere. `run` calls it at intervals: one that comes late tells of a standstill of ours."""
@@ -70,18 +67,24 @@ class Watchdog:
         if late_s >= _STANDSTILL_S:
             self._forgive(late_s, now_s)
         for session in self._sessions:
-            side = session.target
-            host = side.host
-            if host is None or not side.is_open or not host.is_up or session.position >= side.credit_position:
-                continue
-            if side.waits_for_prompt_credit:
-                continue
-            grown = 2 ** min(side.num_stalls, _MOST_DOUBLINGS)
-            bound_s = self._stall_s * grown * (1 if host.tells_progress else _UNTOLD_FACTOR)
-            if now_s - side.heard_s >= bound_s:
-                self._stalled(session, host, now_s - side.heard_s, bound_s)
-            elif side.queued_s is not None and now_s - side.queued_s >= _QUEUED_S * grown:
-                self._queued(session, host)
+            try:
+                self._look_at(session, now_s)
+            except Exception as error:  # the others are to be watched all the same
+                _log.error("watchdog_fault", **session.log_fields, exc_info=error)
+
+    def _look_at(self, session: Session, now_s: float) -> None:
+        side = session.target
+        host = side.host
+        if host is None or not side.is_open or not host.is_up or session.position >= side.credit_position:
+            return
+        if side.waits_for_prompt_credit:
+            return
+        grown = 2 ** min(side.num_stalls, _MOST_DOUBLINGS)
+        bound_s = self._stall_s * grown * (1 if host.tells_progress else _UNTOLD_FACTOR)
+        if now_s - side.heard_s >= bound_s:
+            self._stalled(session, host, now_s - side.heard_s, bound_s)
+        elif side.queued_s is not None and now_s - side.queued_s >= _QUEUED_S * grown:
+            self._queued(session, host)
 
     def _forgive(self, late_s: float, now_s: float) -> None:
         _log.warning("stood_still", late_s=round(late_s, 1))
@@ -90,8 +93,8 @@ class Watchdog:
             session.drafting.pardon(late_s, now_s)
 
     def _stalled(self, session: Session, host: TargetHost, silent_s: float, bound_s: float) -> None:
-        other = self._fleet.find_target(session.request, besides=host)
-        if other is not None and other.is_ready:
+        other = self._fleet.find_target(session.request, besides=host, only_ready=True)
+        if other is not None:
             _log.warning("session_stalled", **session.log_fields, target=host.address, silent_s=round(silent_s, 1))
             session.request.trace.session_failed("target", session.choice, host.address, "SESSION_STALLED")
             session.target.num_stalls += 1

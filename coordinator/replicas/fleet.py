@@ -155,14 +155,17 @@ class Fleet:
         holder = self._router.pick(digests, loads, known_to_others)
         return next(link for link in usable if link.holder == holder)
 
-    def find_target(self, request: Request, besides: TargetHost) -> TargetLink | None:
-        """Another target that can serve a request and takes sessions, the least loaded."""
-        usable = with_room(self._usable_for(request, besides))
+    def find_target(self, request: Request, besides: TargetHost, *, only_ready: bool = False) -> TargetLink | None:
+        """Another target that can serve a request and takes sessions, the least loaded.
+
+        `only_ready`: for a session that need not move, so that it is no trial of one on probation.
+        """
+        usable = with_room(self._usable_for(request, besides, only_ready=only_ready))
         return min(usable, key=weight, default=None)
 
     def find_idle(self, request: Request, besides: TargetHost) -> TargetLink | None:
         """Another target that would step a request's sessions at once."""
-        idle = [link for link in self._usable_for(request, besides) if link.is_ready and is_idle(link)]
+        idle = [link for link in self._usable_for(request, besides, only_ready=True) if is_idle(link)]
         return min(idle, key=weight, default=None)
 
     def has_room(self, link: TargetLink) -> bool:
@@ -360,9 +363,15 @@ class Fleet:
         if standing is Standing.EJECTED:  # ejected anew meanwhile, or the timer came a little early
             asyncio.get_running_loop().call_later(detector.remaining_s(link.address), self._update_standing, link)
 
-    def _usable_for(self, request: Request, besides: TargetHost | None = None) -> list[TargetLink]:
+    def _usable_for(
+        self, request: Request, besides: TargetHost | None = None, *, only_ready: bool = False
+    ) -> list[TargetLink]:
         """Targets that a request may be sent to; others than of its own numerics only if there is none of these."""
-        fit = [link for link in self.targets if link is not besides and self.may_serve(link, request)]
+        fit = [
+            link
+            for link in self.targets
+            if link is not besides and (link.is_ready or not only_ready) and self.may_serve(link, request)
+        ]
         alike = [
             link for link in fit if link.identity is not None and link.identity.numerics_id == request.model.numerics_id
         ]

@@ -42,6 +42,8 @@ class DraftSide:
 
     host: DraftHost[Any]
     epoch: int
+    is_open: bool = False
+    """The host has said so."""
     unanswered_s: float | None = None
     """When it was told of the first commit that no proposal has covered yet, on the monotonic clock."""
     unanswered_position: int = 0

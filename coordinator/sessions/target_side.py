@@ -11,6 +11,9 @@ from coordinator.sessions.hosts import TargetHost
 from coordinator.sessions.prompt_logprobs import PromptProgress
 from specdec.v1 import common_pb2 as pb
 
+_MOST_DOWNS = 3
+"""One that breaks once or twice while a long prompt is computed has not been tried enough."""
+
 
 @dataclass(slots=True, eq=False)
 class TargetSide:
@@ -21,6 +24,8 @@ class TargetSide:
 
     host: TargetHost[Any] | None = None
     epoch: int = 0
+    told_epoch: int = 0
+    """The last one that a host was told of: what it still holds of the session is under this one."""
     credit_position: int = 0
     """The credit last given to it."""
     was_relayed: bool = False
@@ -44,6 +49,10 @@ class TargetSide:
     """Since when the host has told that it waits there."""
     num_stalls: int = 0
     """Moves since it last got on, because it did not."""
+    down_s: float | None = None
+    """When a host's stream ended first since it last got on, on the monotonic clock."""
+    num_downs: int = 0
+    """How many did since then."""
     progress: tuple[int, int] | None = None
     """What the host told last: state, and tokens computed."""
     prompt: PromptProgress | None = None
@@ -54,6 +63,7 @@ class TargetSide:
         """A new opening begins at a host."""
         self.host = host
         self.epoch += not self.is_held
+        self.told_epoch = self.epoch
         self.was_relayed = False
         self.is_held = False
         self.heard_s = time.monotonic()
@@ -92,9 +102,18 @@ class TargetSide:
 
     def recovered(self, now_s: float) -> None:
         """It decided something: what went wrong before is past."""
-        self.failing_s = self.queued_s = None
-        self.num_failures = self.num_stalls = 0
+        self.failing_s = self.queued_s = self.down_s = None
+        self.num_failures = self.num_stalls = self.num_downs = 0
         self.heard_s = now_s
+
+    def went_down(self, now_s: float) -> None:
+        """The stream of its host ended."""
+        self.down_s = now_s if self.down_s is None else self.down_s
+        self.num_downs += 1
+
+    def has_gone_down_for(self, for_s: float, now_s: float) -> bool:
+        """Whether streams have been ending under it for so long, again and again, and it got on under none."""
+        return self.num_downs >= _MOST_DOWNS and self.down_s is not None and now_s - self.down_s >= for_s
 
     def pardon(self, for_s: float, now_s: float) -> None:
         """For so long nobody here listened: that is no time in which it did not get on."""

@@ -6,6 +6,8 @@ from coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 
 _ENDS = (pb.FINISH_REASON_UNSPECIFIED, pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
+_MOST_ORIGIN = 255
+"""The journal keeps a byte of each; newer targets may know more of them than we do."""
 _MOST_DEPTHS = 64
 """Of a tree: as many as a proposal has nodes. Each depth is a series of the metrics."""
 
@@ -32,8 +34,12 @@ def fault_of(session: Session, verdict: pb.Verdict) -> str | None:
         return f"verdict has token {max(token_ids)}, outside the vocabulary of {vocab_size}"
     if len(verdict.origins) != len(token_ids):
         return "verdict does not say where its tokens came from"
+    if token_ids and not 0 <= min(verdict.origins) <= max(verdict.origins) <= _MOST_ORIGIN:
+        return "verdict says that tokens come from nowhere"
     if len(verdict.logprobs) != (len(token_ids) if sampling.HasField("num_logprobs") else 0):
         return f"verdict has log-probabilities for {len(verdict.logprobs)} of its {len(token_ids)} tokens"
+    if any(len(position.top) > sampling.num_logprobs for position in verdict.logprobs):
+        return f"verdict has more than {sampling.num_logprobs} alternatives for a token"
     if len(verdict.verified_by_depth) > _MOST_DEPTHS:
         return f"verdict counts {len(verdict.verified_by_depth)} depths of a tree"
     known = session.token_ids[verdict.start_position :][: len(token_ids)] if num_known else []

@@ -27,6 +27,8 @@ _LONGEST_S = 10.0
 _MOST_CONNECTIONS = 128
 """Scrapers are few. In the way of each there may be so many others who began after it."""
 _MOST_REQUEST_BYTES = 64 * 1024
+_MOST_WAITING = 16
+"""For the page. A thread that waits for it does not notice that its connection was ended."""
 _ACCEPTABLE = re.compile(r"[\w\-+*/.,;= ]{0,1024}", re.ASCII)
 _VERSION = re.compile(r"version=\d{1,3}(\.\d{1,3}){0,2}(?![\w.])")
 _log = structlog.get_logger(__name__)
@@ -85,7 +87,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         """Have the threads of the oldest connections find theirs at its end."""
         with self._lock:
             began = list(self._began_s.items())
-            for connection, began_s in began[: max(0, num_surplus)] + began:
+            for connection, began_s in began:
                 if began_s > before_s and num_surplus <= 0:
                     break
                 num_surplus -= 1
@@ -165,9 +167,16 @@ def _tolerant(app: _App) -> _App:
 
 def _one_at_a_time(app: _App) -> _App:
     lock = threading.Lock()
+    places = threading.BoundedSemaphore(_MOST_WAITING)
 
     def alone(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-        with lock:
-            return app(environ, start_response)
+        if not places.acquire(blocking=False):
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+            return [b"too many ask at once\n"]
+        try:
+            with lock:
+                return app(environ, start_response)
+        finally:
+            places.release()
 
     return alone

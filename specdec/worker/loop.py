@@ -7,7 +7,7 @@ step decides for one coordinator leaves in one message, whatever the number of s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic
 
 import structlog
@@ -27,6 +27,12 @@ from specdec.worker.trace import SessionTrace
 
 _LOAD_INTERVAL_S = 0.25
 _MAX_PENDING_BYTES = 32 * 2**20
+_MAX_WAITING_BYTES = 256 * 2**20
+"""Of what the servicer has no room for. All that an honest owner gets again on an attach may wait there."""
+_MOST_ID_CHARS = 512
+"""Every result repeats its session's id; ours take some fifty."""
+_MOST_TAKING_S = 0.1
+"""Processor time of a turn for what has arrived: others step in between, and no turn looks stuck."""
 _NOT_READ_S = 30.0
 """A coordinator reads what comes at once. One that takes nothing for so long hangs, and its sessions hold memory."""
 
@@ -64,6 +70,8 @@ class EngineWorker(Generic[SessionT]):
         self._told_load: pb.LoadReport | None = None
         self._full: set[int] = set()
         """Streams whose sessions are held back."""
+        self._rest: Iterator[None] | None = None
+        """What has arrived and is not handled yet."""
         self._draining = False
         self._leaving = False
         self._stopping = False
@@ -80,10 +88,9 @@ class EngineWorker(Generic[SessionT]):
             self._host.tell_trace(session, "shutdown")
 
     def _turn(self) -> None:
-        frames = self._port.poll(0)
+        frames = self._port.poll(0) if self._rest is None else ()
         self._begin_turn()
-        for frame in frames:
-            self._handle(frame)
+        self._take(frames)
         now_s = self._clock()
         self._end_overdue(now_s)
         # Asked after all that arrived is known: what is at hand now decides whether to wait at all.
@@ -97,11 +104,30 @@ class EngineWorker(Generic[SessionT]):
             return
         self._flush()
         self._end_turn()
+        if self._rest is not None:
+            return
         frames = self._port.poll(self._timeout_s(until_step_s, now_s))
         self._begin_turn()
-        for frame in frames:
-            self._handle(frame)
+        self._take(frames)
         self._end_turn()
+
+    def _take(self, frames: Iterable[Frame]) -> None:
+        """Handle what was left over, or else these frames, for as long as steps may wait for it."""
+        rest = self._rest = self._rest or self._handled(frames)
+        until_s = time.thread_time() + _MOST_TAKING_S
+        for _ in rest:
+            if time.thread_time() >= until_s:
+                return
+        self._rest = None
+
+    def _handled(self, frames: Iterable[Frame]) -> Iterator[None]:
+        """Handles frames, entry by entry."""
+        for frame in frames:
+            if frame.kind is FrameKind.MESSAGE:
+                yield from self._handle_message(frame.stream_id, frame.payload)
+            else:
+                self._handle(frame)
+                yield
 
     def _begin_turn(self) -> None:
         self._pulse.begin_turn()
@@ -190,8 +216,6 @@ class EngineWorker(Generic[SessionT]):
 
     def _handle(self, frame: Frame) -> None:
         match frame.kind:
-            case FrameKind.MESSAGE:
-                self._handle_message(frame.stream_id, frame.payload)
             case FrameKind.STREAM_CLOSED:
                 self._responses.drop(frame.stream_id)
                 self._detach(frame.stream_id)
@@ -207,7 +231,7 @@ class EngineWorker(Generic[SessionT]):
             case _:
                 pass
 
-    def _handle_message(self, stream_id: int, payload: bytes) -> None:
+    def _handle_message(self, stream_id: int, payload: bytes) -> Iterator[None]:
         try:
             request = self._wire.request.FromString(payload)
         except DecodeError:
@@ -228,9 +252,13 @@ class EngineWorker(Generic[SessionT]):
         except Exception as error:  # advice for speed only
             self._host.faults.note(error)
         for entry in request.entries:
+            if owner.stream_id != stream_id:  # it was cut off in between
+                return
             self._handle_entry(owner, stream_id, entry)
+            yield
         self._steps.work()
-        if self._port.pending_bytes(stream_id) > _MAX_PENDING_BYTES:
+        is_pending = self._port.pending_bytes(stream_id) > _MAX_PENDING_BYTES
+        if is_pending or self._responses.waiting_bytes(stream_id) > _MAX_WAITING_BYTES:
             self._abort_not_read(stream_id)
 
     def _abort_not_read(self, stream_id: int) -> None:
@@ -242,7 +270,14 @@ class EngineWorker(Generic[SessionT]):
         for session in self._sessions.detach(stream_id, self._clock()):
             self._role.update_pause(session)
 
+    def _refuse_id(self, stream_id: int, field: str, value: str) -> None:
+        message = f"{field}: {len(value)} characters, at most {_MOST_ID_CHARS} are taken"
+        self._responses.abort(stream_id, code_pb2.INVALID_ARGUMENT, "MALFORMED_MESSAGE", message)
+
     def _attach(self, stream_id: int, attach: pb.Attach) -> Owner | None:
+        if len(attach.owner_id) > _MOST_ID_CHARS:
+            self._refuse_id(stream_id, "attach.owner_id", attach.owner_id)
+            return None
         try:
             owner, former = self._sessions.attach(stream_id, attach.owner_id, attach.lease_generation)
         except StaleLease as error:
@@ -277,6 +312,10 @@ class EngineWorker(Generic[SessionT]):
             self._fail(session, self._host.faults.failure(error))
 
     def _handle_entry(self, owner: Owner, stream_id: int, entry: Any) -> None:
+        if len(entry.session_id) > _MOST_ID_CHARS:
+            self._refuse_id(stream_id, "session_id", entry.session_id)
+            self._detach(stream_id)
+            return
         kind = entry.WhichOneof("entry")
         session = self._sessions.get(entry.session_id)
         if kind == "open":

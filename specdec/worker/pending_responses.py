@@ -48,6 +48,7 @@ class _Stream:
     """Messages that the servicer has no room for."""
     num_untaken_bytes: int = 0
     """Of messages that the servicer has, as far as it has told."""
+    num_waiting_bytes: int = 0
     full_since_s: float = 0.0
     """When messages began to wait, or some were taken last; on the loop's clock."""
 
@@ -107,9 +108,16 @@ class PendingResponses:
         stream.num_untaken_bytes = max(0, stream.num_untaken_bytes - num_bytes)
         stream.full_since_s = now_s
         while stream.waiting and self._has_room(stream, len(stream.waiting[0])):
-            self._hand_out(stream_id, stream, stream.waiting.popleft())
+            message = stream.waiting.popleft()
+            stream.num_waiting_bytes -= len(message)
+            self._hand_out(stream_id, stream, message)
         if not stream.waiting:
             self.full.discard(stream_id)
+
+    def waiting_bytes(self, stream_id: int) -> int:
+        """Of messages that the servicer has no room for."""
+        stream = self._streams.get(stream_id)
+        return 0 if stream is None else stream.num_waiting_bytes
 
     def not_read(self, now_s: float, patience_s: float) -> list[int]:
         """Full streams of which nothing was taken for so long."""
@@ -137,6 +145,7 @@ class PendingResponses:
                     stream.full_since_s = now_s
                     self.full.add(stream_id)
                 stream.waiting.append(message)
+                stream.num_waiting_bytes += len(message)
         return too_large
 
     def _messages(

@@ -87,9 +87,9 @@ def _attribute(key: str, value: Value) -> trace_pb2.SpanAttribute:
     match value:
         case bool():
             return trace_pb2.SpanAttribute(key=key, flag=value)
-        case int():
+        case int() if -(2**63) <= value < 2**63:  # an epoch is whatever its owner says
             return trace_pb2.SpanAttribute(key=key, integer=value)
         case float():
             return trace_pb2.SpanAttribute(key=key, number=value)
         case _:
-            return trace_pb2.SpanAttribute(key=key, text=value)
+            return trace_pb2.SpanAttribute(key=key, text=str(value))

@@ -20,7 +20,14 @@ from tests.support.services.coordinator_harness import (
     resumed,
     running,
 )
-from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget, identity
+from tests.support.services.faults import eventually
+from tests.support.services.scripted_replicas import (
+    PATIENCE_S,
+    ScriptedDraft,
+    ScriptedSession,
+    ScriptedTarget,
+    identity,
+)
 
 
 async def test_a_restarted_target_gets_the_session_again_with_all_its_tokens() -> None:
@@ -242,3 +249,37 @@ async def test_a_target_that_refuses_a_session_a_thousand_times_may_still_take_i
         await target.until(lambda: len(target.opened) > 1100)
         target.refuse = None
         assert (await collect(call)).ids() == expected_ids(target, 20)
+
+
+async def test_a_session_that_is_cancelled_while_it_is_to_be_opened_again_is_closed_where_it_was() -> None:
+    target = ScriptedTarget()
+    target.limit = 5
+    async with running([target], reconnect_backoff_min_s=3.0, reconnect_backoff_max_s=3.0) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        await read_tokens(call, 5)
+        (session,) = target.sessions.values()
+        target.emit(session, verdict=pb.Verdict(start_position=900, token_ids=[5], origins=[1]))
+
+        async def is_noticed() -> bool:
+            return harness.metric("token_mismatches_total") == 1
+
+        await eventually(is_noticed, "what it said is no verdict")
+        call.cancel()
+        await target.until(lambda: not target.sessions)
+
+
+async def test_a_request_whose_only_target_breaks_its_stream_at_each_opening_ends() -> None:
+    target = ScriptedTarget()
+    target.limit = 0
+
+    def end_all(_: ScriptedSession) -> None:
+        target.sessions.clear()
+        for stream in target.streams:
+            stream.abort(Unavailable("broken", reason="SOMETHING"))
+
+    target.on_open = end_all
+    async with running([target], target_timeout_s=0.5) as harness:
+        async with asyncio.timeout(PATIENCE_S):
+            error = await error_of(harness.stub.Generate(request(max_tokens=10)))
+    assert isinstance(error, Unavailable)
+    assert error.reason == "TARGET_LOST"

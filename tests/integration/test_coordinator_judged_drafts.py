@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from specdec.v1 import common_pb2 as pb
-from tests.support.services.coordinator_harness import Harness, Result, collect, expected_ids, request, running
+from specdec.v1 import draft_pb2
+from tests.support.services.coordinator_harness import (
+    Harness,
+    Result,
+    collect,
+    expected_ids,
+    finish,
+    read_tokens,
+    request,
+    running,
+)
+from tests.support.services.faults import eventually
 from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession, ScriptedTarget
 
 NUM = 300
@@ -71,3 +82,26 @@ async def test_a_draft_that_floods_is_cut_off_and_targets_see_a_bounded_part_of_
         target.set_limit(None)
         result = await collect(call)
     assert result.ids() == expected_ids(target, NUM)
+
+
+async def test_a_draft_that_says_again_and_again_that_a_session_is_open_is_cut_off() -> None:
+    target, draft = ScriptedTarget(), ScriptedDraft()
+    target.limit = 3
+    async with running([target], [draft]) as harness:
+        call = harness.stub.Generate(request(max_tokens=40))
+        result = await read_tokens(call, 3)
+        await draft.until(lambda: bool(draft.sessions))
+        (session,) = draft.sessions.values()
+        link = harness.service.fleet.drafts[0]
+        num_before = link.num_streams
+        opened = draft_pb2.DraftResult(session_id=session.session_id, epoch=session.epoch, opened=pb.SessionOpened())
+        for _ in range(5):
+            session.stream.send(draft_pb2.DraftResponse(results=[opened] * 1000))
+
+        async def is_cut_off() -> bool:
+            return link.num_streams > num_before
+
+        await eventually(is_cut_off, "its stream is ended")
+        target.set_limit(None)
+        await finish(call, result)
+    assert result.ids() == expected_ids(target, 40)

@@ -10,6 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
+from coordinator.links.link_events import LinkState
 from coordinator.replicas.discovery import Endpoint
 from coordinator.sessions.session import Session
 from specdec.rpc.errors import Internal
@@ -212,3 +213,17 @@ async def test_suspects_whose_turn_never_comes_for_lack_of_credit_do_not_hold_up
                 await finish(call, result)
     for number, result in enumerate(results):
         assert result.ids() == expected_ids(targets[0], 90, [number + 3, 4, 5])
+
+
+async def test_choices_of_one_request_that_fail_at_one_target_accuse_it_once() -> None:
+    bad, good = ScriptedTarget(), ScriptedTarget()
+    bad.faults_on = lambda session: True
+    async with running([bad, good]) as harness:
+        await harness.all_ready()
+        link = next(link for link in harness.service.fleet.targets if link.address == good.address)
+        link.set_standing(LinkState.EJECTED)  # so that it begins at the bad one
+        call = harness.stub.Generate(request(max_tokens=10, n=2))
+        await call.read()
+        link.set_standing(LinkState.READY)
+        result = await collect(call)
+    assert [result.ids(0), result.ids(1)] == [expected_ids(good, 10, choice=n) for n in range(2)]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from structlog.testing import capture_logs
 
+from coordinator.links.link_events import LinkState
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -233,3 +234,24 @@ async def test_a_draft_that_is_told_not_to_propose_is_no_standstill() -> None:
             await finish(call, result)
     assert result.ids() == expected_ids(target, 40)
     assert not [line for line in logs if line["event"] == "draft_stalled"]
+
+
+async def test_a_session_moves_to_a_ready_target_though_another_is_on_probation() -> None:
+    targets = [ScriptedTarget() for _ in range(3)]
+    for target in targets:
+        target.limit = 5
+    async with running(targets, session_stall_s=0.1, target_timeout_s=0.3) as harness:
+        await harness.all_ready()
+        call = harness.stub.Generate(request(max_tokens=20))
+        result = await read_tokens(call, 5)
+        holder, *others = sorted(targets, key=lambda target: not target.opened)
+        for target in others:
+            target.limit = None
+        on_trial = next(link for link in harness.service.fleet.targets if link.address == others[1].address)
+        on_trial.set_standing(LinkState.PROBATION)
+        telling = asyncio.create_task(told(holder, 60.0, RUNNING, 0))
+        try:
+            await finish(call, result)
+        finally:
+            telling.cancel()
+    assert result.ids() == expected_ids(holder, 20)

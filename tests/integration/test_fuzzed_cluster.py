@@ -37,7 +37,8 @@ NUM_WARM = 60
 GOOD_EVERY = 10
 READ_S = 0.2
 """How long a replica's answers to nonsense are listened to: it need not give any."""
-MOST_S = 30.0
+MOST_S = 60.0
+"""For one answer. A request may be changed into one for as many tokens as the context has room for."""
 MOST_MORE_DESCRIPTORS = 16
 MOST_MORE_RSS_BYTES = 96 * 2**20
 """Allocators keep what large messages took once; the prefix caches are full of what they have room for."""
@@ -61,7 +62,7 @@ class Fleet:
         self._expected = first.ids()
         info = await self._stub.GetModelInfo(api.GetModelInfoRequest())
         self._clients = Clients(
-            self._channels["coordinator"], _of_model(info.target.name, conversations(first.started))
+            self._channels["coordinator"], _of_model(info.target.name, conversations(first.started)), MOST_S
         )
 
     async def check_good(self) -> None:

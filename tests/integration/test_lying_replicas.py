@@ -14,6 +14,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from tests.support.services.coordinator_harness import (
     collect,
+    error_of,
     expected_ids,
     finish,
     read_tokens,
@@ -176,3 +177,30 @@ async def test_a_verdict_without_the_logprobs_of_all_its_tokens_loses_none() -> 
         result = await collect(harness.stub.Generate(request(max_tokens=20, logprobs=2)))
     assert result.ids() == expected_ids(target, 20)
     assert all(len(token.logprobs.top) == 2 for token in result.tokens[0])
+
+
+async def test_tokens_from_nowhere_move_the_session_to_another_target() -> None:
+    """The journal has a byte for each origin."""
+    liar, good = ScriptedTarget(), ScriptedTarget()
+    liar._origin = lambda *told: 300  # type: ignore[method-assign]
+    async with running([liar, good], ejection_failures=1) as harness:
+        await harness.all_ready()
+        for number in range(4):
+            prompt = [number + 3, 4, 5]
+            result = await collect(harness.stub.Generate(request(prompt, max_tokens=10)))
+            assert result.ids() == expected_ids(good, 10, prompt)
+        assert liar.opened
+
+
+async def test_more_alternatives_than_were_asked_for_reach_no_client() -> None:
+    liar = ScriptedTarget()
+    tell = liar._add
+
+    def tell_too_much(verdict: pb.Verdict, *rest: Any) -> None:
+        tell(verdict, *rest)
+        verdict.logprobs[-1].top.extend([pb.TokenLogprob(token_id=4, logprob=-1.0)] * 1000)
+
+    liar._add = tell_too_much  # type: ignore[method-assign]
+    async with running([liar], target_timeout_s=0.3) as harness:
+        error = await error_of(harness.stub.Generate(request(max_tokens=3, logprobs=1)))
+    assert error.reason == "TARGET_REFUSES"

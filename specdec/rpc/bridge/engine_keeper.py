@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -97,13 +98,13 @@ class EngineKeeper:
 
     async def _launch(self) -> common_pb2.GetReplicaInfoResponse:
         began_s = time.monotonic()
-        self.engine.start()
         try:
+            self.engine.start()
             return await asyncio.wait_for(self.engine.wait_ready(), self._load_timeout_s)
         except TimeoutError as error:
             message = f"load_timeout_s: the model was not ready after {self._load_timeout_s} s"
             raise StartupFailed(message) from error
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:  # the machine may have no room for a process at the moment
             raise StartupFailed(str(error)) from error
         finally:
             self._loading_s += time.monotonic() - began_s
@@ -118,12 +119,12 @@ class EngineKeeper:
         """Start engines until one is ready, or until there have been too many."""
         ended = self.engine
         while True:
-            try:
-                await asyncio.wait_for(ended.wait_exited(), _KILLED_S)
-            except TimeoutError:
-                self._give_up(f"the engine process {ended.pid} cannot be killed: {reason}")
-                return
-            if ended.pid is not None:
+            if ended.pid is not None:  # else it never started
+                try:
+                    await asyncio.wait_for(ended.wait_exited(), _KILLED_S)
+                except TimeoutError:
+                    self._give_up(f"the engine process {ended.pid} cannot be killed: {reason}")
+                    return
                 self._on_exit(ended.pid)
             if not self._may_restart():
                 times = len(self._restarts) + 1
@@ -140,7 +141,8 @@ class EngineKeeper:
                 await self._launch()
             except StartupFailed as error:
                 reason = str(error)
-                await ended.stop(0.0)
+                with contextlib.suppress(TimeoutError):  # that it cannot be killed is found out above
+                    await asyncio.wait_for(ended.stop(0.0), _KILLED_S)
                 continue
             _log.info("engine_ready_again", pid=ended.pid, instance_id=ended.instance_id)
             await self._on_ready(True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -121,11 +122,10 @@ class EngineProcess:
         self._loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         ours.setblocking(False)
-        self._connection = ours
-        self._writer = FrameWriter(ours)
         pulse_fd, step_fd = new_pulse_file(), new_step_file()
         self._pulse, self._steps = Pulse(pulse_fd), StepMemory(step_fd)
-        with theirs, os.fdopen(pulse_fd), os.fdopen(step_fd):
+        with theirs, os.fdopen(pulse_fd), os.fdopen(step_fd), contextlib.ExitStack() as on_failure:
+            on_failure.callback(ours.close)
             self._process = launch_engine(
                 self._entry,
                 self._settings,
@@ -136,6 +136,9 @@ class EngineProcess:
                 cores=self._cores,
                 instance_id=self.instance_id,
             )
+            on_failure.pop_all()
+        self._connection = ours
+        self._writer = FrameWriter(ours)
         self._is_connected = True
         self._pidfd = os.pidfd_open(self._process.pid)
         self._loop.add_reader(ours, self._on_readable)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 
 from specdec.session_keys import KEY_BYTES
 
-MAX_KEYS = 1022
-"""More are not told one by one. Engines step 64 sessions at once by default."""
+MAX_KEYS = 448
+"""More are not told one by one: the status of a stream, of which gRPC hands on 4 KB, has no room for more. Engines step
+64 sessions at once by default."""
 _HEADER_BYTES = 8
 NUM_BYTES = _HEADER_BYTES + KEY_BYTES * MAX_KEYS
 _NOTHING, _UNTOLD = 0, 1

@@ -31,7 +31,7 @@ from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarg
 CONTEXT = 300
 _BESIDE_TOKENS = 200
 MOST_S = 5.0
-"""For one answer, on a machine that is busy with something else."""
+"""For one answer of replicas without models, on a machine that is busy with something else."""
 NUM_TOKENS = 6
 METHODS: dict[str, type[Message]] = {
     "Generate": api.GenerateResponse,
@@ -82,9 +82,10 @@ def conversations(started: api.GenerateStarted) -> list[tuple[str, Message]]:
 class Clients:
     """Calls a coordinator with anything, and judges its answers."""
 
-    def __init__(self, channel: grpc.aio.Channel, valid: list[tuple[str, Message]]) -> None:
+    def __init__(self, channel: grpc.aio.Channel, valid: list[tuple[str, Message]], most_s: float = MOST_S) -> None:
         self._channel = channel
         self._valid = valid
+        self._most_s = most_s
 
     async def try_one(self, case: Case) -> None:
         """A changed call, at times with strange metadata or to another method than it is for."""
@@ -94,20 +95,20 @@ class Clients:
         if rng.random() < 0.05:
             method = rng.choice(list(METHODS))
         case.what.append(f"{method}: {mutation.what}")
-        await self.call(method, mutation.apply(), self._metadata(rng), MOST_S)
+        await self.call(method, mutation.apply(), self._metadata(rng))
 
-    async def call(self, method: str, data: bytes, metadata: Any = (), most_s: float = MOST_S) -> str:
+    async def call(self, method: str, data: bytes, metadata: Any = ()) -> str:
         """The reason of the error, empty if there was none. Raises Fault for what should not be answered."""
         path, parse = f"/{SERVICE_NAME}/{method}", METHODS[method].FromString
         try:
             if method == "Generate":
                 stream: Any = self._channel.unary_stream(path, response_deserializer=parse)
                 answer = stream(data, metadata=metadata)
-                await within(most_s, _read(answer), method)
+                await within(self._most_s, _read(answer), method)
             else:
                 unary: Any = self._channel.unary_unary(path, response_deserializer=parse)
                 answer = unary(data, metadata=metadata)
-                await within(most_s, answer, method)
+                await within(self._most_s, answer, method)
         except grpc.aio.AioRpcError as error:
             return check_status(error.code(), error.trailing_metadata() or (), frozenset())  # type: ignore[arg-type]
         return ""

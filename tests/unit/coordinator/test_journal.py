@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from coordinator.intake.resume import check_params, encode_params
 from coordinator.journal import Journal
 from coordinator.journal.upkeep import BATCH_TOKENS
 from specdec.rpc.errors import InvalidRequest
+from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import RequestKey
 from specdec.v1 import coordinator_pb2 as api
@@ -139,3 +142,23 @@ def test_the_first_parameter_that_differs_is_named() -> None:
         with pytest.raises(InvalidRequest) as caught:
             check_params(before, given, "prompt")
         assert caught.value.field == field
+
+
+async def test_an_end_that_the_store_cannot_take_keeps_no_other_request_from_being_journalled(
+    store: DepartingStore, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record that another program has spoilt, say."""
+    end = store.end
+    spoilt = request(RequestKey("a", "spoilt"), "spoilt")
+
+    async def end_others(key: RequestKey, *rest: Any) -> None:
+        if key == spoilt.key:
+            raise StoreUnavailable("this record is no record")
+        await end(key, *rest)
+
+    monkeypatch.setattr(store, "end", end_others)
+    await begin(journal, spoilt)
+    await journal.end(spoilt)
+    await begin(journal, ours := request())
+    decode(journal, ours.sessions[0], [4, 5])
+    await journal_has(store, [4, 5])

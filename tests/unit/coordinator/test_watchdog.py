@@ -33,7 +33,7 @@ def moves_at(
     )
     moved: list[Any] = []
     fleet: Any = SimpleNamespace(
-        find_target=lambda request, besides: OTHER,
+        find_target=lambda request, besides, **_: OTHER,
         find_idle=lambda request, besides: None,
         failed=lambda host: None,
     )

@@ -14,8 +14,9 @@ from specdec.worker.errors import RankLost, SessionFailure
 from specdec.worker.isolation import FaultLog, each_or_halves
 from target_service import commits, verifier
 from target_service.pacing import Pacing
+from tests.fuzz.links.worker import open_body, tiny_local_pair
 from tests.support.engine.local_pair import LocalPair, Outcome
-from tests.support.engine.worker_client import reason_of
+from tests.support.engine.worker_client import WorkerClient, reason_of
 
 POISON = 7
 """A token that only the guilty session's prompt has."""
@@ -193,3 +194,28 @@ def test_halving_finds_all_who_are_at_fault() -> None:
 
     assert each_or_halves(list(range(9)), run, lambda item, _: told.append(item)) == [0, 1, 2, 5, 6, 7, 8]
     assert told == [3, 4]
+
+
+def test_a_drafts_session_with_several_heads_for_whose_guess_something_raises_ends_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = WorkerClient(tiny_local_pair(), "draft")
+    client.attach()
+    client.entry("bad", open=open_body(fork_from="", max_draft_tokens=8))
+    guesser = client.role._guesser  # type: ignore[attr-defined]
+    num_heads: list[int] = []
+
+    class Raising:
+        def guess(self, places: list[Any], logits: torch.Tensor) -> list[Any]:
+            num_heads.append(len(places))
+            if max(num_heads) > 1:
+                raise ValueError("poison")
+            found: list[Any] = guesser.guess(places, logits)
+            return found
+
+    monkeypatch.setattr(client.role, "_guesser", Raising())
+    client.turn(40)
+    assert max(num_heads) > 1
+    assert client.session("bad") is None
+    (error,) = client.take("error", "bad")
+    assert reason_of(error.status) == "SESSION_FAULT"

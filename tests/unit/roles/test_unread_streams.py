@@ -9,6 +9,7 @@ from google.rpc import code_pb2
 
 from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
+from specdec.worker import loop
 from specdec.worker.pending_responses import ResponseLimits
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient, reason_of
@@ -104,3 +105,16 @@ def test_after_a_while_the_stream_ends_and_its_sessions_can_be_taken_up_on_anoth
         client.turn(5)
         found += tokens(client, "s")
     assert first + found == truth
+
+
+def test_what_waits_for_one_who_reads_nothing_is_bounded(client: WorkerClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_MAX_WAITING_BYTES", 16 * BUFFER)
+    refused = [client._entry(session_id=f"{n}" + "x" * 400, epoch=1, open=pb.OpenSession()) for n in range(100)]
+    for _ in range(100):
+        client.send(entries=refused)
+        client.turn()
+        assert client.host.responses.waiting_bytes(1) <= 20 * BUFFER
+        if client.aborts:
+            break
+    assert reason_of(client.aborts[1]) == "STREAM_NOT_READ"
+    assert client.host.responses.waiting_bytes(1) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,8 @@ from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient, reason_of
 
 PROMPT_LEN = 20
+MOST_TURN_S = 1.0
+"""Of processor time: a tenth of a second for entries, a message to parse, and a step."""
 
 
 @pytest.fixture(scope="module")
@@ -345,3 +348,41 @@ def test_the_same_owner_cannot_reopen_under_a_lower_lease(client: WorkerClient) 
     client.turn()
     assert reason_of(client.take("error")[0].status) == "STALE_LEASE"
     assert client.session().epoch == 1
+
+
+def test_a_message_of_ever_so_many_entries_holds_up_nobodys_steps(client: WorkerClient) -> None:
+    """One of 16 MB may hold a million: as one turn they would take longer than an engine may stand still."""
+    opened(client)
+    client.attach(stream_id=2, owner="b")
+    client.turn()
+    refused = [client._entry(session_id=f"b{number}", epoch=1, open=pb.OpenSession()) for number in range(20_000)]
+    client.send(2, entries=refused)
+    num_turns = num_tokens = num_refused = 0
+    while num_refused < len(refused):
+        began_s = time.thread_time()
+        client.worker._turn()
+        assert time.thread_time() - began_s < MOST_TURN_S
+        client.turn(0)
+        num_turns += 1
+        num_refused = sum(result.WhichOneof("result") == "error" for result in client.results)
+        num_tokens += sum(len(verdict.token_ids) for verdict in client.take("verdict"))
+    assert num_turns > 1
+    assert num_tokens >= num_turns
+
+
+def test_the_rest_of_a_message_is_dropped_when_its_stream_is_cut_off(client: WorkerClient) -> None:
+    opened(client)
+    client.attach(stream_id=2, owner="b")
+    long_id = client._entry(session_id="x" * 513, epoch=1, open=a_session())
+    client.send(2, entries=[long_id, client._entry(session_id="t", epoch=1, open=a_session())])
+    client.turn(2)
+    assert reason_of(client.aborts[2]) == "MALFORMED_MESSAGE"
+    assert client.session("t") is None
+    assert client.session() is not None
+
+
+def test_an_owner_whose_id_is_too_long_is_not_attached(client: WorkerClient) -> None:
+    client.attach(owner="o" * 513)
+    client.turn()
+    assert reason_of(client.aborts[1]) == "MALFORMED_MESSAGE"
+    assert not client.attached

@@ -4,15 +4,19 @@ import asyncio
 import os
 import signal
 import urllib.request
-from typing import Any
+from typing import Any, ClassVar
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from coordinator.links.stream_end import engine_end_in
+from specdec.rpc.bridge.engine_keeper import EngineKeeper
+from specdec.rpc.bridge.engine_watch import EndCause
 from specdec.rpc.errors import NotReady, Unavailable
 from specdec.session_keys import session_key, split_keys
+from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2, target_pb2_grpc
 from tests.support.services.echo_process import (
     SERVING,
@@ -148,3 +152,59 @@ async def test_a_frozen_service_that_goes_on_keeps_its_engine() -> None:
         await call.write(b"pid")
         assert int(await call.read()) == engine
         assert await health_of(channel) == SERVING
+
+
+class _Startable:
+    """An engine process, of which the second cannot be started."""
+
+    made: ClassVar[list["_Startable"]] = []
+
+    def __init__(self) -> None:
+        self.made.append(self)
+        self.number = len(self.made)
+        self.pid: int | None = None
+        self.instance_id, self.how_ended, self.end_cause = str(self.number), None, EndCause.EXITED
+        self.ended = asyncio.Event()
+
+    def start(self) -> None:
+        if self.number == 2:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        self.pid = self.number
+
+    async def wait_ready(self) -> common_pb2.GetReplicaInfoResponse:
+        return common_pb2.GetReplicaInfoResponse()
+
+    async def wait_ended(self) -> str:
+        await self.ended.wait()
+        return "killed"
+
+    async def wait_exited(self) -> str:
+        return await self.wait_ended()
+
+    async def stop(self, grace_s: float) -> None:
+        pass
+
+
+async def test_an_engine_for_whose_process_there_is_no_room_at_first_is_started_later() -> None:
+    ready = asyncio.Event()
+
+    async def on_ready(is_ready: bool) -> None:
+        if is_ready:
+            ready.set()
+
+    metrics = RelayMetrics(CollectorRegistry(), "target")
+    _Startable.made.clear()
+    keeper = EngineKeeper(
+        _Startable,  # type: ignore[arg-type]
+        load_timeout_s=5.0,
+        max_restarts=5,
+        metrics=metrics,
+        on_ready=on_ready,
+        on_exit=lambda pid: None,
+    )
+    await keeper.start()
+    _Startable.made[0].ended.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await ready.wait()
+    assert [each.pid for each in _Startable.made] == [1, None, 3]
+    await keeper.stop(0.0)

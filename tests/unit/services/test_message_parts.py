@@ -129,3 +129,9 @@ def test_a_proposal_in_a_drafts_frame_is_bytes_and_not_looked_into() -> None:
     proposal = pb.Proposal(token_ids=range(60)).SerializeToString()
     frame = draft_pb2.DraftResponse(results=[draft_pb2.DraftResult(session_id="a", proposal=proposal)] * 256)
     check_parts(frame.DESCRIPTOR, frame.SerializeToString(), 4 * 256)
+
+
+def test_what_a_draft_has_for_thousands_of_sessions_is_a_frame() -> None:
+    results = [draft_pb2.DraftResult(session_id=f"c/{n}/0", epoch=1, proposal=b"x" * 30) for n in range(4000)]
+    frame = draft_pb2.DraftResponse(results=results)
+    check_parts(frame.DESCRIPTOR, frame.SerializeToString())

@@ -11,6 +11,7 @@ from specdec.message_sizes import (
     ENTRY_OVERHEAD_BYTES,
     MAX_PROPOSAL_BYTES,
     MIN_MESSAGE_BYTES,
+    MOST_MESSAGE_BYTES,
     cut,
     frame_bytes,
     most_bytes,
@@ -21,6 +22,7 @@ from specdec.message_sizes import (
     tokens_bytes,
     varint_bytes,
 )
+from specdec.rpc.bridge.frame_codec import MAX_PAYLOAD_BYTES
 from specdec.sampling_limits import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
@@ -116,3 +118,9 @@ def test_a_peer_that_tells_nothing_takes_what_we_take_and_none_takes_less_than_t
     assert most_bytes(0, 2**20) == 2**20
     assert most_bytes(2**24, 2**20) == 2**24
     assert most_bytes(1, 2**20) == MIN_MESSAGE_BYTES
+
+
+def test_no_peer_is_believed_to_take_more_than_a_frame_between_processes_holds() -> None:
+    assert most_bytes(UINT32_MAX, MIN_MESSAGE_BYTES) == MOST_MESSAGE_BYTES < MAX_PAYLOAD_BYTES
+    assert most_bytes(1, MIN_MESSAGE_BYTES) == MIN_MESSAGE_BYTES
+    assert most_bytes(0, 12345) == 12345

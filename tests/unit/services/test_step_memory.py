@@ -9,7 +9,9 @@ import sys
 import pytest
 
 from specdec.rpc.bridge.step_memory import MAX_KEYS, StepMemory, new_step_file
+from specdec.rpc.errors import Unavailable, to_status
 from specdec.session_keys import KEY_BYTES, session_key, split_keys
+from specdec.v1 import common_pb2
 
 KEYS = [session_key(f"coordinator/request/{number}") for number in range(64)]
 
@@ -63,3 +65,13 @@ def test_the_largest_step_that_has_room_is_told_in_full() -> None:
     keys = [number.to_bytes(KEY_BYTES, "big") for number in range(MAX_KEYS)]
     steps.work_on(keys)
     assert split_keys(steps.read_keys() or b"") == set(keys)
+
+
+def test_the_status_of_a_stream_has_room_for_all_who_are_told() -> None:
+    """gRPC hands on 4 KB of it."""
+    error = Unavailable("the engine process was killed by SIGKILL", reason="ENGINE_LOST")
+    keys = b"k" * KEY_BYTES * MAX_KEYS
+    error.attached.append(
+        common_pb2.EngineEnd(instance_id="ab" * 8, reason="ENGINE_LOST", is_told=True, session_keys=keys)
+    )
+    assert any(detail.Is(common_pb2.EngineEnd.DESCRIPTOR) for detail in to_status(error).details)

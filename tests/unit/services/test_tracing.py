@@ -263,3 +263,13 @@ def test_names_of_attributes_are_those_of_the_conventions() -> None:
     used = {name for path in sources for name in names.findall(path.read_text(encoding="utf-8"))}
     assert len(used) > 20
     assert used - known == set()
+
+
+def test_an_epoch_of_any_size_is_told(client: WorkerClient) -> None:
+    body = open_session(prompts()[0][:PROMPT_LEN], max_tokens=100, body={"traceparent": PARENT})
+    client.entry("s", 2**64 - 1, open=body)
+    client.turn(2)
+    client.entry("s", 2**64 - 1, close=pb.CloseSession(reason="finished"))
+    client.turn()
+    (told,) = client.spans
+    assert attributes_of(told)["specdec.epoch"] == str(2**64 - 1)
