@@ -18,6 +18,7 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
+from specdec.engine.native.packing import PackedArena, WeightPacking, WeightView
 
 _FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -30,8 +31,8 @@ class _DecoderLayer(ctypes.Structure):
 
     _fields_ = [
         *((name, _POINTER) for name in ("input_norm", "query_norm", "key_norm", "post_norm")),
-        *((name, _POINTER) for name in ("qkv", "qkv_bias", "output", "output_bias")),
-        *((name, _POINTER) for name in ("gate_up", "gate_bias", "up_bias", "down", "down_bias")),
+        *((name, WeightView) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _POINTER) for name in ("qkv_bias", "output_bias", "gate_bias", "up_bias", "down_bias")),
         ("attention", AttentionView),
     ]
 
@@ -40,10 +41,12 @@ class _Decoder(ctypes.Structure):
     """``Decoder`` of decoder.cpp."""
 
     _fields_ = [
-        *((name, _POINTER) for name in ("embedding", "cosines", "sines", "final_norm", "lm_head", "lm_head_bias")),
+        *((name, _POINTER) for name in ("embedding", "cosines", "sines")),
+        ("lm_head", WeightView),
+        *((name, _POINTER) for name in ("final_norm", "lm_head_bias")),
         ("layers", ctypes.POINTER(_DecoderLayer)),
         *((name, _INT64) for name in ("num_layers", "hidden", "intermediate", "num_logits")),
-        *((name, _INT64) for name in ("num_embeddings", "num_positions")),
+        *((name, _INT64) for name in ("num_embeddings", "num_positions", "embedding_is_bfloat16")),
         ("norm_epsilon", ctypes.c_float),
     ]
 
@@ -89,8 +92,7 @@ class FusedDecoder:
         decoder: Any = model.model
         head: Any = model.lm_head
         layers = list(decoder.layers)
-        self._arena = kernels.empty_arena(_arena_size(layers, head, kernels))
-        self._arena_used = 0
+        self.arena = PackedArena(kernels.packing, _packed_bytes(layers, head, kernels.packing))
         self._layers = (_DecoderLayer * len(layers))()
         heads = model.config.num_attention_heads
         for target, layer, geometry, option in zip(self._layers, layers, geometries, options, strict=True):
@@ -98,20 +100,23 @@ class FusedDecoder:
             self._take_layer(target, layer)
         cosines, sines = _rotary_tables(decoder.rotary_emb, max_model_len)
         self.num_logits = int(head.weight.shape[0])
+        embedding = decoder.embed_tokens.weight
+        embedding_is_bfloat16 = kernels.packing.fits_bfloat16(embedding)
         self._decoder = _Decoder(
-            embedding=self._keep(decoder.embed_tokens.weight),
+            embedding=self._keep(embedding, torch.bfloat16 if embedding_is_bfloat16 else torch.float32),
             cosines=self._keep(cosines),
             sines=self._keep(sines),
+            lm_head=self.arena.pack([head.weight]),
             final_norm=self._keep(decoder.norm.weight),
-            lm_head=self._pack([head.weight]),
             lm_head_bias=self._keep(head.bias),
             layers=self._layers,
             num_layers=len(layers),
             hidden=model.config.hidden_size,
             intermediate=model.config.intermediate_size,
             num_logits=self.num_logits,
-            num_embeddings=decoder.embed_tokens.weight.shape[0],
+            num_embeddings=embedding.shape[0],
             num_positions=max_model_len,
+            embedding_is_bfloat16=embedding_is_bfloat16,
             norm_epsilon=model.config.rms_norm_eps,
         )
 
@@ -153,54 +158,44 @@ class FusedDecoder:
         for name, norm in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
             if hasattr(attention, norm):
                 setattr(target, name, self._keep(getattr(attention, norm).weight))
+        for name, weights in _packed_weights(layer).items():
+            setattr(target, name, self.arena.pack(weights))
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        target.qkv = self._pack([torch.cat([p.weight for p in projections])])
         if projections[0].bias is not None:
             target.qkv_bias = self._keep(torch.cat([p.bias for p in projections]))
-        target.output, target.output_bias = (
-            self._pack([attention.o_proj.weight]),
-            self._keep(attention.o_proj.bias),
-        )
-        target.gate_up = self._pack([mlp.gate_proj.weight, mlp.up_proj.weight])
+        target.output_bias, target.down_bias = self._keep(attention.o_proj.bias), self._keep(mlp.down_proj.bias)
         target.gate_bias = self._keep(self._padded(mlp.gate_proj.bias))
         target.up_bias = self._keep(self._padded(mlp.up_proj.bias))
-        target.down, target.down_bias = self._pack([mlp.down_proj.weight]), self._keep(mlp.down_proj.bias)
         for module in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             module.weight = None
 
-    def _keep(self, tensor: torch.Tensor | None) -> int | None:
+    def _keep(self, tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
         if tensor is None:
             return None
-        own = tensor.detach().float().contiguous()
+        own = tensor.detach().to(dtype).contiguous()
         self._kept.append(own)
         return own.data_ptr()
 
     def _padded(self, bias: torch.Tensor | None) -> torch.Tensor | None:
         if bias is None:
             return None
-        return nn.functional.pad(bias.detach(), (0, -bias.shape[0] % self._kernels.panel_width))
-
-    def _pack(self, weights: Sequence[torch.Tensor]) -> int:
-        """Pack weights of one shape into the arena, their panels alternating; returns the address."""
-        start = self._arena_used
-        outputs, depth = weights[0].shape
-        for index, weight in enumerate(weights):
-            offset = start + index * depth * self._kernels.panel_width
-            self._kernels.pack_into(weight, self._arena, offset, len(weights))
-        self._arena_used += len(weights) * self._kernels.packed_size(outputs, depth)
-        return self._arena.data_ptr() + 4 * start
+        return nn.functional.pad(bias.detach(), (0, -bias.shape[0] % self._kernels.packing.panel_width))
 
 
-def _arena_size(layers: Sequence[Any], head: Any, kernels: NativeKernels) -> int:
-    size = kernels.packed_size(*head.weight.shape)
-    for layer in layers:
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv = sum(p.weight.shape[0] for p in (attention.q_proj, attention.k_proj, attention.v_proj))
-        size += kernels.packed_size(qkv, attention.q_proj.weight.shape[1])
-        size += sum(
-            kernels.packed_size(*p.weight.shape) for p in (attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        )
-    return size
+def _packed_weights(layer: Any) -> dict[str, list[torch.Tensor]]:
+    """What a layer's packed fields are made of: weights of one shape each, whose panels alternate."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return {
+        "qkv": [torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])],
+        "output": [attention.o_proj.weight],
+        "gate_up": [mlp.gate_proj.weight, mlp.up_proj.weight],
+        "down": [mlp.down_proj.weight],
+    }
+
+
+def _packed_bytes(layers: Sequence[Any], head: Any, packing: WeightPacking) -> int:
+    of_layers = sum(packing.num_bytes(weights) for layer in layers for weights in _packed_weights(layer).values())
+    return of_layers + packing.num_bytes([head.weight])
 
 
 def _attention_view(num_heads: int, geometry: LayerGeometry, options: AttentionOptions) -> AttentionView:

@@ -2,11 +2,15 @@
 
 simd.h          float vectors of the CPU's own width
 thread_pool.h   a team of threads that sleeps when idle
+packed.h        how weights lie in memory: formats that hold float32 numbers exactly
+packing.cpp     packs them
 linear.h        skinny matrix products, one fixed accumulator per output
+linear.cpp      their inner loops
 attention.h     attention of one row over the paged cache
-kernels.cpp     the C interface of the two
+kernels.cpp     the C interface of products and attention
 decoder.cpp     a whole decoder step in one call
 variants.py     the instruction sets they are built for, and this machine's
 build.py        finds them, or compiles them once
+packing.py      chooses formats and packs tensors
 kernels.py      calls them on tensors
 """

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from specdec.engine.native.variants import ISA_VARIABLE, Variant, choose_variant
 
-SOURCES = ("kernels.cpp", "decoder.cpp", "thread_pool.cpp", "sampling.cpp")
-HEADERS = ("simd.h", "thread_pool.h", "linear.h", "attention.h")
+SOURCES = ("kernels.cpp", "linear.cpp", "packing.cpp", "decoder.cpp", "thread_pool.cpp", "sampling.cpp")
+HEADERS = ("simd.h", "thread_pool.h", "packed.h", "linear.h", "attention.h")
 PREBUILT_FOLDER = "lib"
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-w")
 _HERE = Path(__file__).parent

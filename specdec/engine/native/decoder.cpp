@@ -10,19 +10,21 @@ using namespace specdec;
 
 extern "C" {
 
-// Both are mirrored by ctypes structures in fusion.py. Weights are packed (linear.h); null pointers: not there.
+// Both are mirrored by ctypes structures in fused.py. Null pointers: not there.
 struct DecoderLayer {
   const float *input_norm, *query_norm, *key_norm, *post_norm;
-  const float *qkv, *qkv_bias, *output, *output_bias;
-  const float *gate_up, *gate_bias, *up_bias, *down, *down_bias;  // gate_up: panels of both, alternating
+  PackedWeight qkv, output, gate_up, down;  // gate_up: panels of both, alternating
+  const float *qkv_bias, *output_bias, *gate_bias, *up_bias, *down_bias;
   AttentionView attention;
 };
 
 struct Decoder {
-  const float *embedding, *cosines, *sines;  // [vocab, hidden], [positions, head_dim / 2] twice
-  const float *final_norm, *lm_head, *lm_head_bias;
+  const void* embedding;         // [vocab, hidden], float32 or bfloat16
+  const float *cosines, *sines;  // [positions, head_dim / 2]
+  PackedWeight lm_head;
+  const float *final_norm, *lm_head_bias;
   const DecoderLayer* layers;
-  int64_t num_layers, hidden, intermediate, num_logits, num_embeddings, num_positions;
+  int64_t num_layers, hidden, intermediate, num_logits, num_embeddings, num_positions, embedding_is_bfloat16;
   float norm_epsilon;
 };
 
@@ -90,14 +92,26 @@ class Step {
   void run(int thread, int num_threads) const {
     const Share rows(batch_.num_rows, thread, num_threads);
     for (int64_t row = rows.begin; row < rows.end; ++row)
-      std::memcpy(space_.hidden + row * decoder_.hidden, decoder_.embedding + batch_.input_ids[row] * decoder_.hidden,
-                  decoder_.hidden * sizeof(float));
+      embed(batch_.input_ids[row], space_.hidden + row * decoder_.hidden);
     pool_.barrier();
     for (int64_t i = 0; i < decoder_.num_layers; ++i) run_layer(decoder_.layers[i], thread, num_threads);
     project_logits(thread, num_threads);
   }
 
  private:
+  void embed(int64_t token, float* out) const {
+    const int64_t hidden = decoder_.hidden;
+    if (!decoder_.embedding_is_bfloat16) {
+      std::memcpy(out, static_cast<const float*>(decoder_.embedding) + token * hidden, hidden * sizeof(float));
+      return;
+    }
+    const uint16_t* numbers = static_cast<const uint16_t*>(decoder_.embedding) + token * hidden;
+    for (int64_t i = 0; i < hidden; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(numbers[i]) << 16;
+      std::memcpy(out + i, &bits, sizeof bits);
+    }
+  }
+
   void run_layer(const DecoderLayer& layer, int thread, int num_threads) const {
     const int64_t hidden = decoder_.hidden;
     const float* normed = norm_rows(layer.input_norm, thread, num_threads);
@@ -163,11 +177,11 @@ class Step {
 
   // y = x * weight^T + bias, or y += where `add`, for the panels of one share.
   template <bool add>
-  void project(const float* weight, const float* bias, const float* x, int64_t depth, int64_t num_outputs, float* y,
-               const Share& panels) const {
+  void project(const PackedWeight& weight, const float* bias, const float* x, int64_t depth, int64_t num_outputs,
+               float* y, const Share& panels) const {
     multiply(weight, panels.begin, panels.end, x, depth, batch_.num_rows, depth,
-             [&](int64_t panel, int64_t first_row, const auto& acc) {
-               write_panel<add>(acc, panel, bias, num_outputs, y + first_row * num_outputs, num_outputs);
+             [&](int64_t panel, int64_t first_row, int rows, const Vec* sums) {
+               write_panel<add>(sums, rows, panel, bias, num_outputs, y + first_row * num_outputs, num_outputs);
              });
   }
 
@@ -194,33 +208,29 @@ class Step {
   void activate(const DecoderLayer& layer, const float* normed, int thread, int num_threads) const {
     const int64_t depth = decoder_.hidden, width = decoder_.intermediate;
     const Share pairs(num_panels(width), thread, num_threads);
+    const int64_t stride = panel_bytes(layer.gate_up.format, depth);
     for (int64_t pair = pairs.begin; pair < pairs.end; ++pair) {
-      const float* weight = layer.gate_up + 2 * pair * depth * kPanel;
-      for_row_blocks(batch_.num_rows, [&]<int rows>(int64_t first) {
+      const uint8_t* panel = layer.gate_up.panels + 2 * pair * stride;
+      for_row_blocks(batch_.num_rows, [&](int64_t first, int rows) {
         const float* x = normed + first * depth;
-        Accumulators<rows> both[2];
-        const auto keep = [&](int p, const auto& acc) { both[p] = acc; };
-        if constexpr (rows <= 3) {
-          multiply_panels<rows, 2>(weight, depth * kPanel, x, depth, depth, keep);
-        } else {
-          multiply_panels<rows, 1>(weight, 0, x, depth, depth, keep);
-          multiply_panels<rows, 1>(weight + depth * kPanel, 0, x, depth, depth,
-                                   [&](int, const auto& acc) { both[1] = acc; });
-        }
-        add_bias(both[0], layer.gate_bias, pair);
-        add_bias(both[1], layer.up_bias, pair);
-        for (int r = 0; r < rows; ++r)
-          for (int j = 0; j < kPanelVectors; ++j) both[0].v[r][j] = silu(both[0].v[r][j]) * both[1].v[r][j];
-        write_panel<false>(both[0], pair, nullptr, width, space_.activated + first * width, width);
+        Vec sums[kMostAccumulators];
+        Vec *gates = sums, *ups = sums + rows * kPanelVectors;
+        const int together = std::min(panels_together(rows), 2);
+        const BlockProduct product = block_product(layer.gate_up.format, rows, together);
+        product(panel, stride, x, depth, depth, gates);
+        if (together == 1) product(panel + stride, stride, x, depth, depth, ups);
+        add_bias(gates, rows, layer.gate_bias, pair);
+        add_bias(ups, rows, layer.up_bias, pair);
+        for (int i = 0; i < rows * kPanelVectors; ++i) gates[i] = silu(gates[i]) * ups[i];
+        write_panel<false>(gates, rows, pair, nullptr, width, space_.activated + first * width, width);
       });
     }
   }
 
-  template <int rows>
-  void add_bias(Accumulators<rows>& acc, const float* bias, int64_t panel) const {  // bias: zero-padded to whole panels
+  void add_bias(Vec* sums, int rows, const float* bias, int64_t panel) const {  // bias: zero-padded to whole panels
     if (bias == nullptr) return;
-    for (int r = 0; r < rows; ++r)
-      for (int j = 0; j < kPanelVectors; ++j) acc.v[r][j] = acc.v[r][j] + load(bias + panel * kPanel + j * kLanes);
+    for (int i = 0; i < rows * kPanelVectors; ++i)
+      sums[i] = sums[i] + load(bias + panel * kPanel + i % kPanelVectors * kLanes);
   }
 
   void project_logits(int thread, int num_threads) const {
@@ -232,8 +242,8 @@ class Step {
     pool_.barrier();
     const Share panels(num_panels(decoder_.num_logits), thread, num_threads);
     multiply(decoder_.lm_head, panels.begin, panels.end, space_.normed, hidden, num_rows, hidden,
-             [&](int64_t panel, int64_t first_row, const auto& acc) {
-               write_panel<false>(acc, panel, decoder_.lm_head_bias, decoder_.num_logits,
+             [&](int64_t panel, int64_t first_row, int rows, const Vec* sums) {
+               write_panel<false>(sums, rows, panel, decoder_.lm_head_bias, decoder_.num_logits,
                                   logits_ + first_row * decoder_.num_logits, decoder_.num_logits);
              });
   }

@@ -1,6 +1,4 @@
-// The C interface of the CPU kernels, called by ctypes from kernels.py. Sizes are in elements, float32 throughout.
-
-#include <sys/mman.h>
+// The C interface of the CPU kernels, called by ctypes from kernels.py. Sizes are in elements, all float32 but packed weights.
 
 #include "attention.h"
 #include "linear.h"
@@ -16,43 +14,20 @@ constexpr int64_t kParallelFlops = 1 << 15;  // below, waking other threads cost
 
 extern "C" {
 
-int specdec_panel_width() { return kPanel; }
 int specdec_lanes() { return kLanes; }
 int specdec_max_head_dim() { return kMaxHeadDim; }
 
 void* specdec_pool_create(int num_threads) { return new ThreadPool(num_threads); }
 void specdec_pool_destroy(void* pool) { delete static_cast<ThreadPool*>(pool); }
 
-// Asks for large pages: a step reads all weights once, and small pages cost it a table walk every 4 KiB.
-void specdec_advise_large_pages(void* memory, int64_t num_bytes) {
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t kPage = 4096;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + num_bytes) / kPage * kPage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
-// weight [num_outputs, depth] -> packed [panels][depth][kPanel], the panel of outputs 0 .. kPanel at
-// packed, the next `panel_step` panels further on (2 interleaves two weights).
-void specdec_pack(const float* weight, int64_t num_outputs, int64_t depth, int64_t panel_step, float* packed) {
-  for (int64_t panel = 0; panel < num_panels(num_outputs); ++panel) {
-    float* target = packed + panel * panel_step * depth * kPanel;
-    const int64_t width = std::min<int64_t>(kPanel, num_outputs - panel * kPanel);
-    for (int64_t k = 0; k < depth; ++k)
-      for (int64_t n = 0; n < kPanel; ++n)
-        target[k * kPanel + n] = n < width ? weight[(panel * kPanel + n) * depth + k] : 0.0f;
-  }
-}
-
 // y [num_rows, num_outputs] = x [num_rows, depth] * weight^T + bias (or null)
-void specdec_linear(void* pool_handle, const float* packed, const float* bias, const float* x, int64_t num_rows,
-                    int64_t depth, int64_t num_outputs, float* y) {
+void specdec_linear(void* pool_handle, const PackedWeight* weight, const float* bias, const float* x,
+                    int64_t num_rows, int64_t depth, int64_t num_outputs, float* y) {
   const auto task = [&](int thread, int num_threads) {
     const Share panels(num_panels(num_outputs), thread, num_threads);
-    multiply(packed, panels.begin, panels.end, x, depth, num_rows, depth,
-             [&](int64_t panel, int64_t first_row, const auto& acc) {
-               write_panel<false>(acc, panel, bias, num_outputs, y + first_row * num_outputs, num_outputs);
+    multiply(*weight, panels.begin, panels.end, x, depth, num_rows, depth,
+             [&](int64_t panel, int64_t first_row, int rows, const Vec* sums) {
+               write_panel<false>(sums, rows, panel, bias, num_outputs, y + first_row * num_outputs, num_outputs);
              });
   };
   if (num_rows * depth * num_outputs < kParallelFlops)

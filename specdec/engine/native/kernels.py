@@ -10,6 +10,7 @@ from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cac
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.native.build import load_library
+from specdec.engine.native.packing import WeightPacking, declare_functions
 
 KERNEL_VERSION = 1  # part of the numerics id: raise it whenever a kernel's bits change
 _INT64, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -81,10 +82,10 @@ class NativeKernels:
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         self.library, variant = load_library()
-        _declare_signatures(self.library)
+        declare_functions(self.library, _FUNCTIONS)
         self.variant = variant.name  # decides the bits, with KERNEL_VERSION
         self.pool: int = self.library.specdec_pool_create(num_threads)
-        self.panel_width: int = self.library.specdec_panel_width()
+        self.packing = WeightPacking(self.library)
         self.lanes: int = self.library.specdec_lanes()
         self.max_head_dim: int = self.library.specdec_max_head_dim()
         self._finalizer = weakref.finalize(self, self.library.specdec_pool_destroy, self.pool)
@@ -93,31 +94,11 @@ class NativeKernels:
         """Pack a weight ``[N, K]``; see ``specdec.engine.model.linear.WeightPacker``."""
         return NativeWeight(self, weight, bias)
 
-    def pack_into(self, weight: torch.Tensor, packed: torch.Tensor, offset: int, panel_step: int) -> None:
-        """Pack ``[N, K]`` into a buffer from ``offset`` on, its panels ``panel_step`` panels apart."""
-        source = weight.detach().float().contiguous()
-        target = packed.data_ptr() + 4 * offset
-        self.library.specdec_pack(source.data_ptr(), source.shape[0], source.shape[1], panel_step, target)
-
-    def packed_size(self, num_outputs: int, depth: int) -> int:
-        """Numbers that a packed weight ``[num_outputs, depth]`` takes."""
-        return -(-num_outputs // self.panel_width) * self.panel_width * depth
-
-    def empty_arena(self, size: int) -> torch.Tensor:
-        """Uninitialised memory for packed weights, on large pages where the system has them."""
-        arena = torch.empty(size)
-        self.library.specdec_advise_large_pages(arena.data_ptr(), 4 * size)
-        return arena
-
-    def empty_panels(self, num_outputs: int, depth: int) -> torch.Tensor:
-        """A buffer for a packed weight ``[num_outputs, depth]``."""
-        return torch.empty(self.packed_size(num_outputs, depth))
-
     def linear(self, weight: "NativeWeight", rows: torch.Tensor, out: torch.Tensor) -> None:
         """``out = rows @ weight.T + bias``; rows ``[T, K]`` and out ``[T, N]`` contiguous."""
         self.library.specdec_linear(
             self.pool,
-            weight.panels.data_ptr(),
+            ctypes.byref(weight.view),
             None if weight.bias is None else weight.bias.data_ptr(),
             rows.data_ptr(),
             rows.shape[0],
@@ -128,13 +109,14 @@ class NativeKernels:
 
 
 class NativeWeight:
-    """A weight packed into panels, with its bias."""
+    """A weight packed into panels, in the smallest format that holds it exactly, with its bias."""
 
     def __init__(self, kernels: NativeKernels, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._kernels = kernels
         self.out_features, self.in_features = weight.shape
-        self.panels = kernels.empty_panels(self.out_features, self.in_features)
-        kernels.pack_into(weight, self.panels, 0, 1)
+        packing = kernels.packing
+        self.panels = packing.empty(packing.num_bytes([weight]))
+        self.view = packing.pack([weight], self.panels)
         self.bias = None if bias is None else bias.detach().float().clone().contiguous()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
@@ -202,20 +184,13 @@ class NativeAttention:
         return out
 
 
-def _declare_signatures(library: ctypes.CDLL) -> None:
-    signatures: dict[str, tuple[object, Sequence[object]]] = {
-        "specdec_panel_width": (ctypes.c_int, ()),
-        "specdec_lanes": (ctypes.c_int, ()),
-        "specdec_max_head_dim": (ctypes.c_int, ()),
-        "specdec_pool_create": (_POINTER, (ctypes.c_int,)),
-        "specdec_pool_destroy": (None, (_POINTER,)),
-        "specdec_pack": (None, (_POINTER, _INT64, _INT64, _INT64, _POINTER)),
-        "specdec_linear": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _POINTER)),
-        "specdec_advise_large_pages": (None, (_POINTER, _INT64)),
-        "specdec_decoder_workspace": (_INT64, (_POINTER, _INT64, ctypes.c_int)),
-        "specdec_decoder_step": (ctypes.c_int, (_POINTER,) * 5),
-        "specdec_attention": (None, (_POINTER,) * 10),
-    }
-    for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, list(arguments)
+_FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
+    "specdec_lanes": (ctypes.c_int, ()),
+    "specdec_max_head_dim": (ctypes.c_int, ()),
+    "specdec_pool_create": (_POINTER, (ctypes.c_int,)),
+    "specdec_pool_destroy": (None, (_POINTER,)),
+    "specdec_linear": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _POINTER)),
+    "specdec_decoder_workspace": (_INT64, (_POINTER, _INT64, ctypes.c_int)),
+    "specdec_decoder_step": (ctypes.c_int, (_POINTER,) * 5),
+    "specdec_attention": (None, (_POINTER,) * 10),
+}

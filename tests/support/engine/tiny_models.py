@@ -94,8 +94,8 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
-def save_tiny_model(name: str, directory: Path, seed: int = 0) -> Path:
-    """Write a tiny model with random weights (biases and norms too) to ``directory``; returns it."""
+def save_tiny_model(name: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """Write a tiny model with random weights (biases and norms too), rounded to ``dtype``; returns the directory."""
     config = (SUPPORTED.get(name) or REFUSED[name])()
     torch.manual_seed(seed)
     if isinstance(config, T5Config):
@@ -108,5 +108,5 @@ def save_tiny_model(name: str, directory: Path, seed: int = 0) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
             elif "norm" not in parameter_name and parameter.std() < _WEIGHT_STD / 4:
                 parameter.normal_(0.0, _WEIGHT_STD)
-    model.save_pretrained(directory, safe_serialization=True)
+    model.to(dtype).save_pretrained(directory, safe_serialization=True)
     return directory

@@ -1,0 +1,65 @@
+// The inner loops of all products, one for each format, number of rows and number of panels.
+
+#include "linear.h"
+
+namespace specdec {
+namespace {
+
+constexpr int64_t kPrefetchBytes = 8192;  // how far ahead of the product the weight is asked for
+constexpr int kLineBytes = 64;
+
+template <Format format, int rows, int panels>
+void multiply_block(const uint8_t* panel, int64_t panel_stride, const float* x, int64_t x_stride, int64_t depth,
+                    Vec* out) {
+  using Reader = Panel<format>;
+  constexpr int kSteps = Reader::kStepBytes < kLineBytes ? kLineBytes / Reader::kStepBytes : 1;  // whole lines
+  Vec sums[panels][rows][kPanelVectors];
+  for (int p = 0; p < panels; ++p)
+    for (int r = 0; r < rows; ++r)
+      for (int j = 0; j < kPanelVectors; ++j) sums[p][r][j] = Vec{};
+  const auto add = [&](int64_t k) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int p = 0; p < panels; ++p) {
+      Vec column[kPanelVectors];
+      Reader::column(panel + p * panel_stride, k, column);
+#pragma GCC unroll 16
+      for (int r = 0; r < rows; ++r) {
+        const Vec value = splat(x[r * x_stride + k]);
+#pragma GCC unroll 4
+        for (int j = 0; j < kPanelVectors; ++j) sums[p][r][j] = fma(value, column[j], sums[p][r][j]);
+      }
+    }
+  };
+  int64_t k = 0;
+  for (; k + kSteps <= depth; k += kSteps) {
+#pragma GCC unroll 4
+    for (int p = 0; p < panels; ++p)
+      for (int line = 0; line < kSteps * Reader::kStepBytes; line += kLineBytes)
+        __builtin_prefetch(panel + p * panel_stride + k * Reader::kStepBytes + kPrefetchBytes + line);
+#pragma GCC unroll 8
+    for (int step = 0; step < kSteps; ++step) add(k + step);
+  }
+  for (; k < depth; ++k) add(k);
+  for (int p = 0; p < panels; ++p)
+    for (int r = 0; r < rows; ++r)
+      for (int j = 0; j < kPanelVectors; ++j) out[(p * rows + r) * kPanelVectors + j] = sums[p][r][j];
+}
+
+template <Format format, int panels, int rows = kMaxRows>
+BlockProduct of_rows(int count) {
+  if constexpr (rows > 1)
+    if (count < rows) return of_rows<format, panels, rows - 1>(count);
+  return multiply_block<format, rows, panels>;
+}
+
+}  // namespace
+
+int panels_together(int rows) { return rows == 1 ? 4 : 1; }
+
+BlockProduct block_product(int64_t format, int rows, int panels) {
+  return with_format(format, [&]<Format f>() {
+    return panels == 1 ? of_rows<f, 1>(rows) : panels == 2 ? of_rows<f, 2>(rows) : of_rows<f, 4>(rows);
+  });
+}
+
+}  // namespace specdec
