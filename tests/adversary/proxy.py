@@ -76,7 +76,7 @@ class Proxy:
 
     async def _listen(self, source: str | None, destination: str, port: int) -> int:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            name = source or self._owner_of(writer.get_extra_info("peername")[1])
+            name = source or self._owner_of(writer.get_extra_info("peername")[1], writer.get_extra_info("sockname")[1])
             await self._link(f"{name}>{destination}", port).carry(reader, writer)
 
         if source is not None:
@@ -86,8 +86,8 @@ class Proxy:
         listening: int = server.sockets[0].getsockname()[1]
         return listening
 
-    def _owner_of(self, peer_port: int) -> str:
-        pid = owner_of(peer_port, list(self._owners))
+    def _owner_of(self, peer_port: int, own_port: int) -> str:
+        pid = owner_of(peer_port, own_port, list(self._owners))
         return UNKNOWN if pid is None else self._owners.get(pid, UNKNOWN)
 
 

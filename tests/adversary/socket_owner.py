@@ -15,9 +15,12 @@ TABLES = {
 """127.0.0.1, as each table writes it."""
 
 
-def owner_of(port: int, pids: Iterable[int]) -> int | None:
-    """The process, of these, that holds the connection whose end at 127.0.0.1 has this port, if one does."""
-    inode = _inode_of(port)
+def owner_of(port: int, to_port: int, pids: Iterable[int]) -> int | None:
+    """The process, of these, that holds the connection from one port of 127.0.0.1 to another, if one does.
+
+    Both count: the kernel gives a port to several connections that go to different ones.
+    """
+    inode = _inode_of(port, to_port)
     if inode is None:
         return None
     link = f"socket:[{inode}]"
@@ -30,13 +33,13 @@ def owner_of(port: int, pids: Iterable[int]) -> int | None:
     return None
 
 
-def _inode_of(port: int) -> str | None:
-    """The socket whose local end it is; connections that are over have none."""
+def _inode_of(port: int, to_port: int) -> str | None:
+    """The socket whose ends they are; connections that are over have none."""
     for table, loopback in TABLES.items():
-        local = f"{loopback}:{port:04X}"
+        local, remote = f"{loopback}:{port:04X}", f"{loopback}:{to_port:04X}"
         for line in table.read_text().splitlines():
             if local in line:
                 fields = line.split()
-                if fields[1] == local and fields[9] != "0":
+                if fields[1:3] == [local, remote] and fields[9] != "0":
                     return fields[9]
     return None
