@@ -124,12 +124,12 @@ class ChaosRun:
 
         await until(have_all_moved, self._settings.bound_s)
         self._progress.close_window(window)
-        record.worst_stall_s, record.num_streams = window.worst_s, len(window.longest_s)
+        record.stalls_s = sorted(window.longest_s.values())
         record.descriptors = self._descriptors()
         self._note_endings(event, num_endings)
         self._records.append(record)
         self._say(
-            f"  worst stall {record.worst_stall_s:.2f} s of {record.num_streams} streams,"
+            f"  worst stall {window.worst_s:.2f} s of {len(record.stalls_s)} streams,"
             f" whole after {now - window.start_s:.1f} s; {verdict.num_done} answers, {len(verdict.failures)} failures"
         )
         verdict.event, verdict.label = None, NO_EVENT

@@ -18,11 +18,10 @@ class EventRecord:
     description: str
     leaves_nobody: bool
     """It cut off all targets or all coordinators."""
-    worst_stall_s: float = 0.0
-    """From its beginning on, the longest that any choice of any stream stood still, new requests included."""
+    stalls_s: list[float] = field(default_factory=list)
+    """From the event's beginning on, of each stream, new ones included: the longest that a choice of it stood still."""
     whole_s: float | None = None
     """Until all services were healthy and used again; None: not in time."""
-    num_streams: int = 0
     descriptors: dict[str, tuple[int, int]] = field(default_factory=dict)
     """By service: its process and how many it had open when all was whole again."""
 
@@ -33,6 +32,7 @@ class Row:
 
     label: str
     num_events: int
+    num_streams: int
     p50_s: float
     p99_s: float
     most_s: float
@@ -55,7 +55,7 @@ def table(records: Iterable[EventRecord], failures: Sequence[Failure]) -> list[R
 
 
 def _row(label: str, records: Sequence[EventRecord], failures: Sequence[Failure]) -> Row:
-    stalls = [record.worst_stall_s for record in records]
+    stalls = [stall_s for record in records for stall_s in record.stalls_s] or [0.0]
     wholes = [record.whole_s for record in records if record.whole_s is not None]
     indexes = {record.index for record in records}
     counts: dict[str, int] = {}
@@ -65,6 +65,7 @@ def _row(label: str, records: Sequence[EventRecord], failures: Sequence[Failure]
     return Row(
         label=label,
         num_events=len(records),
+        num_streams=sum(len(record.stalls_s) for record in records),
         p50_s=percentile(stalls, 0.5),
         p99_s=percentile(stalls, 0.99),
         most_s=max(stalls),
@@ -76,11 +77,18 @@ def _row(label: str, records: Sequence[EventRecord], failures: Sequence[Failure]
 def markdown(rows: Sequence[Row]) -> str:
     """The table for people."""
     lines = [
-        "| fault | events | worst stall of a stream p50 | p99 | most | services whole again p50 | failures |",
-        "|---|---|---|---|---|---|---|",
+        "| fault | events | streams | stall of a stream p50 | p99 | most | services whole again p50 | failures |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         whole = "never" if row.whole_p50_s is None else f"{row.whole_p50_s:.1f} s"
-        cells = (row.label, row.num_events, f"{row.p50_s:.2f} s", f"{row.p99_s:.2f} s", f"{row.most_s:.2f} s")
+        cells = (
+            row.label,
+            row.num_events,
+            row.num_streams,
+            f"{row.p50_s:.2f} s",
+            f"{row.p99_s:.2f} s",
+            f"{row.most_s:.2f} s",
+        )
         lines.append("| " + " | ".join([*map(str, cells), whole, row.failures or "none"]) + " |")
     return "\n".join(lines) + "\n"

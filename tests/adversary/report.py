@@ -67,8 +67,8 @@ def chaos_text(result: ChaosResult, command: str) -> str:
         f" {verdict.num_cut_off} that were cut off were equal to their undisturbed runs;"
         f" {len(verdict.failures)} failures.",
         "",
-        "A stall is the longest time that any choice of any stream got no token, from the fault's beginning on;",
-        "requests that were sent meanwhile count, too. Of each event the worst stream counts.",
+        "A stall is the longest time that a choice of a stream got no token, from the fault's beginning until all",
+        "services were whole again; requests that were sent meanwhile count, too. p50 and p99 are over all streams.",
         "",
         markdown(table(result.records, verdict.failures)),
         f"Refused before the first chunk, and asked again: {dict(verdict.refusals) or 'none'}.",

@@ -162,9 +162,9 @@ def test_a_choice_that_has_ended_stands_no_more() -> None:
 
 def test_the_table_has_a_row_per_kind_with_its_failures_and_one_for_pairs() -> None:
     records = [
-        EventRecord(index=0, label="a", description="", leaves_nobody=False, worst_stall_s=1.0, whole_s=2.0),
-        EventRecord(index=1, label="a", description="", leaves_nobody=False, worst_stall_s=3.0),
-        EventRecord(index=2, label="a + b", description="", leaves_nobody=False, worst_stall_s=5.0, whole_s=1.0),
+        EventRecord(index=0, label="a", description="", leaves_nobody=False, stalls_s=[0.5, 1.0], whole_s=2.0),
+        EventRecord(index=1, label="a", description="", leaves_nobody=False, stalls_s=[3.0]),
+        EventRecord(index=2, label="a + b", description="", leaves_nobody=False, stalls_s=[5.0], whole_s=1.0),
     ]
     verdict = Verdict(lambda text: None)
     verdict.event = 1
@@ -174,7 +174,7 @@ def test_the_table_has_a_row_per_kind_with_its_failures_and_one_for_pairs() -> N
         ("a", 2, 1.0, 3.0, "1 stuck"),
         ("two at once", 1, 5.0, 5.0, ""),
     ]
-    assert "| a | 2 | 1.00 s | 3.00 s | 3.00 s | 2.0 s | 1 stuck |" in markdown(rows)
+    assert "| a | 2 | 3 | 1.00 s | 3.00 s | 3.00 s | 2.0 s | 1 stuck |" in markdown(rows)
 
 
 def test_percentiles_are_values_that_were_measured() -> None:
