@@ -10,7 +10,7 @@ import torch
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.rejection import verify_token
 from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
-from specdec.engine.tree import ROOT, TokenTree
+from specdec.engine.tree import TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import position_logprobs
@@ -68,9 +68,8 @@ def decide(
     firsts: list[int] = []
     for candidate in candidates:
         firsts.append(len(rows))
-        for node in range(ROOT, candidate.num_nodes):
-            rows.append(candidate.root_row + 1 + node)
-            contexts.append(_context(candidate, node))
+        rows += range(candidate.root_row, candidate.root_row + 1 + candidate.num_nodes)
+        contexts += _contexts(candidate)
     if not rows:
         return [], []
     needed = logits if rows == list(range(len(logits))) else logits[rows]
@@ -137,13 +136,21 @@ class _Rows:
         return decide_token
 
 
-def _context(candidate: Candidate, node: int) -> RowContext:
-    session = candidate.session
-    path = tuple(candidate.tree.token_ids[ancestor] for ancestor in candidate.tree.path(node))
-    return RowContext(
-        params=session.params,
-        position=session.num_tokens + len(path),
-        num_prompt_tokens=session.body.num_prompt_tokens,
-        history=session.history,
-        extra_tokens=path,
-    )
+def _contexts(candidate: Candidate) -> list[RowContext]:
+    """Of the last committed token's row, then of each verified node. Cost: one tuple per node, as long as its path."""
+    session, tree = candidate.session, candidate.tree
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.token_ids[: candidate.num_nodes], tree.parents, strict=False):
+        paths.append((*paths[parent + 1], token))
+    params, history = session.params, session.history
+    num_tokens, num_prompt_tokens = session.num_tokens, session.body.num_prompt_tokens
+    return [
+        RowContext(
+            params=params,
+            position=num_tokens + len(path),
+            num_prompt_tokens=num_prompt_tokens,
+            history=history,
+            extra_tokens=path,
+        )
+        for path in paths
+    ]

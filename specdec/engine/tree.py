@@ -13,6 +13,26 @@ MAX_TREE_NODES = 64
 """Most nodes that one proposal or one step may carry."""
 
 
+def check_tree(
+    token_ids: Sequence[int], parents: Sequence[int], vocab_size: int, max_nodes: int = MAX_TREE_NODES
+) -> None:
+    """Check lists off the wire.
+
+    Raises:
+        TreeError: too many nodes, lists of unequal length, an id outside the vocabulary, or a parent that does not come
+            before its child (which is how a cycle would have to look).
+    """
+    if len(token_ids) > max_nodes:
+        raise TreeError("token_ids", f"{len(token_ids)} nodes, at most {max_nodes} allowed")
+    if len(parents) != len(token_ids):
+        raise TreeError("parents", f"{len(parents)} parents for {len(token_ids)} tokens")
+    for index, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
+        if not 0 <= token < vocab_size:
+            raise TreeError(f"token_ids[{index}]", f"{token} is outside the vocabulary of {vocab_size}")
+        if not ROOT <= parent < index:
+            raise TreeError(f"parents[{index}]", f"{parent} does not come before node {index}")
+
+
 class TokenTree:
     """Proposed tokens in topological order: a parent comes before its children, so any prefix of the nodes is a tree.
 
@@ -48,18 +68,9 @@ class TokenTree:
         Equal children of one parent stay apart here (`child` finds the first); `add` returns the one that is there.
 
         Raises:
-            TreeError: too many nodes, lists of unequal length, an id outside the vocabulary, or a parent that
-                does not come before its child (which is how a cycle would have to look).
+            TreeError: as `check_tree`.
         """
-        if len(token_ids) > max_nodes:
-            raise TreeError("token_ids", f"{len(token_ids)} nodes, at most {max_nodes} allowed")
-        if len(parents) != len(token_ids):
-            raise TreeError("parents", f"{len(parents)} parents for {len(token_ids)} tokens")
-        for index, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
-            if not 0 <= token < vocab_size:
-                raise TreeError(f"token_ids[{index}]", f"{token} is outside the vocabulary of {vocab_size}")
-            if not ROOT <= parent < index:
-                raise TreeError(f"parents[{index}]", f"{parent} does not come before node {index}")
+        check_tree(token_ids, parents, vocab_size, max_nodes)
         return cls(token_ids, parents)
 
     def __len__(self) -> int:

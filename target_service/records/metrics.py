@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+
+import prometheus_client
+
 from specdec.engine.outputs import EngineStats
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
@@ -10,8 +15,20 @@ from target_service.policy.payoff import Payoff
 from target_service.records.step_record import StepRecord
 from target_service.session import TargetSession
 
-_ORIGINS = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
+_ORIGINS: dict[int, str] = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
 _FINISH = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in pb.FinishReason.items()}
+
+
+class _Labelled(dict[int, prometheus_client.Counter]):
+    """The counters of a metric by label value, looked up once: verdicts count at every depth, step after step."""
+
+    def __init__(self, metric: prometheus_client.Counter, name: Callable[[int], str]) -> None:
+        super().__init__()
+        self._metric, self._name = metric, name
+
+    def __missing__(self, value: int) -> prometheus_client.Counter:
+        counter = self[value] = self._metric.labels(self._name(value))
+        return counter
 
 
 class TargetRecorder:
@@ -20,6 +37,9 @@ class TargetRecorder:
     def __init__(self, metrics: TargetMetrics) -> None:
         self._metrics = metrics
         self._engine = EngineGauges(metrics)
+        self._tokens = _Labelled(metrics.tokens, lambda origin: _ORIGINS[origin])
+        self._proposed_at = _Labelled(metrics.proposed_tokens, str)
+        self._accepted_at = _Labelled(metrics.accepted_tokens, str)
 
     def serves(self, identity: pb.ModelIdentity) -> None:
         """The model is loaded."""
@@ -63,22 +83,23 @@ class TargetRecorder:
     def verdict(self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float) -> None:
         """One verdict, before the session's own record of its last one is updated."""
         metrics = self._metrics
-        for origin in verdict.origins:
-            metrics.tokens.labels(_ORIGINS[origin]).inc()
+        for origin, count in Counter(verdict.origins).items():
+            self._tokens[origin].inc(count)
         last_at_s = session.times.last_verdict_at_s
         if last_at_s is None:
             metrics.ttft_seconds.observe(decided_at_s - session.times.opened_at_s)
         else:
             num_tokens = len(verdict.token_ids)
+            each_s = (decided_at_s - last_at_s) / max(1, num_tokens)
             for _ in range(num_tokens):
-                metrics.inter_token_seconds.observe((decided_at_s - last_at_s) / num_tokens)
+                metrics.inter_token_seconds.observe(each_s)
             (metrics.hits if verdict.hit else metrics.misses).inc()
             metrics.hold_off_seconds.observe(verdict.hold_off_us * 1e-6)
         for depth, count in enumerate(verdict.verified_by_depth, 1):
             if count:
-                metrics.proposed_tokens.labels(str(depth)).inc()
+                self._proposed_at[depth].inc()
         for depth in range(1, verdict.num_accepted + 1):
-            metrics.accepted_tokens.labels(str(depth)).inc()
+            self._accepted_at[depth].inc()
         if verdict.verified_by_depth:
             metrics.committed_per_verify.observe(len(verdict.token_ids))
         num_rejected = sum(verdict.verified_by_depth) - verdict.num_accepted

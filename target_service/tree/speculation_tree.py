@@ -17,12 +17,16 @@ from google.rpc import code_pb2
 
 from specdec.engine.errors import TreeError
 from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution
-from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree
+from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree, check_tree
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
 
 DEFAULT_SCORE = 0.7
 """Estimated acceptance of a node whose proposal carries no score."""
+_NOWHERE = -1
+"""Place of an offered node that is neither on the way to the root nor below it."""
+_UNPLACED = 1 << 32
+"""Of one below the root for which the tree has no place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,28 +75,8 @@ class SpeculationTree:
         if not 1 <= proposal.start_position <= num_committed:
             message = f"{proposal.start_position} is not within the {num_committed} committed tokens"
             raise invalid("proposal.start_position", message, expected_position=num_committed)
-        offered, source = _without_equal_siblings(self._parse(proposal, num_committed))
-        root = ROOT
-        for token in committed[proposal.start_position :]:
-            child = offered.child(root, token)
-            if child is None:
-                self.num_stale += len(offered)
-                return
-            root = child
-        below, moved = offered.subtree(root)
-        self.num_stale += len(offered) - len(below)
-        room = MAX_TREE_NODES - len(self.tokens)
-        before = len(self.tokens)
-        origin = {new: source[old] for old, new in moved.items()}
-        placed: list[int] = []
-        for node, (token, parent) in enumerate(zip(below.token_ids, below.parents, strict=True)):
-            above = ROOT if parent < 0 else placed[parent]
-            existing = self.tokens.child(above, token)
-            if existing is None and (len(self.tokens) - before >= room or self._is_taken(above)):
-                break
-            placed.append(self.tokens.add(above, token) if existing is None else existing)
-            if len(self.tokens) > len(self.nodes):
-                self.nodes.append(_payload(proposal, origin[node]))
+        token_ids, parents = self._checked(proposal, num_committed)
+        self._hang(proposal, token_ids, parents, committed[proposal.start_position :])
 
     def advance(self, token_ids: list[int]) -> int:
         """Tokens were committed: keep what hangs below them. Returns how many nodes were dropped unaccepted."""
@@ -138,10 +122,46 @@ class SpeculationTree:
         """Whether a chain has another child of `node` already, which stays its only one."""
         return self.is_chain and node + 1 < len(self.tokens)
 
-    def _parse(self, proposal: pb.Proposal, num_committed: int) -> TokenTree:
-        parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))
+    def _hang(self, proposal: pb.Proposal, token_ids: list[int], parents: list[int], walked: list[int]) -> None:
+        """Nodes that repeat `walked` from its start lead to the root; what hangs below it joins the tree, the rest is
+        stale. Equal children of one parent are one node, with the payload of the first. Stops at a node for which
+        there is no place.
+        """
+        num_walked, num_below, is_full = len(walked), 0, False
+        # Where each node is. Up to num_walked: how many walked tokens it and its ancestors repeat, so all of them at
+        # the root; past that: below the root, by its index in the tree.
+        places: list[int] = []
+        for index, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
+            above = places[parent] if parent >= 0 else 0
+            place = _NOWHERE
+            if above >= num_walked:
+                num_below += 1
+                if not is_full and above != _UNPLACED:
+                    node = self._place(proposal, index, above - num_walked - 1, token)
+                    is_full = node is None
+                    place = _UNPLACED if node is None else num_walked + 1 + node
+                else:
+                    place = _UNPLACED
+            elif above >= 0 and token == walked[above]:
+                place = above + 1
+            places.append(place)
+        self.num_stale += len(token_ids) - num_below
+
+    def _place(self, proposal: pb.Proposal, index: int, above: int, token: int) -> int | None:
+        """The node of an offered token below `above`, there already or new; None where there is no place for it."""
+        node = self.tokens.child(above, token)
+        if node is None and len(self.nodes) < MAX_TREE_NODES and not self._is_taken(above):
+            node = self.tokens.add(above, token)
+            self.nodes.append(_payload(proposal, index))
+        return node
+
+    def _checked(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
+        """The proposal's nodes and their parents. Raises SessionFailure for what is no tree of this session's kind."""
+        token_ids = list(proposal.token_ids)
+        chain = list(range(-1, len(token_ids) - 1))
+        parents = list(proposal.parents) or chain
         try:
-            offered = TokenTree.from_wire(proposal.token_ids, parents, self.vocab_size)
+            check_tree(token_ids, parents, self.vocab_size)
         except TreeError as error:
             raise SessionFailure(
                 code_pb2.INVALID_ARGUMENT,
@@ -150,31 +170,19 @@ class SpeculationTree:
                 field=f"proposal.{error.field}",
                 expected_position=num_committed,
             ) from error
-        if self.is_chain and not offered.is_chain:
+        if self.is_chain and parents != chain:
             raise invalid("proposal.parents", "rejection verification takes a chain")
-        if self.is_chain and len(proposal.distributions) != len(offered):
+        if self.is_chain and len(proposal.distributions) != len(token_ids):
             raise invalid("proposal.distributions", "rejection verification needs one per node")
         for name in ("scores", "distributions"):
-            if len(getattr(proposal, name)) not in (0, len(offered)):
+            if len(getattr(proposal, name)) not in (0, len(token_ids)):
                 raise invalid(f"proposal.{name}", "must be empty or have one entry per node")
-        for index, (token, sparse) in enumerate(zip(offered.token_ids, proposal.distributions, strict=False)):
+        for index, (token, sparse) in enumerate(zip(token_ids, proposal.distributions, strict=False)):
             try:
                 DraftSample(token, tuple(sparse.token_ids), tuple(sparse.probs)).check(self.vocab_size)
             except InvalidDraftDistribution as error:
                 raise invalid(f"proposal.distributions[{index}]", str(error)) from error
-        return offered
-
-
-def _without_equal_siblings(offered: TokenTree) -> tuple[TokenTree, list[int]]:
-    """The tree with equal children of one parent merged, and for each of its nodes the first one it came from."""
-    merged = TokenTree()
-    source: list[int] = []
-    placed: list[int] = []
-    for node, (token, parent) in enumerate(zip(offered.token_ids, offered.parents, strict=True)):
-        placed.append(merged.add(ROOT if parent < 0 else placed[parent], token))
-        if len(merged) > len(source):
-            source.append(node)
-    return merged, source
+        return token_ids, parents
 
 
 def _payload(proposal: pb.Proposal, index: int) -> Node:

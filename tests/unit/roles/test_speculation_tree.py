@@ -6,6 +6,8 @@ import random
 
 import pytest
 from google.rpc import code_pb2
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure
@@ -221,3 +223,36 @@ def test_a_proposal_past_the_committed_tokens_says_where_one_may_start() -> None
     with pytest.raises(SessionFailure) as refused:
         tree_of(proposal([1], start=9))
     assert refused.value.expected_position == 3
+
+
+@st.composite
+def offers(draw: st.DrawFn) -> list[tuple[int, list[int], list[int]]]:
+    """Proposals over few tokens, so that they overlap, repeat siblings and follow what was committed."""
+    found = []
+    for _ in range(draw(st.integers(1, 3))):
+        token_ids = draw(st.lists(st.integers(0, 2), max_size=16))
+        parents = [draw(st.integers(-1, index - 1)) for index in range(len(token_ids))]
+        found.append((draw(st.integers(1, 4)), token_ids, parents))
+    return found
+
+
+@given(committed=st.lists(st.integers(0, 2), min_size=4, max_size=4), proposals=offers())
+def test_a_tree_has_the_paths_of_all_proposals_that_go_on_from_what_is_committed_and_no_others(
+    committed: list[int], proposals: list[tuple[int, list[int], list[int]]]
+) -> None:
+    tree = SpeculationTree(vocab_size=3)
+    expected: set[tuple[int, ...]] = set()
+    num_stale = 0
+    for start, token_ids, parents in proposals:
+        tree.merge(proposal(token_ids, parents, start), committed)
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(token_ids, parents, strict=True):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+        walked = tuple(committed[start:])
+        below = [path[len(walked) :] for path in paths if len(path) > len(walked) and path[: len(walked)] == walked]
+        expected |= set(below)
+        num_stale += len(paths) - len(below)
+    found = [tuple(tree.tokens.token_ids[node] for node in tree.tokens.path(leaf)) for leaf in range(len(tree))]
+    assert len(found) == len(set(found))
+    assert set(found) == expected
+    assert tree.num_stale == num_stale
