@@ -33,7 +33,8 @@ from coordinator.intake.validation import (
     resolve_max_tokens,
 )
 from coordinator.journal import Journal
-from coordinator.replicas.fleet import Fleet, ServedModel
+from coordinator.replicas.fleet import Fleet
+from coordinator.replicas.served_model import ServedModel
 from coordinator.sessions.client_stream import ClientStream
 from coordinator.sessions.prompt_logprobs import MOST_JOINED_BYTES
 from coordinator.sessions.request_trace import RequestTrace

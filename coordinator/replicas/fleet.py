@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,41 +15,20 @@ from coordinator.links.replica_link import ReplicaLink
 from coordinator.links.target_link import TargetLink
 from coordinator.replicas.compatibility import difference, may_serve, unsound
 from coordinator.replicas.load import has_room, has_spare, is_idle, weight, with_room
-from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
+from coordinator.replicas.outliers import EjectionSettings
 from coordinator.replicas.router import PrefixRouter, block_digests
+from coordinator.replicas.served_model import ServedModel
+from coordinator.replicas.standings import Standings
 from coordinator.sessions.session import DraftHost, Request, Session, SessionHost, TargetHost
 from coordinator.text.tokenizer import TextTokenizer, read_tokenizer
 from specdec.message_sizes import most_entry_bytes
 from specdec.rpc.errors import FailedPrecondition, IncompatibleReplica, ModelNotFound, NoTarget, NotReady
 from specdec.v1 import common_pb2 as pb
 
-_STATES = {
-    Standing.TRUSTED: LinkState.READY,
-    Standing.EJECTED: LinkState.EJECTED,
-    Standing.PROBATION: LinkState.PROBATION,
-}
 _MOST_NOTICES = 8
 """There may be hundreds of drafts, and a notice is for people."""
 _Link = TypeVar("_Link", bound=ReplicaLink)
 _log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What clients get: the targets' common model, and its tokenizer."""
-
-    identity: pb.ModelIdentity
-    """Its context is the shortest of the usable targets', its numerics those that new requests get."""
-    tokenizer: TextTokenizer
-
-    def with_terms(self, max_model_len: int, numerics_id: str) -> ServedModel:
-        """The same model with another context and other numerics."""
-        if (self.identity.max_model_len, self.identity.numerics_id) == (max_model_len, numerics_id):
-            return self
-        identity = pb.ModelIdentity()
-        identity.CopyFrom(self.identity)
-        identity.max_model_len, identity.numerics_id = max_model_len, numerics_id
-        return replace(self, identity=identity)
 
 
 def _require_sound(identity: pb.ModelIdentity) -> None:
@@ -93,7 +71,10 @@ class Fleet:
         """Likewise."""
         self.served: ServedModel | None = None
         self._router = router
-        self._outliers = {role: OutlierDetector(ejection or EjectionSettings()) for role in ("target", "draft")}
+        self._standings = {
+            "target": Standings("target", ejection or EjectionSettings(), lambda: self.targets),
+            "draft": Standings("draft", ejection or EjectionSettings(), lambda: self.drafts),
+        }
         self._tokenizer_path = tokenizer_path
         self.allow_mixed_numerics = allow_mixed_numerics
         self._adopting = asyncio.Lock()
@@ -210,27 +191,12 @@ class Fleet:
         self._router.remember(block_digests(session.token_ids, session.request.cache_salt), link.holder)
 
     def failed(self, replica: SessionHost, *, is_proven: bool = False) -> bool:
-        """A replica failed. One that fails too often gets no sessions for a while; the last usable one always does.
-
-        `is_proven`: this once is often enough. Returns whether it is ejected for it.
-        """
-        role, address = replica.role, replica.address
-        detector = self._outliers[role]
-        num_others = sum(other.address != address and other.is_ready for other in self._of_role(role))
-        if not detector.failed(address, num_others, is_proven=is_proven):
-            return False
-        remaining_s = detector.remaining_s(address)
-        _log.warning("replica_ejected", role=role, address=address, ejection_s=remaining_s)
-        for link in self._of_role(role):
-            if link.address == address:
-                link.set_standing(LinkState.EJECTED)
-                asyncio.get_running_loop().call_later(remaining_s, self._update_standing, link)
-        return True
+        """A replica failed; see `Standings.failed`."""
+        return self._standings[replica.role].failed(replica.address, is_proven=is_proven)
 
     def succeeded(self, link: ReplicaLink) -> None:
         """A replica did what was asked of it."""
-        if self._outliers[link.role].succeeded(link.address):
-            self._update_standing(link)
+        self._standings[link.role].succeeded(link)
 
     def notices(self) -> list[str]:
         """Limits that clients should know of."""
@@ -261,7 +227,7 @@ class Fleet:
 
     def on_removed(self, link: ReplicaLink) -> None:
         """A link is gone for good."""
-        self._outliers[link.role].forget(link.address)
+        self._standings[link.role].forget(link.address)
 
     def forget_prefixes(self, link: TargetLink) -> None:
         """A target has lost its prefix cache, as far as anyone can tell."""
@@ -353,15 +319,6 @@ class Fleet:
 
     def _of_role(self, role: str) -> Sequence[ReplicaLink]:
         return self.targets if role == "target" else self.drafts
-
-    def _update_standing(self, link: ReplicaLink) -> None:
-        if link not in self._of_role(link.role):  # removed since the timer was set
-            return
-        detector = self._outliers[link.role]
-        standing = detector.standing(link.address)
-        link.set_standing(_STATES[standing])
-        if standing is Standing.EJECTED:  # ejected anew meanwhile, or the timer came a little early
-            asyncio.get_running_loop().call_later(detector.remaining_s(link.address), self._update_standing, link)
 
     def _usable_for(
         self, request: Request, besides: TargetHost | None = None, *, only_ready: bool = False

@@ -19,8 +19,9 @@ from coordinator.observer import Observer
 from coordinator.recovery import DraftRecovery, TargetRecovery
 from coordinator.recovery.hedging import Hedging
 from coordinator.replay import replay
-from coordinator.replicas.fleet import Fleet, ServedModel
+from coordinator.replicas.fleet import Fleet
 from coordinator.replicas.router import PrefixRouter
+from coordinator.replicas.served_model import ServedModel
 from coordinator.sessions.client_stream import ClientStream
 from coordinator.sessions.session import Request, Session
 from coordinator.sessions.table import SessionTable

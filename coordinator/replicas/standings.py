@@ -1,0 +1,62 @@
+"""Which replicas of a role get sessions: those that fail too often do not, for a while."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from coordinator.links.link_events import LinkState
+from coordinator.links.replica_link import ReplicaLink
+from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
+
+_STATES = {
+    Standing.TRUSTED: LinkState.READY,
+    Standing.EJECTED: LinkState.EJECTED,
+    Standing.PROBATION: LinkState.PROBATION,
+}
+_log = structlog.get_logger(__name__)
+
+
+class Standings:
+    """Ejects the links of failing replicas, and lets them back on probation when the time is up."""
+
+    def __init__(self, role: str, settings: EjectionSettings, links: Callable[[], Sequence[ReplicaLink]]) -> None:
+        """`links` are all of the role that are known now."""
+        self._role = role
+        self._detector = OutlierDetector(settings)
+        self._links = links
+
+    def failed(self, address: str, *, is_proven: bool = False) -> bool:
+        """A replica failed. One that fails too often gets no sessions for a while; the last usable one always does.
+
+        `is_proven`: this once is often enough. Returns whether it is ejected for it.
+        """
+        num_others = sum(other.address != address and other.is_ready for other in self._links())
+        if not self._detector.failed(address, num_others, is_proven=is_proven):
+            return False
+        own = [link for link in self._links() if link.address == address]
+        remaining_s = self._detector.remaining_s(address)
+        _log.warning("replica_ejected", role=self._role, address=address, ejection_s=remaining_s)
+        for link in own:
+            link.set_standing(LinkState.EJECTED)
+            asyncio.get_running_loop().call_later(remaining_s, self._update, link)
+        return True
+
+    def succeeded(self, link: ReplicaLink) -> None:
+        """A replica did what was asked of it."""
+        if self._detector.succeeded(link.address):
+            self._update(link)
+
+    def forget(self, address: str) -> None:
+        """A replica is gone for good."""
+        self._detector.forget(address)
+
+    def _update(self, link: ReplicaLink) -> None:
+        if link not in self._links():  # removed since the timer was set
+            return
+        standing = self._detector.standing(link.address)
+        link.set_standing(_STATES[standing])
+        if standing is Standing.EJECTED:  # ejected anew meanwhile, or the timer came a little early
+            asyncio.get_running_loop().call_later(self._detector.remaining_s(link.address), self._update, link)
