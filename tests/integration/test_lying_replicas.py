@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -185,9 +186,9 @@ async def test_tokens_from_nowhere_move_the_session_to_another_target() -> None:
     liar._origin = lambda *told: 300  # type: ignore[method-assign]
     async with running([liar, good], ejection_failures=1) as harness:
         await harness.all_ready()
-        for number in range(4):
-            prompt = [number + 3, 4, 5]
-            result = await collect(harness.stub.Generate(request(prompt, max_tokens=10)))
+        prompts = [[number + 3, 4, 5] for number in range(8)]
+        calls = [harness.stub.Generate(request(prompt, max_tokens=10)) for prompt in prompts]  # at once: to both
+        for prompt, result in zip(prompts, await asyncio.gather(*map(collect, calls)), strict=True):
             assert result.ids() == expected_ids(good, 10, prompt)
         assert liar.opened
 
