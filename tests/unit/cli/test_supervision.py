@@ -13,7 +13,9 @@ from specdec.cli.local.cluster import Cluster, ClusterTimeouts, free_port
 from specdec.cli.local.service_process import ServiceSpec
 from specdec.cli.local.supervision import RestartPolicy, Supervision
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
+POLL_S = 0.005
+"""To look without a pause would take the processor from what is being looked at."""
 FEW = RestartPolicy(Backoff(first_s=0.01, longest_s=0.04), max_futile=3)
 
 
@@ -29,6 +31,7 @@ def check_until_it_fails(supervision: Supervision) -> str:
     with pytest.raises(ClusterFailed) as caught:
         while time.monotonic() < ends_s:
             supervision.check()
+            time.sleep(POLL_S)
     return str(caught.value)
 
 
