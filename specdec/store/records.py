@@ -52,8 +52,10 @@ def _name(fields: Any, key: str, *, may_be_empty: bool = False) -> str:
 
 
 def decode_record(answer: Sequence[Any]) -> JournalRecord:
-    """A journalled request, as the scripts return it."""
+    """A request, as the scripts return it. Raises ValueError, TypeError or AttributeError for what cannot be one."""
     owner_id, generation, seed, params, ended, tokens, aborted = answer
+    if params is None:
+        raise ValueError("a request has no params")
     choices = [unpack_tokens(packed) for packed in tokens]
     return JournalRecord(
         owner_id=owner_id.decode(),

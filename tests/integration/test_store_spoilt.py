@@ -92,3 +92,16 @@ async def test_a_record_of_a_thousand_million_choices_holds_nobody_up(
     with pytest.raises(StoreUnavailable):
         await store.begin(KEY, new)
     assert time.monotonic() - began_s < 5.0  # a loop of so many would take minutes
+
+
+@pytest.mark.parametrize("field", ["owner", "generation", "seed", "params", "num_choices", "ended"])
+async def test_a_record_that_lacks_something_cannot_be_read_or_has_a_value_for_it(
+    store: Store, meddler: redis.Redis, field: str
+) -> None:
+    await store.begin(KEY, NewRequest("owner", 1, b"params", 1, LONG_S, take_over=True))
+    meddler.hdel(StoreKeys().request(KEY)[0], field)
+    try:
+        record = await store.load(KEY)
+    except StoreUnavailable:
+        return
+    assert record is None or (record.params == b"params" and record.seed == 1 and not record.is_ended)
