@@ -6,6 +6,7 @@ is the source's next token at every position, its own greedy decoding is the sam
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-NEAR_TIE = 1e-4
+NEAR_TIES = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
 """Two tokens whose logits differ by less may change places when sums are added up in another order."""
 
 
@@ -37,6 +38,10 @@ class Sameness:
     def holds(self) -> bool:
         """Every token is equal, or a near-tie."""
         return self.num_equal + self.num_near_ties == self.num_tokens
+
+    def as_facts(self) -> dict[str, object]:
+        """For the results."""
+        return dataclasses.asdict(self)
 
 
 def check_sameness(
@@ -64,7 +69,7 @@ def check_sameness(
             theirs = theirs[:, : ours.shape[1]]
             best_two = ours.topk(2, dim=1).values
             is_equal = ours.argmax(dim=1) == theirs.argmax(dim=1)
-            is_close = (best_two[:, 0] - best_two[:, 1]) < NEAR_TIE
+            is_close = (best_two[:, 0] - best_two[:, 1]) < NEAR_TIES[dtype]
             equal += int(is_equal.sum())
             near += int((~is_equal & is_close).sum())
             largest = max(largest, float((ours - theirs).abs().max()))

@@ -1,25 +1,28 @@
 """Time of one engine step for 1 and 8 rows, against the time to read the weights once.
 
 The floor of a step is weight bytes over memory bandwidth; the bandwidth is that of a large copy on the same device,
-read and written bytes counted. Shapes with random weights stand in for models that cannot be downloaded: times do not
-depend on values.
+read and written bytes counted. On CPU the shapes are the pair's models, on GPUs Llama shapes with random weights, for
+times do not depend on values.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from bench.deployment import pinned
+from bench.pairs import Pair
+from bench.plan import Plan
+from bench.progress import Progress
+from bench.report import Report
+from bench.tables import Table
 from specdec.cli.local.cores import assign_cores
-from specdec.cli.local.plan import shipped_model
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner
@@ -37,32 +40,34 @@ CONTEXT = 256
 _WARMUP, _REPEATS = 5, 30
 
 
-def default_shapes(device: str) -> list[str]:
-    """The shipped pair on CPU, Llama shapes on GPUs."""
-    return ["shipped-target", "shipped-draft"] if device == "cpu" else list(SHAPES)
+def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) -> None:
+    """Measure 1 row, 8 rows of one sequence and 8 sequences for each shape.
+
+    Names are `target` and `draft` of the pair, or of `SHAPES`; none: what the device usually has.
+    """
+    progress.part("steps")
+    names = names or (["target", "draft"] if plan.device == "cpu" else list(SHAPES))
+    with pinned(plan.cores):
+        progress.tell("copy bandwidth")
+        bandwidth = copy_bandwidth(plan.device)
+        rows = []
+        for name in names:
+            progress.tell(name)
+            rows.append(measure(name, plan, bandwidth))
+    columns = ("floor ms", "1 row", "8 rows of one sequence", "8 sequences", "1 row / floor", "threads")
+    title = f"Step times on {plan.device}, context {CONTEXT}, ms, {plan.pair.name}"
+    table = Table(title, ["shape", *columns])
+    for row in rows:
+        keys = ("floor_ms", "one_row_ms", "eight_rows_ms", "eight_sequences_ms", "one_row_over_floor", "num_threads")
+        table.add(row["shape"], *(row[key] for key in keys))
+    table.notes.append(f"Floor: the weights once at the copy bandwidth of {bandwidth / 1e9:.0f} GB/s.")
+    report.add("steps", rows, [table])
 
 
-def run(names: list[str], device: str, console: Console) -> list[dict[str, object]]:
-    """Measure 1 row, 8 rows of one sequence and 8 sequences for each shape; prints a table."""
-    bandwidth = copy_bandwidth(device)
-    rows = []
-    table = Table(title=f"step times on {device}, context {CONTEXT}; copy bandwidth {bandwidth / 1e9:.0f} GB/s")
-    for column in ("shape", "floor ms", "1 row", "8 rows of one sequence", "8 sequences", "1 row / floor"):
-        table.add_column(column, justify="right")
-    for name in names:
-        with console.status(f"{name}: loading"):
-            row = measure(name, device, bandwidth)
-        rows.append(row)
-        keys = ("floor_ms", "one_row_ms", "eight_rows_ms", "eight_sequences_ms", "one_row_over_floor")
-        table.add_row(name, *(f"{row[key]:.2f}" for key in keys))
-    console.print(table)
-    return rows
-
-
-def measure(name: str, device: str, bandwidth: float) -> dict[str, object]:
+def measure(name: str, plan: Plan, bandwidth: float) -> dict[str, object]:
     """Medians of one shape, in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = _settings(name, device, Path(folder))
+        settings = _settings(name, plan, Path(folder))
         runner = ModelRunner.load(settings)
     runner.warmup()
     weight_bytes = runner.num_parameters * runner.dtype.itemsize
@@ -105,13 +110,14 @@ def copy_bandwidth(device: str) -> float:
     return 2 * source.numel() / statistics.median(times)
 
 
-def _settings(name: str, device: str, folder: Path) -> EngineSettings:
+def _settings(name: str, plan: Plan, folder: Path) -> EngineSettings:
+    device = plan.device
     options: dict[str, object] = {"device": "cuda:0" if device == "cuda" else device, "max_model_len": 1024}
     if device == "cpu":
-        cores = assign_cores(sorted(os.sched_getaffinity(0)))
-        options["num_threads"] = len(cores.draft_engine if name.endswith("draft") else cores.target_engine)
-    if name.startswith("shipped-"):
-        return EngineSettings(model=shipped_model(name.removeprefix("shipped-")), **options)  # type: ignore[arg-type]
+        cores = assign_cores(plan.cores)
+        options["num_threads"] = len(cores.draft_engine if name == "draft" else cores.target_engine)
+    if name in ("target", "draft"):
+        return EngineSettings(model=str(_model(plan.pair, name)), **options)  # type: ignore[arg-type]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -130,6 +136,10 @@ def _settings(name: str, device: str, folder: Path) -> EngineSettings:
         self_test=False,
         **options,  # type: ignore[arg-type]
     )
+
+
+def _model(pair: Pair, role: str) -> Path:
+    return pair.target.folder if role == "target" else pair.draft.folder
 
 
 def _time_steps(engine: Engine, num_sequences: int, num_nodes: int) -> float:
