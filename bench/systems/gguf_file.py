@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.systems.system import LeftOut
+from specdec.engine.model.files import weights_digest
 
 _MAGIC, _VERSION, _ALIGNMENT = b"GGUF", 3, 32
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
@@ -43,7 +44,7 @@ def gguf_of(folder: Path, cache: Path) -> Path:
         raise LeftOut(f"llama.cpp: only Llama checkpoints without biases are converted, {folder.name} is another")
     if not (folder / "tokenizer.json").is_file():
         raise LeftOut(f"llama.cpp: {folder.name} has no tokenizer.json")
-    file = cache / f"{folder.name}-{os.stat(folder / 'config.json').st_mtime_ns}.gguf"
+    file = cache / f"{folder.name}-{weights_digest(folder)[:12]}.gguf"
     if not file.is_file():
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(f".{os.getpid()}")
