@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from bench.deployment import Deployment, running
-from bench.load import Sampling, make_request
+from bench.load import Sampling, make_request, new_tenant
 from bench.plan import Plan
 from bench.progress import Progress
 from bench.prompts import Prompt, held_out_prompts
@@ -85,20 +85,21 @@ def poisson(rate: float, seconds: float, seed: int) -> list[float]:
     return times
 
 
-async def offer(client: Client, plan: Plan, times: Sequence[float], *, speculate: bool) -> dict[str, object]:
+async def offer(address: str, plan: Plan, times: Sequence[float], *, speculate: bool) -> dict[str, object]:
     """Send requests at these times; returns the figures."""
     prompts = held_out_prompts(plan.pair.target.folder, len(times))
     sampling = dataclasses.replace(plan.sampling, temperature=plan.temperatures[0])
     streams = [Stream() for _ in times]
-    start_s = time.perf_counter() + 0.05
-    tasks = [
-        asyncio.create_task(run_stream(client, prompt, sampling, seed, start_s + at_s, speculate, stream))
-        for seed, (prompt, at_s, stream) in enumerate(zip(prompts, times, streams, strict=True))
-    ]
-    _, late = await asyncio.wait(tasks, timeout=times[-1] + _LATE_S)
-    for task in late:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    async with new_tenant(address) as client:
+        start_s = time.perf_counter() + 0.05
+        tasks = [
+            asyncio.create_task(run_stream(client, prompt, sampling, seed, start_s + at_s, speculate, stream))
+            for seed, (prompt, at_s, stream) in enumerate(zip(prompts, times, streams, strict=True))
+        ]
+        _, late = await asyncio.wait(tasks, timeout=times[-1] + _LATE_S)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return summarize(streams, start_s, times[-1], plan)
 
 
@@ -148,26 +149,25 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
 
 async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[str, object]]:
     rows: list[dict[str, object]] = []
-    async with Client(address) as client:
-        for speculate in (True, False):
-            await offer(client, plan, [0.0, 0.1], speculate=speculate)  # warms up
-        rates = plan.rates or tuple(FIRST_RATE * GROWTH**number for number in range(MOST_RATES))
-        for number, rate in enumerate(rates):
-            times = poisson(rate, plan.seconds, seed=number)
-            progress.tell(f"Poisson, {rate:g} requests/s for {plan.seconds:g} s")
-            pair = await _both(client, plan, times, f"Poisson {rate:g}/s", number)
-            rows += [{"rate": rate, **row} for row in pair]
-            if not plan.rates and all(_is_saturated(row) for row in pair):
-                break
-        for number, count in enumerate(plan.bursts):
-            progress.tell(f"burst of {count}")
-            rows += await _both(client, plan, [0.0] * count, f"burst of {count}", number)
+    for speculate in (True, False):
+        await offer(address, plan, [0.0, 0.1], speculate=speculate)  # warms up
+    rates = plan.rates or tuple(FIRST_RATE * GROWTH**number for number in range(MOST_RATES))
+    for number, rate in enumerate(rates):
+        times = poisson(rate, plan.seconds, seed=number)
+        progress.tell(f"Poisson, {rate:g} requests/s for {plan.seconds:g} s")
+        pair = await _both(address, plan, times, f"Poisson {rate:g}/s", number)
+        rows += [{"rate": rate, **row} for row in pair]
+        if not plan.rates and all(_is_saturated(row) for row in pair):
+            break
+    for number, count in enumerate(plan.bursts):
+        progress.tell(f"burst of {count}")
+        rows += await _both(address, plan, [0.0] * count, f"burst of {count}", number)
     return rows
 
 
-async def _both(client: Client, plan: Plan, times: Sequence[float], load: str, number: int) -> list[dict[str, object]]:
+async def _both(address: str, plan: Plan, times: Sequence[float], load: str, number: int) -> list[dict[str, object]]:
     """With speculation and without, in an order that flips."""
-    found = {s: await offer(client, plan, times, speculate=s) for s in ((True, False), (False, True))[number % 2]}
+    found = {s: await offer(address, plan, times, speculate=s) for s in ((True, False), (False, True))[number % 2]}
     return [{"load": load, "speculation": speculate, **found[speculate]} for speculate in (True, False)]
 
 

@@ -20,7 +20,6 @@ from bench.progress import Progress
 from bench.prompts import Prompt, held_out_prompts
 from bench.report import Report, spread
 from bench.tables import Table
-from specdec.client import Client
 
 _COLUMNS = {
     "speedup": "speculation / plain",
@@ -72,28 +71,26 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
 
 async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[str, object]]:
     rows = []
-    async with Client(address) as client:
-        await warm_up(client, plan)
-        for temperature, batch in itertools.product(plan.temperatures, plan.batches):
-            case = Case(
-                prompts=held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch)),
-                sampling=dataclasses.replace(plan.sampling, temperature=temperature),
-                batch=batch,
-                repeats=plan.repeats,
-            )
-            progress.tell(f"temperature {temperature:g}, {batch} at once")
-            rows.append(await measure(client, case, progress))
+    await warm_up(address, plan)
+    for temperature, batch in itertools.product(plan.temperatures, plan.batches):
+        case = Case(
+            prompts=held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch)),
+            sampling=dataclasses.replace(plan.sampling, temperature=temperature),
+            batch=batch,
+            repeats=plan.repeats,
+        )
+        rows.append(await measure(address, case, progress))
     return rows
 
 
-async def warm_up(client: Client, plan: Plan) -> None:
+async def warm_up(address: str, plan: Plan) -> None:
     """Let both engines, and what learns from steps, see some."""
     prompts = held_out_prompts(plan.pair.target.folder, 2)
     for speculate in (True, False):
-        await run_group(client, prompts, Sampling(max_tokens=min(32, plan.max_tokens)), speculate=speculate)
+        await run_group(address, prompts, Sampling(max_tokens=min(32, plan.max_tokens)), speculate=speculate)
 
 
-async def measure(client: Client, case: Case, progress: Progress) -> dict[str, object]:
+async def measure(address: str, case: Case, progress: Progress) -> dict[str, object]:
     """Run a case with and without speculation, alternating; returns its row. Raises TokensDiffer."""
     pairs: list[tuple[Run, Run]] = []
     for repeat, (index, group) in itertools.product(range(case.repeats), enumerate(case.groups)):
@@ -103,7 +100,7 @@ async def measure(client: Client, case: Case, progress: Progress) -> dict[str, o
             f"repeat {repeat + 1} of {case.repeats}, group {index + 1} of {len(case.groups)}"
         )
         order = (True, False) if (repeat + index) % 2 == 0 else (False, True)
-        runs = {s: await run_group(client, group, sampling, speculate=s) for s in order}
+        runs = {s: await run_group(address, group, sampling, speculate=s) for s in order}
         if sampling.is_reproducible and runs[True].token_ids != runs[False].token_ids:
             raise TokensDiffer(f"temperature {sampling.temperature}, group {index}")
         pairs.append((runs[True], runs[False]))

@@ -1,14 +1,19 @@
-"""Requests to a coordinator, and what came of them."""
+"""Requests to a coordinator, and what came of them.
+
+Every run is a tenant of its own: tenants share no cached prefixes, so every prompt is computed, whoever came first.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from bench.prompts import Prompt
-from specdec.client import Client, Completion
+from specdec.client import Client, ClientSettings, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
@@ -59,13 +64,24 @@ def make_request(prompt: Prompt, sampling: Sampling, seed: int, *, speculate: bo
     return request
 
 
-async def run_group(client: Client, prompts: Sequence[Prompt], sampling: Sampling, *, speculate: bool) -> Run:
+@asynccontextmanager
+async def new_tenant(address: str) -> AsyncIterator[Client]:
+    """A connected client for whom nothing is cached."""
+    metadata = (("specdec-tenant", f"bench-{secrets.token_hex(8)}"),)
+    async with Client(address, ClientSettings(metadata=metadata)) as client:
+        await client.status()
+        yield client
+
+
+async def run_group(address: str, prompts: Sequence[Prompt], sampling: Sampling, *, speculate: bool) -> Run:
     """Run requests at once. One alone is timed from its first tokens to its last; several from their start."""
     requests = [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]
-    began_s = time.perf_counter()
-    completions = await asyncio.gather(*(client.complete(request) for request in requests))
+    async with new_tenant(address) as client:
+        began_s = time.perf_counter()
+        completions = await asyncio.gather(*(client.complete(request) for request in requests))
+        elapsed_s = time.perf_counter() - began_s
     if len(prompts) == 1:
         speed = completions[0].tokens_per_second or 0.0
     else:
-        speed = sum(completion.num_tokens for completion in completions) / (time.perf_counter() - began_s)
+        speed = sum(completion.num_tokens for completion in completions) / elapsed_s
     return Run(speed, completions)

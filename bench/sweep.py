@@ -22,7 +22,6 @@ from bench.prompts import Prompt, held_out_prompts, prompts_of_length
 from bench.report import Report
 from bench.svg import Point, lines
 from bench.tables import Table
-from specdec.client import Client
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -175,22 +174,21 @@ async def _measure(sweep: Sweep, plan: Plan, progress: Progress) -> list[dict[st
     current: Deployment | None = None
     async with AsyncExitStack() as stack:
         inner = await stack.enter_async_context(AsyncExitStack())
-        client, proxy = None, None
+        address, proxy = "", None
         for step in sweep.steps:
-            if client is None or step.deployment != current:
+            if step.deployment != current:
                 await inner.aclose()
                 inner = await stack.enter_async_context(AsyncExitStack())
                 has_proxy = step.delay_ms is not None
                 proxy = inner.enter_context(DelayProxy(client_cores(plan.cores))) if has_proxy else None
                 cluster = inner.enter_context(running(step.deployment, progress, proxy))
-                client = await inner.enter_async_context(Client(cluster.address))
-                current = step.deployment
-                await warm_up(client, plan)
+                address, current = cluster.address, step.deployment
+                await warm_up(address, plan)
             if proxy is not None and step.delay_ms is not None:
                 proxy.delay(step.delay_ms)
-                await warm_up(client, plan)  # what is learnt of the draft's latency is of another delay
+                await warm_up(address, plan)  # what is learnt of the draft's latency is of another delay
             progress.tell(step.label)
-            rows.append({"value": step.label, **await measure(client, step.case, progress)})
+            rows.append({"value": step.label, **await measure(address, step.case, progress)})
     return rows
 
 

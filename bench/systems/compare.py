@@ -98,7 +98,7 @@ async def _run(plan: Plan, report: Report, progress: Progress) -> None:
             able = [system for system in systems if system.can_run(batch, temperature)]
             rows = await _alternate(plan, able, sampling, batch, progress, left_out)
             if sampling.is_reproducible:
-                await _compare_tokens(rows, reference.client, plan, batch, temperature)
+                await _compare_tokens(rows, reference.address, plan, batch, temperature)
             case = [_result(row, rows, sampling) for row in rows]
             found.append({"temperature": temperature, "batch": batch, "rows": case})
             title = f"{plan.pair.name}, temperature {temperature:g}, {batch} at once"
@@ -114,7 +114,7 @@ async def _start(plan: Plan, stack: AsyncExitStack, progress: Progress, left_out
     systems: list[System] = []
     for name in served.deployments(plan):
         if name == served.SPECULATION or _wanted(plan, name):
-            systems += await served.start(plan, name, stack, progress)
+            systems += served.start(plan, name, stack, progress)
     for peer in _PEERS:
         if not _wanted(plan, peer):
             continue
@@ -159,7 +159,7 @@ async def _alternate(
     return [row for row in rows if len(row.outcomes) == len(turns)]
 
 
-async def _compare_tokens(rows: Sequence[Row], client: Client, plan: Plan, batch: int, temperature: float) -> None:
+async def _compare_tokens(rows: Sequence[Row], address: str, plan: Plan, batch: int, temperature: float) -> None:
     """Find every row's differences from the reference. Sampled tokens are this system's alone to compare."""
     prompts = held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch))
     reference = next(row for row in rows if row.system.name == REFERENCE)
@@ -177,7 +177,7 @@ async def _compare_tokens(rows: Sequence[Row], client: Client, plan: Plan, batch
                 gap = float("inf")
                 if temperature == 0:
                     context = (*prompts[first + index], *expected[:position])
-                    gap = await _gap(client, context, {expected[position], actual[position]})
+                    gap = await _gap(address, context, {expected[position], actual[position]})
                 row.differences.append(Difference(prompt=first + index, position=position, gap=gap))
 
 
@@ -185,11 +185,12 @@ def _first_difference(expected: Sequence[int], actual: Sequence[int]) -> int | N
     return next((i for i, (one, other) in enumerate(zip(expected, actual, strict=True)) if one != other), None)
 
 
-async def _gap(client: Client, context: Prompt, tokens: set[int]) -> float:
+async def _gap(address: str, context: Prompt, tokens: set[int]) -> float:
     """Between the reference's two best logits after a context; infinite unless they are those of these tokens."""
     request = make_request(context, Sampling(max_tokens=1), 0, speculate=False)
     request.sampling.logprobs = 2
-    token = (await client.complete(request)).choices[0].tokens[0]
+    async with Client(address) as client:
+        token = (await client.complete(request)).choices[0].tokens[0]
     best = sorted(((top.logprob, top.token_id) for top in token.logprobs.top), reverse=True)[:2]
     return best[0][0] - best[1][0] if {token_id for _, token_id in best} == tokens else float("inf")
 

@@ -18,7 +18,6 @@ from bench.plan import Plan
 from bench.progress import Progress
 from bench.prompts import Prompt
 from bench.systems.system import Outcome
-from specdec.client import Client
 
 SPECULATION, PLAIN, ALL_CORES = "specdec, speculation", "specdec, plain", "specdec, plain, all cores"
 SYNCHRONOUS = "specdec, synchronous"
@@ -32,7 +31,7 @@ class Served:
 
     name: str
     setting: str
-    client: Client
+    address: str
     speculate: bool
 
     def can_run(self, batch: int, temperature: float) -> bool:
@@ -46,7 +45,7 @@ class Served:
 
     async def run(self, prompts: Sequence[Prompt], sampling: Sampling) -> Outcome:
         """Decode prompts at once."""
-        found = await run_group(self.client, prompts, sampling, speculate=self.speculate)
+        found = await run_group(self.address, prompts, sampling, speculate=self.speculate)
         return Outcome(found.tokens_per_s, found.token_ids)
 
 
@@ -75,15 +74,14 @@ def deployments(plan: Plan) -> dict[str, Deployment]:
     return found
 
 
-async def start(plan: Plan, name: str, stack: AsyncExitStack, progress: Progress) -> list[Served]:
+def start(plan: Plan, name: str, stack: AsyncExitStack, progress: Progress) -> list[Served]:
     """Start a deployment that lives as long as the stack; returns its systems. Raises ClusterFailed."""
     deployment = deployments(plan)[name]
     progress.tell(f"starting {name}")
-    cluster = stack.enter_context(running(deployment, progress))
-    client = await stack.enter_async_context(Client(cluster.address))
+    address = stack.enter_context(running(deployment, progress)).address
     if name == SPECULATION:
-        return [Served(SPECULATION, "", client, True), Served(PLAIN, "", client, False)]
+        return [Served(SPECULATION, "", address, True), Served(PLAIN, "", address, False)]
     if name == ALL_CORES:
-        return [Served(ALL_CORES, "", client, False)]
+        return [Served(ALL_CORES, "", address, False)]
     setting = f"waits at most {plan.sync_hold_off_ms:g} ms"
-    return [Served(name, setting, client, True)]
+    return [Served(name, setting, address, True)]
