@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 NEAR_TIES = {torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.25}
 """Two tokens whose logits differ by less may change places when sums are added up in another order."""
@@ -57,6 +58,7 @@ def check_sameness(
 
     Raises TokensNotSame where one differs that is no near-tie.
     """
+    disable_progress_bar()
     small = _load(source, device, dtype)
     large = _load(inflated, device, dtype)
     equal = near = 0

@@ -1,8 +1,9 @@
 """Time of one engine step for 1 and 8 rows, against the time to read the weights once.
 
-The floor of a step is weight bytes over memory bandwidth; the bandwidth is that of a large copy on the same device,
-read and written bytes counted. On CPU the shapes are the pair's models, on GPUs Llama shapes with random weights, for
-times do not depend on values.
+The floor of a step is weight bytes over memory bandwidth. Weights count as they are stored: bfloat16 needs not be read
+as float32. The bandwidth on CPU is that of reading a large array on as many threads as the target's engine has, on GPUs
+that of a large copy, read and written bytes counted. On CPU the shapes are the pair's models, on GPUs Llama shapes with
+random weights, for times do not depend on values.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 CONTEXT = 256
 _WARMUP, _REPEATS = 5, 30
+_LARGE_BYTES = 1 << 29
 
 
 def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) -> None:
@@ -48,8 +50,8 @@ def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) ->
     progress.part("steps")
     names = names or (["target", "draft"] if plan.device == "cpu" else list(SHAPES))
     with pinned(plan.cores):
-        progress.tell("copy bandwidth")
-        bandwidth = copy_bandwidth(plan.device)
+        progress.tell("memory bandwidth")
+        bandwidth = memory_bandwidth(plan)
         rows = []
         for name in names:
             progress.tell(name)
@@ -60,7 +62,7 @@ def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) ->
     for row in rows:
         keys = ("floor_ms", "one_row_ms", "eight_rows_ms", "eight_sequences_ms", "one_row_over_floor", "num_threads")
         table.add(row["shape"], *(row[key] for key in keys))
-    table.notes.append(f"Floor: the weights once at the copy bandwidth of {bandwidth / 1e9:.0f} GB/s.")
+    table.notes.append(f"Floor: the weights once at a memory bandwidth of {bandwidth / 1e9:.0f} GB/s.")
     report.add("steps", rows, [table])
 
 
@@ -69,8 +71,8 @@ def measure(name: str, plan: Plan, bandwidth: float) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         settings = _settings(name, plan, Path(folder))
         runner = ModelRunner.load(settings)
+        weight_bytes = _stored_bytes(Path(settings.model)) or runner.num_parameters * runner.dtype.itemsize
     runner.warmup()
-    weight_bytes = runner.num_parameters * runner.dtype.itemsize
     pool = BlockPool(runner.num_blocks, runner.block_size)
     engine = Engine(
         runner,
@@ -85,7 +87,7 @@ def measure(name: str, plan: Plan, bandwidth: float) -> dict[str, object]:
         "dtype": str(runner.dtype).removeprefix("torch."),
         "num_parameters": runner.num_parameters,
         "weight_bytes": weight_bytes,
-        "copy_bandwidth_bytes_per_s": bandwidth,
+        "bandwidth_bytes_per_s": bandwidth,
         "numerics_id": runner.numerics_id,
         "num_threads": settings.num_threads,
         "floor_ms": floor_ms,
@@ -96,18 +98,31 @@ def measure(name: str, plan: Plan, bandwidth: float) -> dict[str, object]:
     }
 
 
-def copy_bandwidth(device: str) -> float:
-    """Bytes per second, read plus written, of a large copy on the device."""
-    source = torch.empty((1 << 30) if device != "cpu" else (1 << 28), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+def memory_bandwidth(plan: Plan) -> float:
+    """Bytes per second of a large read on CPU, of a large copy (read plus written) on GPUs."""
+    device = plan.device
+    source = torch.ones(_LARGE_BYTES // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source) if device != "cpu" else None
+    num_threads = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(len(assign_cores(plan.cores).target_engine))
     times = []
     for _ in range(10):
         _synchronize(device)
         started_s = time.perf_counter()
-        target.copy_(source)
+        if target is None:
+            source.sum()
+        else:
+            target.copy_(source)
         _synchronize(device)
         times.append(time.perf_counter() - started_s)
-    return 2 * source.numel() / statistics.median(times)
+    torch.set_num_threads(num_threads)
+    return source.nbytes * (1 if target is None else 2) / statistics.median(times)
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Of a checkpoint's weights; 0 where it has none."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _settings(name: str, plan: Plan, folder: Path) -> EngineSettings:
