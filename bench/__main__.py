@@ -23,6 +23,7 @@ from bench.plan import Plan
 from bench.progress import Progress
 from bench.prompts import held_out_prompts
 from bench.systems import compare
+from specdec.cli.up import stop_on_signals
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("decode", "systems", "steps", "sweep", "arrivals")
@@ -69,7 +70,7 @@ def main(
     wanted_sweeps = _chosen("--sweep", sweeps, tuple(sweep.SWEEPS))
     usable = tuple(sorted(os.sched_getaffinity(0)))
     used = usable[:cores] if cores else usable
-    with Progress(console) as progress, pinned(used):
+    with stop_on_signals(), Progress(console) as progress, pinned(used):
         progress.part("pair")
         progress.tell("making its checkpoints, if they are not there")
         try:

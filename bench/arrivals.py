@@ -188,9 +188,10 @@ def _plots(rows: Sequence[dict[str, object]], plan: Plan) -> dict[str, str]:
         for part in ("p50", "p99"):
             if isinstance(spread, dict) and part in spread:
                 ttft.setdefault(f"{name}, {part}", []).append(Point(rate, spread[part], spread[part], spread[part]))
-    note = f"{plan.pair.name}, {len(plan.cores)} cores, temperature {plan.temperatures[0]:g}"
+    note = f"{plan.pair.caption}; {len(plan.cores)} cores"
+    where = f"{plan.pair.name}, temperature {plan.temperatures[0]:g}"
     x_name = "requests per second, Poisson"
     return {
-        "arrivals-ttft": lines("Time to first token by load", note, x_name, "ms", ttft, log_x=True),
-        "arrivals-goodput": lines("Goodput by load", note, x_name, "requests/s", goodput, log_x=True),
+        "arrivals-ttft": lines(f"Time to first token by load, {where}", note, x_name, "ms", ttft, log_x=True),
+        "arrivals-goodput": lines(f"Goodput by load, {where}", note, x_name, "requests/s", goodput, log_x=True),
     }

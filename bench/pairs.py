@@ -68,13 +68,18 @@ class Model:
         return content
 
     @property
+    def is_larger(self) -> bool:
+        """Than its source, which it is an inflation of."""
+        return self.source is not None and num_parameters(self.folder) > num_parameters(self.source)
+
+    @property
     def description(self) -> str:
         """Its name and size."""
         millions = num_parameters(self.folder) / 1e6
         if self.source is None:
             return f"{self.name} ({millions:.3g} M parameters)"
         small = num_parameters(self.source) / 1e6
-        made = f"inflated from {small:.3g} M" if small < millions else "as shipped, with more positions"
+        made = f"inflated from {small:.3g} M" if self.is_larger else "as shipped, with more positions"
         return f"{self.name} ({millions:.3g} M parameters, {made})"
 
 
@@ -90,7 +95,17 @@ class Pair:
     def description(self) -> str:
         """For every table: what was measured, and what inflation is where there is any."""
         text = f"{self.name}: target {self.target.description}, draft {self.draft.description}."
-        return f"{text} {INFLATION}" if self.target.source or self.draft.source else text
+        return f"{text} {INFLATION}" if self.target.is_larger or self.draft.is_larger else text
+
+    @property
+    def caption(self) -> str:
+        """The same in a line, for plots."""
+        sizes = ", ".join(
+            f"{role} {num_parameters(model.folder) / 1e6:.3g} M{' (inflated)' if model.is_larger else ''}"
+            for role, model in (("target", self.target), ("draft", self.draft))
+        )
+        is_inflated = self.target.is_larger or self.draft.is_larger
+        return f"{sizes}{'; inflated: as slow as its size, says what the shipped one says' if is_inflated else ''}"
 
     @property
     def max_tokens(self) -> int:

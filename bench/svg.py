@@ -14,7 +14,7 @@ from html import escape
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8c6d1f", "#56b4e9", "#000000")
 _WIDTH, _LEFT, _RIGHT, _TOP = 760, 64, 20, 62
 _PLOT_HEIGHT, _BAR = 280, 26
-_LABELS = 250
+_LABELS = 300
 """Pixels for the names of bars."""
 
 

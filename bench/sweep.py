@@ -162,9 +162,9 @@ def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) ->
             for key, label in (("tokens_per_s", "speculation"), ("plain_tokens_per_s", "plain")):
                 series[f"{label}{suffix}"] = _points(sweep, rows, key)
         sweep = SWEEPS[name](plan)
-        note = f"{plan.pair.name}, {len(plan.cores)} cores; median and quartiles"
+        note = f"{plan.pair.caption}; {len(plan.cores)} cores; medians, quartiles"
         plots[f"sweep-{name}"] = lines(
-            f"Tokens per second by {name}", note, sweep.name, "tokens/s", series, log_x=sweep.log_x
+            f"Tokens per second by {name}, {plan.pair.name}", note, sweep.name, "tokens/s", series, log_x=sweep.log_x
         )
     report.add("sweep", results, tables, plots)
 

@@ -10,11 +10,14 @@ tokens are these two, rounding decided, and the row says so. Else the row is voi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+
+import psutil
 
 from bench.load import Sampling, make_request
 from bench.plan import Plan
@@ -30,6 +33,7 @@ from specdec.client import Client
 NEAR_TIE = 1e-4
 REFERENCE = served.PLAIN
 _TUNE_PROMPTS, _TUNE_TOKENS = 2, 48
+_IDLE_S = 2.0
 _PEERS = ("transformers", "llama.cpp", "vllm")
 
 
@@ -93,6 +97,7 @@ async def _run(plan: Plan, report: Report, progress: Progress) -> None:
             except LeftOut as reason:
                 left_out.append(str(reason))
                 systems.remove(system)
+        idle_cores = await _idle_cores()
         for temperature, batch in itertools.product(plan.temperatures, plan.batches):
             sampling = dataclasses.replace(plan.sampling, temperature=temperature)
             able = [system for system in systems if system.can_run(batch, temperature)]
@@ -104,7 +109,7 @@ async def _run(plan: Plan, report: Report, progress: Progress) -> None:
             title = f"{plan.pair.name}, temperature {temperature:g}, {batch} at once"
             tables.append(_table(title, case, left_out))
             plots[f"systems-t{temperature:g}-b{batch}"] = _plot(title, case, plan)
-    result = {"cases": found, "tuning": tuned, "left_out": left_out,
+    result = {"cases": found, "tuning": tuned, "left_out": left_out, "idle_cores": idle_cores,
               "deployments": {name: d.settings for name, d in served.deployments(plan).items()}}  # fmt: skip
     report.add("systems", result, tables, plots)
 
@@ -129,6 +134,22 @@ async def _start(plan: Plan, stack: AsyncExitStack, progress: Progress, left_out
         except LeftOut as reason:
             left_out.append(str(reason))
     return systems
+
+
+async def _idle_cores() -> float:
+    """Cores that all systems together keep busy while none is asked anything."""
+
+    def spent_s() -> float:
+        total = 0.0
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
+    before_s = spent_s()
+    await asyncio.sleep(_IDLE_S)
+    return (spent_s() - before_s) / _IDLE_S
 
 
 def _wanted(plan: Plan, name: str) -> bool:
@@ -228,5 +249,11 @@ def _plot(title: str, case: Sequence[Mapping[str, object]], plan: Plan) -> str:
     for row in case:
         speed = row["tokens_per_s"]
         if isinstance(speed, Mapping) and not str(row["tokens"]).startswith("VOID"):
-            points[f"{row['system']} {row['setting']}".rstrip()] = Point.of(0, speed)
-    return bars(f"Tokens per second: {title}", f"{len(plan.cores)} cores; median and quartiles", "tokens/s", points)
+            drafted = f", {row['setting']}" if str(row["setting"]).startswith("k =") else ""
+            points[f"{row['system']}{drafted}"] = Point.of(0, speed)
+    return bars(
+        f"Tokens per second: {title}",
+        f"{plan.pair.caption}; {len(plan.cores)} cores; medians, quartiles",
+        "tokens/s",
+        points,
+    )

@@ -80,10 +80,13 @@ class HttpPeer:
         tokens: list[int] = []
         clock = Clock()
         body = self.dialect.body(prompt, sampling, seed, self.num_draft_tokens)
-        for event in _events(self.port, self.dialect.path, body):
-            new = self.dialect.token_ids(event)
-            tokens += new
-            clock.add(len(new), time.perf_counter())
+        try:
+            for event in _events(self.port, self.dialect.path, body):
+                new = self.dialect.token_ids(event)
+                tokens += new
+                clock.add(len(new), time.perf_counter())
+        except (OSError, http.client.HTTPException) as error:
+            raise LeftOut(f"{self.name}: {error!r}") from error
         if len(tokens) != sampling.max_tokens:
             raise LeftOut(f"{self.name}: {len(tokens)} tokens instead of {sampling.max_tokens}")
         return tokens, clock

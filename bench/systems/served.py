@@ -83,5 +83,5 @@ def start(plan: Plan, name: str, stack: AsyncExitStack, progress: Progress) -> l
         return [Served(SPECULATION, "", address, True), Served(PLAIN, "", address, False)]
     if name == ALL_CORES:
         return [Served(ALL_CORES, "", address, False)]
-    setting = f"waits at most {plan.sync_hold_off_ms:g} ms"
+    setting = f"hold-off {plan.sync_hold_off_ms:g} ms"
     return [Served(name, setting, address, True)]
