@@ -134,7 +134,7 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
     deployment = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
     with running(deployment, progress) as cluster:
         rows = asyncio.run(_measure(cluster.address, plan, progress))
-    title = f"Arrivals, {plan.pair.name}, temperature {plan.temperatures[0]:g}"
+    title = f"Arrivals, {plan.label}, temperature {plan.temperatures[0]:g}"
     table = Table(title, _COLUMNS)
     for row in rows:
         spreads = (row["first_token_ms"], row["inter_token_ms"])
@@ -189,7 +189,7 @@ def _plots(rows: Sequence[dict[str, object]], plan: Plan) -> dict[str, str]:
             if isinstance(spread, dict) and part in spread:
                 ttft.setdefault(f"{name}, {part}", []).append(Point(rate, spread[part], spread[part], spread[part]))
     note = f"{plan.pair.caption}; {len(plan.cores)} cores"
-    where = f"{plan.pair.name}, temperature {plan.temperatures[0]:g}"
+    where = f"{plan.label}, temperature {plan.temperatures[0]:g}"
     x_name = "requests per second, Poisson"
     return {
         "arrivals-ttft": lines(f"Time to first token by load, {where}", note, x_name, "ms", ttft, log_x=True),

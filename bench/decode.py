@@ -62,7 +62,7 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
     deployment = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
     with running(deployment, progress) as cluster:
         rows = asyncio.run(_measure(cluster.address, plan, progress))
-    table = Table(f"Decoding, {plan.pair.name}", ["temperature", "batch", *_COLUMNS.values()])
+    table = Table(f"Decoding, {plan.label}", ["temperature", "batch", *_COLUMNS.values()])
     for row in rows:
         table.add(row["temperature"], row["batch"], *(row[column] for column in _COLUMNS))
     table.notes.append("Medians and quartiles of pairwise ratios; milliseconds are per target step.")

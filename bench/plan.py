@@ -35,6 +35,11 @@ class Plan:
     per_token_slo_ms: float = 50.0
 
     @property
+    def label(self) -> str:
+        """For titles: the pair, and how proposals are verified where that is not as usual."""
+        return self.pair.name if self.verify_mode == "coupled" else f"{self.pair.name}, {self.verify_mode} mode"
+
+    @property
     def sampling(self) -> Sampling:
         """What all requests have in common, but for the temperature."""
         return Sampling(max_tokens=self.max_tokens, verify_mode=self.verify_mode)

@@ -57,7 +57,7 @@ def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) ->
             progress.tell(name)
             rows.append(measure(name, plan, bandwidth))
     columns = ("floor ms", "1 row", "8 rows of one sequence", "8 sequences", "1 row / floor", "threads")
-    title = f"Step times on {plan.device}, context {CONTEXT}, ms, {plan.pair.name}"
+    title = f"Step times on {plan.device}, context {CONTEXT}, ms, {plan.label}"
     table = Table(title, ["shape", *columns])
     for row in rows:
         keys = ("floor_ms", "one_row_ms", "eight_rows_ms", "eight_sequences_ms", "one_row_over_floor", "num_threads")

@@ -158,13 +158,13 @@ def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) ->
             rows = asyncio.run(_measure(sweep, plan, progress))
             suffix = "" if name == "temperature" else f", temperature {temperature:g}"
             results[f"{name}{suffix}"] = rows
-            tables.append(_table(f"{plan.pair.name}: {name}{suffix}", rows))
+            tables.append(_table(f"{plan.label}: {name}{suffix}", rows))
             for key, label in (("tokens_per_s", "speculation"), ("plain_tokens_per_s", "plain")):
                 series[f"{label}{suffix}"] = _points(sweep, rows, key)
         sweep = SWEEPS[name](plan)
         note = f"{plan.pair.caption}; {len(plan.cores)} cores; medians, quartiles"
         plots[f"sweep-{name}"] = lines(
-            f"Tokens per second by {name}, {plan.pair.name}", note, sweep.name, "tokens/s", series, log_x=sweep.log_x
+            f"Tokens per second by {name}, {plan.label}", note, sweep.name, "tokens/s", series, log_x=sweep.log_x
         )
     report.add("sweep", results, tables, plots)
 

@@ -106,7 +106,7 @@ async def _run(plan: Plan, report: Report, progress: Progress) -> None:
                 await _compare_tokens(rows, reference.address, plan, batch, temperature)
             case = [_result(row, rows, sampling) for row in rows]
             found.append({"temperature": temperature, "batch": batch, "rows": case})
-            title = f"{plan.pair.name}, temperature {temperature:g}, {batch} at once"
+            title = f"{plan.label}, temperature {temperature:g}, {batch} at once"
             tables.append(_table(title, case, left_out))
             plots[f"systems-t{temperature:g}-b{batch}"] = _plot(title, case, plan)
     result = {"cases": found, "tuning": tuned, "left_out": left_out, "idle_cores": idle_cores,
