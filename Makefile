@@ -191,7 +191,7 @@ metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
 
 .PHONY: bench
-bench: $(STAMP)  ## Measure the shipped pair on this machine's CPU.
+bench: $(STAMP)  ## Measure on this machine's CPU (BENCH_ARGS="--pair shipped", see bench/README.md).
 	@$(BIN)/python -m bench $(BENCH_ARGS)
 
 .PHONY: bench-gpu

@@ -1,58 +1,164 @@
-"""`python -m bench`: measure, print tables, keep raw results with the machine and the versions.
+"""`python -m bench`: measure, print tables, keep results with the machine and the versions.
 
-python -m bench                 # the shipped pair on CPU: decoding, its parts, peers, step times
-python -m bench --device cuda   # the same on a GPU, with step times of random-weight Llama shapes
+python -m bench                                          # cpu-80m on CPU: decoding, all systems, step times
+python -m bench --only sweep --sweep concurrency,delay   # what is not part of the usual run
+python -m bench --only arrivals --pair shipped
+python -m bench --device cuda --pair gpu-8b
 """
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from bench import decode, peers, report, steps
+from bench import arrivals, decode, report, steps, sweep
+from bench.deployment import pinned
+from bench.pairs import PAIRS, NoSuchPair, Pair, resolve_pair
+from bench.plan import Plan
+from bench.progress import Progress
+from bench.prompts import held_out_prompts
+from bench.systems import compare
+from specdec.cli.up import stop_on_signals
 
 RESULTS = Path(__file__).parent / "results"
+PARTS = ("decode", "systems", "steps", "sweep", "arrivals")
+_USUAL = PARTS[:3]
+_CHECK_PROMPTS, _CHECK_TOKENS = 2, 32
+_LOG_WIDTH = 200
+"""Of tables that go to a file."""
+_MOST_CHECKED_BYTES = 48 << 30
+"""Above, an inflated model is compared with its source in its own dtype: in float32 no GPU would hold it."""
 
 
 def main(
+    pair: Annotated[str, typer.Option(help=f"{', '.join(PAIRS)}, or TARGET:DRAFT of names and folders.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
-    only: Annotated[str, typer.Option(help="Comma-separated parts: decode, peers, steps.")] = "",
-    repeats: Annotated[int, typer.Option(help="Times each prompt is run with and without speculation.", min=1)] = 3,
-    prompts: Annotated[int, typer.Option(help="Held-out prompts.", min=1)] = 8,
-    max_tokens: Annotated[int, typer.Option(min=8)] = 128,
+    cores: Annotated[int, typer.Option(help="Cores that every system may use; 0: all.", min=0)] = 0,
+    only: Annotated[str, typer.Option(help=f"Comma-separated parts: {', '.join(PARTS)}.")] = ",".join(_USUAL),
+    sweeps: Annotated[
+        str, typer.Option("--sweep", help=f"Comma-separated: {', '.join(sweep.SWEEPS)}.")
+    ] = "concurrency",
+    systems: Annotated[str, typer.Option(help="Comma-separated beginnings of names; none: all.")] = "",
+    repeats: Annotated[int, typer.Option(help="Times each prompt is run by each system.", min=1)] = 2,
+    prompts: Annotated[int, typer.Option(help="Held-out prompts.", min=1)] = 4,
+    max_tokens: Annotated[int, typer.Option(min=8)] = 96,
     batch: Annotated[str, typer.Option(help="Comma-separated numbers of requests at once.")] = "1,8",
     temperature: Annotated[str, typer.Option(help="Comma-separated temperatures.")] = "0,1",
-    shapes: Annotated[str, typer.Option(help="Comma-separated shapes for step times.")] = "",
-    save: Annotated[bool, typer.Option(help="Write bench/results/<date>-<device>.json.")] = True,
+    verify_mode: Annotated[str, typer.Option(help="coupled or rejection")] = "coupled",
+    sync_tokens: Annotated[str, typer.Option(help="Draft tokens of synchronous speculation.")] = "4",
+    sync_hold_off_ms: Annotated[float, typer.Option(help="Its longest wait for the draft.", min=0)] = 10.0,
+    peer_tokens: Annotated[str, typer.Option(help="Draft tokens that peers try; the fastest counts.")] = "3,5,8",
+    rates: Annotated[str, typer.Option(help="Arrivals per second; none: doubled until saturation.")] = "",
+    seconds: Annotated[float, typer.Option(help="How long requests arrive at each rate.", min=0.1)] = 20.0,
+    bursts: Annotated[str, typer.Option(help="Requests at one moment.")] = "8,32",
+    first_token_slo_ms: Annotated[float, typer.Option(help="For goodput: until the first token.")] = 500.0,
+    per_token_slo_ms: Annotated[float, typer.Option(help="For goodput: mean time per token after it.")] = 50.0,
+    shapes: Annotated[str, typer.Option(help="Of step times: target, draft, llama-1b, llama-8b.")] = "",
+    check: Annotated[bool, typer.Option(help="Compare inflated models with their sources first.")] = True,
+    save: Annotated[bool, typer.Option(help="Write bench/results/<date>-<device>-<pair>.*.")] = True,
 ) -> None:
     """Measure and report."""
     console = Console()
-    parts = [part for part in only.split(",") if part] or ["decode", "peers", "steps"]
-    plan = decode.Plan(
-        device=device,
-        num_prompts=prompts,
-        max_tokens=max_tokens,
-        repeats=repeats,
-        batches=tuple(map(int, batch.split(","))),
-        temperatures=tuple(map(float, temperature.split(","))),
-    )
-    results: dict[str, object] = {
-        "machine": report.machine(),
-        "versions": report.versions(),
-        "plan": report.plain(plan),
-    }
-    if "decode" in parts:
-        results["decode"] = decode.run(plan, console)
-    if "peers" in parts:
-        results["peers"] = peers.run(plan, console)
-    if "steps" in parts:
-        names = [name for name in shapes.split(",") if name] or steps.default_shapes(device)
-        results["steps"] = steps.run(names, device, console)
+    if not console.is_terminal:
+        console = Console(width=_LOG_WIDTH)
+    parts = _chosen("--only", only, PARTS)
+    wanted_sweeps = _chosen("--sweep", sweeps, tuple(sweep.SWEEPS))
+    usable = tuple(sorted(os.sched_getaffinity(0)))
+    used = usable[:cores] if cores else usable
+    with stop_on_signals(), Progress(console) as progress, pinned(used):
+        progress.part("pair")
+        progress.tell("making its checkpoints, if they are not there")
+        try:
+            made = resolve_pair(pair or ("cpu-80m" if device == "cpu" else "gpu-8b"), device)
+        except NoSuchPair as error:
+            raise typer.BadParameter(str(error), param_hint="--pair") from error
+        plan = Plan(
+            pair=made,
+            cores=used,
+            device=device,
+            num_prompts=prompts,
+            max_tokens=max_tokens,
+            repeats=repeats,
+            batches=tuple(map(int, batch.split(","))),
+            temperatures=tuple(map(float, temperature.split(","))),
+            verify_mode=verify_mode,
+            systems=tuple(_names(systems)),
+            sync_tokens=tuple(map(int, _names(sync_tokens))),
+            sync_hold_off_ms=sync_hold_off_ms,
+            peer_tokens=tuple(map(int, _names(peer_tokens))),
+            rates=tuple(map(float, _names(rates))),
+            seconds=seconds,
+            bursts=tuple(map(int, _names(bursts))),
+            first_token_slo_ms=first_token_slo_ms,
+            per_token_slo_ms=per_token_slo_ms,
+        )
+        facts = {"machine": report.machine(used, device), "versions": report.versions(), "plan": plan.facts()}
+        found = report.Report(pair=made.description, facts=facts, console=console)
+        console.print(made.description, soft_wrap=True, highlight=False)
+        if check:
+            _check(made, device, found, progress)
+        began_s = time.monotonic()
+        if "decode" in parts:
+            decode.run(plan, found, progress)
+        if "systems" in parts:
+            compare.run(plan, found, progress)
+        if "steps" in parts:
+            steps.run(_names(shapes), plan, found, progress)
+        if "sweep" in parts:
+            sweep.run(wanted_sweeps, plan, found, progress)
+        if "arrivals" in parts:
+            arrivals.run(plan, found, progress)
+        facts["load_average_at_the_end"] = [round(load, 2) for load in os.getloadavg()]
+        facts["seconds"] = round(time.monotonic() - began_s, 1)
     if save:
-        console.print(f"raw results: {report.save(results, RESULTS, device)}")
+        console.print(f"results: {found.save(RESULTS, report.file_name(made.name, device))}")
+
+
+def _check(pair: Pair, device: str, found: report.Report, progress: Progress) -> None:
+    """Raises TokensNotSame."""
+    import torch
+
+    from bench.sameness import check_sameness
+
+    progress.part("check")
+    results: dict[str, object] = {}
+    for model in (pair.target, pair.draft):
+        if model.source is None:
+            continue
+        progress.tell(f"that {model.name} says what its source says")
+        is_huge = 2 * sum(file.stat().st_size for file in model.folder.glob("*.safetensors")) > _MOST_CHECKED_BYTES
+        sameness = check_sameness(
+            model.source,
+            model.folder,
+            held_out_prompts(model.folder, _CHECK_PROMPTS),
+            num_tokens=_CHECK_TOKENS,
+            device=device,
+            dtype=torch.bfloat16 if is_huge else torch.float32,
+        )
+        results[model.name] = sameness.as_facts()
+        found.console.print(
+            f"{model.name} says what its source says: {sameness.num_equal} of {sameness.num_tokens} greedy tokens, "
+            f"largest difference of a logit {sameness.largest_logit_difference:.1e} ({sameness.dtype})",
+            highlight=False,
+            soft_wrap=True,
+        )
+    found.results["same_tokens"] = results
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _chosen(option: str, text: str, allowed: tuple[str, ...]) -> list[str]:
+    names = _names(text)
+    if unknown := [name for name in names if name not in allowed]:
+        raise typer.BadParameter(f"{', '.join(unknown)}: not one of {', '.join(allowed)}", param_hint=option)
+    return names
 
 
 typer.run(main)

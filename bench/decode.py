@@ -1,129 +1,117 @@
 """Decoding speed through the whole system, with and without speculation, and where the time of a step goes.
 
 Runs alternate: each prompt (or group of prompts) is decoded with speculation and without, one right after the other, in
-an order that flips from repeat to repeat; the figure is the median of the pairwise ratios. Every pair's tokens must be
-equal, or the run fails.
+an order that flips from repeat to repeat; the figure is the median of the pairwise ratios. Where speculation may change
+no token, every pair's tokens must be equal, or the run fails.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from bench.deployment import Deployment, running
+from bench.load import Run, Sampling, run_group
+from bench.plan import Plan
+from bench.progress import Progress
+from bench.prompts import Prompt, held_out_prompts
+from bench.report import Report, spread
+from bench.tables import Table
 
-from bench.report import spread
-from specdec.cli.local.cluster import Cluster
-from specdec.cli.local.plan import LocalPlan, plan_services, shipped_model
-from specdec.client import Client, Completion
-from specdec.v1 import coordinator_pb2 as api
-
-PROMPTS = Path(__file__).parents[1] / "models" / "prompts.json"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to measure."""
-
-    device: str
-    num_prompts: int
-    max_tokens: int
-    repeats: int
-    batches: tuple[int, ...]
-    temperatures: tuple[float, ...]
+_COLUMNS = {
+    "speedup": "speculation / plain",
+    "tokens_per_s": "tokens/s",
+    "plain_tokens_per_s": "plain",
+    "mean_acceptance_length": "mean acceptance length",
+    "hit_rate": "hits",
+    "step_ms": "step ms",
+    "plain_step_ms": "plain step ms",
+    "hold_off_ms_per_step": "hold-off ms",
+    "outside_ms_per_hit": "outside ms, hit",
+    "outside_ms_per_miss": "outside ms, miss",
+    "plain_outside_ms_per_step": "outside ms, plain",
+}
 
 
-@dataclass(frozen=True)
-class Run:
-    """One group of requests that ran at once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row: which requests, how many at once, how often."""
 
-    tokens_per_s: float
-    completions: list[Completion]
+    prompts: Sequence[Prompt]
+    sampling: Sampling
+    batch: int = 1
+    repeats: int = 1
 
     @property
-    def token_ids(self) -> list[list[int]]:
-        """Of every request, for the comparison."""
-        return [completion.choices[0].token_ids for completion in self.completions]
+    def groups(self) -> list[Sequence[Prompt]]:
+        """Prompts that run at once."""
+        return [self.prompts[i : i + self.batch] for i in range(0, len(self.prompts) - self.batch + 1, self.batch)]
 
 
 class TokensDiffer(AssertionError):
     """The same requests gave different tokens with and without speculation."""
 
 
-def held_out_prompts(count: int) -> list[str]:
-    """The first prompts of models/prompts.json, repeated when there are fewer."""
-    texts = [entry["text"] for entry in json.loads(PROMPTS.read_text())]
-    return list(itertools.islice(itertools.cycle(texts), count))
+def run(plan: Plan, report: Report, progress: Progress) -> None:
+    """Measure every temperature and batch size."""
+    progress.part("decode")
+    most_tokens = max(plan.batches) * (plan.max_tokens + 256)
+    deployment = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
+    with running(deployment, progress) as cluster:
+        rows = asyncio.run(_measure(cluster.address, plan, progress))
+    table = Table(f"Decoding, {plan.label}", ["temperature", "batch", *_COLUMNS.values()])
+    for row in rows:
+        table.add(row["temperature"], row["batch"], *(row[column] for column in _COLUMNS))
+    table.notes.append("Medians and quartiles of pairwise ratios; milliseconds are per target step.")
+    report.add("decode", rows, [table])
 
 
-def run(plan: Plan, console: Console) -> list[dict[str, object]]:
-    """Measure every temperature and batch size on the shipped pair; prints a table."""
-    services = plan_services(
-        LocalPlan(
-            target_model=shipped_model("target"),
-            draft_model=shipped_model("draft"),
-            device=plan.device,
-            free_ports=True,
-        )
-    )
-    with Cluster(services) as cluster, console.status("starting the services") as status:
-        cluster.start(lambda what: status.update(f"waiting for {what}"))
-        rows = asyncio.run(_measure(cluster.address, plan, status.update))
-    _print(rows, console)
-    return rows
-
-
-async def _measure(address: str, plan: Plan, progress: object) -> list[dict[str, object]]:
+async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[str, object]]:
     rows = []
-    async with Client(address) as client:
-        await _run_group(client, held_out_prompts(2), 0.0, plan.max_tokens, speculate=True)  # warms both engines
-        for temperature, batch in itertools.product(plan.temperatures, plan.batches):
-            prompts = held_out_prompts(max(plan.num_prompts, batch))
-            groups = [prompts[i : i + batch] for i in range(0, len(prompts) - batch + 1, batch)]
-            pairs: list[tuple[Run, Run]] = []
-            for repeat, (index, group) in itertools.product(range(plan.repeats), enumerate(groups)):
-                if callable(progress):
-                    progress(f"temperature {temperature:g}, {batch} at once: repeat {repeat + 1}, group {index + 1}")
-                order = (True, False) if (repeat + index) % 2 == 0 else (False, True)
-                runs = {s: await _run_group(client, group, temperature, plan.max_tokens, speculate=s) for s in order}
-                if runs[True].token_ids != runs[False].token_ids:
-                    raise TokensDiffer(f"temperature {temperature}, group {index}")
-                pairs.append((runs[True], runs[False]))
-            rows.append(_summary(temperature, batch, pairs))
+    await warm_up(address, plan)
+    for temperature, batch in itertools.product(plan.temperatures, plan.batches):
+        case = Case(
+            prompts=held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, batch)),
+            sampling=dataclasses.replace(plan.sampling, temperature=temperature),
+            batch=batch,
+            repeats=plan.repeats,
+        )
+        rows.append(await measure(address, case, progress))
     return rows
 
 
-async def _run_group(
-    client: Client, prompts: Sequence[str], temperature: float, max_tokens: int, *, speculate: bool
-) -> Run:
-    requests = []
-    for seed, prompt in enumerate(prompts):
-        request = api.GenerateRequest(prompt=prompt)
-        request.sampling.temperature = temperature
-        request.sampling.seed = seed
-        request.sampling.max_tokens = max_tokens
-        request.sampling.ignore_eos = True
-        request.speculation.enabled = speculate
-        requests.append(request)
-    started_s = time.perf_counter()
-    completions = await asyncio.gather(*(client.complete(request) for request in requests))
-    if len(prompts) == 1:
-        speed = completions[0].tokens_per_second or 0.0
-    else:
-        speed = sum(completion.num_tokens for completion in completions) / (time.perf_counter() - started_s)
-    return Run(speed, list(completions))
+async def warm_up(address: str, plan: Plan) -> None:
+    """Let both engines, and what learns from steps, see some."""
+    prompts = held_out_prompts(plan.pair.target.folder, 2)
+    for speculate in (True, False):
+        await run_group(address, prompts, Sampling(max_tokens=min(32, plan.max_tokens)), speculate=speculate)
 
 
-def _summary(temperature: float, batch: int, pairs: list[tuple[Run, Run]]) -> dict[str, object]:
+async def measure(address: str, case: Case, progress: Progress) -> dict[str, object]:
+    """Run a case with and without speculation, alternating; returns its row. Raises TokensDiffer."""
+    pairs: list[tuple[Run, Run]] = []
+    for repeat, (index, group) in itertools.product(range(case.repeats), enumerate(case.groups)):
+        sampling = case.sampling
+        progress.tell(
+            f"temperature {sampling.temperature:g}, {case.batch} at once: "
+            f"repeat {repeat + 1} of {case.repeats}, group {index + 1} of {len(case.groups)}"
+        )
+        order = (True, False) if (repeat + index) % 2 == 0 else (False, True)
+        runs = {s: await run_group(address, group, sampling, speculate=s) for s in order}
+        if sampling.is_reproducible and runs[True].token_ids != runs[False].token_ids:
+            raise TokensDiffer(f"temperature {sampling.temperature}, group {index}")
+        pairs.append((runs[True], runs[False]))
+    return _summary(case, pairs)
+
+
+def _summary(case: Case, pairs: list[tuple[Run, Run]]) -> dict[str, object]:
     with_stats = [c.require_finished().stats for fast, _ in pairs for c in fast.completions]
     plain_stats = [c.require_finished().stats for _, slow in pairs for c in slow.completions]
     steps = sum(s.num_steps for s in with_stats)
+    plain_steps = sum(s.num_steps for s in plain_stats)
     hits = sum(s.num_hits for s in with_stats)
     misses = steps - hits
     hit_outside = sum(s.hit_outside_ms for s in with_stats)
@@ -134,53 +122,22 @@ def _summary(temperature: float, batch: int, pairs: list[tuple[Run, Run]]) -> di
     verify_steps = sum(s.num_verify_steps for s in with_stats)
     committed = sum(s.mean_acceptance_length * s.num_verify_steps for s in with_stats)
     return {
-        "temperature": temperature,
-        "batch": batch,
+        "temperature": case.sampling.temperature,
+        "batch": case.batch,
         "num_pairs": len(pairs),
         "speedup": spread([fast.tokens_per_s / slow.tokens_per_s for fast, slow in pairs]),
         "tokens_per_s": spread([fast.tokens_per_s for fast, _ in pairs]),
         "plain_tokens_per_s": spread([slow.tokens_per_s for _, slow in pairs]),
-        "tokens_equal": True,
+        "tokens_equal": True if case.sampling.is_reproducible else None,
         "mean_acceptance_length": committed / verify_steps if verify_steps else 0.0,
         "acceptance_by_depth": [a / v for a, v in zip(accepted, verified, strict=True) if v],
         "hit_rate": hits / steps if steps else 0.0,
         "share_of_steps_that_verify": verify_steps / steps if steps else 0.0,
         "step_ms": sum(s.verify_ms for s in with_stats) / steps,
-        "plain_step_ms": sum(s.verify_ms for s in plain_stats) / sum(s.num_steps for s in plain_stats),
+        "plain_step_ms": sum(s.verify_ms for s in plain_stats) / plain_steps,
         "hold_off_ms_per_step": sum(s.hold_off_ms for s in with_stats) / steps,
         "draft_ms_per_step": sum(s.draft_ms for s in with_stats) / steps,
         "outside_ms_per_hit": hit_outside / hits if hits else None,
         "outside_ms_per_miss": (outside - hit_outside) / misses if misses else None,
-        "plain_outside_ms_per_step": sum(s.outside_ms for s in plain_stats) / sum(s.num_steps for s in plain_stats),
+        "plain_outside_ms_per_step": sum(s.outside_ms for s in plain_stats) / plain_steps,
     }
-
-
-def _print(rows: list[dict[str, object]], console: Console) -> None:
-    table = Table(title="decoding: speculation against plain, shipped pair")
-    columns = (
-        "temperature",
-        "batch",
-        "speedup",
-        "tokens_per_s",
-        "plain_tokens_per_s",
-        "mean_acceptance_length",
-        "hit_rate",
-    )
-    columns += (
-        "step_ms",
-        "plain_step_ms",
-        "hold_off_ms_per_step",
-        "outside_ms_per_hit",
-        "outside_ms_per_miss",
-    )
-    for column in columns:
-        table.add_column(column.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(_cell(row[column]) for column in columns))
-    console.print(table)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, dict):
-        value = value.get("median")
-    return f"{value:.3g}" if isinstance(value, float) else str(value)

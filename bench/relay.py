@@ -186,7 +186,7 @@ def measure(
 ) -> None:
     """Measure and print a table."""
     console = Console()
-    console.print_json(json.dumps(report.machine()))
+    console.print_json(json.dumps(report.machine(sorted(os.sched_getaffinity(0)))))
     table = Table(title=f"one coordinator process: a verdict of {tokens_per_verdict} tokens every {step_ms:g} ms")
     columns = ("streams", "tokens/s offered", "tokens/s relayed", "cores", "CPU us/token", "CPU us/verdict", "RSS MB")
     for column in (*columns, "KB/stream"):

@@ -1,25 +1,29 @@
 """Time of one engine step for 1 and 8 rows, against the time to read the weights once.
 
-The floor of a step is weight bytes over memory bandwidth; the bandwidth is that of a large copy on the same device,
-read and written bytes counted. Shapes with random weights stand in for models that cannot be downloaded: times do not
-depend on values.
+The floor of a step is weight bytes over memory bandwidth. Weights count as they are stored: bfloat16 needs not be read
+as float32. The bandwidth on CPU is that of reading a large array on as many threads as the target's engine has, on GPUs
+that of a large copy, read and written bytes counted. On CPU the shapes are the pair's models, on GPUs Llama shapes with
+random weights, for times do not depend on values.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from bench.deployment import pinned
+from bench.pairs import Pair
+from bench.plan import Plan
+from bench.progress import Progress
+from bench.report import Report
+from bench.tables import Table
 from specdec.cli.local.cores import assign_cores
-from specdec.cli.local.plan import shipped_model
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner
@@ -35,37 +39,40 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 CONTEXT = 256
 _WARMUP, _REPEATS = 5, 30
+_LARGE_BYTES = 1 << 29
 
 
-def default_shapes(device: str) -> list[str]:
-    """The shipped pair on CPU, Llama shapes on GPUs."""
-    return ["shipped-target", "shipped-draft"] if device == "cpu" else list(SHAPES)
+def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) -> None:
+    """Measure 1 row, 8 rows of one sequence and 8 sequences for each shape.
+
+    Names are `target` and `draft` of the pair, or of `SHAPES`; none: what the device usually has.
+    """
+    progress.part("steps")
+    names = names or (["target", "draft"] if plan.device == "cpu" else list(SHAPES))
+    with pinned(plan.cores):
+        progress.tell("memory bandwidth")
+        bandwidth = memory_bandwidth(plan)
+        rows = []
+        for name in names:
+            progress.tell(name)
+            rows.append(measure(name, plan, bandwidth))
+    columns = ("floor ms", "1 row", "8 rows of one sequence", "8 sequences", "1 row / floor", "threads")
+    title = f"Step times on {plan.device}, context {CONTEXT}, ms, {plan.label}"
+    table = Table(title, ["shape", *columns])
+    for row in rows:
+        keys = ("floor_ms", "one_row_ms", "eight_rows_ms", "eight_sequences_ms", "one_row_over_floor", "num_threads")
+        table.add(row["shape"], *(row[key] for key in keys))
+    table.notes.append(f"Floor: the weights once at a memory bandwidth of {bandwidth / 1e9:.0f} GB/s.")
+    report.add("steps", rows, [table])
 
 
-def run(names: list[str], device: str, console: Console) -> list[dict[str, object]]:
-    """Measure 1 row, 8 rows of one sequence and 8 sequences for each shape; prints a table."""
-    bandwidth = copy_bandwidth(device)
-    rows = []
-    table = Table(title=f"step times on {device}, context {CONTEXT}; copy bandwidth {bandwidth / 1e9:.0f} GB/s")
-    for column in ("shape", "floor ms", "1 row", "8 rows of one sequence", "8 sequences", "1 row / floor"):
-        table.add_column(column, justify="right")
-    for name in names:
-        with console.status(f"{name}: loading"):
-            row = measure(name, device, bandwidth)
-        rows.append(row)
-        keys = ("floor_ms", "one_row_ms", "eight_rows_ms", "eight_sequences_ms", "one_row_over_floor")
-        table.add_row(name, *(f"{row[key]:.2f}" for key in keys))
-    console.print(table)
-    return rows
-
-
-def measure(name: str, device: str, bandwidth: float) -> dict[str, object]:
+def measure(name: str, plan: Plan, bandwidth: float) -> dict[str, object]:
     """Medians of one shape, in milliseconds."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = _settings(name, device, Path(folder))
+        settings = _settings(name, plan, Path(folder))
         runner = ModelRunner.load(settings)
+        weight_bytes = _stored_bytes(Path(settings.model)) or runner.num_parameters * runner.dtype.itemsize
     runner.warmup()
-    weight_bytes = runner.num_parameters * runner.dtype.itemsize
     pool = BlockPool(runner.num_blocks, runner.block_size)
     engine = Engine(
         runner,
@@ -80,7 +87,7 @@ def measure(name: str, device: str, bandwidth: float) -> dict[str, object]:
         "dtype": str(runner.dtype).removeprefix("torch."),
         "num_parameters": runner.num_parameters,
         "weight_bytes": weight_bytes,
-        "copy_bandwidth_bytes_per_s": bandwidth,
+        "bandwidth_bytes_per_s": bandwidth,
         "numerics_id": runner.numerics_id,
         "num_threads": settings.num_threads,
         "floor_ms": floor_ms,
@@ -91,27 +98,41 @@ def measure(name: str, device: str, bandwidth: float) -> dict[str, object]:
     }
 
 
-def copy_bandwidth(device: str) -> float:
-    """Bytes per second, read plus written, of a large copy on the device."""
-    source = torch.empty((1 << 30) if device != "cpu" else (1 << 28), dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
+def memory_bandwidth(plan: Plan) -> float:
+    """Bytes per second of a large read on CPU, of a large copy (read plus written) on GPUs."""
+    device = plan.device
+    source = torch.ones(_LARGE_BYTES // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source) if device != "cpu" else None
+    num_threads = torch.get_num_threads()
+    if device == "cpu":
+        torch.set_num_threads(len(assign_cores(plan.cores).target_engine))
     times = []
     for _ in range(10):
         _synchronize(device)
         started_s = time.perf_counter()
-        target.copy_(source)
+        if target is None:
+            source.sum()
+        else:
+            target.copy_(source)
         _synchronize(device)
         times.append(time.perf_counter() - started_s)
-    return 2 * source.numel() / statistics.median(times)
+    torch.set_num_threads(num_threads)
+    return source.nbytes * (1 if target is None else 2) / statistics.median(times)
 
 
-def _settings(name: str, device: str, folder: Path) -> EngineSettings:
+def _stored_bytes(folder: Path) -> int:
+    """Of a checkpoint's weights; 0 where it has none."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def _settings(name: str, plan: Plan, folder: Path) -> EngineSettings:
+    device = plan.device
     options: dict[str, object] = {"device": "cuda:0" if device == "cuda" else device, "max_model_len": 1024}
     if device == "cpu":
-        cores = assign_cores(sorted(os.sched_getaffinity(0)))
-        options["num_threads"] = len(cores.draft_engine if name.endswith("draft") else cores.target_engine)
-    if name.startswith("shipped-"):
-        return EngineSettings(model=shipped_model(name.removeprefix("shipped-")), **options)  # type: ignore[arg-type]
+        cores = assign_cores(plan.cores)
+        options["num_threads"] = len(cores.draft_engine if name == "draft" else cores.target_engine)
+    if name in ("target", "draft"):
+        return EngineSettings(model=str(_model(plan.pair, name)), **options)  # type: ignore[arg-type]
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -130,6 +151,10 @@ def _settings(name: str, device: str, folder: Path) -> EngineSettings:
         self_test=False,
         **options,  # type: ignore[arg-type]
     )
+
+
+def _model(pair: Pair, role: str) -> Path:
+    return pair.target.folder if role == "target" else pair.draft.folder
 
 
 def _time_steps(engine: Engine, num_sequences: int, num_nodes: int) -> float:

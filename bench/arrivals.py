@@ -1,0 +1,197 @@
+"""Requests that come when they come, whatever the server manages: an open loop, with and without speculation.
+
+Poisson arrivals at rising rates, until the server no longer keeps up, and bursts of requests at one moment. TTFT is the
+time from when a request was due to its first tokens; an ITL is a gap between two chunks over the tokens of the later
+one, once for each of them. Goodput counts requests that met both limits: the first token in time, and on average no
+more than so long per token after it. A request that was refused, or has not ended `_LATE_S` after the last arrival,
+met nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.deployment import Deployment, running
+from bench.load import Sampling, make_request, new_tenant
+from bench.plan import Plan
+from bench.progress import Progress
+from bench.prompts import Prompt, held_out_prompts
+from bench.report import Report, percentiles
+from bench.svg import Point, lines
+from bench.tables import Table
+from specdec.client import Client
+from specdec.rpc.errors import SpecdecError
+
+FIRST_RATE, GROWTH, MOST_RATES = 0.5, 2.0, 10
+"""Requests per second, without rates from the command line: doubled until saturation."""
+_SATURATED = 0.9
+"""Ended per second over arrived per second; below it the server does not keep up."""
+_LATE_S = 20.0
+_PROMPT_TOKENS = 512
+_MOST_AT_ONCE = 64
+_COLUMNS = ("load", "speculation", "req/s offered", "req/s ended", "tokens/s", "goodput req/s", "failed", "TTFT ms p50",
+            "p90", "p99", "ITL ms p50", "p90", "p99")  # fmt: skip
+
+
+@dataclass(slots=True)
+class Stream:
+    """What came of one request. Times in seconds."""
+
+    first_s: float | None = None
+    """After it was due."""
+    gaps_s: list[float] = field(default_factory=list)
+    """One for each token after the first chunk."""
+    num_tokens: int = 0
+    ended_s: float | None = None
+    """Of the clock; None: it failed."""
+    lag_s: float = 0.0
+    """How late this client sent it."""
+
+
+async def run_stream(client: Client, prompt: Prompt, sampling: Sampling, seed: int, due_s: float, speculate: bool,
+                     stream: Stream) -> None:  # fmt: skip
+    """Send a request when it is due, and note when its tokens come."""
+    await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+    stream.lag_s = time.perf_counter() - due_s
+    last_s = 0.0
+    try:
+        async for chunk in client.generate(make_request(prompt, sampling, seed, speculate=speculate)):
+            num_tokens = len(chunk.delta.tokens)
+            if num_tokens == 0:
+                continue
+            now_s = time.perf_counter()
+            if stream.first_s is None:
+                stream.first_s = now_s - due_s
+            else:
+                stream.gaps_s += [(now_s - last_s) / num_tokens] * num_tokens
+            stream.num_tokens += num_tokens
+            last_s = now_s
+        stream.ended_s = time.perf_counter()
+    except SpecdecError:  # refused, or too late: it counts as failed
+        pass
+
+
+def poisson(rate: float, seconds: float, seed: int) -> list[float]:
+    """Arrival times from 0 on; at least one."""
+    rng = random.Random(seed)
+    times = [0.0]
+    while (following := times[-1] + rng.expovariate(rate)) < seconds:
+        times.append(following)
+    return times
+
+
+async def offer(address: str, plan: Plan, times: Sequence[float], *, speculate: bool) -> dict[str, object]:
+    """Send requests at these times; returns the figures."""
+    prompts = held_out_prompts(plan.pair.target.folder, len(times))
+    sampling = dataclasses.replace(plan.sampling, temperature=plan.temperatures[0])
+    streams = [Stream() for _ in times]
+    async with new_tenant(address) as client:
+        start_s = time.perf_counter() + 0.05
+        tasks = [
+            asyncio.create_task(run_stream(client, prompt, sampling, seed, start_s + at_s, speculate, stream))
+            for seed, (prompt, at_s, stream) in enumerate(zip(prompts, times, streams, strict=True))
+        ]
+        _, late = await asyncio.wait(tasks, timeout=times[-1] + _LATE_S)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    return summarize(streams, start_s, times[-1], plan)
+
+
+def summarize(streams: Sequence[Stream], start_s: float, last_s: float, plan: Plan) -> dict[str, object]:
+    """The figures of one load, whose last request came at `last_s`."""
+    ended = [stream for stream in streams if stream.ended_s is not None]
+    until_s = max((stream.ended_s or 0.0) - start_s for stream in ended) if ended else last_s + _LATE_S
+    good = [stream for stream in ended if _is_good(stream, plan)]
+    return {
+        "num_requests": len(streams),
+        "num_failed": len(streams) - len(ended),
+        "offered_per_s": (len(streams) - 1) / last_s if last_s > 0 else None,
+        "ended_per_s": len(ended) / until_s,
+        "tokens_per_s": sum(stream.num_tokens for stream in streams) / until_s,
+        "goodput_per_s": len(good) / until_s,
+        "first_token_ms": percentiles([1e3 * s.first_s for s in streams if s.first_s is not None]),
+        "inter_token_ms": percentiles([1e3 * gap for stream in streams for gap in stream.gaps_s]),
+        "client_lag_ms": percentiles([1e3 * stream.lag_s for stream in streams]),
+    }
+
+
+def _is_good(stream: Stream, plan: Plan) -> bool:
+    mean_ms = 1e3 * sum(stream.gaps_s) / len(stream.gaps_s) if stream.gaps_s else 0.0
+    first_ms = 1e3 * (stream.first_s or 0.0)
+    return first_ms <= plan.first_token_slo_ms and mean_ms <= plan.per_token_slo_ms
+
+
+def run(plan: Plan, report: Report, progress: Progress) -> None:
+    """Measure Poisson arrivals and bursts."""
+    progress.part("arrivals")
+    most_tokens = _MOST_AT_ONCE * (plan.max_tokens + _PROMPT_TOKENS)
+    deployment = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
+    with running(deployment, progress) as cluster:
+        rows = asyncio.run(_measure(cluster.address, plan, progress))
+    title = f"Arrivals, {plan.label}, temperature {plan.temperatures[0]:g}"
+    table = Table(title, _COLUMNS)
+    for row in rows:
+        spreads = (row["first_token_ms"], row["inter_token_ms"])
+        times = [spread.get(part) for spread in spreads if isinstance(spread, dict) for part in ("p50", "p90", "p99")]
+        table.add(*(row[key] for key in ("load", "speculation", "offered_per_s", "ended_per_s", "tokens_per_s",
+                                         "goodput_per_s", "num_failed")), *times)  # fmt: skip
+    table.notes.append(
+        f"Good: first token within {plan.first_token_slo_ms:g} ms, then {plan.per_token_slo_ms:g} ms per token at most."
+    )
+    report.add("arrivals", rows, [table], _plots(rows, plan))
+
+
+async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for speculate in (True, False):
+        await offer(address, plan, [0.0, 0.1], speculate=speculate)  # warms up
+    rates = plan.rates or tuple(FIRST_RATE * GROWTH**number for number in range(MOST_RATES))
+    for number, rate in enumerate(rates):
+        times = poisson(rate, plan.seconds, seed=number)
+        progress.tell(f"Poisson, {rate:g} requests/s for {plan.seconds:g} s")
+        pair = await _both(address, plan, times, f"Poisson {rate:g}/s", number)
+        rows += [{"rate": rate, **row} for row in pair]
+        if not plan.rates and all(_is_saturated(row) for row in pair):
+            break
+    for number, count in enumerate(plan.bursts):
+        progress.tell(f"burst of {count}")
+        rows += await _both(address, plan, [0.0] * count, f"burst of {count}", number)
+    return rows
+
+
+async def _both(address: str, plan: Plan, times: Sequence[float], load: str, number: int) -> list[dict[str, object]]:
+    """With speculation and without, in an order that flips."""
+    found = {s: await offer(address, plan, times, speculate=s) for s in ((True, False), (False, True))[number % 2]}
+    return [{"load": load, "speculation": speculate, **found[speculate]} for speculate in (True, False)]
+
+
+def _is_saturated(row: dict[str, object]) -> bool:
+    ended, offered = row["ended_per_s"], row["offered_per_s"]
+    return isinstance(ended, float) and isinstance(offered, float) and ended < _SATURATED * offered
+
+
+def _plots(rows: Sequence[dict[str, object]], plan: Plan) -> dict[str, str]:
+    ttft: dict[str, list[Point]] = {}
+    goodput: dict[str, list[Point]] = {}
+    for row in rows:
+        rate, spread, good = row.get("rate"), row["first_token_ms"], row["goodput_per_s"]
+        if not isinstance(rate, float) or not isinstance(good, float):
+            continue
+        name = "speculation" if row["speculation"] else "plain"
+        goodput.setdefault(name, []).append(Point(rate, good, good, good))
+        for part in ("p50", "p99"):
+            if isinstance(spread, dict) and part in spread:
+                ttft.setdefault(f"{name}, {part}", []).append(Point(rate, spread[part], spread[part], spread[part]))
+    note = f"{plan.pair.caption}; {len(plan.cores)} cores"
+    where = f"{plan.label}, temperature {plan.temperatures[0]:g}"
+    x_name = "requests per second, Poisson"
+    return {
+        "arrivals-ttft": lines(f"Time to first token by load, {where}", note, x_name, "ms", ttft, log_x=True),
+        "arrivals-goodput": lines(f"Goodput by load, {where}", note, x_name, "requests/s", goodput, log_x=True),
+    }

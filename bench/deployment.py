@@ -1,0 +1,114 @@
+"""Deployments of this system on this machine: which models with which settings on which cores."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from bench.delay_proxy import DelayProxy
+from bench.pairs import Pair
+from bench.progress import Progress
+from specdec.cli.local.cluster import Cluster
+from specdec.cli.local.cores import assign_cores
+from specdec.cli.local.plan import LocalPlan, plan_services
+from specdec.cli.local.service_process import ServiceSpec
+
+_LEAST_KV_BYTES = 1 << 30
+_KV_ITEM_BYTES = 4
+_WARMUP_TOKENS = 4096
+"""Room in the KV cache beside what requests need: prefixes stay cached."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What `specdec up` would start, on cores that are told."""
+
+    pair: Pair
+    cores: tuple[int, ...]
+    device: str = "cpu"
+    is_plain: bool = False
+    """No draft; on CPU the target's engine has all cores but one that the other processes share, and with up to two
+    cores it shares them all."""
+    most_tokens: int = 0
+    """KV cache for so many tokens at once."""
+    target: Mapping[str, object] = field(default_factory=dict)
+    draft: Mapping[str, object] = field(default_factory=dict)
+    coordinator: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What differs from the defaults, for the results."""
+        return {"target": dict(self.target), "draft": dict(self.draft), "coordinator": dict(self.coordinator)}
+
+
+@contextmanager
+def running(deployment: Deployment, progress: Progress, proxy: DelayProxy | None = None) -> Iterator[Cluster]:
+    """Start it, and stop it at the end; meanwhile this thread, the client, runs where clients belong.
+
+    With a proxy the coordinator reaches its drafts through that.
+
+    Raises ClusterFailed.
+    """
+    specs = plan_services(_plan(deployment), cores=deployment.cores)
+    if deployment.is_plain and deployment.device == "cpu":
+        specs = [dataclasses.replace(spec, cores=deployment.cores) for spec in specs]
+    if proxy is not None:
+        specs = [_through(spec, proxy) for spec in specs]
+    with pinned(client_cores(deployment.cores)), Cluster(specs) as cluster:
+        cluster.start(lambda what: progress.tell(f"waiting for {what}"))
+        yield cluster
+
+
+def client_cores(cores: Sequence[int]) -> tuple[int, ...]:
+    """Where the client belongs: with the coordinator, beside no thread of the target."""
+    return assign_cores(cores).shared
+
+
+@contextmanager
+def pinned(cores: Sequence[int]) -> Iterator[None]:
+    """Run this thread, and threads and processes that it starts, on these cores."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _plan(deployment: Deployment) -> LocalPlan:
+    target = dict(deployment.target)
+    if deployment.device == "cpu":
+        target.setdefault("kv_cache_memory_bytes", _kv_bytes(deployment))
+        if deployment.is_plain:
+            cores = deployment.cores
+            engine = cores[:-1] if len(cores) > 2 else cores
+            target |= {"engine_cores": ",".join(map(str, engine)), "num_threads": len(engine)}
+    return LocalPlan(
+        target_model=str(deployment.pair.target.folder),
+        draft_model=str(deployment.pair.draft.folder),
+        device=deployment.device,
+        num_drafts=0 if deployment.is_plain else 1,
+        free_ports=True,
+        target_settings=target,
+        draft_settings=deployment.draft,
+        coordinator_settings=deployment.coordinator,
+    )
+
+
+def _kv_bytes(deployment: Deployment) -> int:
+    config = deployment.pair.target.config
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
+    per_token = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * _KV_ITEM_BYTES
+    return max(_LEAST_KV_BYTES, per_token * (deployment.most_tokens + _WARMUP_TOKENS))
+
+
+def _through(spec: ServiceSpec, proxy: DelayProxy) -> ServiceSpec:
+    if spec.module == "draft_service":
+        proxy.lead_to(spec.address)
+    prefix = "--drafts="
+    arguments = (f"{prefix}{proxy.address}" if text.startswith(prefix) else text for text in spec.arguments)
+    return dataclasses.replace(spec, arguments=tuple(arguments))

@@ -1,0 +1,87 @@
+"""Requests to a coordinator, and what came of them.
+
+Every run is a tenant of its own: tenants share no cached prefixes, so every prompt is computed, whoever came first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from bench.prompts import Prompt
+from specdec.client import Client, ClientSettings, Completion
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+_MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What all requests of a measurement have in common."""
+
+    temperature: float = 0.0
+    max_tokens: int = 128
+    """Every request decodes so many, whatever it says."""
+    max_draft_tokens: int | None = None
+    """Per step; None: the deployment's."""
+    verify_mode: str = "coupled"
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether speculation may change no token."""
+        return self.verify_mode == "coupled" or self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A group of requests that ran at once."""
+
+    tokens_per_s: float
+    completions: Sequence[Completion]
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Of every request."""
+        return [completion.choices[0].token_ids for completion in self.completions]
+
+
+def make_request(prompt: Prompt, sampling: Sampling, seed: int, *, speculate: bool) -> api.GenerateRequest:
+    """A request whose output depends on these alone."""
+    request = api.GenerateRequest(prompt_token_ids=api.TokenIds(token_ids=prompt))
+    request.sampling.temperature = sampling.temperature
+    request.sampling.seed = seed
+    request.sampling.max_tokens = sampling.max_tokens
+    request.sampling.ignore_eos = True
+    request.speculation.enabled = speculate
+    request.speculation.verify_mode = _MODES[sampling.verify_mode]
+    if sampling.max_draft_tokens is not None:
+        request.speculation.max_draft_tokens = sampling.max_draft_tokens
+    return request
+
+
+@asynccontextmanager
+async def new_tenant(address: str) -> AsyncIterator[Client]:
+    """A connected client for whom nothing is cached."""
+    metadata = (("specdec-tenant", f"bench-{secrets.token_hex(8)}"),)
+    async with Client(address, ClientSettings(metadata=metadata)) as client:
+        await client.status()
+        yield client
+
+
+async def run_group(address: str, prompts: Sequence[Prompt], sampling: Sampling, *, speculate: bool) -> Run:
+    """Run requests at once. One alone is timed from its first tokens to its last; several from their start."""
+    requests = [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]
+    async with new_tenant(address) as client:
+        began_s = time.perf_counter()
+        completions = await asyncio.gather(*(client.complete(request) for request in requests))
+        elapsed_s = time.perf_counter() - began_s
+    if len(prompts) == 1:
+        speed = completions[0].tokens_per_second or 0.0
+    else:
+        speed = sum(completion.num_tokens for completion in completions) / elapsed_s
+    return Run(speed, completions)

@@ -1,0 +1,140 @@
+"""The pairs that are measured: which target with which draft, and what is said of them beside every figure.
+
+A pair is one of `PAIRS`, or TARGET:DRAFT, where either is the name of a model below or a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.checkpoints import inflated, num_parameters
+from bench.inflate import Shape
+from specdec.cli.local.plan import shipped_model
+
+INFLATION = (
+    "Inflated: a shipped model enlarged by layers, width, heads and MLP rows that contribute exactly zero, so that a "
+    "step costs what the larger shape costs while every token is the shipped model's."
+)
+TARGETS = {
+    "cpu-80m": Shape(hidden_size=1536, intermediate_size=928, num_layers=10, num_heads=12, num_kv_heads=4,
+                     vocab_size=4096, num_positions=8192),
+    "cpu-350m": Shape(hidden_size=1536, intermediate_size=2368, num_layers=20, num_heads=24, num_kv_heads=8,
+                      vocab_size=4096, num_positions=8192),
+    "gpu-1b": Shape(hidden_size=1536, intermediate_size=8960, num_layers=20, num_heads=24, num_kv_heads=4,
+                    vocab_size=128256, num_positions=8192),
+    "gpu-8b": Shape(hidden_size=6144, intermediate_size=14336, num_layers=22, num_heads=64, num_kv_heads=16,
+                    vocab_size=128256, num_positions=8192),
+    "gpu-32b": Shape(hidden_size=6144, intermediate_size=24576, num_layers=58, num_heads=96, num_kv_heads=16,
+                     vocab_size=128256, num_positions=8192),
+}  # fmt: skip
+DRAFTS = {
+    "draft-2m": Shape(hidden_size=256, intermediate_size=384, num_layers=2, num_heads=4, num_kv_heads=1,
+                      vocab_size=4096, num_positions=8192),
+    "draft-0.5b": Shape(hidden_size=1024, intermediate_size=6144, num_layers=18, num_heads=16, num_kv_heads=4,
+                        vocab_size=128256, num_positions=8192),
+    "draft-1b": Shape(hidden_size=1024, intermediate_size=16384, num_layers=16, num_heads=32, num_kv_heads=8,
+                      vocab_size=128256, num_positions=8192),
+}  # fmt: skip
+PAIRS = {
+    "shipped": ("shipped-target", "shipped-draft"),
+    "cpu-80m": ("cpu-80m", "draft-2m"),
+    "cpu-350m": ("cpu-350m", "draft-2m"),
+    "gpu-1b": ("gpu-1b", "draft-0.5b"),
+    "gpu-8b": ("gpu-8b", "draft-1b"),
+    "gpu-32b": ("gpu-32b", "draft-1b"),
+}
+
+
+class NoSuchPair(ValueError):
+    """The name is no pair, and no two models."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """A checkpoint, and the one that it was made of."""
+
+    name: str
+    folder: Path
+    source: Path | None = None
+    """The smaller checkpoint that says the same; None: it is nobody's."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """As in its file."""
+        content: dict[str, Any] = json.loads((self.folder / "config.json").read_text())
+        return content
+
+    @property
+    def is_larger(self) -> bool:
+        """Than its source, which it is an inflation of."""
+        return self.source is not None and num_parameters(self.folder) > num_parameters(self.source)
+
+    @property
+    def description(self) -> str:
+        """Its name and size."""
+        millions = num_parameters(self.folder) / 1e6
+        if self.source is None:
+            return f"{self.name} ({millions:.3g} M parameters)"
+        small = num_parameters(self.source) / 1e6
+        made = f"inflated from {small:.3g} M" if self.is_larger else "as shipped, with more positions"
+        return f"{self.name} ({millions:.3g} M parameters, {made})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A target and a draft."""
+
+    name: str
+    target: Model
+    draft: Model
+
+    @property
+    def description(self) -> str:
+        """For every table: what was measured, and what inflation is where there is any."""
+        text = f"{self.name}: target {self.target.description}, draft {self.draft.description}."
+        return f"{text} {INFLATION}" if self.target.is_larger or self.draft.is_larger else text
+
+    @property
+    def caption(self) -> str:
+        """The same in a line, for plots."""
+        sizes = ", ".join(
+            f"{role} {num_parameters(model.folder) / 1e6:.3g} M{' (inflated)' if model.is_larger else ''}"
+            for role, model in (("target", self.target), ("draft", self.draft))
+        )
+        is_inflated = self.target.is_larger or self.draft.is_larger
+        return f"{sizes}{'; inflated: as slow as its size, says what the shipped one says' if is_inflated else ''}"
+
+    @property
+    def max_tokens(self) -> int:
+        """Longest prompt plus output."""
+        return min(int(model.config["max_position_embeddings"]) for model in (self.target, self.draft))
+
+
+def resolve_pair(name: str, device: str, cache: Path | None = None) -> Pair:
+    """Return a pair by its name, after making what has to be made on the device (`cpu` or `cuda`).
+
+    Raises NoSuchPair.
+    """
+    if name in PAIRS:
+        target, draft = PAIRS[name]
+    else:
+        target, _, draft = name.rpartition(":")
+    if not target:
+        raise NoSuchPair(f"{name}: neither TARGET:DRAFT nor one of {', '.join(PAIRS)}")
+    return Pair(name=name, target=resolve_model(target, device, cache), draft=resolve_model(draft, device, cache))
+
+
+def resolve_model(name: str, device: str, cache: Path | None = None) -> Model:
+    """Return a model by its name or folder; makes it where it has to be made. Raises NoSuchPair."""
+    if name in ("shipped-target", "shipped-draft"):
+        return Model(name=name, folder=Path(shipped_model(name.removeprefix("shipped-"))))
+    shape = TARGETS.get(name) or DRAFTS.get(name)
+    if shape is not None:
+        source = Path(shipped_model("target" if name in TARGETS else "draft"))
+        return Model(name=name, folder=inflated(source, shape, name, device, cache), source=source)
+    if not (Path(name) / "config.json").is_file():
+        raise NoSuchPair(f"{name}: neither a folder with a config.json nor one of {', '.join((*TARGETS, *DRAFTS))}")
+    return Model(name=Path(name).name, folder=Path(name))

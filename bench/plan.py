@@ -1,0 +1,50 @@
+"""What to measure, as the command line says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from bench.load import Sampling
+from bench.pairs import Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One run of the bench. Every part takes from it what concerns it."""
+
+    pair: Pair
+    cores: tuple[int, ...]
+    """All that any system may use; each gets all of them."""
+    device: str = "cpu"
+    num_prompts: int = 4
+    max_tokens: int = 96
+    repeats: int = 2
+    batches: tuple[int, ...] = (1, 8)
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    verify_mode: str = "coupled"
+    systems: tuple[str, ...] = ()
+    """Names or beginnings of names; none: all that are there."""
+    sync_tokens: tuple[int, ...] = (4,)
+    sync_hold_off_ms: float = 10.0
+    peer_tokens: tuple[int, ...] = (3, 5, 8)
+    rates: tuple[float, ...] = ()
+    seconds: float = 20.0
+    bursts: tuple[int, ...] = (8, 32)
+    first_token_slo_ms: float = 500.0
+    per_token_slo_ms: float = 50.0
+
+    @property
+    def label(self) -> str:
+        """For titles: the pair, and how proposals are verified where that is not as usual."""
+        return self.pair.name if self.verify_mode == "coupled" else f"{self.pair.name}, {self.verify_mode} mode"
+
+    @property
+    def sampling(self) -> Sampling:
+        """What all requests have in common, but for the temperature."""
+        return Sampling(max_tokens=self.max_tokens, verify_mode=self.verify_mode)
+
+    def facts(self) -> dict[str, Any]:
+        """For the results."""
+        kept = {name: getattr(self, name) for name in self.__slots__ if name != "pair"}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}

