@@ -213,7 +213,7 @@ class Step {
       const uint8_t* panel = layer.gate_up.panels + 2 * pair * stride;
       for_row_blocks(batch_.num_rows, [&](int64_t first, int rows) {
         const float* x = normed + first * depth;
-        Vec sums[kMostAccumulators];
+        Vec sums[2 * kMostAccumulators];
         Vec *gates = sums, *ups = sums + rows * kPanelVectors;
         const int together = std::min(panels_together(rows), 2);
         const BlockProduct product = block_product(layer.gate_up.format, rows, together);

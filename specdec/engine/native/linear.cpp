@@ -5,14 +5,15 @@
 namespace specdec {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 8192;  // how far ahead of the product the weight is asked for
+constexpr int64_t kPrefetchBytes = 16384;  // how much of a weight is asked for ahead of the product
 constexpr int kLineBytes = 64;
 
 template <Format format, int rows, int panels>
 void multiply_block(const uint8_t* panel, int64_t panel_stride, const float* x, int64_t x_stride, int64_t depth,
                     Vec* out) {
   using Reader = Panel<format>;
-  constexpr int kSteps = Reader::kStepBytes < kLineBytes ? kLineBytes / Reader::kStepBytes : 1;  // whole lines
+  // Whole cache lines; with more rows unrolling costs more (registers) than asking twice for a line.
+  constexpr int kSteps = rows <= 2 && Reader::kStepBytes < kLineBytes ? kLineBytes / Reader::kStepBytes : 1;
   Vec sums[panels][rows][kPanelVectors];
   for (int p = 0; p < panels; ++p)
     for (int r = 0; r < rows; ++r)
@@ -30,12 +31,15 @@ void multiply_block(const uint8_t* panel, int64_t panel_stride, const float* x, 
       }
     }
   };
+  constexpr int64_t kAhead = kPrefetchBytes / panels;
+  const int64_t last = panel_stride - kAhead;  // from there on what comes after these panels is asked for
   int64_t k = 0;
   for (; k + kSteps <= depth; k += kSteps) {
+    const int64_t at = k * Reader::kStepBytes, skipped = at < last ? 0 : (panels - 1) * panel_stride;
 #pragma GCC unroll 4
     for (int p = 0; p < panels; ++p)
       for (int line = 0; line < kSteps * Reader::kStepBytes; line += kLineBytes)
-        __builtin_prefetch(panel + p * panel_stride + k * Reader::kStepBytes + kPrefetchBytes + line);
+        __builtin_prefetch(panel + p * panel_stride + at + skipped + kAhead + line);
 #pragma GCC unroll 8
     for (int step = 0; step < kSteps; ++step) add(k + step);
   }
@@ -46,19 +50,22 @@ void multiply_block(const uint8_t* panel, int64_t panel_stride, const float* x, 
 }
 
 template <Format format, int panels, int rows = kMaxRows>
-BlockProduct of_rows(int count) {
-  if constexpr (rows > 1)
-    if (count < rows) return of_rows<format, panels, rows - 1>(count);
-  return multiply_block<format, rows, panels>;
+BlockProduct for_rows(int count) {
+  if constexpr (rows > 1) {
+    if (count < rows) return for_rows<format, panels, rows - 1>(count);
+  }
+  if constexpr (panels <= panels_together(rows)) {
+    static_assert(panels * rows * kPanelVectors <= kMostAccumulators);
+    return multiply_block<format, rows, panels>;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
-int panels_together(int rows) { return rows == 1 ? 4 : 1; }
-
 BlockProduct block_product(int64_t format, int rows, int panels) {
   return with_format(format, [&]<Format f>() {
-    return panels == 1 ? of_rows<f, 1>(rows) : panels == 2 ? of_rows<f, 2>(rows) : of_rows<f, 4>(rows);
+    return panels == 1 ? for_rows<f, 1>(rows) : panels == 2 ? for_rows<f, 2>(rows) : for_rows<f, 4>(rows);
   });
 }
 

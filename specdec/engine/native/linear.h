@@ -8,19 +8,23 @@
 
 namespace specdec {
 
-constexpr int kMostTogether = 4;  // panels that a product takes at once, at most
-constexpr int kMostAccumulators = kMaxRows * kMostTogether * kPanelVectors;
+// How many panels a block of rows takes at once. With few rows an accumulator would wait for its own last addition, so
+// there have to be more of them; with many, registers are few.
+constexpr int panels_together(int rows) {
+  if (kLanes == 16) return rows <= 6 ? 2 : 1;
+  if (kLanes == 8 && rows > 1) return rows <= 3 ? 2 : 1;
+  return rows == 1 ? 4 : 1;
+}
+
+constexpr int kMostAccumulators = kMaxRows * kPanelVectors;  // of a block: those of panels together are no more
 
 // Multiplies a block of rows, x_stride apart, with neighbouring panels, panel_stride bytes apart. The sums go to
 // out [panels][rows][kPanelVectors].
 using BlockProduct = void (*)(const uint8_t* panel, int64_t panel_stride, const float* x, int64_t x_stride,
                               int64_t depth, Vec* out);
 
-// The product for a block of 1 .. kMaxRows rows and 1, 2 or 4 panels.
+// The product for a block of 1 .. kMaxRows rows and 1, 2 or 4 panels, at most panels_together(rows).
 BlockProduct block_product(int64_t format, int rows, int panels);
-
-// How many panels a block of rows takes at once: few rows need more, as an accumulator would else wait for itself.
-int panels_together(int rows);
 
 // Calls body(first_row, rows) for blocks of nearly equal size, at most kMaxRows.
 template <typename Body>

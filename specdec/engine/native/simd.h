@@ -18,7 +18,7 @@ namespace specdec {
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;          // floats per vector
 constexpr int kPanelVectors = 2;    // vectors per weight panel
-constexpr int kMaxRows = 8;         // rows of one block: their pointers and accumulators stay in registers
+constexpr int kMaxRows = 12;        // rows of one block: their pointers and accumulators stay in registers
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kLanes = 8;
 constexpr int kPanelVectors = 2;
