@@ -18,7 +18,7 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
-from specdec.engine.native.packing import PackedArena, WeightPacking, WeightView
+from specdec.engine.native.packing import PackedArena, WeightFormat, WeightPacking, WeightView
 
 _FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -101,7 +101,7 @@ class FusedDecoder:
         cosines, sines = _rotary_tables(decoder.rotary_emb, max_model_len)
         self.num_logits = int(head.weight.shape[0])
         embedding = decoder.embed_tokens.weight
-        embedding_is_bfloat16 = kernels.packing.fits_bfloat16(embedding)
+        embedding_is_bfloat16 = kernels.packing.fits(embedding, WeightFormat.BFLOAT16)
         self._decoder = _Decoder(
             embedding=self._keep(embedding, torch.bfloat16 if embedding_is_bfloat16 else torch.float32),
             cosines=self._keep(cosines),

@@ -21,6 +21,7 @@ from specdec.engine.model.files import (
     weights_digest,
 )
 from specdec.engine.model.gate import check_config, longrope_limit
+from specdec.engine.model.quantization import quantize_linear_weights
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.settings import EngineSettings
@@ -85,6 +86,11 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
     config = _read_config(directory, settings)
     device = _choose_device(settings.device) if group is None else group.device
     dtype = _choose_dtype(settings.dtype, device, config)
+    if settings.weight_quantization != "none" and (device.type, dtype) != ("cpu", torch.float32):
+        raise ModelLoadError(
+            f"weight_quantization: {settings.weight_quantization} needs float32 on the CPU, not "
+            f"{str(dtype).removeprefix('torch.')} on {device.type}"
+        )
     max_model_len = _choose_max_model_len(settings.max_model_len, config)
     if settings.load_format == "dummy":
         digest = f"random-{_DUMMY_SEED}-{config_digest(config.to_dict())}"
@@ -97,6 +103,7 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
     num_parameters = int(model.num_parameters())  # of the whole model: shards know their full shape
     model.to(device)  # type: ignore[arg-type]
     model.eval().requires_grad_(False)
+    quantize_linear_weights(model, settings.weight_quantization)
     tokenizer = read_tokenizer(directory)
     identity = ModelIdentity(
         name=settings.model if not Path(settings.model).is_dir() else directory.name,

@@ -21,6 +21,7 @@ from specdec.engine.model.probe import Probe, ProbeLog, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
+from specdec.engine.native.packing import FORMATS, FORMATS_OF_QUANTIZED
 from specdec.engine.native.variants import UnsupportedIsa
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import shard_model
@@ -83,6 +84,8 @@ class ModelRunner:
     def numerics_id(self) -> str:
         """What a row's bits depend on besides the model: equal ids, equal logits (if ``row_invariant``)."""
         parts = [self.identity.dtype, self.device.type, self._kernel_path]
+        if self.settings.weight_quantization != "none":
+            parts.append(f"{self.settings.weight_quantization}-weights")
         if self.device.type == "cuda":
             parts.append(torch.cuda.get_device_name(self.device).replace(" ", "-"))
         else:
@@ -131,6 +134,7 @@ class _RunnerBuilder:
         self._group = group
         self._loaded = load_model(settings, group)
         loaded = self._loaded
+        self._is_quantized = settings.weight_quantization != "none"
         self._is_exact = loaded.device.type == "cpu" and loaded.dtype == torch.float32
         if settings.deterministic and not self._is_exact:
             raise ModelLoadError("deterministic needs float32 on CPU: no row-invariant kernels exist for anything else")
@@ -200,11 +204,13 @@ class _RunnerBuilder:
             self._no_kernels = "native is off"
             return None
         try:
-            return NativeKernels(self._settings.num_threads)
+            return NativeKernels(self._settings.num_threads, FORMATS_OF_QUANTIZED if self._is_quantized else FORMATS)
         except UnsupportedIsa as error:
             raise ModelLoadError(str(error)) from error
         except NativeUnavailable as error:
             self._no_kernels = f"{error}; {_INSTALL_KERNELS}"
+            if self._is_quantized:
+                raise ModelLoadError(f"weight_quantization needs native kernels: {self._no_kernels}") from error
             if self._settings.native == "on":
                 raise ModelLoadError(f"native kernels were asked for: {self._no_kernels}") from error
             return None

@@ -10,7 +10,7 @@ from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cac
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.native.build import load_library
-from specdec.engine.native.packing import WeightPacking, declare_functions
+from specdec.engine.native.packing import FORMATS, WeightFormat, WeightPacking, declare_functions
 
 KERNEL_VERSION = 1  # part of the numerics id: raise it whenever a kernel's bits change
 _INT64, _FLOAT, _POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -79,13 +79,14 @@ class NativeKernels:
     Raises what ``load_library`` raises.
     """
 
-    def __init__(self, num_threads: int) -> None:
+    def __init__(self, num_threads: int, formats: Sequence[WeightFormat] = FORMATS) -> None:
+        """``formats``: see ``WeightPacking``."""
         self.num_threads = num_threads
         self.library, variant = load_library()
         declare_functions(self.library, _FUNCTIONS)
         self.variant = variant.name  # decides the bits, with KERNEL_VERSION
         self.pool: int = self.library.specdec_pool_create(num_threads)
-        self.packing = WeightPacking(self.library)
+        self.packing = WeightPacking(self.library, formats)
         self.lanes: int = self.library.specdec_lanes()
         self.max_head_dim: int = self.library.specdec_max_head_dim()
         self._finalizer = weakref.finalize(self, self.library.specdec_pool_destroy, self.pool)

@@ -12,20 +12,22 @@ template <Format format, int rows, int panels>
 void multiply_block(const uint8_t* panel, int64_t panel_stride, const float* x, int64_t x_stride, int64_t depth,
                     Vec* out) {
   using Reader = Panel<format>;
-  // Whole cache lines; with more rows unrolling costs more (registers) than asking twice for a line.
-  constexpr int kSteps = rows <= 2 && Reader::kStepBytes < kLineBytes ? kLineBytes / Reader::kStepBytes : 1;
+  // Few rows read whole cache lines; with more, unrolling costs more (registers) than asking twice for a line.
+  constexpr int kSteps = rows <= 2 ? Reader::kChunk : Reader::kLeastChunk;
+  constexpr int kStepsBytes = Reader::offset(kSteps) - Reader::offset(0);
   Vec sums[panels][rows][kPanelVectors];
   for (int p = 0; p < panels; ++p)
     for (int r = 0; r < rows; ++r)
       for (int j = 0; j < kPanelVectors; ++j) sums[p][r][j] = Vec{};
-  const auto add = [&](int64_t k) __attribute__((always_inline)) {
+  Reader readers[panels];
+  const auto add = [&](int64_t begin, int64_t step) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int p = 0; p < panels; ++p) {
       Vec column[kPanelVectors];
-      Reader::column(panel + p * panel_stride, k, column);
+      readers[p].column(begin, step, column);
 #pragma GCC unroll 16
       for (int r = 0; r < rows; ++r) {
-        const Vec value = splat(x[r * x_stride + k]);
+        const Vec value = splat(x[r * x_stride + begin + step]);
 #pragma GCC unroll 4
         for (int j = 0; j < kPanelVectors; ++j) sums[p][r][j] = fma(value, column[j], sums[p][r][j]);
       }
@@ -33,17 +35,21 @@ void multiply_block(const uint8_t* panel, int64_t panel_stride, const float* x, 
   };
   constexpr int64_t kAhead = kPrefetchBytes / panels;
   const int64_t last = panel_stride - kAhead;  // from there on what comes after these panels is asked for
-  int64_t k = 0;
-  for (; k + kSteps <= depth; k += kSteps) {
-    const int64_t at = k * Reader::kStepBytes, skipped = at < last ? 0 : (panels - 1) * panel_stride;
+  for (int64_t k = 0, end = 0; k < depth; k = end) {
+    end = Reader::kSegment == 0 ? depth : std::min(depth, k + Reader::kSegment);
 #pragma GCC unroll 4
-    for (int p = 0; p < panels; ++p)
-      for (int line = 0; line < kSteps * Reader::kStepBytes; line += kLineBytes)
-        __builtin_prefetch(panel + p * panel_stride + at + skipped + kAhead + line);
+    for (int p = 0; p < panels; ++p) readers[p].enter(panel + p * panel_stride, k);
+    for (; k + kSteps <= end; k += kSteps) {
+      const int64_t at = Reader::offset(k), skipped = at < last ? 0 : (panels - 1) * panel_stride;
+#pragma GCC unroll 4
+      for (int p = 0; p < panels; ++p)
+        for (int line = 0; line < kStepsBytes; line += kLineBytes)
+          __builtin_prefetch(panel + p * panel_stride + at + skipped + kAhead + line);
 #pragma GCC unroll 8
-    for (int step = 0; step < kSteps; ++step) add(k + step);
+      for (int step = 0; step < kSteps; ++step) add(k, step);
+    }
+    for (int64_t step = 0; k + step < end; ++step) add(k, step);
   }
-  for (; k < depth; ++k) add(k);
   for (int p = 0; p < panels; ++p)
     for (int r = 0; r < rows; ++r)
       for (int j = 0; j < kPanelVectors; ++j) out[(p * rows + r) * kPanelVectors + j] = sums[p][r][j];

@@ -12,6 +12,8 @@ import torch
 
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 _ALIGNMENT = 64  # a cache line
+INT4_GROUP = 32
+"""Inputs that share a scale, ``kGroup`` of packed.h."""
 
 
 class WeightFormat(IntEnum):
@@ -19,6 +21,15 @@ class WeightFormat(IntEnum):
 
     FLOAT32 = 0
     BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+
+
+FORMATS = (WeightFormat.BFLOAT16, WeightFormat.FLOAT32)
+"""What weights may be packed as, the smallest first."""
+FORMATS_OF_QUANTIZED = (WeightFormat.INT4, WeightFormat.INT8, *FORMATS)
+"""The same where weights were rounded to such formats. Else these are not tried: zeros, of which made-up models have
+many, would fit into int4 and cost less than the weights that they stand for."""
 
 
 class WeightView(ctypes.Structure):
@@ -33,13 +44,15 @@ class WeightPacking:
     Several weights that are packed as one have one shape ``[N, K]`` and one format; their panels alternate.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, formats: Sequence[WeightFormat] = FORMATS) -> None:
+        """``formats`` are those to choose from, the smallest first; the last is ``FLOAT32``, which holds everything."""
         self._library = library
+        self._formats = formats
         declare_functions(
             library,
             {
                 "specdec_panel_width": (ctypes.c_int, ()),
-                "specdec_fits_bfloat16": (ctypes.c_int, (_POINTER, _INT64)),
+                "specdec_fits": (ctypes.c_int, (_POINTER, _INT64, _INT64, _INT64)),
                 "specdec_packed_bytes": (_INT64, (_INT64, _INT64, _INT64)),
                 "specdec_pack": (None, (_POINTER, _INT64, _INT64, _INT64, _INT64, _POINTER)),
                 "specdec_advise_large_pages": (None, (_POINTER, _INT64)),
@@ -49,13 +62,13 @@ class WeightPacking:
         """Outputs that lie together."""
 
     def format_of(self, weights: Sequence[torch.Tensor]) -> WeightFormat:
-        """The smallest format that holds all numbers exactly. Cost: reads them once."""
-        return WeightFormat.BFLOAT16 if all(map(self.fits_bfloat16, weights)) else WeightFormat.FLOAT32
+        """The smallest format that holds all numbers exactly. Cost: reads them up to once for each."""
+        return next(each for each in self._formats if all(self.fits(weight, each) for weight in weights))
 
-    def fits_bfloat16(self, numbers: torch.Tensor) -> bool:
-        """Whether all numbers have an exact bfloat16."""
-        source = numbers.detach().float().contiguous()
-        return bool(self._library.specdec_fits_bfloat16(source.data_ptr(), source.numel()))
+    def fits(self, weight: torch.Tensor, weight_format: WeightFormat) -> bool:
+        """Whether a format holds all numbers of ``[N, K]`` exactly."""
+        source = weight.detach().float().contiguous()
+        return bool(self._library.specdec_fits(source.data_ptr(), *source.shape, weight_format))
 
     def num_bytes(self, weights: Sequence[torch.Tensor]) -> int:
         """Memory that weights take in their format, in whole cache lines."""

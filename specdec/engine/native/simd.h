@@ -55,6 +55,29 @@ inline Vec fma(Vec a, Vec b, Vec c) {
 #endif
 }
 
+// Numbers of kLanes signed bytes.
+inline Vec load_bytes(const void* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p))));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p))));
+#else
+  int32_t word;
+  std::memcpy(&word, p, sizeof word);
+#if defined(__SSE2__)
+  const __m128i bytes = _mm_cvtsi32_si128(word), pairs = _mm_unpacklo_epi8(bytes, bytes);
+  return (Vec)_mm_cvtepi32_ps(_mm_srai_epi32(_mm_unpacklo_epi16(pairs, pairs), 24));
+#elif defined(__aarch64__)
+  const int16x8_t pairs = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(word)));
+  return (Vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(pairs)));
+#else
+  int8_t bytes[kLanes];
+  std::memcpy(bytes, p, sizeof bytes);
+  return Vec{float(bytes[0]), float(bytes[1]), float(bytes[2]), float(bytes[3])};
+#endif
+#endif
+}
+
 inline Vec select(IntVec mask, Vec a, Vec b) { return (Vec)(((IntVec)a & mask) | ((IntVec)b & ~mask)); }
 
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }

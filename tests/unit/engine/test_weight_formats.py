@@ -40,7 +40,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def packing_float32(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Once called, all weights are packed as float32."""
-    return lambda: monkeypatch.setattr(WeightPacking, "fits_bfloat16", lambda _self, _numbers: False)
+    return lambda: monkeypatch.setattr(WeightPacking, "fits", lambda _self, _weight, each: each == WeightFormat.FLOAT32)
 
 
 def bfloat16_rows(*shape: int, seed: int = 0) -> torch.Tensor:

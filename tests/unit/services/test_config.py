@@ -34,6 +34,16 @@ def test_target_settings_are_engine_settings_too() -> None:
     assert settings.served_name == "m"
 
 
+def test_weights_of_drafts_and_targets_are_quantized_by_a_plain_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_target("--model", "m", "--weight-quantization", "int8").weight_quantization == "int8"
+    monkeypatch.setenv("SPECDEC_DRAFT_WEIGHT_QUANTIZATION", "int4")
+    draft = load_settings(DraftSettings, ["--model", "m"], env_prefix=DraftSettings.env_prefix, prog="draft")
+    assert draft.weight_quantization == "int4"
+    monkeypatch.setenv("SPECDEC_DRAFT_WEIGHT_QUANTIZATION", "fp8")
+    (problem,) = problems_of("--model", "m", cls=DraftSettings)
+    assert "weight_quantization" in problem.replace("-", "_").lower()
+
+
 def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "target.yaml"
     config.write_text("model: from-file\nmax-sessions: 1\nnum_threads: 3\ndrain_s: 4\n")

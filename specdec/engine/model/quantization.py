@@ -1,0 +1,70 @@
+"""Weight-only quantization: linear weights rounded to what few bits hold, before anything runs or is packed.
+
+A quantized model is a float32 model whose weights happen to be multiples of a scale. All that follows takes it as that:
+the dense reference of the self-test, the order of sums, row invariance. That the kernels' formats hold such weights
+exactly in a quarter of the memory or less changes no bit (``specdec.engine.native.packing``).
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.native.packing import INT4_GROUP
+
+WeightQuantization = Literal["none", "int8", "int4"]
+_INT8_STEPS = 127
+_INT4_STEPS = -8  # of the number of largest magnitude; the other side has 7
+_INT8_SCALE_BITS = 8  # lower bits of a scale that are zero, so that its multiples are exact
+_INT4_SCALE_BITS = 16  # a scale is a bfloat16
+
+
+@torch.no_grad()
+def quantize_linear_weights(model: PreTrainedModel, quantization: WeightQuantization) -> None:
+    """Round the weights of all linear layers, in place. With int4 the output layer, whose errors nothing evens out, is
+    rounded to int8. Embeddings stay as they are, also one that shared its weight with the output layer.
+
+    Raises ``ModelLoadError`` for weights that are not finite.
+    """
+    if quantization == "none":
+        return
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if type(module) not in (nn.Linear, Conv1D):
+            continue
+        rounded = round_to_int8 if quantization == "int8" or module is head else round_to_int4
+        weight: torch.Tensor = module.weight
+        if not bool(weight.isfinite().all()):
+            raise ModelLoadError(f"weight_quantization: {name} has weights that are not finite")
+        result = rounded(weight.T).T.contiguous() if isinstance(module, Conv1D) else rounded(weight)
+        module.weight = nn.Parameter(result, requires_grad=False)
+
+
+def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
+    """The nearest weight ``[N, K]`` of 255 steps per output, -127 .. 127 times a scale of 16 significant bits."""
+    scales = _rounded_bits(weight.abs().amax(dim=1, keepdim=True) / _INT8_STEPS, _INT8_SCALE_BITS)
+    return _steps(weight, scales).clamp_(-_INT8_STEPS, _INT8_STEPS) * scales
+
+
+def round_to_int4(weight: torch.Tensor) -> torch.Tensor:
+    """The nearest weight ``[N, K]`` of 16 steps, -8 .. 7 times the bfloat16 scale of an output and 32 inputs."""
+    num_outputs, depth = weight.shape
+    padded = nn.functional.pad(weight, (0, -depth % INT4_GROUP)).reshape(num_outputs, -1, INT4_GROUP)
+    largest = padded.gather(2, padded.abs().argmax(dim=2, keepdim=True))
+    scales = _rounded_bits(largest / _INT4_STEPS, _INT4_SCALE_BITS)
+    rounded = _steps(padded, scales).clamp_(_INT4_STEPS, -_INT4_STEPS - 1) * scales
+    return rounded.view(num_outputs, -1)[:, :depth].contiguous()
+
+
+def _steps(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return (weight / scales.where(scales != 0, 1)).round_()
+
+
+def _rounded_bits(scales: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """Scales whose lowest bits are zero, rounded half up in magnitude."""
+    bits = scales.contiguous().view(torch.int32)
+    half = 1 << (num_bits - 1)
+    return ((bits + half) >> num_bits << num_bits).view(torch.float32)
