@@ -10,7 +10,9 @@ from google.rpc import status_pb2
 from specdec.rpc.error_details import cut
 from specdec.rpc.errors import Internal, to_status
 
-_ERROR_CODES = {code.value[0] for code in grpc.StatusCode} - {grpc.StatusCode.OK.value[0]}
+_NEVER = {grpc.StatusCode.OK.value[0], grpc.StatusCode.UNKNOWN.value[0]}
+"""No engine ends a stream well, nor without a reason."""
+_ERROR_CODES = {code.value[0] for code in grpc.StatusCode} - _NEVER
 _MOST_BYTES = 4096
 """A peer that is sent more in its trailers sees none of it."""
 _log = structlog.get_logger(__name__)

@@ -20,7 +20,7 @@ from tests.support.services.lying_engine import SAY_RAW, lying_replica, say
 
 @pytest.mark.parametrize(
     "payload",
-    [b"", b"\xff\xff", status_pb2.Status(code=0).SerializeToString(), status_pb2.Status(code=4711).SerializeToString()],
+    [b"", b"\xff\xff", *(status_pb2.Status(code=code).SerializeToString() for code in (0, code_pb2.UNKNOWN, 4711))],
 )
 def test_an_abort_without_an_errors_status_is_internal_and_says_so(payload: bytes) -> None:
     status = abort_status(payload)
