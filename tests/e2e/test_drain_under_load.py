@@ -245,9 +245,12 @@ async def test_no_stream_notices_that_one_of_each_leaves_and_comes_back(replicas
             wanted = [completion.identity for completion in undisturbed]
             load = Load(both, wanted)
             await until_connected_to_both(client)
-            # One after the other, with nothing else: so each coordinator has one on each target and draft.
+            # Two in a row to each coordinator, one after the other and with nothing else, so that each has one on each
+            # target and draft. In turns they might not: the first one's is reported to the other at some moment only.
             streams = []
-            for body in long_bodies:
+            for index, body in enumerate(long_bodies):
+                if index % 2:
+                    await client.status()
                 streams.append(LongStream(client, body))
                 await streams[-1].has_begun()
             async with asyncio.TaskGroup() as group:
