@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def save(name: str, results: dict[str, Any], text: str, folder: Path = RESULTS) 
     """Write both files; returns the one for people."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = datetime.datetime.now(datetime.UTC).strftime("%Y%m%d-%H%M")
-    measured = {"machine": machine(), "versions": versions(), **results}
+    measured = {"machine": machine(sorted(os.sched_getaffinity(0))), "versions": versions(), **results}
     (folder / f"{stamp}-{name}.json").write_text(compact_json(measured), encoding="utf-8")
     path = folder / f"{stamp}-{name}.md"
     heading = f"# {name}, {stamp}\n\n{_describe(measured)}\n\n"
@@ -53,8 +54,9 @@ def _rounded(value: Any) -> Any:
 def _describe(measured: dict[str, Any]) -> str:
     where, what = measured["machine"], measured["versions"]
     load = ", ".join(f"{value:.1f}" for value in where["load_average"])
+    cpu = where["cpu"] if isinstance(where["cpu"], str) else f"{where['cpu'].get('maker')} {where['cpu'].get('model')}"
     return (
-        f"Revision {what['specdec']}, Python {what['python']}, on {where['usable_cores']} cores of {where['cpu']}"
+        f"Revision {what['specdec']}, Python {what['python']}, on {where['cores_used']} cores of {cpu}"
         f" ({where['system']}); load average at the end {load}."
     )
 
