@@ -43,7 +43,10 @@ class TokenTree:
     __slots__ = ("_children", "depths", "num_in_place", "parents", "token_ids")
 
     def __init__(self, token_ids: Iterable[int] = (), parents: Iterable[int] | None = None) -> None:
-        """Build from trusted lists; without parents, a chain. For lists off the wire use `from_wire`."""
+        """Build from lists that `check_tree` would pass; without parents, a chain.
+
+        Equal children of one parent stay apart here (`child` finds the first); `add` returns the one that is there.
+        """
         self.token_ids: list[int] = []
         self.parents: list[int] = []
         self.depths: list[int] = []
@@ -54,24 +57,6 @@ class TokenTree:
         above = range(-1, len(tokens) - 1) if parents is None else parents
         for token, parent in zip(tokens, above, strict=True):
             self._append(parent, token)
-
-    @classmethod
-    def from_wire(
-        cls,
-        token_ids: Sequence[int],
-        parents: Sequence[int],
-        vocab_size: int,
-        max_nodes: int = MAX_TREE_NODES,
-    ) -> TokenTree:
-        """Check a proposal's lists and build its tree; node indices stay those of the lists.
-
-        Equal children of one parent stay apart here (`child` finds the first); `add` returns the one that is there.
-
-        Raises:
-            TreeError: as `check_tree`.
-        """
-        check_tree(token_ids, parents, vocab_size, max_nodes)
-        return cls(token_ids, parents)
 
     def __len__(self) -> int:
         return len(self.token_ids)

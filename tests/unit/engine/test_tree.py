@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.engine.errors import TreeError
-from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree
+from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree, check_tree
 
 
 @st.composite
@@ -67,13 +67,14 @@ def test_adding_below_a_node_that_is_not_there_is_an_error(parent: int) -> None:
 )
 def test_a_malformed_proposal_names_its_field(token_ids: list[int], parents: list[int], field: str) -> None:
     with pytest.raises(TreeError) as caught:
-        TokenTree.from_wire(token_ids, parents, vocab_size=10)
+        check_tree(token_ids, parents, vocab_size=10)
     assert caught.value.field == field
     assert caught.value.reason
 
 
 def test_a_proposal_keeps_the_indices_of_the_wire() -> None:
-    tree = TokenTree.from_wire([1, 1, 2], [-1, -1, 1], vocab_size=10)
+    check_tree([1, 1, 2], [-1, -1, 1], vocab_size=10)
+    tree = TokenTree([1, 1, 2], [-1, -1, 1])
     assert (tree.token_ids, tree.parents) == ([1, 1, 2], [-1, -1, 1])
     assert tree.child(ROOT, 1) == 0
 

@@ -9,7 +9,7 @@ from google.rpc import code_pb2
 
 from draft_service.growth import GrowthPolicy
 from draft_service.session import DraftSession
-from specdec.engine.tree import TokenTree
+from specdec.engine.tree import TokenTree, check_tree
 from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
@@ -71,7 +71,8 @@ def proposals(client: WorkerClient) -> list[pb.Proposal]:
 def length_within(proposal: pb.Proposal, chain: list[int]) -> int:
     """How many tokens of a chain a proposal holds."""
     parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))
-    tree = TokenTree.from_wire(proposal.token_ids, parents, 4096)
+    check_tree(proposal.token_ids, parents, 4096)
+    tree = TokenTree(proposal.token_ids, parents)
     node: int | None = -1
     for length, token in enumerate(chain):
         node = tree.child(node, token)
@@ -110,7 +111,7 @@ def test_every_proposal_carries_the_whole_chain_from_the_last_committed_position
 def test_beside_the_chain_a_proposal_offers_other_tokens_at_its_positions(client: WorkerClient) -> None:
     drafting(client)
     sent = proposals(client)[-1]
-    tree = TokenTree.from_wire(sent.token_ids, sent.parents or range(-1, len(sent.token_ids) - 1), 4096)
+    tree = TokenTree(sent.token_ids, sent.parents or None)
     assert len(tree) <= 64
     siblings = list(zip(tree.parents, tree.token_ids, strict=True))
     assert len(set(siblings)) == len(siblings)
