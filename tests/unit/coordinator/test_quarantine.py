@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -176,3 +177,15 @@ def test_a_replica_that_was_killed_from_outside_in_a_suspects_step_finds_nobody_
     host = Host("a")
     [session] = open_at(host, 1, num_deaths=1)
     assert died([session], host, {session_key(session.session_id)}, Ending.LOST) == []
+
+
+async def test_a_suspect_whose_target_comes_up_twice_meanwhile_is_opened_once() -> None:
+    opened: list[Any] = []
+    tried = trials.Trials(opened.append)
+    session: Any = One("coordinator/0/0", SimpleNamespace(num_deaths=1, last_death_s=time.monotonic(), sessions=[]))
+    host: Any = SimpleNamespace(address="target", steps_apart=True, hold=lambda held: None)
+    session.target.opened(host)
+    session.target.is_held = True
+    assert [tried.may_open(session, host) for _ in range(2)] == [False, False]
+    tried.settle("target")
+    assert opened == [session]

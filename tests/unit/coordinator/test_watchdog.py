@@ -90,3 +90,21 @@ def test_a_draft_is_not_to_blame_for_it_either() -> None:
     draft = DraftSide(host, 1, unanswered_s=1001.0)
     moves_at([0.0, 1.0, 2.0, 30.0], drafting=Drafting([draft]))
     assert draft.unanswered_s == 1028.0
+
+
+def test_a_session_that_cannot_be_looked_at_leaves_no_other_unwatched() -> None:
+    moved: list[Any] = []
+    host = SimpleNamespace(address="a", is_up=True, tells_progress=True)
+    trace = SimpleNamespace(session_failed=lambda *args: None)
+
+    def session(credit_position: Any) -> Any:
+        side = TargetSide(host=host, credit_position=credit_position, heard_s=1000.0)  # type: ignore[arg-type]
+        request = SimpleNamespace(trace=trace)
+        return SimpleNamespace(target=side, drafting=Drafting(), position=10, choice=0, request=request, log_fields={})
+
+    fleet: Any = SimpleNamespace(find_target=lambda *_, **__: OTHER, failed=lambda host: None)
+    moves: Any = SimpleNamespace(move=lambda session, other: moved.append(session))
+    broken, good = session(None), session(100)
+    sessions: Any = [broken, good]
+    Watchdog(sessions=sessions, fleet=fleet, moves=moves, stall_s=6.0, timeout_s=30.0).look(1006.0)
+    assert moved == [good]

@@ -1,0 +1,20 @@
+"""Bytes of requests that are held, by tenant and in all."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from coordinator.intake.prompt_bytes import PromptBytes
+
+
+def test_requests_without_a_byte_end_in_any_order_beside_others() -> None:
+    held = PromptBytes(total_bytes=100, tenant_bytes=100)
+    first, second, third = ExitStack(), ExitStack(), ExitStack()
+    first.enter_context(held.hold("tenant", 0))
+    second.enter_context(held.hold("tenant", 0))
+    first.close()
+    third.enter_context(held.hold("tenant", 7))
+    second.close()
+    assert held.num_bytes == 7
+    third.close()
+    assert held.num_bytes == 0
