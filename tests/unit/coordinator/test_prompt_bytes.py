@@ -13,8 +13,8 @@ def test_requests_without_a_byte_end_in_any_order_beside_others() -> None:
     first.enter_context(held.hold("tenant", 0))
     second.enter_context(held.hold("tenant", 0))
     first.close()
-    third.enter_context(held.hold("tenant", 7))
     second.close()
+    third.enter_context(held.hold("tenant", 7))
     assert held.num_bytes == 7
     third.close()
     assert held.num_bytes == 0
