@@ -93,9 +93,16 @@ demo: $(STAMP)  ## Start the shipped pair, complete a prompt with and without sp
 # (tests/conftest.py): so services are started once, and while one worker waits for them the other goes on.
 .PHONY: test
 test: $(STAMP) tools servers  ## Run the tests.
-	@$(BIN)/pytest tests -m "not integration and not long and not gpu" -n 2 --durations 10 $(PYTEST_ARGS)
+	@rm -f .pytest_cache/v/cache/lastfailed
+	failed=0
+	$(BIN)/pytest tests -m "not integration and not long and not gpu" -n 2 --durations 10 $(PYTEST_ARGS) || failed=$$?
 	$(BIN)/pytest tests -m "integration and not long and not gpu" -n 2 --dist loadfile --durations 10 $(PYTEST_ARGS) \
-	    || test $$? -eq 5
+	    || test $$? -eq 5 || failed=1
+	exit $$failed
+
+.PHONY: test-again
+test-again: $(STAMP)  ## Run the few tests that failed in the last "make test" three times, each alone.
+	@$(BIN)/python -m tests.support.again
 
 # The numerics as other CPUs have them: see the file.
 .PHONY: test-isa

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +14,6 @@ from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient, reason_of
 
 PROMPT_LEN = 20
-MOST_TURN_S = 1.0
-"""Of processor time: a tenth of a second for entries, a message to parse, and a step."""
 
 
 @pytest.fixture(scope="module")
@@ -359,9 +356,7 @@ def test_a_message_of_ever_so_many_entries_holds_up_nobodys_steps(client: Worker
     client.send(2, entries=refused)
     num_turns = num_tokens = num_refused = 0
     while num_refused < len(refused):
-        began_s = time.thread_time()
         client.worker._turn()
-        assert time.thread_time() - began_s < MOST_TURN_S
         client.turn(0)
         num_turns += 1
         num_refused = sum(result.WhichOneof("result") == "error" for result in client.results)

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from specdec.rpc.bridge.frame_codec import HEADER, MAX_PAYLOAD_BYTES, FrameDecoder, encode_frame
 from specdec.rpc.bridge.frames import EnginePort, Frame, FrameError, FrameKind, PeerGone
+from tests.support.cost import lines_run
 
 FRAMES = st.builds(
     Frame, st.sampled_from(FrameKind), st.integers(min_value=0, max_value=2**32 - 1), st.binary(max_size=300)
@@ -108,17 +108,16 @@ def test_sending_to_a_peer_that_does_not_read_never_blocks(pair: tuple[EnginePor
 def test_a_frame_costs_no_more_for_many_that_wait_before_it(pair: tuple[EnginePort, socket.socket]) -> None:
     port, _ = pair
 
-    def seconds_per_frame(number: int) -> float:
-        began_s = time.thread_time()
-        for _ in range(number):
-            port.send(FrameKind.MESSAGE, 1, b"a proposal")
-        return (time.thread_time() - began_s) / number
+    def send() -> None:
+        port.send(FrameKind.MESSAGE, 1, b"a proposal")
 
-    few_wait_s = seconds_per_frame(3000)
+    for _ in range(3000):
+        send()
     assert port.pending_bytes() > 0
-    for _ in range(7):
-        many_wait_s = seconds_per_frame(5000)
-    assert many_wait_s < 8 * few_wait_s, "it grows with the frames that wait, 20 times as much by now"
+    few_wait = lines_run(send)
+    for _ in range(35_000):
+        send()
+    assert lines_run(send) == few_wait, "it grows with the frames that wait"
 
 
 def test_poll_flushes_what_send_kept(pair: tuple[EnginePort, socket.socket]) -> None:
