@@ -127,7 +127,7 @@ class DecodeLoop:
 
         if step.finish is None and kept:
             is_plain = not (verdict.verified_by_depth or verdict.is_partial)
-            self._commit(session, start, kept, now_s, is_plain=is_plain)
+            self._commit(session, start, kept, now_s, is_plain=is_plain, suspend=verdict.suspends_draft)
         if kept:
             self._journal.append(session, origins)
         if is_first and session.choice == 0 and verdict.num_cached_tokens:
@@ -201,14 +201,32 @@ class DecodeLoop:
                 side.heard_s = time.monotonic()
             side.host.give_credit(session)
 
-    def _commit(self, session: Session, start: int, token_ids: Sequence[int], now_s: float, *, is_plain: bool) -> None:
+    def _commit(
+        self,
+        session: Session,
+        start: int,
+        token_ids: Sequence[int],
+        now_s: float,
+        *,
+        is_plain: bool,
+        suspend: bool,
+    ) -> None:
+        """Tell drafts of tokens. One that is suspended hears of them when it is to go on, of all at once."""
         drafting = session.drafting
         for side in tuple(drafting.sides):
             draft = side.host
             if draft.identity is not None and session.position >= draft.identity.max_model_len:
                 draft.close(session, "past the draft's context")
                 continue
-            draft.commit(session, side.epoch, start, token_ids)
+            if side.is_suspended and suspend:
+                continue
+            unknown = token_ids if side.told == start else session.token_ids[side.told :]
+            draft.commit(session, side.epoch, session.position - len(unknown), unknown, suspend=suspend)
+            side.told = session.position
+            if suspend:
+                side.suspended()
+                continue
+            side.is_suspended = False
             waited_s = side.committed(session.position, now_s, is_plain=is_plain)
             if waited_s is None:
                 continue

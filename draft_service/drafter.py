@@ -93,6 +93,7 @@ class Drafter:
         """A commit."""
         if kind == "commit":
             started_s = time.monotonic()
+            session.is_suspended = body.suspend
             self._commit(session, body.start_position, list(body.token_ids))
             self._recorder.commit_handled(time.monotonic() - started_s)
 
@@ -152,6 +153,7 @@ class Drafter:
             raise
         if not new:
             self._recorder.stale_commit()
+            self._plan(session)
             return
         num_nodes = len(session.tree)
         try:
@@ -284,6 +286,11 @@ class Drafter:
     def _plan(self, session: DraftSession) -> None:
         """Decide which heads grow on, start new ones, and send what is due."""
         growth = self._growth
+        if session.is_suspended:
+            session.num_unsent, session.committed_at_s = 0, None
+            for head in session.heads:
+                head.seq.paused = True
+            return
         if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.may_step:
             num_free = growth.num_branches(len(self._host.sessions)) - self._branches.retire(session, growth)
             self._branches.start(session, growth, num_free)
@@ -309,7 +316,7 @@ class Drafter:
 
     def _propose(self, session: DraftSession) -> None:
         num_unsent, session.num_unsent = session.num_unsent, 0
-        if not len(session.tree):
+        if session.is_suspended or not len(session.tree):
             return
         waited_s = time.monotonic() - session.committed_at_s if session.committed_at_s is not None else None
         self._recorder.proposal(len(session.tree), num_unsent, waited_s)

@@ -82,6 +82,8 @@ class DraftSession(EngineSession):
     """The sequences that grow the tree."""
     target_credit: int | None = None
     """How many draft tokens per step the target last found worth verifying; None: not told."""
+    is_suspended: bool = False
+    """Nobody wants proposals now: nothing is computed, not even what is committed."""
     num_unsent: int = 0
     """Steps whose nodes no proposal has carried yet."""
     committed_at_s: float | None = None

@@ -84,6 +84,10 @@ class TargetSettings(ReplicaSettings):
         ge=0,
         description="Longest wait of a step for a draft; null: what the cost model finds worth it.",
     )
+    adaptive_speculation: bool = Field(
+        default=True,
+        description="Suspend the drafts of sessions for which plain decoding is measured to be faster.",
+    )
 
 
 class DraftSettings(ReplicaSettings):

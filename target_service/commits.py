@@ -36,7 +36,8 @@ class Commits:
     def commit(self, decision: Decision, pacing: Pacing, started_s: float, elapsed_s: float, due_at_s: float) -> None:
         """Make a decision final, in an order in which each part finds the session as it needs it.
 
-        1. `_prune` learns from the tree that was verified, then cuts it to what hangs below the new last token.
+        1. `_prune` learns from the tree that was verified, then cuts it to what hangs below the new last token; where
+           proposals do not pay nothing is left of it.
         2. `make_verdict` and `_tell` describe the decision by the state, times and length that the session had before.
         3. `_take` gives the tokens to the engine's sequence and to the history.
         4. `_go_on` ends the session, or lets it run for as long as its credit allows.
@@ -50,8 +51,12 @@ class Commits:
         """
         session = decision.candidate.session
         num_stale = session.tree.num_stale
+        pacing.observe_gain(session, decision.walk, started_s + elapsed_s)
         num_wasted = _prune(decision, pacing) + num_stale
-        verdict = make_verdict(decision, started_s, elapsed_s, session.held_s(due_at_s), num_wasted)
+        is_suspended = session.max_nodes > 0 and not pacing.may_verify(session)
+        if is_suspended:
+            num_wasted += session.tree.clear()
+        verdict = make_verdict(decision, started_s, elapsed_s, session.held_s(due_at_s), num_wasted, is_suspended)
         self._tell(session, verdict, num_stale)
         self._take(decision)
         self._go_on(session, decision.walk.finish_reason)

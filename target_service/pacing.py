@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from specdec.engine.tree import ROOT
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
+from target_service.policy.gate import SpeculationGate
 from target_service.policy.hold_off import DraftLatency, Episode, HoldOff, HoldOffChoice, kind_of
 from target_service.policy.step_time import StepTimeModel
 from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
@@ -42,7 +43,9 @@ _FIRST_MEAN_NODES = 4.0
 class Pacing:
     """Chooses hold-offs and trees from what the target has measured: step times, draft latency, acceptance."""
 
-    def __init__(self, hold_off_ms: float | None) -> None:
+    def __init__(self, hold_off_ms: float | None, *, is_gated: bool = False) -> None:
+        """`hold_off_ms`: of every wait for a draft; None: learnt. `is_gated`: sessions speculate only where it pays."""
+        self.gate = SpeculationGate(is_gated)
         self.step_time = StepTimeModel()
         self.acceptance = AcceptanceCalibration()
         self.draft_latency = DraftLatency()
@@ -81,7 +84,7 @@ class Pacing:
         """Set the tree that the next step verifies for each session; returns the chosen nodes by session id."""
         for session in ready:
             session.seq.tree = None  # chosen for a step that had no room for the session
-        candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1]
+        candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1 and self.may_verify(s)]
         limits = [s.max_nodes for s in candidates]
         scores = [self._path_scores(s, min(s.end.max_depth(s.num_tokens), _credit(s))) for s in candidates]
         selected = select_nodes(scores, limits, len(ready) - len(candidates), self.step_time)
@@ -93,6 +96,10 @@ class Pacing:
                 session.seq.tree, chosen[session.session_id] = session.tree.select(nodes)
         return chosen
 
+    def may_verify(self, session: TargetSession) -> bool:
+        """Whether proposals for a session are of use; they are before its first token, when nothing is decided yet."""
+        return session.max_nodes > 0 and (session.gate is None or self.gate.is_open(session.gate))
+
     def draft_credit(self, limit: int) -> int:
         """Draft tokens per session that are worth proposing: some more than steps have verified of late."""
         return max(1, min(limit, math.ceil(_CREDIT_MARGIN * self._mean_nodes) + 1))
@@ -101,6 +108,17 @@ class Pacing:
         """A step took this long."""
         if num_rows <= _MAX_FITTED_ROWS:
             self.step_time.observe(num_rows, elapsed_s)
+
+    def observe_gain(self, session: TargetSession, walk: Walk, now_s: float) -> None:
+        """A session got on by a step; its tree is as it was then."""
+        if not session.max_nodes:
+            return
+        if session.gate is None:
+            session.gate = self.gate.admit(f"{session.mode.name} {kind_of(session.params.temperature)}", now_s)
+        else:
+            self.gate.stepped(session.gate, len(walk.path), len(session.tree) > 0, now_s)
+        if not self.gate.is_open(session.gate):
+            session.misses.num_unanswered, session.misses.episode = _MAX_UNANSWERED, None
 
     def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
         """Learn from the nodes whose parents were accepted."""
@@ -133,7 +151,7 @@ class Pacing:
 
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
         max_depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
-        if len(session.tree) or max_depth == 0:
+        if len(session.tree) or max_depth == 0 or not self.may_verify(session):
             return None
         choice, misses = self._hold_off[kind_of(session.params.temperature)], session.misses
         if misses.episode is not None:

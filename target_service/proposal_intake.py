@@ -29,7 +29,10 @@ class ProposalIntake:
         A bad proposal costs the session its draft, never its tokens.
         """
         encoded, session.arrived = session.arrived, None
-        if encoded is None or not session.max_nodes:
+        if encoded is None:
+            return
+        if not pacing.may_verify(session):
+            session.tree.clear()
             return
         depth_before = session.tree.max_depth
         try:

@@ -11,6 +11,7 @@ from specdec.engine.sequence import Sequence
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import EngineSession
+from target_service.policy.gate import GateState
 from target_service.policy.hold_off import HoldOff, MissRecord
 from target_service.prompt_logprobs import PromptLogprobs
 from target_service.tree.speculation_tree import SpeculationTree
@@ -74,6 +75,8 @@ class TargetSession(EngineSession):
     """Verdicts that the owner has not acknowledged, oldest first."""
     prompt_logprobs: PromptLogprobs | None = None
     """Of the prompt's tokens, where they are wanted."""
+    gate: GateState | None = None
+    """Whether it pays for it to speculate; None before its first token, and for one that never does."""
     misses: MissRecord = field(default_factory=MissRecord)
     """What waiting for its draft has brought."""
     state: SessionState = field(default=SessionState.FORKING, init=False)

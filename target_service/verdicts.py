@@ -16,7 +16,14 @@ _STATISTICS_BYTES = 1024
 """What a verdict says besides tokens and log-probabilities: counts for 64 depths, and some numbers."""
 
 
-def make_verdict(decision: Decision, began_at_s: float, elapsed_s: float, held_s: float, num_wasted: int) -> pb.Verdict:
+def make_verdict(
+    decision: Decision,
+    began_at_s: float,
+    elapsed_s: float,
+    held_s: float,
+    num_wasted: int,
+    suspends_draft: bool = False,
+) -> pb.Verdict:
     """Describe a decision, before the session has taken its tokens. A first one takes the prompt's log-probabilities
     along, if its owner does not take them in parts.
 
@@ -26,6 +33,7 @@ def make_verdict(decision: Decision, began_at_s: float, elapsed_s: float, held_s
         elapsed_s: how long it took.
         held_s: how long it was held off for this session's draft.
         num_wasted: proposed tokens that are of no use any more.
+        suspends_draft: no proposals are wanted for the tokens that follow.
     """
     candidate, walk = decision.candidate, decision.walk
     session = candidate.session
@@ -43,6 +51,7 @@ def make_verdict(decision: Decision, began_at_s: float, elapsed_s: float, held_s
         hold_off_us=microseconds(held_s),
         draft_us=uint32(session.tree.draft_us),
         num_wasted=uint32(num_wasted),
+        suspends_draft=suspends_draft,
     )
     if session.state is SessionState.PREFILL:
         _describe_prefill(session, verdict, began_at_s + elapsed_s)
@@ -65,6 +74,7 @@ def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
             origins=verdict.origins[piece],
             logprobs=verdict.logprobs[piece],
             is_partial=True,
+            suspends_draft=verdict.suspends_draft,
         )
         for piece in before
     ]

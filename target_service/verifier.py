@@ -22,6 +22,7 @@ from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
 from target_service.opening import new_session
 from target_service.pacing import Pacing
+from target_service.policy.gate import Phase
 from target_service.policy.payoff import PayoffMeter
 from target_service.proposal_intake import ProposalIntake
 from target_service.records.metrics import TargetRecorder
@@ -30,6 +31,9 @@ from target_service.records.step_record import StepObserver, StepRecord
 from target_service.records.trace import trace_end, trace_preemptions
 from target_service.session import SessionState, TargetSession
 from target_service.verdicts import end_position
+
+_STARVED_S = 1.0
+"""A session that has had no step for so long waits for its client."""
 
 
 class Verifier:
@@ -46,7 +50,7 @@ class Verifier:
         settings: TargetSettings,
         recorder: TargetRecorder,
     ) -> None:
-        self.pacing = Pacing(settings.hold_off_ms)
+        self.pacing = Pacing(settings.hold_off_ms, is_gated=settings.adaptive_speculation)
         self._host = host
         self._engine = built.engine
         self._sampler = built.sampler
@@ -59,6 +63,8 @@ class Verifier:
         self._payoff = PayoffMeter()
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
+        self._last_turn_s: float | None = None
+        """When the last turn with a step ended, if it left something to do."""
         self._forks = Forks()
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._intake = ProposalIntake(host, recorder)
@@ -69,6 +75,7 @@ class Verifier:
             recorder.step,
             self._record_turn,
             self._fit_step_time,
+            self._observe_gate,
         )
         recorder.serves(self._identity)
 
@@ -145,7 +152,10 @@ class Verifier:
         """Load of the engine; exports the gauges too."""
         stats = self._engine.stats()
         credit = self.pacing.draft_credit(self._settings.max_draft_tokens)
-        self._recorder.load(stats, len(self._host.sessions), credit)
+        num_suspended = sum(
+            session.gate is not None and session.gate.phase is Phase.OFF for session in self._host.sessions
+        )
+        self._recorder.load(stats, len(self._host.sessions), credit, num_suspended, self.pacing.gate.price)
         for session in due_for_progress(self._host.sessions, time.monotonic()):
             self._host.emit(session, progress=describe_progress(session))
         return pb.LoadReport(
@@ -212,6 +222,7 @@ class Verifier:
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
         elapsed_s = time.monotonic() - started_s
+        gates = [decision.candidate.session.gate for decision in decisions]
         # Both are of before the verdicts, which end hold-offs and prefills.
         held_s = max((decision.candidate.session.held_s(self._due_at_s) for decision in decisions), default=0.0)
         is_decode = all(
@@ -235,9 +246,10 @@ class Verifier:
             turn_s=time.monotonic() - self._turn_began_s,
             held_s=held_s,
             num_committed=[len(decision.walk.token_ids) for decision in decisions],
+            gates=gates,
             is_decode=is_decode,
             is_plain=not any(decision.candidate.num_nodes for decision in decisions),
-            drafts_may_work=any(session.max_nodes for session in self._host.sessions),
+            drafts_may_work=any(self.pacing.may_verify(session) for session in self._host.sessions),
         )
         for observe in self._observers:
             observe(record)
@@ -270,6 +282,26 @@ class Verifier:
     def _fit_step_time(self, step: StepRecord) -> None:
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
         self.pacing.observe_step(step.output.num_tokens, step.turn_s)
+
+    def _observe_gate(self, step: StepRecord) -> None:
+        # From turn to turn: what lies between two, such as hold-offs and frames, is part of what speculation costs.
+        now_s = time.monotonic()
+        began_s, self._last_turn_s = self._last_turn_s or self._turn_began_s, now_s if self._ready() else None
+        if not step.is_decode or not self.pacing.gate.is_gating:
+            return
+        decoding = [
+            session
+            for session in self._by_seq.values()
+            if (told_s := session.times.last_verdict_at_s) is not None and now_s - told_s < _STARVED_S
+        ]
+        self.pacing.gate.observe_turn(
+            step.gates,
+            num_tokens=sum(step.num_committed),
+            num_open=len(decoding),
+            turn_s=now_s - began_s,
+            now_s=now_s,
+            waiting=[session.gate for session in decoding if session.gate is not None],
+        )
 
     # --- faults
 

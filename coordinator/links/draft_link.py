@@ -120,6 +120,7 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
         It names its target, whose load bounds how far to draft.
         """
         side = session.drafting.opened(self)
+        side.told = session.position
         self._num_strays = 0
         self.sessions[session.session_id] = session
         self._most_sessions = max(self._most_sessions, len(self.sessions))
@@ -138,9 +139,11 @@ class DraftLink(ReplicaLink[draft_pb2.DraftRequest, draft_pb2.DraftEntry, draft_
             body.target = session.target.host.address
         self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=side.epoch, open=body))
 
-    def commit(self, session: Session, epoch: int, start_position: int, token_ids: Sequence[int]) -> None:
-        """Tell which tokens are final, in the opening that has this epoch."""
-        commit = pb.Commit(start_position=start_position, token_ids=token_ids)
+    def commit(
+        self, session: Session, epoch: int, start_position: int, token_ids: Sequence[int], *, suspend: bool
+    ) -> None:
+        """See `DraftHost.commit`."""
+        commit = pb.Commit(start_position=start_position, token_ids=token_ids, suspend=suspend)
         self.send(draft_pb2.DraftEntry(session_id=session.session_id, epoch=epoch, commit=commit))
 
     def close(self: Self, session: Session, reason: str) -> None:

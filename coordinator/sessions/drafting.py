@@ -42,6 +42,10 @@ class DraftSide:
 
     host: DraftHost[Any]
     epoch: int
+    told: int = 0
+    """The position up to which it knows the session's tokens."""
+    is_suspended: bool = False
+    """It was told that nobody wants its proposals; of tokens it hears again when somebody does."""
     is_open: bool = False
     """The host has said so."""
     unanswered_s: float | None = None
@@ -94,6 +98,11 @@ class DraftSide:
             self.num_answers += 1
             self.answer_s += (took_s - self.answer_s) * max(_ANSWER_WEIGHT, 1 / self.num_answers)
         return took_s
+
+    def suspended(self) -> None:
+        """It is told that nobody wants its proposals, so that none is due, nor is what follows measured."""
+        self.is_suspended, self.unanswered_s = True, None
+        self.measure_anew()
 
     def pace_s(self, now_s: float) -> float:
         """What it takes to answer a commit, or the time for which one has been waiting, if that is longer."""

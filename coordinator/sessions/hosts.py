@@ -66,5 +66,9 @@ class TargetHost(SessionHost[SessionT_contra], Protocol[SessionT_contra]):
 class DraftHost(SessionHost[SessionT_contra], Protocol[SessionT_contra]):
     """The draft that holds a session."""
 
-    def commit(self, session: SessionT_contra, epoch: int, start_position: int, token_ids: Sequence[int]) -> None:
-        """Tell which tokens are final, in the opening that has this epoch."""
+    def commit(
+        self, session: SessionT_contra, epoch: int, start_position: int, token_ids: Sequence[int], *, suspend: bool
+    ) -> None:
+        """Tell which tokens are final, in the opening that has this epoch; `suspend`: and that no more are to be
+        drafted.
+        """

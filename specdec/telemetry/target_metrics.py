@@ -79,6 +79,16 @@ class TargetMetrics(EngineMetrics):
             "Draft tokens per session worth proposing at this load.",
             promql="avg by (instance) ($draft_credit)",
         )
+        self.suspended_sessions = self._gauge(
+            "suspended_sessions",
+            "Sessions whose drafts are suspended, because speculation would cost more time than it saves.",
+            promql="sum by (instance) ($suspended_sessions)",
+        )
+        self.speculation_price = self._gauge(
+            "speculation_price_tokens",
+            "Accepted tokens per step that a session needs for its speculation to pay at this load.",
+            promql="avg by (instance) ($speculation_price_tokens)",
+        )
 
     def _make_latency_metrics(self) -> None:
         self.hold_off_seconds = self._histogram(

@@ -613,6 +613,7 @@ class Verdict(_message.Message):
     DRAFT_US_FIELD_NUMBER: _builtins.int
     NUM_WASTED_FIELD_NUMBER: _builtins.int
     IS_PARTIAL_FIELD_NUMBER: _builtins.int
+    SUSPENDS_DRAFT_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the first token."""
     finish_reason: Global___FinishReason.ValueType
@@ -641,6 +642,8 @@ class Verdict(_message.Message):
     """The step decided more than one message holds: the session's next verdict goes on with it. What is told of the step, and not of
     these tokens, is on the last of them.
     """
+    suspends_draft: _builtins.bool
+    """No proposal for this session is verified until a verdict without this. Its draft is told so once, and of further tokens only then."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed tokens."""
@@ -682,10 +685,11 @@ class Verdict(_message.Message):
         draft_us: _builtins.int = ...,
         num_wasted: _builtins.int = ...,
         is_partial: _builtins.bool = ...,
+        suspends_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "draft_us", b"draft_us", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "token_ids", b"token_ids", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "draft_us", b"draft_us", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "suspends_draft", b"suspends_draft", "token_ids", b"token_ids", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -701,8 +705,11 @@ class Commit(_message.Message):
 
     START_POSITION_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    SUSPEND_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the first token."""
+    suspend: _builtins.bool
+    """Nobody has a use for proposals until the next commit without this, which may come much later."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Committed tokens."""
@@ -712,10 +719,11 @@ class Commit(_message.Message):
         *,
         start_position: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        suspend: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start_position", b"start_position", "suspend", b"suspend", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

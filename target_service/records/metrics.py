@@ -45,10 +45,14 @@ class TargetRecorder:
         """The model is loaded."""
         self._engine.serves(identity)
 
-    def load(self, stats: EngineStats, num_sessions: int, draft_credit: int) -> None:
+    def load(
+        self, stats: EngineStats, num_sessions: int, draft_credit: int, num_suspended: int, price_tokens: float
+    ) -> None:
         """Gauges, a few times a second."""
         self._engine.observe(stats, num_sessions)
         self._metrics.draft_credit.set(draft_credit)
+        self._metrics.suspended_sessions.set(num_suspended)
+        self._metrics.speculation_price.set(price_tokens)
 
     def opened(self) -> None:
         """A session was opened."""

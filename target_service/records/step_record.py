@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.engine.outputs import StepOutput
+from target_service.policy.gate import GateState
 from target_service.session import TargetSession
 
 
@@ -26,6 +27,8 @@ class StepRecord:
     """The longest hold-off of the sessions that it decided for."""
     num_committed: list[int]
     """Tokens, by session that it decided for."""
+    gates: list[GateState | None]
+    """Where these sessions stand with the gate."""
     is_decode: bool
     """Every session in it had its first token before: it carried no prefill."""
     is_plain: bool

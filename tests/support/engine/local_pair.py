@@ -31,6 +31,7 @@ from specdec.worker.loop import EngineWorker
 from specdec.worker.pending_responses import ResponseLimits
 from specdec.worker.role import Wire
 from target_service.pacing import Pacing
+from target_service.policy.gate import SpeculationGate
 from target_service.policy.step_time import StepTimeModel
 from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession
@@ -131,7 +132,8 @@ class LocalPair:
         **target_options: Any,
     ) -> None:
         self.limits = limits or ResponseLimits()
-        options = {"num_threads": 1, "num_blocks": 256, "max_batch_tokens": 128, **target_options}
+        options = {"num_threads": 1, "num_blocks": 256, "max_batch_tokens": 128, "adaptive_speculation": False}
+        options |= target_options
         self.target_settings = TargetSettings(model=target or str(MODELS / "target"), **options)
         options = {"num_threads": 1, "num_blocks": 256, **(draft_options or {})}
         self.draft_settings = DraftSettings(model=draft or str(MODELS / "draft"), **options)
@@ -180,6 +182,8 @@ class LocalPair:
         self.outcomes: dict[str, Outcome] = {}
         self.live: set[str] = set()
         self._delayed: list[target_pb2.TargetEntry] = []
+        self._withheld: dict[str, int] = {}
+        """Up to where the drafts of suspended sessions know the tokens."""
         attach = pb.Attach(owner_id="test")
         self.send_target(target_pb2.VerifyRequest(attach=attach))
         self.send_draft(draft_pb2.DraftRequest(attach=attach))
@@ -221,6 +225,7 @@ class LocalPair:
         verify_all: bool = True,
         hold_off_ms: float | None = None,
         max_turns: int = 50_000,
+        gate: SpeculationGate | None = None,
     ) -> dict[str, Outcome]:
         """Decode all sessions to their ends, then check that nothing of them is left anywhere.
 
@@ -228,11 +233,15 @@ class LocalPair:
         delayed, repeated and lost at will. `propose` plays a draft of its own. `each_turn` may disturb what it likes
         before every turn of the target. With `verify_all` the target's cost model finds rows free, so that what is
         verified does not depend on this machine's clock; with a long `hold_off_ms` a step always waits for its draft.
+        `gate` suspends drafts in place of one that never does.
         """
         is_drafted = use_draft or propose is not None
         self.verifier.pacing = Pacing(hold_off_ms if is_drafted else 0.0)
         if verify_all:
             self.verifier.pacing.step_time = FreeRows()
+        if gate is not None:
+            self.verifier.pacing.gate = gate
+        self._withheld = {}
         self.opens = dict(opens)
         self.epochs = dict.fromkeys(opens, 1)
         self.outcomes = {session_id: Outcome() for session_id in opens}
@@ -266,6 +275,7 @@ class LocalPair:
         body.token_ids[:] = self.tokens(session_id)
         body.fork_from = ""
         self.epochs[session_id] += 1
+        self._withheld.pop(session_id, None)
         self.send_entry(session_id, open=body)
         if use_draft and body.speculate:
             entry = draft_pb2.DraftEntry(session_id=session_id, epoch=self.epochs[session_id], open=body)
@@ -342,9 +352,15 @@ class LocalPair:
             if verdict.finish_reason:
                 self.live.discard(session_id)
                 answer.close.reason = "finished"
-            else:
-                answer.commit.start_position = verdict.start_position
-                answer.commit.token_ids.extend(verdict.token_ids)
+                return [answer]
+            if verdict.suspends_draft and session_id in self._withheld:
+                return []
+            start = self._withheld.pop(session_id, verdict.start_position)
+            answer.commit.start_position = start
+            answer.commit.token_ids.extend(self.tokens(session_id)[start:])
+            answer.commit.suspend = verdict.suspends_draft
+            if verdict.suspends_draft:
+                self._withheld[session_id] = len(self.tokens(session_id))
             return [answer]
         return []
 

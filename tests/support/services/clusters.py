@@ -24,9 +24,11 @@ def start_cluster(pair: ModelPair, log_dir: Path, *, build: Build | None = None,
     The fields of LocalPlan may be set by keyword.
 
     A step of a tiny target costs less than a draft's answer takes, so its cost model would rightly not wait for one.
-    A fixed hold-off makes it verify proposals all the same.
+    A fixed hold-off makes it verify proposals all the same, and nothing suspends drafts, whether they pay here or not.
     """
     target_settings = {**plan.pop("target_settings", {})}
+    if build is None:
+        target_settings.setdefault("adaptive_speculation", False)
     if "tiny" in str(pair.target):
         target_settings.setdefault("hold_off_ms", TINY_HOLD_OFF_MS)
     settings = LocalPlan(

@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from itertools import product
 from typing import Any
 
 import pytest
-import torch
-from scipy import stats
-from transformers import AutoModelForCausalLM
 
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import MODELS, UNLIMITED, LocalPair, Outcome, chain, open_session, prompts
-
-REJECTION = pb.VERIFY_MODE_REJECTION
-FALSE_ALARM_RATE = 1e-6
-TOP_K = 3
-NUM_DRAFTED = 3
-HOLD_MS = 60_000.0  # every round waits for its draft
+from tests.support.engine.rejection import (
+    FALSE_ALARM_RATE,
+    HOLD_MS,
+    REJECTION,
+    TOP_K,
+    check_distribution,
+    chi_square_p_value,
+    exact_distribution,
+    rejection_session,
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,12 @@ def loaded_twins() -> LocalPair:
     return LocalPair(draft=str(MODELS / "target"))
 
 
+@pytest.fixture(autouse=True)
+def _turns_take_all_that_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a busy machine may open some sessions a turn later, whose prefill makes the others step without a draft."""
+    monkeypatch.setattr("specdec.worker.loop._MOST_TAKING_S", 1e9)
+
+
 @pytest.fixture
 def pair(loaded_pair: LocalPair) -> LocalPair:
     loaded_pair.reset()
@@ -48,11 +54,6 @@ def pair(loaded_pair: LocalPair) -> LocalPair:
 def twins(loaded_twins: LocalPair) -> LocalPair:
     loaded_twins.reset()
     return loaded_twins
-
-
-def rejection_session(prompt: list[int], **options: object) -> pb.OpenSession:
-    options = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True, "body": {"max_draft_tokens": 4}, **options}
-    return open_session(prompt, verify_mode=REJECTION, **options)  # type: ignore[arg-type]
 
 
 def test_sessions_end_after_their_tokens_with_some_accepted_and_some_recovered(pair: LocalPair) -> None:
@@ -152,68 +153,6 @@ def test_a_coupled_session_takes_proposals_without_distributions(pair: LocalPair
 
 
 # --- the distribution
-
-
-def exact_distribution(prompt: list[int], num_tokens: int) -> dict[tuple[int, ...], float]:
-    """Joint probabilities of the first tokens at temperature 1 and top-k, from the logits of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
-    joint: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(num_tokens):
-        prefixes = list(joint)
-        with torch.inference_mode():
-            logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes])).logits[:, -1].double()
-        values, ids = logits.topk(TOP_K)
-        probs = values.softmax(-1)
-        joint = {
-            (*prefix, int(ids[row, k])): joint[prefix] * float(probs[row, k])
-            for (row, prefix), k in product(enumerate(prefixes), range(TOP_K))
-        }
-    return joint
-
-
-def chi_square_p_value(counts: Counter[tuple[int, ...]], probabilities: dict[tuple[int, ...], float]) -> float:
-    """Pearson's test, with rare cells (fewer than 5 expected) put together."""
-    total = sum(counts.values())
-    assert set(counts) <= set(probabilities), "a token outside the target's top-k"
-    cells: list[tuple[float, float]] = []
-    rare = [0.0, 0.0]
-    for key, probability in probabilities.items():
-        if total * probability >= 5:
-            cells.append((counts[key], total * probability))
-        else:
-            rare[0] += counts[key]
-            rare[1] += total * probability
-    if rare[1] > 1:
-        cells.append((rare[0], rare[1]))
-    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
-    return float(stats.chi2.sf(statistic, len(cells) - 1))
-
-
-def sampled(pair: LocalPair, prompt: list[int], num_samples: int, mode: pb.VerifyMode.ValueType) -> list[Outcome]:
-    """Short sessions with seeds of their own, many at once."""
-    outcomes: list[Outcome] = []
-    for first in range(0, num_samples, 64):
-        pair.reset()
-        opens = {
-            str(seed): rejection_session(
-                prompt, seed=seed, top_k=TOP_K, max_tokens=NUM_DRAFTED + 1, body={"max_draft_tokens": NUM_DRAFTED}
-            )
-            for seed in range(first, min(first + 64, num_samples))
-        }
-        for body in opens.values():
-            body.verify_mode = mode
-        outcomes += pair.run(opens, draft_turns=NUM_DRAFTED + 3, hold_off_ms=HOLD_MS).values()
-    return outcomes
-
-
-def check_distribution(pair: LocalPair, mode: pb.VerifyMode.ValueType, num_samples: int) -> None:
-    prompt = prompts()[1][:17]
-    outcomes = sampled(pair, prompt, num_samples, mode)
-    origins = Counter(origin for outcome in outcomes for origin in outcome.origins[1:3])
-    assert origins[pb.ORIGIN_DRAFT] > num_samples / 4
-    assert origins[pb.ORIGIN_RECOVERED] > num_samples / 4
-    counts = Counter(tuple(outcome.token_ids[:3]) for outcome in outcomes)
-    assert chi_square_p_value(counts, exact_distribution(prompt, 3)) > FALSE_ALARM_RATE
 
 
 @pytest.mark.parametrize("mode", [REJECTION, pb.VERIFY_MODE_COUPLED])

@@ -1,0 +1,277 @@
+"""Which sessions speculate: those for which it pays now, so that speculation is never slower than plain decoding.
+
+A session gains tokens by its draft, and costs every session of the batch time (`StepCosts`). It speculates while it
+gains more than it costs. Where it does not, its draft is suspended: told nothing, it computes nothing. What a
+suspended session would gain is found out by *probing*: one session at a time speculates for some steps, and each that
+pays lets twice as many be probed. What a plain step takes is found out by a *reference*: now and then nobody
+speculates for some steps.
+
+Probes and misjudgements cost time. An account keeps what they may: what speculation has saved comes in, and a small
+share of all time; what steps took longer than plain ones of the same tokens would have goes out. Below zero nothing is
+probed, at its floor every session is suspended. So decoding takes at most that share longer than plain decoding,
+whatever drafts do, and a constant.
+
+Lossless: in coupled mode a token is fixed before any proposal is looked at, so a policy may look at anything. In
+rejection mode it may not depend on tokens that were drawn and are not decided yet; this one knows how many were
+accepted, and times.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from target_service.policy.step_costs import StepCosts, band_of
+
+_ALLOWANCE = 0.012
+"""Of all time, what probes and misjudgements may cost."""
+_LEAST_ACCOUNT_S, _ACCOUNT_STEPS = 0.04, 4
+"""The account lends, and gives away, at most this long, or as long as so many plain steps."""
+_SAVINGS = 16
+"""So many times as much of what speculation has saved is kept for bad times."""
+_GAIN_WEIGHT = 1 / 32
+"""Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""
+_POOL_WEIGHT = 1 / 64
+_FIRST_GAIN = 0.5
+_LEAVE, _ENTER = 0.85, 1.05
+"""A session stops below this share of the price, and begins above that."""
+_NEVER_MIND = 0.01
+"""Tokens per step around the price that are no reason to change."""
+_SETTLED_STEPS = 16
+"""After it begins a session's mean is not judged before it has had so many."""
+_BARREN_ODDS = 8.0
+"""A run of steps without an accepted token that had odds of exp(-8) by what the session gained so far: that is over."""
+_PROBE_STEPS, _BARREN_PROBE = 16, 6
+"""A probe is over sooner when so many steps have accepted nothing, or enough for all of them was accepted."""
+_PROBE_INTERVAL_S = 0.4
+_CATCH_UP_STEPS, _CATCH_UP_S = 40, 0.1
+"""A draft that was told to go on has so many steps, and at least so long, before its silence counts."""
+_REFERENCE_STEPS, _REFERENCE_LEAD = 8, 2
+"""Of a reference; the first ones still meet drafts at work."""
+_FIRST_REFERENCE = 4
+"""Steps that speculate before the first reference of a load."""
+_REFERENCE_S, _MOST_REFERENCE_S = 2.0, 30.0
+"""Between two; the time doubles while speculation clearly pays."""
+_REFERENCE_SHARE = 1 / 100
+"""Of steps at most."""
+_CLEARLY = 1.3
+_MOST_STEPS_COUNTED = 4.0
+"""Sessions that were left out of a step make it count at most so many times: they may wait for their clients."""
+
+
+class Phase(enum.Enum):
+    """Where a session stands with the gate."""
+
+    ON = enum.auto()
+    """It speculates."""
+    PROBE = enum.auto()
+    """It speculates to find out what that brings."""
+    OFF = enum.auto()
+    """Its draft is suspended."""
+
+
+@dataclass(slots=True)
+class GateState:
+    """One session's."""
+
+    kind: str
+    """Sessions of one kind are expected to gain alike."""
+    phase: Phase
+    gain: float
+    """Tokens accepted per step while it speculates: a moving mean."""
+    since_s: float
+    num_steps: int = 0
+    """Since the phase began."""
+    num_counted: int = 0
+    """Of these, since there was a proposal."""
+    num_barren: int = 0
+    """Of these, since a token was accepted."""
+
+    def enter(self, phase: Phase, now_s: float) -> None:
+        """Begin a phase."""
+        self.phase, self.since_s = phase, now_s
+        self.restart()
+
+    def restart(self) -> None:
+        """Its draft begins where it was told to stop: what goes on until it proposes is not counted."""
+        self.num_steps = self.num_counted = self.num_barren = 0
+
+
+@dataclass(slots=True)
+class SpeculationGate:
+    """Decides for all sessions of a target. Cost: constant per session and step."""
+
+    is_gating: bool = True
+    """False: everybody speculates, always."""
+    costs: StepCosts = field(default_factory=StepCosts)
+    _pools: dict[str, float] = field(default_factory=dict)
+    """Gain by kind."""
+    _account_s: float = 0.0
+    _num_sessions: int = 1
+    _reference_left: int = 0
+    _reference_due_s: dict[int, float] = field(default_factory=dict)
+    _reference_every_s: dict[int, float] = field(default_factory=dict)
+    _probe_due_s: float = 0.0
+    _probes: int = 1
+    """How many sessions are probed at once."""
+    _price: float = 0.0
+    _unsettled: int = 0
+    """Steps until drafts have noticed what changed."""
+
+    def admit(self, kind: str, now_s: float) -> GateState:
+        """A session begins to decode: as others of its kind do."""
+        gain = self._pools.get(kind)
+        if not self.is_gating or gain is None:
+            return GateState(kind, Phase.PROBE if self.is_gating else Phase.ON, _FIRST_GAIN, now_s)
+        return GateState(kind, Phase.ON if self._pays(gain, _LEAVE, now_s) else Phase.OFF, gain, now_s)
+
+    def is_open(self, state: GateState | None) -> bool:
+        """Whether a session's proposals are verified, and its draft should make them. None: it never speculates."""
+        if state is None:
+            return False
+        return not self.is_gating or (state.phase is not Phase.OFF and not self._reference_left)
+
+    def stepped(self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float) -> None:
+        """A session got on by a step, in which so many proposed tokens were accepted."""
+        if not self.is_open(state):
+            return
+        state.num_steps += 1
+        if not state.num_counted and not has_proposal and not self._is_overdue(state, now_s):
+            return
+        state.num_counted += 1
+        state.num_barren = 0 if num_accepted else state.num_barren + 1
+        weight = _GAIN_WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
+        state.gain += weight * (num_accepted - state.gain)
+        pool = self._pools.get(state.kind, _FIRST_GAIN)
+        self._pools[state.kind] = pool + _POOL_WEIGHT * (num_accepted - pool)
+        if not self.is_gating:
+            return
+        if state.phase is Phase.PROBE:
+            self._consider_probe(state, now_s)
+        elif state.num_barren * math.log1p(state.gain) > _BARREN_ODDS:
+            state.gain = 0.0
+            self._suspend(state, now_s)
+        elif state.num_counted >= _SETTLED_STEPS and not self._pays(state.gain, _LEAVE, now_s):
+            self._suspend(state, now_s)
+
+    def observe_turn(
+        self,
+        states: Sequence[GateState | None],
+        *,
+        num_tokens: int,
+        num_open: int,
+        turn_s: float,
+        now_s: float,
+        waiting: Sequence[GateState],
+    ) -> None:
+        """A step of decoding is over.
+
+        Args:
+            states: of its sessions; None for those that never speculate.
+            num_tokens: that it committed.
+            num_open: sessions that decode, whether or not they were in the step.
+            turn_s: from the end of the step before, or from when there was something to do again.
+            now_s: monotonic.
+            waiting: of all sessions that decode; who is suspended among them may be probed.
+        """
+        if not self.is_gating or not states:
+            return
+        self._num_sessions = len(states)
+        num_speculating = sum(self.is_open(state) for state in states)
+        step_s = turn_s * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
+        if self._unsettled:
+            self._unsettled -= 1
+        else:
+            self.costs.observe(len(states), num_speculating / len(states), step_s, now_s)
+        plain_s = self.costs.plain_s(len(states))
+        if plain_s is not None:
+            most_s = max(_LEAST_ACCOUNT_S, _ACCOUNT_STEPS * plain_s)
+            if self._account_s < most_s:
+                self._account_s += _ALLOWANCE * step_s
+            if num_speculating:
+                saved_s = num_tokens / len(states) * plain_s - step_s
+                self._account_s = min(_SAVINGS * most_s, self._account_s + saved_s)
+            if self._account_s < -most_s:
+                self._account_s = -most_s
+                for state in waiting:
+                    if state.phase is not Phase.OFF:
+                        self._suspend(state, now_s)
+        if self._reference_left:
+            self._reference_left -= 1
+            if not self._reference_left:
+                self._resume(waiting)
+        elif num_speculating:
+            self._consider_reference(num_tokens, step_s, plain_s, now_s)
+        self._consider_probes(waiting, now_s)
+
+    @property
+    def price(self) -> float:
+        """Tokens per step that a session must gain, as last asked for."""
+        return self._price
+
+    def _pays(self, gain: float, share: float, now_s: float) -> bool:
+        """Whether so many accepted tokens per step are worth what they cost at the present load."""
+        price = self._price = self.costs.price(self._num_sessions, now_s)
+        slack = _NEVER_MIND if share > 1 else -_NEVER_MIND
+        return gain >= share * price + slack
+
+    def _is_overdue(self, state: GateState, now_s: float) -> bool:
+        return state.num_steps >= _CATCH_UP_STEPS and now_s - state.since_s >= _CATCH_UP_S
+
+    def _consider_probe(self, state: GateState, now_s: float) -> None:
+        is_good = self._pays(state.gain * min(1.0, state.num_counted / _PROBE_STEPS), _ENTER, now_s)
+        if not is_good and state.num_counted < _PROBE_STEPS and state.num_barren < _BARREN_PROBE:
+            return
+        if is_good:
+            state.enter(Phase.ON, now_s)
+            state.num_counted = 1  # its draft is under way
+            self._pools[state.kind] = max(state.gain, self._pools.get(state.kind, 0.0))
+            self._probes *= 2
+            self._probe_due_s = now_s
+        else:
+            self._suspend(state, now_s)
+            self._probes = 1
+            self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_INTERVAL_S)
+
+    def _suspend(self, state: GateState, now_s: float) -> None:
+        state.enter(Phase.OFF, now_s)
+        self._unsettled = _REFERENCE_LEAD
+        self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_INTERVAL_S)
+
+    def _consider_reference(self, num_tokens: int, step_s: float, plain_s: float | None, now_s: float) -> None:
+        band = band_of(self._num_sessions)
+        if plain_s is None:
+            due_s = self._reference_due_s.setdefault(band, now_s + _FIRST_REFERENCE * step_s)
+        else:
+            least_s = _REFERENCE_STEPS * plain_s / _REFERENCE_SHARE
+            every_s = max(least_s, self._reference_every_s.get(band, _REFERENCE_S))
+            due_s = self.costs.plain_seen_s(self._num_sessions) + every_s
+        if now_s < due_s:
+            return
+        if plain_s is not None:
+            is_clear = num_tokens / self._num_sessions * plain_s >= _CLEARLY * step_s
+            every_s = self._reference_every_s.get(band, _REFERENCE_S)
+            self._reference_every_s[band] = min(_MOST_REFERENCE_S, 2 * every_s) if is_clear else _REFERENCE_S
+        self._reference_left, self._unsettled = _REFERENCE_STEPS, _REFERENCE_LEAD
+
+    def _resume(self, states: Sequence[GateState]) -> None:
+        """Drafts begin again where they were told to stop: what they do until they have is not counted."""
+        self._unsettled = _REFERENCE_LEAD
+        for state in states:
+            if state.phase is not Phase.OFF:
+                state.restart()
+
+    def _consider_probes(self, states: Sequence[GateState], now_s: float) -> None:
+        if now_s < self._probe_due_s or self._account_s < 0 or self._reference_left:
+            return
+        num_left = self._probes - sum(state.phase is Phase.PROBE for state in states)
+        if num_left <= 0:
+            return
+        off = sorted((state for state in states if state.phase is Phase.OFF), key=lambda state: state.since_s)
+        if not off:
+            self._probes = 1
+        for state in off[:num_left]:
+            state.enter(Phase.PROBE, now_s)
+        self._probe_due_s = now_s + _PROBE_INTERVAL_S

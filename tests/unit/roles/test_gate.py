@@ -1,0 +1,126 @@
+"""The gate: decoding with speculation on is never slower than with it off, whatever drafts, prompts and load do."""
+
+from __future__ import annotations
+
+import pytest
+
+from target_service.policy.gate import Phase, SpeculationGate
+from target_service.policy.step_costs import StepCosts, band_of
+from tests.support.engine.gated_world import Weather, World
+
+BOUND = 0.97
+SECONDS = 20.0
+GOOD = 2.0
+"""Tokens per step; with a cost of 0.3 that is 2.3 times plain decoding."""
+
+
+def every(period_s: float, now_s: float) -> bool:
+    return int(now_s / period_s) % 2 == 0
+
+
+ADVERSITIES = {
+    "a draft that is random": lambda now_s: Weather(0.02, 0.3),
+    "one that takes half of the machine": lambda now_s: Weather(0.0, 1.0),
+    "one that is too slow to propose": lambda now_s: Weather(0.0, 0.3, answers=False),
+    "one that is hardly worth it": lambda now_s: Weather(0.3, 0.28),
+    "one that is hardly too bad": lambda now_s: Weather(0.2, 0.25),
+    "good, but too dear": lambda now_s: Weather(0.6, 0.8),
+    "good, then bad, then good": lambda now_s: Weather(GOOD if every(3, now_s) else 0.0, 0.3),
+    "good and bad in quick turns": lambda now_s: Weather(GOOD if every(0.5, now_s) else 0.0, 0.5),
+    "a machine that is shared now and then": lambda now_s: Weather(0.5, 0.1 if every(2, now_s) else 1.0),
+    "drafts that leave and return": lambda now_s: Weather(GOOD, 0.2, answers=every(1, now_s)),
+}
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+@pytest.mark.parametrize("name", ADVERSITIES)
+def test_decoding_is_never_slower_than_without_drafts(name: str, num_sessions: int) -> None:
+    weather = ADVERSITIES[name]
+    for seed in range(2):
+        world = World(lambda now_s: Weather(**{**vars_of(weather(now_s)), "sessions": num_sessions}), seed=seed)
+        took_s, plain_s = world.run(SECONDS)
+        assert plain_s / took_s >= BOUND, seed
+
+
+def vars_of(weather: Weather) -> dict[str, object]:
+    return {name: getattr(weather, name) for name in weather.__dataclass_fields__}
+
+
+def test_a_load_that_comes_and_goes_is_met_by_speculation_where_it_pays() -> None:
+    """It pays for one session and not for sixteen, which come and go every two seconds."""
+    ratios = []
+    for seed in range(3):
+        world = World(lambda now_s: Weather(0.6, 0.05) if every(2, now_s) else Weather(0.6, 0.9, 16), seed=seed)
+        took_s, plain_s = world.run(SECONDS)
+        ratios.append(plain_s / took_s)
+    assert min(ratios) >= BOUND
+    assert max(ratios) > 1.05
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+def test_speculation_is_back_within_a_second_of_paying_again(num_sessions: int) -> None:
+    for seed in range(8):
+        world = World(lambda now_s: Weather(0.0 if now_s < 6 else GOOD, 0.3, num_sessions), seed=seed, length=100_000)
+        world.run(6.0)
+        assert world.share_speculating(0.05) <= 0.5 or num_sessions == 1
+        world.run(0.95)
+        assert world.share_speculating(0.5) > 0.7, seed
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+def test_what_pays_is_let_alone(num_sessions: int) -> None:
+    """References and judgements cost a good draft at most three parts in a hundred of its speed."""
+    took_s, plain_s = World(lambda now_s: Weather(GOOD, 0.3, num_sessions)).run(60.0)
+    always = World(lambda now_s: Weather(GOOD, 0.3, num_sessions), gate=SpeculationGate(is_gating=False))
+    took_always_s, plain_always_s = always.run(60.0)
+    assert plain_s / took_s > 0.97 * plain_always_s / took_always_s
+
+
+def test_sessions_are_judged_one_by_one() -> None:
+    """Every other prompt suits the draft: these speculate, the others do not, and that beats all and none of them."""
+    world = World(
+        lambda now_s: Weather(0.0, 0.3, 8), accepts_of=lambda number, _: GOOD if number % 2 else 0.0, length=4000
+    )
+    world.run(5.0)
+    for _ in world.steps(1.0):
+        pass
+    on = {session.number % 2 for session in world.sessions if session.state and session.state.phase is Phase.ON}
+    off = {session.number % 2 for session in world.sessions if session.state and session.state.phase is Phase.OFF}
+    assert on == {1}
+    assert off >= {0}
+    took_s, plain_s = world.run(10.0)
+    assert plain_s / took_s > 1.3
+
+
+def test_a_gate_that_is_off_suspends_nobody() -> None:
+    world = World(ADVERSITIES["one that takes half of the machine"], gate=SpeculationGate(is_gating=False))
+    world.run(2.0)
+    assert world.share_speculating(1.0) == 1.0
+
+
+def test_a_single_step_that_stalls_for_long_ends_no_speculation() -> None:
+    world = World(lambda now_s: Weather(GOOD, 0.3, 4), length=100_000)
+    world.run(5.0)
+    states = [session.state for session in world.sessions if session.state is not None]
+    world.gate.observe_turn(states, num_tokens=4, num_open=4, turn_s=0.3, now_s=world.now_s, waiting=states)
+    assert world.share_speculating(2.0) > 0.8
+
+
+def test_costs_are_what_steps_took_longer_by_the_share_that_speculates() -> None:
+    costs = StepCosts()
+    for step in range(200):
+        now_s = step * 0.01
+        costs.observe(8, 0.0, 0.010, now_s)
+        costs.observe(8, 0.5, 0.012, now_s)
+        costs.observe(8, 1.0, 0.014, now_s)
+    assert costs.plain_s(8) == pytest.approx(0.010)
+    assert costs.price(8, 2.0) == pytest.approx(0.4, abs=0.02)
+    assert costs.price(12, 2.0) == costs.price(8, 2.0), "what is not known of a load is taken from the nearest"
+    assert costs.price(8, 60.0) < 0.2, "what was long ago is doubted"
+
+
+def test_bands_grow_with_the_load() -> None:
+    bands = [band_of(number) for number in range(1, 300)]
+    assert bands == sorted(bands)
+    assert bands[:4] == [1, 2, 3, 4]
+    assert len(set(bands)) < 20
