@@ -304,6 +304,7 @@ class Generator:
             output=sampling.output(served.tokenizer.detokenizers),
             detokenizers=served.tokenizer.detokenizers,
             max_draft_tokens=plan.speculation.max_draft_tokens,
+            time_per_token_us=plan.speculation.time_per_token_us,
             target=TargetSide(prompt=_prompt_progress(plan) if choice == 0 else None),
         )
 

@@ -56,6 +56,7 @@ def new_session(
         history=history,
         tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
         max_nodes=limit if body.speculate else 0,
+        wanted_token_s=body.time_per_token_us * 1e-6,
         credit_position=body.credit_position,
         times=SessionTimes(now_s),
         prompt_logprobs=PromptLogprobs(body, identity.vocab_size, piece_bytes) if wants_prompt else None,

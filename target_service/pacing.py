@@ -80,14 +80,17 @@ class Pacing:
                 until_s = max(until_s, session.hold_off.until_s - now_s)
         return until_s
 
-    def choose_trees(self, ready: Sequence[TargetSession]) -> dict[str, list[int]]:
+    def choose_trees(self, ready: Sequence[TargetSession], now_s: float) -> dict[str, list[int]]:
         """Set the tree that the next step verifies for each session; returns the chosen nodes by session id."""
         for session in ready:
             session.seq.tree = None  # chosen for a step that had no room for the session
         candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1 and self.may_verify(s)]
         limits = [s.max_nodes for s in candidates]
         scores = [self._path_scores(s, min(s.end.max_depth(s.num_tokens), _credit(s))) for s in candidates]
-        selected = select_nodes(scores, limits, len(ready) - len(candidates), self.step_time)
+        weights = None
+        if any(s.wanted_token_s for s in candidates):
+            weights = [s.urgency(now_s) for s in candidates]
+        selected = select_nodes(scores, limits, len(ready) - len(candidates), self.step_time, weights)
         for nodes in selected:
             self._mean_nodes += _CREDIT_WEIGHT * (len(nodes) - self._mean_nodes)
         chosen: dict[str, list[int]] = {}

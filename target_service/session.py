@@ -13,6 +13,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import EngineSession
 from target_service.policy.gate import GateState
 from target_service.policy.hold_off import HoldOff, MissRecord
+from target_service.policy.urgency import urgency
 from target_service.prompt_logprobs import PromptLogprobs
 from target_service.tree.speculation_tree import SpeculationTree
 from target_service.tree.walk import EndOfChoice
@@ -43,6 +44,9 @@ class SessionTimes:
 
     opened_at_s: float
     first_step_at_s: float | None = None
+    first_verdict_at_s: float | None = None
+    num_first_tokens: int = 0
+    """Of the session, then."""
     last_verdict_at_s: float | None = None
     told_at_s: float = 0.0
     """When its owner was last told what it is doing."""
@@ -75,6 +79,8 @@ class TargetSession(EngineSession):
     """Verdicts that the owner has not acknowledged, oldest first."""
     prompt_logprobs: PromptLogprobs | None = None
     """Of the prompt's tokens, where they are wanted."""
+    wanted_token_s: float = 0.0
+    """Mean time per token that its request wants; 0: none."""
     gate: GateState | None = None
     """Whether it pays for it to speculate; None before its first token, and for one that never does."""
     misses: MissRecord = field(default_factory=MissRecord)
@@ -106,6 +112,13 @@ class TargetSession(EngineSession):
         """Number of committed tokens, prompt included."""
         return len(self._seq.token_ids) if self._seq is not None else len(self.body.token_ids)
 
+    def urgency(self, now_s: float) -> float:
+        """What its next token is worth, as `policy.urgency` has it."""
+        if not self.wanted_token_s or self.times.first_verdict_at_s is None:
+            return 1.0
+        num_tokens = self.num_tokens - self.times.num_first_tokens
+        return urgency(self.wanted_token_s, now_s - self.times.first_verdict_at_s, num_tokens)
+
     def held_s(self, now_s: float) -> float:
         """How long its next step has been held off."""
         return 0.0 if self.hold_off is None else now_s - self.hold_off.since_s
@@ -129,6 +142,8 @@ class TargetSession(EngineSession):
         """A verdict was sent: DECIDED."""
         self.state, self.hold_off = SessionState.DECIDED, None
         self.times.last_verdict_at_s = now_s
+        if self.times.first_verdict_at_s is None:
+            self.times.first_verdict_at_s, self.times.num_first_tokens = now_s, self.num_tokens
 
     def plan(self, hold_off: HoldOff | None) -> None:
         """What the next step waits for is known: HIT, MISS or HELD."""

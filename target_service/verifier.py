@@ -204,7 +204,7 @@ class Verifier:
             only = {session.seq.seq_id for session in group}
         self._apart.take(group)
         try:
-            chosen = self.pacing.choose_trees(group)
+            chosen = self.pacing.choose_trees(group, started_s)
         except Exception as error:
             chosen = self._give_up_trees(group, error)
         output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error), only)

@@ -67,6 +67,9 @@ class CheckedSampling:
         return ChoiceOutput(detokenizer, self.stop, self.include_stop_in_output, self.token_sampling.min_tokens)
 
 
+_MOST_TIME_PER_TOKEN_MS = 60_000.0
+
+
 @dataclass(frozen=True, slots=True)
 class CheckedSpeculation:
     """Speculation settings of a request."""
@@ -74,6 +77,8 @@ class CheckedSpeculation:
     enabled: bool
     verify_mode: pb.VerifyMode.ValueType
     max_draft_tokens: int | None
+    time_per_token_us: int = 0
+    """Wanted; 0: not told."""
 
 
 def check_request_id(request_id: str) -> None:
@@ -145,7 +150,18 @@ def check_speculation(
         enabled=enabled and max_draft_tokens != 0,
         verify_mode=mode or default_mode,
         max_draft_tokens=max_draft_tokens,
+        time_per_token_us=_time_per_token_us(params),
     )
+
+
+def _time_per_token_us(params: api.SpeculationParams) -> int:
+    if not params.HasField("time_per_token_ms"):
+        return 0
+    wanted_ms = params.time_per_token_ms
+    if not 0.001 <= wanted_ms <= _MOST_TIME_PER_TOKEN_MS:
+        message = f"{wanted_ms:g} is not between 0.001 and {_MOST_TIME_PER_TOKEN_MS:g}"
+        raise InvalidRequest("speculation.time_per_token_ms", message)
+    return round(wanted_ms * 1e3)
 
 
 def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:

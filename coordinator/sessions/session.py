@@ -118,6 +118,8 @@ class Session:
     output: ChoiceOutput
     detokenizers: DetokenizerFactory
     max_draft_tokens: int | None = None
+    time_per_token_us: int = 0
+    """Wanted; 0: not told."""
     fork_from: str = ""
     """Used at the first opening only: later ones find the prompt in the prefix cache."""
     num_written: int = 0
@@ -176,6 +178,7 @@ class Session:
             verify_mode=self.verify_mode,
             speculate=self.speculate,
             max_draft_tokens=self.max_draft_tokens,
+            time_per_token_us=self.time_per_token_us,
             deadline_ms=self.request.deadline_ms(),
             cache_salt=self.request.cache_salt,
             credit_position=self.target.credit_position,

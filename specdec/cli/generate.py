@@ -62,6 +62,7 @@ def generate(
     speculation: options.Speculate = None,
     verify_mode: options.VerifyModeName = None,
     max_draft_tokens: options.MaxDraftTokens = None,
+    time_per_token_ms: options.TimePerToken = None,
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Colour tokens by their origin.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -125,7 +126,12 @@ def generate(
         truncate_prompt_tokens=truncate_prompt_tokens,
     )
     options.set_repeated(request.sampling, logit_bias=logit_bias, stop=stop, stop_token_ids=stop_token_id)
-    options.set_fields(request.speculation, enabled=speculation, max_draft_tokens=max_draft_tokens)
+    options.set_fields(
+        request.speculation,
+        enabled=speculation,
+        max_draft_tokens=max_draft_tokens,
+        time_per_token_ms=time_per_token_ms,
+    )
     request.speculation.verify_mode = options.parse_verify_mode(verify_mode)
 
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)

@@ -82,6 +82,10 @@ VerifyModeName = Annotated[
     _option("How to verify. [server's default]", "--verify-mode", panel=_SPECULATION, metavar="coupled|rejection"),
 ]
 MaxDraftTokens = Annotated[int | None, _option("Most draft tokens per step.", panel=_SPECULATION)]
+TimePerToken = Annotated[
+    float | None,
+    _option("Wanted mean time per token, in milliseconds.", "--time-per-token-ms", panel=_SPECULATION),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -314,6 +314,7 @@ class OpenSession(_message.Message):
     PROMPT_LOGPROBS_CREDIT_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
     APART_UNTIL_FIELD_NUMBER: _builtins.int
+    TIME_PER_TOKEN_US_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of them are the prompt."""
     verify_mode: Global___VerifyMode.ValueType
@@ -350,6 +351,8 @@ class OpenSession(_message.Message):
     """Below this position the session is computed in steps of its own, in turn with the others: if the engine ends in one of them, it is
     known for whom. What is decided does not depend on it. 0: it steps with the others.
     """
+    time_per_token_us: _builtins.int
+    """Wanted mean time of an output token after the first, in microseconds; 0: as soon as all others."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and committed output."""
@@ -379,10 +382,11 @@ class OpenSession(_message.Message):
         prompt_logprobs_credit: _builtins.int | None = ...,
         prompt_logprobs_start: _builtins.int = ...,
         apart_until: _builtins.int = ...,
+        time_per_token_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "deadline_ms", b"deadline_ms", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "prompt_logprobs_credit", b"prompt_logprobs_credit", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015

@@ -293,31 +293,41 @@ class SpeculationParams(_message.Message):
     ENABLED_FIELD_NUMBER: _builtins.int
     VERIFY_MODE_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    TIME_PER_TOKEN_MS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Speculate at all; default true."""
     verify_mode: _common_pb2.VerifyMode.ValueType
     """How to verify; unspecified: the deployment's default."""
     max_draft_tokens: _builtins.int
     """At most this many draft tokens per step."""
+    time_per_token_ms: _builtins.float
+    """Wanted mean time of an output token after the first, in milliseconds. While a request takes longer its draft tokens are verified
+    before those of others, and while it takes less after them. A wish: no output depends on it.
+    """
     def __init__(
         self,
         *,
         enabled: _builtins.bool | None = ...,
         verify_mode: _common_pb2.VerifyMode.ValueType = ...,
         max_draft_tokens: _builtins.int | None = ...,
+        time_per_token_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_time_per_token_ms", b"_time_per_token_ms", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "time_per_token_ms", b"time_per_token_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_time_per_token_ms", b"_time_per_token_ms", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "time_per_token_ms", b"time_per_token_ms", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__time_per_token_ms: _TypeAlias = _typing.Literal["time_per_token_ms"]  # noqa: Y015
+    _WhichOneofArgType__time_per_token_ms: _TypeAlias = _typing.Literal["_time_per_token_ms", b"_time_per_token_ms"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__enabled) -> _WhichOneofReturnType__enabled | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_draft_tokens) -> _WhichOneofReturnType__max_draft_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_per_token_ms) -> _WhichOneofReturnType__time_per_token_ms | None: ...
 
 Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
 

@@ -1,7 +1,8 @@
 """Which proposed nodes a step verifies: pure functions over estimated acceptance and a step-time model.
 
 A step over ``S`` sessions that verifies the node set ``V`` commits ``S + sum of path probabilities in V`` tokens on
-average and takes ``T(S + |V|)``. Nodes are added best first while that raises tokens per second. A node's path
+average and takes ``T(S + |V|)``. Nodes are added best first while that raises tokens per second, or what they are
+worth to requests that want a certain time per token. A node's path
 probability is at most its parent's, so the best-first order never takes a node before its parent. With many sessions
 ``T`` is steep and the rule shrinks to plain decoding by itself.
 """
@@ -19,6 +20,7 @@ def select_nodes(
     limits: Sequence[int],
     num_other_rows: int,
     step_time: StepTimeModel,
+    weights: Sequence[float] | None = None,
 ) -> list[list[int]]:
     """Pick the nodes to verify, per session, in ascending order.
 
@@ -27,13 +29,20 @@ def select_nodes(
         limits: per session, the most nodes it may have verified in this step.
         num_other_rows: rows of the step besides these sessions' own (prefill chunks, plain decodes).
         step_time: predicts the step's time from its rows.
+        weights: what a token of each session is worth; None: all the same.
     """
+    if weights is None:
+        weights = [1.0] * len(path_scores)
     ranked = sorted(
-        ((score, -index, session) for session, scores in enumerate(path_scores) for index, score in enumerate(scores)),
+        (
+            (score * weights[session], -index, session)
+            for session, scores in enumerate(path_scores)
+            for index, score in enumerate(scores)
+        ),
         reverse=True,
     )
     chosen: list[list[int]] = [[] for _ in path_scores]
-    expected_tokens = float(len(path_scores))
+    expected_tokens = float(sum(weights))
     num_rows = len(path_scores) + num_other_rows
     for score, negative_index, session in ranked:
         if len(chosen[session]) >= limits[session]:

@@ -60,7 +60,9 @@ def conversations(started: api.GenerateStarted) -> list[tuple[str, Message]]:
     }  # fmt: skip
     text = {"prompt": "the quick brown fox"}
     messages = api.ChatMessages(messages=[api.ChatMessage(role="user", content="hello")])
-    speculation = api.SpeculationParams(enabled=True, verify_mode=pb.VERIFY_MODE_COUPLED, max_draft_tokens=4)
+    speculation = api.SpeculationParams(
+        enabled=True, verify_mode=pb.VERIFY_MODE_COUPLED, max_draft_tokens=4, time_per_token_ms=9
+    )
     full = request(max_tokens=4, request_id="full", model="scripted", speculation=speculation, priority=3, **sampling)
     resumed = request(max_tokens=NUM_TOKENS, request_id=started.request_id)
     resumed.resume.resume_token = started.resume_token

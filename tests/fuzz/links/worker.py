@@ -52,7 +52,8 @@ def open_body(**fields: Any) -> pb.OpenSession:
     )  # fmt: skip
     body = pb.OpenSession(
         token_ids=_PROMPT, num_prompt_tokens=len(_PROMPT), sampling=sampling, verify_mode=pb.VERIFY_MODE_COUPLED,
-        speculate=True, max_draft_tokens=4, deadline_ms=600_000, lease_generation=1, priority=1, cache_salt=b"salt",
+        speculate=True, max_draft_tokens=4, time_per_token_us=9, deadline_ms=600_000,
+        lease_generation=1, priority=1, cache_salt=b"salt",
         fork_from="other", num_prompt_logprobs=1, credit_position=1000, target="127.0.0.1:1",
         traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -107,3 +108,17 @@ def test_no_draft_tokens_means_no_speculation() -> None:
     checked = check_speculation(api.SpeculationParams(), pb.VERIFY_MODE_REJECTION, LIMITS)
     assert checked.verify_mode == pb.VERIFY_MODE_REJECTION
     assert checked.max_draft_tokens is None
+
+
+@pytest.mark.parametrize("wanted_ms", [0.0, -1.0, 1e-9, 60_001.0, math.inf, -math.inf, math.nan])
+def test_a_time_per_token_that_makes_no_sense_is_refused_by_name(wanted_ms: float) -> None:
+    params = api.SpeculationParams(time_per_token_ms=wanted_ms)
+    with pytest.raises(InvalidRequest) as caught:
+        check_speculation(params, pb.VERIFY_MODE_COUPLED, LIMITS)
+    assert caught.value.field == "speculation.time_per_token_ms"
+
+
+@pytest.mark.parametrize(("wanted_ms", "told_us"), [(None, 0), (0.001, 1), (12.5, 12_500), (60_000.0, 60_000_000)])
+def test_a_time_per_token_is_told_in_microseconds(wanted_ms: float | None, told_us: int) -> None:
+    params = api.SpeculationParams(time_per_token_ms=wanted_ms)
+    assert check_speculation(params, pb.VERIFY_MODE_COUPLED, LIMITS).time_per_token_us == told_us

@@ -143,3 +143,16 @@ def test_a_draft_that_goes_on_proposes_what_one_that_never_paused_does(
     path = drafted(pauses=True)
     assert len(path) > 3
     assert drafted(pauses=False) == path
+
+
+# --- wishes
+
+
+def test_wishes_for_a_time_per_token_change_no_token(loaded_pair: LocalPair) -> None:
+    wishes = (0, 1, 500, 2**32 - 1)
+    opens = {
+        str(wish): open_session(prompts()[0][:40], max_tokens=48, body={"time_per_token_us": wish}) for wish in wishes
+    }
+    loaded_pair.reset()
+    outcomes = loaded_pair.run(opens, verify_all=False)
+    assert len({tuple(outcome.token_ids) for outcome in outcomes.values()}) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from target_service.policy.step_time import StepTimeModel
+from target_service.policy.urgency import urgency
 from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
 
 
@@ -103,3 +104,21 @@ def test_the_rate_per_depth_follows_how_often_a_walk_goes_on(truth: float) -> No
     for i in range(2000):
         calibration.observe_depth(i % 10 < truth * 10)
     assert calibration.depth_rate == pytest.approx(truth, abs=0.06)
+
+
+def test_a_request_that_is_behind_its_wish_gets_rows_before_others() -> None:
+    scores, limits = [[0.5, 0.25], [0.5, 0.25]], [2, 2]
+    dear = machine(0.01, 0.0025)
+    assert select_nodes(scores, limits, 0, dear) == [[0], [0]]
+    assert select_nodes(scores, limits, 0, dear, [16.0, 0.125]) == [[0, 1], []]
+    assert select_nodes(scores, limits, 0, dear, [1.0, 1.0]) == select_nodes(scores, limits, 0, dear)
+
+
+def test_what_a_token_is_worth_follows_the_wish() -> None:
+    assert urgency(0.0, 5.0, 1) == 1.0
+    assert urgency(0.01, 0.0, 0) == 1.0
+    assert urgency(0.01, 1.0, 100) == pytest.approx(1.0)
+    assert urgency(0.01, 2.0, 100) > 3
+    assert urgency(0.01, 0.5, 100) < 0.4
+    assert urgency(1e-6, 1e6, 1) == 16.0
+    assert urgency(4294.0, 0.0, 10_000_000) == 0.125
