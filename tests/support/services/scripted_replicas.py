@@ -323,6 +323,8 @@ class ScriptedTarget(ScriptedReplica):
         """From where on each opening wanted them."""
         self.needs_proposals = False
         """After the first token, a session steps only when a proposal is there."""
+        self.suspends: Callable[[ScriptedSession], bool] = lambda session: False
+        """Whether a verdict suspends the draft, by the session after it."""
         self.num_relayed = 0
         self.end_after: dict[int, int] = {}
         """Choice index: ends with EOS as this output token."""
@@ -455,6 +457,7 @@ class ScriptedTarget(ScriptedReplica):
             if verdict.finish_reason or (index < len(guesses) and not is_accepted):
                 break
         verdict.hit = bool(guesses)
+        verdict.suspends_draft = self.suspends(session)
         session.is_sampled = True
         session.sent.append(verdict)
         session.is_done = bool(verdict.finish_reason)
@@ -532,6 +535,7 @@ class ScriptedDraft(ScriptedReplica):
         super().__init__(served or identity("scripted-draft", weights_digest="d1"))
         self.num_ahead = num_ahead
         self.committed: dict[str, list[int]] = {}
+        self.commits: list[pb.Commit] = []
         self.make_proposal: Callable[[ScriptedSession], bytes | None] = self.good_proposal
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -562,9 +566,11 @@ class ScriptedDraft(ScriptedReplica):
             status = status_pb2.Status(code=code_pb2.OUT_OF_RANGE, message="a commit is missing")
             self.fail_session(session.session_id, status)
             return
+        self.commits.append(body)
         session.token_ids.extend(body.token_ids)
         self.committed[session.session_id] = session.token_ids[session.body.num_prompt_tokens :]
-        self._propose(session)
+        if not body.suspend:
+            self._propose(session)
 
     def _propose(self, session: ScriptedSession) -> None:
         if self.dies_of(session):
