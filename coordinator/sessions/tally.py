@@ -23,6 +23,7 @@ class SpeculationTally:
     num_proposed: int = 0
     num_accepted: int = 0
     num_hits: int = 0
+    num_suspended_steps: int = 0
     num_wasted: int = 0
     verified_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -63,6 +64,7 @@ class SpeculationTally:
             return
         self.num_steps += 1
         self.num_hits += verdict.hit
+        self.num_suspended_steps += verdict.suspends_draft
         if verdict.hit:
             self.hit_outside_us += gap_us - verdict.step_us - verdict.hold_off_us
         self.step_us += verdict.step_us
@@ -109,6 +111,7 @@ _SUMMED = (
     "num_proposed",
     "num_accepted",
     "num_hits",
+    "num_suspended_steps",
     "num_wasted",
     "queue_us",
     "prefill_us",
@@ -149,5 +152,6 @@ def _stats(tally: SpeculationTally, outside_us: float) -> api.SpeculationStats:
         hold_off_ms=tally.hold_off_us / 1e3,
         outside_ms=outside_us / 1e3,
         num_hits=tally.num_hits,
+        num_suspended_steps=tally.num_suspended_steps,
         hit_outside_ms=tally.hit_outside_us / 1e3,
     )

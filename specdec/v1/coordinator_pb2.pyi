@@ -606,6 +606,7 @@ class SpeculationStats(_message.Message):
     OUTSIDE_MS_FIELD_NUMBER: _builtins.int
     NUM_HITS_FIELD_NUMBER: _builtins.int
     HIT_OUTSIDE_MS_FIELD_NUMBER: _builtins.int
+    NUM_SUSPENDED_STEPS_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
     """Target steps, the prefill not counted."""
     num_verify_steps: _builtins.int
@@ -636,6 +637,8 @@ class SpeculationStats(_message.Message):
     """Steps with a usable proposal at hand when they were formed."""
     hit_outside_ms: _builtins.float
     """The part of outside_ms before the verdicts of those steps."""
+    num_suspended_steps: _builtins.int
+    """Steps after which the draft was suspended, because plain decoding was measured to be faster."""
     @_builtins.property
     def verified_by_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Steps that verified a node at depth 1, 2, ..."""
@@ -664,10 +667,11 @@ class SpeculationStats(_message.Message):
         outside_ms: _builtins.float = ...,
         num_hits: _builtins.int = ...,
         hit_outside_ms: _builtins.float = ...,
+        num_suspended_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_depth", b"accepted_by_depth", "draft_ms", b"draft_ms", "hit_outside_ms", b"hit_outside_ms", "hit_rate", b"hit_rate", "hold_off_ms", b"hold_off_ms", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted", b"num_accepted", "num_hits", b"num_hits", "num_proposed", b"num_proposed", "num_steps", b"num_steps", "num_verify_steps", b"num_verify_steps", "num_wasted", b"num_wasted", "outside_ms", b"outside_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "verified_by_depth", b"verified_by_depth", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_depth", b"accepted_by_depth", "draft_ms", b"draft_ms", "hit_outside_ms", b"hit_outside_ms", "hit_rate", b"hit_rate", "hold_off_ms", b"hold_off_ms", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted", b"num_accepted", "num_hits", b"num_hits", "num_proposed", b"num_proposed", "num_steps", b"num_steps", "num_suspended_steps", b"num_suspended_steps", "num_verify_steps", b"num_verify_steps", "num_wasted", b"num_wasted", "outside_ms", b"outside_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "verified_by_depth", b"verified_by_depth", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

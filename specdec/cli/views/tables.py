@@ -59,6 +59,8 @@ def statistics_table(completion: Completion) -> Table:
         table.add_row("acceptance length", f"{stats.mean_acceptance_length:.2f} tokens per verifying step, on average")
         table.add_row("proposal at hand", f"{stats.hit_rate:.0%} of steps")
         table.add_row("draft wasted", str(stats.num_wasted))
+    if stats.num_suspended_steps:
+        table.add_row("draft suspended", f"{stats.num_suspended_steps} steps: plain decoding was measured to be faster")
     table.add_section()
     table.add_row("queued", f"{stats.queue_ms:.1f} ms")
     table.add_row("prefill", f"{stats.prefill_ms:.1f} ms")
