@@ -11,6 +11,7 @@ import typer
 import yaml
 
 import specdec
+from specdec.cli.bench import bench
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.health import health
@@ -32,6 +33,7 @@ app.command()(generate)
 app.command(context_settings=PASS_THROUGH, add_help_option=False)(serve)
 app.command()(models)
 app.command()(health)
+app.command()(bench)
 app.command()(demo)
 app.add_typer(keys, name="keys")
 
@@ -82,7 +84,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="--config") from error
     except (ValueError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{path} does not parse: {parse_failure(error)}", param_hint="--config") from None
-    commands = {"up", "generate", "models", "demo"}
+    commands = {"up", "generate", "models", "demo", "bench"}
     values: dict[str, dict[str, Any]] = {}
     for command, section in (content or {}).items():
         if command not in commands or not isinstance(section, dict):

@@ -27,6 +27,7 @@ FLOORS = {
         engine store telemetry
         rpc
         client config
+        benchmark
         cli worker
     """,
     "specdec.engine": """
@@ -58,12 +59,18 @@ FLOORS = {
         server
         bridge
     """,
+    "specdec.benchmark": """
+        figures progress svg tables
+        report requests streams
+        prompts served
+        summary
+    """,
     "specdec.cli": """
-        connection keys sampling_options views
+        connection keys number_lists sampling_options views
         errors
         generate health local models
         serve up
-        demo
+        bench demo
         app
         main
     """,
