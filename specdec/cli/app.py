@@ -18,6 +18,7 @@ from specdec.cli.health import health
 from specdec.cli.keys import keys
 from specdec.cli.models import models
 from specdec.cli.serve import PASS_THROUGH, serve
+from specdec.cli.tune import tune
 from specdec.cli.up import up
 from specdec.settings_sources import parse_failure
 
@@ -34,6 +35,7 @@ app.command(context_settings=PASS_THROUGH, add_help_option=False)(serve)
 app.command()(models)
 app.command()(health)
 app.command()(bench)
+app.command()(tune)
 app.command()(demo)
 app.add_typer(keys, name="keys")
 
@@ -84,7 +86,7 @@ def read_config(path: Path) -> dict[str, dict[str, Any]]:
         raise typer.BadParameter(f"cannot read {path}: {error.strerror}", param_hint="--config") from error
     except (ValueError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"{path} does not parse: {parse_failure(error)}", param_hint="--config") from None
-    commands = {"up", "generate", "models", "demo", "bench"}
+    commands = {"up", "generate", "models", "demo", "bench", "tune"}
     values: dict[str, dict[str, Any]] = {}
     for command, section in (content or {}).items():
         if command not in commands or not isinstance(section, dict):

@@ -28,6 +28,7 @@ FLOORS = {
         rpc
         client config
         benchmark
+        tuning
         cli worker
     """,
     "specdec.engine": """
@@ -65,12 +66,18 @@ FLOORS = {
         prompts served
         summary
     """,
+    "specdec.tuning": """
+        measured probe
+        prediction
+        advice
+        pages settings_files
+    """,
     "specdec.cli": """
         connection keys number_lists sampling_options views
         errors
         generate health local models
-        serve up
-        bench demo
+        serve tuning up
+        bench demo tune
         app
         main
     """,
