@@ -23,9 +23,9 @@ from specdec.cli.tuning.verification import verify, with_outside
 from specdec.cli.up import Device, DraftModel, TargetModel, stop_on_signals
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.files import find_model_files, read_tokenizer
-from specdec.tuning.advice import Advice, advise, pick
+from specdec.tuning.advice import Advice, advise
 from specdec.tuning.pages import plots_of, results, tables_of
-from specdec.tuning.prediction import MODES, Measurements
+from specdec.tuning.prediction import MODES, Measurements, pick
 from specdec.tuning.settings_files import Deployment, chart_file, up_file
 
 _LOG_WIDTH = 200
@@ -92,6 +92,10 @@ def tune(
         measured, where = measure_pair(questions, places(device), progress.tell)
         measured, advice = _advice(questions, measured, where, modes, repeats, progress)
     _show(questions, measured, advice, used.source, report, notes)
+    if where.target_cores:
+        own_cores = {"target": where.target_cores, "draft": where.draft_cores}
+        words = ", ".join(f"{role} {' '.join(map(str, cores))}" for role, cores in own_cores.items())
+        notes.print(f"cores: {words}")
     _write(questions, advice, where, out, notes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,19 +11,16 @@ from specdec.benchmark.svg import lines
 from specdec.benchmark.tables import Table
 from specdec.tuning.advice import Advice
 from specdec.tuning.measured import agreement_share, rounds
-from specdec.tuning.prediction import DRAFT_TOKENS, MODES, Choice, Measurements, predict
+from specdec.tuning.prediction import DRAFT_TOKENS, MODES, Choice, Measurements, best_length, curve, predict
 
 _ROWS = (1, 2, 4, 8, 16)
 
 
 def curves(measured: Measurements, choice: Choice, loads: Sequence[int]) -> dict[float, dict[int, list[float]]]:
-    """Predicted speed-ups by temperature, load and draft length from 1 on, the rest as chosen."""
-    lengths = [
-        Choice(draft_tokens=num, num_siblings=choice.num_siblings, max_heads=choice.max_heads, mode=choice.mode)
-        for num in DRAFT_TOKENS
-    ]
+    """Predicted speed-ups by temperature, load and fixed draft length from 1 on, the rest as chosen."""
+    longest = dataclasses.replace(choice, draft_tokens=DRAFT_TOKENS[-1])
     return {
-        temperature: {load: [predict(measured, one, temperature, load).expected for one in lengths] for load in loads}
+        temperature: {load: curve(measured, longest, temperature, load) for load in loads}
         for temperature in measured.outputs
     }
 
@@ -41,22 +39,24 @@ def tables_of(measured: Measurements, advice: Advice) -> list[Table]:
             text = " ".join(f"{share:.2f}" for share in survival)
             accepted.add(f"{temperature:g}", mode, f"{agreement_share(outputs, mode):.0%}", text)
     loads = sorted({point.load for point in advice.points})
-    curve = Table("Predicted speed-up by draft length", ("temperature", "at once", *map(str, DRAFT_TOKENS)))
+    by_length = Table("Predicted speed-up by draft length", ("temperature", "at once", *map(str, DRAFT_TOKENS)))
     for temperature, by_load in curves(measured, advice.choice, loads).items():
         for load, ratios in by_load.items():
-            curve.add(f"{temperature:g}", load, *(f"{ratio:.2f}" for ratio in ratios))
+            by_length.add(f"{temperature:g}", load, *(f"{ratio:.2f}" for ratio in ratios))
     checked = Table(
-        "The pick against plain decoding", ("temperature", "at once", "predicted", "measured", "c", "v", "E")
+        "The pick against plain decoding", ("temperature", "at once", "predicted", "measured", "K", "c", "v", "E")
     )
     for point in advice.points:
-        made = predict(measured, advice.choice, point.temperature, point.load)
-        parts = (made.draft_ratio, made.verify_ratio, made.tokens_per_round)
+        used = best_length(measured, advice.choice, point.temperature, point.load)
+        made = predict(measured, used, point.temperature, point.load)
+        parts = (used.draft_tokens, made.draft_ratio, made.verify_ratio, made.tokens_per_round)
         checked.add(f"{point.temperature:g}", point.load, point.predicted, point.measured, *parts)
     checked.notes.append(
-        "c: a draft step over a target step of one row; v: a target step over the round's rows over one of one row; "
-        "E: tokens of a round. Measured: of the time per token, medians of alternating runs."
+        "K: draft tokens of a round that pay there, up to the limit. c: a draft step over a target step of one row; "
+        "v: a target step over the round's rows over one of one row; E: tokens of a round. Measured: of the time per "
+        "token, medians of alternating runs."
     )
-    return [steps, accepted, curve, checked]
+    return [steps, accepted, by_length, checked]
 
 
 def plots_of(measured: Measurements, advice: Advice, note: str) -> dict[str, str]:

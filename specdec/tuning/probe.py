@@ -22,9 +22,11 @@ from specdec.engine.errors import EngineError
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
+from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tree import TokenTree
+from specdec.sampling_params import SamplingParams
 
 CONTEXT = 256
 _WARMUP, _REPEATS, _MOST_S = 3, 15, 1.0
@@ -36,8 +38,9 @@ _AT_ONCE = 8
 def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Times of steps, and outputs (a target) or agreement with outputs (a draft).
 
-    The task has `settings` (of the engine), `sequences` and `rows` (numbers to time), and either `prompts`,
-    `temperatures` and `max_tokens`, or `outputs`, which a target's probe returned. Raises EngineError.
+    The task has `settings` (of the engine), `sequences` and `rows` (numbers to time), `candidates` (drawn per row), and
+    may have `prompts`, `temperatures` and `max_tokens`, or `outputs`, which a target's probe returned.
+    Raises EngineError.
     """
     settings = EngineSettings(**task["settings"])
     _tell(f"loading {settings.model}")
@@ -54,7 +57,7 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
         found["agreement"] = _agreement(engine, runner, task["outputs"])
     found["step_ms"] = {
         count: {
-            rows: _step_ms(engine, runner, count, rows)
+            rows: _step_ms(engine, runner, count, rows, task["candidates"])
             for rows in task["rows"]
             if rows == 1 or count * rows <= settings.max_batch_tokens
         }
@@ -188,8 +191,8 @@ def _overlap(logits: torch.Tensor, temperature: float, target: Sequence[Sequence
     return min(1.0, sum(min(share, p.get(token, 0.0)) for token, share in zip(ids.tolist(), q.tolist(), strict=True)))
 
 
-def _step_ms(engine: Engine, runner: ModelRunner, num_sequences: int, num_rows: int) -> float:
-    """Median time of a step over sequences that each verify `num_rows` - 1 draft tokens."""
+def _step_ms(engine: Engine, runner: ModelRunner, num_sequences: int, num_rows: int, num_candidates: int) -> float:
+    """Median time of a step, and of drawing from it, over sequences that each verify `num_rows` - 1 draft tokens."""
     _tell(f"steps over {num_sequences} sequences with {num_rows} rows each")
     length = min(CONTEXT, runner.max_model_len // 2)
     sequences = [
@@ -198,6 +201,9 @@ def _step_ms(engine: Engine, runner: ModelRunner, num_sequences: int, num_rows: 
     ]
     while any(seq.num_pending_tokens for seq in sequences):
         engine.step()
+    sampler = Sampler(runner.vocab_size, runner.device)
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=1)
+    contexts = [RowContext(params, length + row, length) for row in range(num_sequences * num_rows)]
     times_s: list[float] = []
     began_s = time.perf_counter()
     for repeat in range(_WARMUP + _REPEATS):
@@ -206,7 +212,10 @@ def _step_ms(engine: Engine, runner: ModelRunner, num_sequences: int, num_rows: 
             seq.tree = TokenTree(range(num_rows - 1)) if num_rows > 1 else None
         _synchronize(runner)
         started_s = time.perf_counter()
-        engine.step()
+        out = engine.step()
+        if out is None:
+            raise EngineError("the KV cache has no room for the sequences")
+        sampler.candidates(out.logits, contexts[: out.logits.shape[0]], num_candidates)
         _synchronize(runner)
         times_s.append(time.perf_counter() - started_s)
         if len(times_s) > _WARMUP + 2 and time.perf_counter() - began_s > _MOST_S:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -33,13 +34,15 @@ class Places:
     draft_device: str
     target_cores: tuple[int, ...]
     draft_cores: tuple[int, ...]
+    shared_cores: tuple[int, ...] = ()
+    """Of everything but the engines."""
 
     @property
     def is_parallel(self) -> bool:
-        """Whether both can compute at the same time."""
+        """Whether the draft computes while the target does, undisturbed by what relays between them."""
         if self.target_device != "cpu":
             return self.target_device != self.draft_device
-        return not set(self.target_cores) & set(self.draft_cores)
+        return not set(self.draft_cores) & {*self.target_cores, *self.shared_cores}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,7 @@ def places(device: str) -> Places:
         draft_device=devices.draft,
         target_cores=cores.target_engine if is_cpu else (),
         draft_cores=cores.draft_engine if is_cpu else (),
+        shared_cores=cores.shared,
     )
 
 
@@ -76,7 +80,7 @@ def measure_pair(questions: Questions, where: Places, tell: Callable[[str], None
     Raises ClusterFailed with what the engine said.
     """
     sequences = sorted({*_SEQUENCES[: 1 + sum(count < max(questions.loads) for count in _SEQUENCES)], *questions.loads})
-    task: dict[str, Any] = {"sequences": sequences, "rows": ROWS}
+    task: dict[str, Any] = {"sequences": sequences, "rows": ROWS, "candidates": 1}
     target = run_probe(
         task
         | {
@@ -94,18 +98,14 @@ def measure_pair(questions: Questions, where: Places, tell: Callable[[str], None
         settings = _settings(questions.target_model, where.target_device, fewer)
         other = _times(run_probe(task | {"settings": settings}, fewer, tell))
         if all(other.of(load, 8) <= _WORTH * steps.of(load, 8) for load in questions.loads):
-            steps, where = other, Places(
-                target_device=where.target_device,
-                draft_device=where.draft_device,
-                target_cores=fewer,
-                draft_cores=where.draft_cores,
-            )  # fmt: skip
+            steps, where = other, dataclasses.replace(where, target_cores=fewer)
     draft = run_probe(
         {
             "settings": _settings(questions.draft_model, where.draft_device, where.draft_cores),
             "outputs": target["outputs"],
             "sequences": sequences if len(sequences) > 1 else [*sequences, 2 * sequences[0]],
             "rows": [1],
+            "candidates": 3,
         },
         where.draft_cores,
         tell,
