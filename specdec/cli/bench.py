@@ -22,7 +22,7 @@ from specdec.benchmark.served import Load, Pass, Wishes, measure, warm_up
 from specdec.benchmark.summary import plots_of, rows_of, tables_of
 from specdec.cli import connection
 from specdec.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, reported_errors
-from specdec.cli.number_lists import numbers, prompts_from, whole_numbers
+from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
 from specdec.cli.up import stop_on_signals
 from specdec.cli.views.shown import harmless
 from specdec.cli.views.tables import parameters

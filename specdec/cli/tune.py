@@ -16,8 +16,8 @@ from specdec.benchmark.progress import Progress
 from specdec.benchmark.prompts import prompts_for
 from specdec.benchmark.report import Report, machine
 from specdec.cli.errors import ClusterFailed, reported_errors
+from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
 from specdec.cli.local.plan import shipped_model
-from specdec.cli.number_lists import numbers, prompts_from, whole_numbers
 from specdec.cli.tuning.probes import Places, Questions, measure_pair, places
 from specdec.cli.tuning.verification import verify, with_outside
 from specdec.cli.up import Device, DraftModel, TargetModel, stop_on_signals
@@ -62,7 +62,7 @@ def tune(
     """Measure step times and acceptance of a pair here, and say what to set: draft length, width, heads, mode, cores.
 
     Says whether to speculate at all, and if not, why not. The pick is run against plain decoding before it is advised.
-    Use the file with `specdec --config FILE up`, and the one for the chart with `helm install -f FILE`. Stop other work
+    Use the file with `specdec up --config FILE`, and the one for the chart with `helm install -f FILE`. Stop other work
     on the machine first: it measures time.
     """
     temperatures = numbers(temperature, "--temperature")
@@ -173,4 +173,4 @@ def _write(questions: Questions, advice: Advice, where: Places, out: Path, notes
         chart.write_text(chart_file(advice, deployment), encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}", param_hint="--out") from error
-    notes.print(f"Use it: specdec --config {out} up   or: helm install -f {chart} ...", markup=False, soft_wrap=True)
+    notes.print(f"Use it: specdec up --config {out}   or: helm install -f {chart} ...", markup=False, soft_wrap=True)

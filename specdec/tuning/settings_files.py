@@ -1,4 +1,4 @@
-"""The files that advice becomes: one for `specdec --config FILE up`, one for `helm install -f FILE`."""
+"""The files that advice becomes: one for `specdec up --config FILE`, one for `helm install -f FILE`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def role_settings(choice: Choice) -> dict[str, dict[str, Any]]:
 
 
 def up_file(advice: Advice, deployment: Deployment) -> str:
-    """YAML for `specdec --config FILE up`."""
+    """YAML for `specdec up --config FILE`."""
     settings = role_settings(advice.choice)
     cores = {"target": deployment.target_cores, "draft": deployment.draft_cores}
     for role, own in cores.items():

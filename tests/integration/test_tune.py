@@ -52,7 +52,7 @@ def test_up_starts_with_the_file(tiny_pair: ModelPair, tmp_path: Path) -> None:
     place = Deployment(target_model=str(tiny_pair.target), draft_model=str(tiny_pair.draft), device="cpu")
     file = tmp_path / "tuned.yaml"
     file.write_text(up_file(advice, place))
-    with running_up(tiny_pair, variables={"SPECDEC_CONFIG": str(file)}) as up:
+    with running_up(tiny_pair, ("--config", str(file))) as up:
         mode, verified = served(up)
     assert mode == common_pb2.VERIFY_MODE_REJECTION
     assert len(verified) <= 3

@@ -12,7 +12,8 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
-from specdec.cli.app import app, read_config
+from specdec.cli.app import app
+from specdec.cli.inputs.config_file import read_config
 from specdec.cli.local.plan import LocalPlan, plan_services
 from specdec.cli.local.service_process import ServiceSpec
 from specdec.cli.up import parse_settings

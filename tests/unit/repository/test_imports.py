@@ -73,7 +73,7 @@ FLOORS = {
         pages settings_files
     """,
     "specdec.cli": """
-        connection keys number_lists sampling_options views
+        connection inputs keys sampling_options views
         errors
         generate health local models
         serve tuning up
