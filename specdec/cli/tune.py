@@ -113,7 +113,7 @@ def _advice(
         return measured, advise(measured, choice, questions.loads, {})
     verified = verify(questions, where, measured, choice, repeats, progress.tell)
     measured = with_outside(measured, verified)
-    return measured, advise(measured, choice, questions.loads, verified.speedups)
+    return measured, advise(measured, choice, questions.loads, verified.speedups, verified.between_ms)
 
 
 def _tokenizer_digest(model: str) -> str:

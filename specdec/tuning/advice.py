@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ class Point:
     predicted: float
     measured: float | None = None
     """None: it was not."""
+    between_ms: tuple[float, float] | None = None
+    """What passed between steps as served, with speculation and without; None: it was not measured."""
 
     @property
     def known(self) -> float:
@@ -42,37 +45,45 @@ class Advice:
 
 
 def advise(
-    measured: Measurements, choice: Choice, loads: Sequence[int], verified: Mapping[tuple[float, int], float]
+    measured: Measurements,
+    choice: Choice,
+    loads: Sequence[int],
+    verified: Mapping[tuple[float, int], float],
+    between_ms: Mapping[tuple[float, int], tuple[float, float]] | None = None,
 ) -> Advice:
-    """Whether to speculate with a choice, by the speed-ups that were measured (`verified`) or else predicted."""
+    """Whether to speculate with a choice, by the speed-ups that were measured (`verified`) or else predicted.
+
+    Mappings are by temperature and load.
+    """
     points = [
         Point(
             temperature=temperature,
             load=load,
             predicted=expected_speedup(measured, choice, temperature, load),
             measured=verified.get((temperature, load)),
+            between_ms=(between_ms or {}).get((temperature, load)),
         )
         for temperature in measured.outputs
         for load in loads
     ]
     pays = [point for point in points if point.known > PAYS]
+    # One setting for all: on the whole it must not lose.
+    speculate = bool(pays) and math.prod(point.known for point in points) > PAYS
     reasons = []
     if pays:
         best = max(pays, key=lambda point: point.known)
-        reasons.append(
-            f"Speculation pays: {best.known:.2f} times plain decoding with {_at_once(best.load)} at temperature "
-            f"{best.temperature:g}{_told(best)}."
-        )
+        place = f"with {_at_once(best.load)} at temperature {best.temperature:g}"
+        ratio = f"{best.known:.2f} times plain decoding{_told(best)}"
+        if speculate:
+            reasons.append(f"Speculation pays: {ratio}, {place}.")
+        else:
+            reasons.append(f"It pays {place} ({ratio}), and loses more elsewhere.")
     for point in points:
         if point not in pays:
             causes = "; ".join(why_not(measured, choice, point))
             where = f"{_at_once(point.load)} at temperature {point.temperature:g}"
             reasons.append(f"It does not pay with {where} ({point.known:.2f} times plain{_told(point)}): {causes}.")
-    # One setting for all: on the whole it must not lose.
-    product = 1.0
-    for point in points:
-        product *= point.known
-    return Advice(choice=choice, points=points, speculate=bool(pays) and product > PAYS, reasons=reasons)
+    return Advice(choice=choice, points=points, speculate=speculate, reasons=reasons)
 
 
 def why_not(measured: Measurements, choice: Choice, point: Point) -> list[str]:
@@ -103,9 +114,11 @@ def why_not(measured: Measurements, choice: Choice, point: Point) -> list[str]:
             f"{alone.verify_ratio:.2f} times), as the device is busy already"
         )
     if missing < 1 and now.expected > PAYS:
+        with_it, plain = point.between_ms or (0.0, 0.0)
+        numbers = f" ({with_it:.3g} ms a step, plain {plain:.3g})" if with_it > plain else ""
         found.append(
-            f"step too short: a target step takes {step_ms:.3g} ms, and what passes between processes for a proposal "
-            f"costs more than it saves (predicted {now.expected:.2f} times without that, measured {point.known:.2f})"
+            f"step too short: a target step takes {step_ms:.3g} ms, and what passes between processes for a proposal"
+            f"{numbers} costs more than it saves"
         )
     if not found:
         found.append(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from specdec.cli.tuning.probes import Places, Questions
 from specdec.client import ClientSettings
 from specdec.tuning.prediction import Choice, Measurements
 from specdec.tuning.settings_files import role_settings
+from specdec.v1 import coordinator_pb2
 
 _TIMEOUT_S = 600.0
 
@@ -31,6 +33,8 @@ class Verified:
     """By temperature and requests at once: medians of the ratios of neighbouring runs."""
     outside_ms: Mapping[int, float]
     """By requests at once: see `Measurements`."""
+    between_ms: Mapping[tuple[float, int], tuple[float, float]]
+    """By temperature and requests at once: what passed between steps, with speculation and without, per step."""
 
 
 def verify(
@@ -71,15 +75,18 @@ def verify(
             asyncio.run(_measure(cluster.address, wishes, passes[temperature], tell))
     every = [one for own in passes.values() for one in own]
     speedups = {}
-    for temperature, load in ((temperature, load) for temperature in passes for load in questions.loads):
-        if (
-            ratio := decoding_speedup([one for one in passes[temperature] if one.load.concurrency == load])
-        ) is not None:
+    for (temperature, own), load in itertools.product(passes.items(), questions.loads):
+        ratio = decoding_speedup([one for one in own if one.load.concurrency == load])
+        if ratio is not None:
             speedups[temperature, load] = ratio
     if not speedups:
         failures = sorted({stream.failure for one in every for stream in one.streams if stream.failure})
         raise ClusterFailed(f"no request of the verifying run ended: {'; '.join(failures) or 'no reason is known'}")
-    return Verified(speedups, {load: outside_ms(every, load, measured) for load in questions.loads})
+    between = {
+        (temperature, load): (_between_ms(own, load, True), _between_ms(own, load, False))
+        for (temperature, own), load in itertools.product(passes.items(), questions.loads)
+    }
+    return Verified(speedups, {load: outside_ms(every, load, measured) for load in questions.loads}, between)
 
 
 async def _measure(address: str, wishes: Wishes, passes: list[Pass], tell: Callable[[str], None]) -> None:
@@ -106,18 +113,27 @@ def _ms_per_token(one: Pass) -> float | None:
 
 def outside_ms(passes: Sequence[Pass], load: int, measured: Measurements) -> float:
     """What a plain step takes as served beyond the engine's own time for it."""
-    plain = [
-        stream.finished.stats
-        for one in passes
-        if one.load.concurrency == load and not one.speculate
-        for stream in one.streams
-        if stream.finished
-    ]
+    plain = _stats(passes, load, False)
     steps = sum(stats.num_steps for stats in plain)
     if not steps:
         return 0.0
     served_ms = sum(stats.verify_ms + stats.outside_ms for stats in plain) / steps
     return max(0.0, served_ms - measured.target.of(load, 1))
+
+
+def _stats(passes: Sequence[Pass], load: int, speculate: bool) -> list[coordinator_pb2.SpeculationStats]:
+    return [
+        stream.finished.stats
+        for one in passes
+        if one.load.concurrency == load and one.speculate is speculate
+        for stream in one.streams
+        if stream.finished
+    ]
+
+
+def _between_ms(passes: Sequence[Pass], load: int, speculate: bool) -> float:
+    stats = _stats(passes, load, speculate)
+    return sum(one.outside_ms for one in stats) / max(1, sum(one.num_steps for one in stats))
 
 
 def with_outside(measured: Measurements, verified: Verified) -> Measurements:

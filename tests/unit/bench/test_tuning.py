@@ -129,8 +129,7 @@ def judged(made: Measurements, loads: tuple[int, ...] = (1,), **verified: float)
 def test_a_pair_that_pays_is_said_to_with_both_numbers() -> None:
     found = judged(measurements(), l1=1.7)
     assert found.speculate
-    assert "1.70 times plain decoding with one request" in found.reasons[0]
-    assert "predicted" in found.reasons[0]
+    assert found.reasons[0].startswith("Speculation pays: 1.70 times plain decoding, measured; predicted ")
 
 
 @pytest.mark.parametrize(
@@ -190,3 +189,10 @@ def test_a_long_limit_is_not_used_up_where_that_does_not_pay() -> None:
     assert best_length(made, limit, 0.0, 8).draft_tokens < best_length(made, limit, 0.0, 1).draft_tokens
     fixed = dataclasses.replace(limit, mode="rejection", num_siblings=0, max_heads=1)
     assert best_length(made, fixed, 0.0, 8) == fixed
+
+
+def test_a_short_step_is_told_with_what_passes_between_processes() -> None:
+    made = measurements()
+    found = advise(made, Choice(draft_tokens=2), (1,), {(0.0, 1): 0.8}, {(0.0, 1): (2.5, 1.25)})
+    assert any("for a proposal (2.5 ms a step, plain 1.25) costs more than it saves" in one for one in found.reasons)
+    assert not found.speculate
