@@ -16,13 +16,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench import arrivals, decode, report, steps, sweep
+from bench import arrivals, decode, steps, sweep
 from bench.deployment import pinned
 from bench.pairs import PAIRS, NoSuchPair, Pair, resolve_pair
 from bench.plan import Plan
-from bench.progress import Progress
 from bench.prompts import held_out_prompts
+from bench.report import file_name, versions
 from bench.systems import compare
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.report import Report, machine
 from specdec.cli.up import stop_on_signals
 
 RESULTS = Path(__file__).parent / "results"
@@ -97,8 +99,8 @@ def main(
             first_token_slo_ms=first_token_slo_ms,
             per_token_slo_ms=per_token_slo_ms,
         )
-        facts = {"machine": report.machine(used, device), "versions": report.versions(), "plan": plan.facts()}
-        found = report.Report(pair=made.description, facts=facts, console=console)
+        facts = {"machine": machine(used, device), "versions": versions(), "plan": plan.facts()}
+        found = Report(pair=made.description, facts=facts, console=console)
         console.print(made.description, soft_wrap=True, highlight=False)
         if check:
             _check(made, device, found, progress)
@@ -116,10 +118,10 @@ def main(
         facts["load_average_at_the_end"] = [round(load, 2) for load in os.getloadavg()]
         facts["seconds"] = round(time.monotonic() - began_s, 1)
     if save:
-        console.print(f"results: {found.save(RESULTS, report.file_name(made.name, device))}")
+        console.print(f"results: {found.save(RESULTS, file_name(made.name, device))}")
 
 
-def _check(pair: Pair, device: str, found: report.Report, progress: Progress) -> None:
+def _check(pair: Pair, device: str, found: Report, progress: Progress) -> None:
     """Raises TokensNotSame."""
     import torch
 

@@ -1,31 +1,27 @@
 """Requests that come when they come, whatever the server manages: an open loop, with and without speculation.
 
-Poisson arrivals at rising rates, until the server no longer keeps up, and bursts of requests at one moment. TTFT is the
-time from when a request was due to its first tokens; an ITL is a gap between two chunks over the tokens of the later
-one, once for each of them. Goodput counts requests that met both limits: the first token in time, and on average no
-more than so long per token after it. A request that was refused, or has not ended `_LATE_S` after the last arrival,
-met nothing.
+Poisson arrivals at rising rates, until the server no longer keeps up, and bursts of requests at one moment; what TTFT
+and ITL are says `specdec.benchmark.streams`. Goodput counts requests that met both limits: the first token in time, and
+on average no more than so long per token after it. A request that was refused, or has not ended `_LATE_S` after the
+last arrival, met nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from bench.deployment import Deployment, running
-from bench.load import Sampling, make_request, new_tenant
 from bench.plan import Plan
-from bench.progress import Progress
-from bench.prompts import Prompt, held_out_prompts
-from bench.report import Report, percentiles
-from bench.svg import Point, lines
-from bench.tables import Table
-from specdec.client import Client
-from specdec.rpc.errors import SpecdecError
+from bench.prompts import held_out_prompts
+from specdec.benchmark.figures import percentiles
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.report import Report
+from specdec.benchmark.requests import make_request, new_tenant
+from specdec.benchmark.streams import Stream, open_loop, poisson
+from specdec.benchmark.svg import Point, lines
+from specdec.benchmark.tables import Table
 
 FIRST_RATE, GROWTH, MOST_RATES = 0.5, 2.0, 10
 """Requests per second, without rates from the command line: doubled until saturation."""
@@ -38,68 +34,14 @@ _COLUMNS = ("load", "speculation", "req/s offered", "req/s ended", "tokens/s", "
             "p90", "p99", "ITL ms p50", "p90", "p99")  # fmt: skip
 
 
-@dataclass(slots=True)
-class Stream:
-    """What came of one request. Times in seconds."""
-
-    first_s: float | None = None
-    """After it was due."""
-    gaps_s: list[float] = field(default_factory=list)
-    """One for each token after the first chunk."""
-    num_tokens: int = 0
-    ended_s: float | None = None
-    """Of the clock; None: it failed."""
-    lag_s: float = 0.0
-    """How late this client sent it."""
-
-
-async def run_stream(client: Client, prompt: Prompt, sampling: Sampling, seed: int, due_s: float, speculate: bool,
-                     stream: Stream) -> None:  # fmt: skip
-    """Send a request when it is due, and note when its tokens come."""
-    await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
-    stream.lag_s = time.perf_counter() - due_s
-    last_s = 0.0
-    try:
-        async for chunk in client.generate(make_request(prompt, sampling, seed, speculate=speculate)):
-            num_tokens = len(chunk.delta.tokens)
-            if num_tokens == 0:
-                continue
-            now_s = time.perf_counter()
-            if stream.first_s is None:
-                stream.first_s = now_s - due_s
-            else:
-                stream.gaps_s += [(now_s - last_s) / num_tokens] * num_tokens
-            stream.num_tokens += num_tokens
-            last_s = now_s
-        stream.ended_s = time.perf_counter()
-    except SpecdecError:  # refused, or too late: it counts as failed
-        pass
-
-
-def poisson(rate: float, seconds: float, seed: int) -> list[float]:
-    """Arrival times from 0 on; at least one."""
-    rng = random.Random(seed)
-    times = [0.0]
-    while (following := times[-1] + rng.expovariate(rate)) < seconds:
-        times.append(following)
-    return times
-
-
 async def offer(address: str, plan: Plan, times: Sequence[float], *, speculate: bool) -> dict[str, object]:
     """Send requests at these times; returns the figures."""
     prompts = held_out_prompts(plan.pair.target.folder, len(times))
     sampling = dataclasses.replace(plan.sampling, temperature=plan.temperatures[0])
-    streams = [Stream() for _ in times]
+    requests = [make_request(prompt, sampling, seed, speculate=speculate) for seed, prompt in enumerate(prompts)]
+    streams: list[Stream] = []
     async with new_tenant(address) as client:
-        start_s = time.perf_counter() + 0.05
-        tasks = [
-            asyncio.create_task(run_stream(client, prompt, sampling, seed, start_s + at_s, speculate, stream))
-            for seed, (prompt, at_s, stream) in enumerate(zip(prompts, times, streams, strict=True))
-        ]
-        _, late = await asyncio.wait(tasks, timeout=times[-1] + _LATE_S)
-        for task in late:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        start_s = await open_loop(client, requests, times, _LATE_S, streams)
     return summarize(streams, start_s, times[-1], plan)
 
 

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.deployment import Deployment, running
-from bench.load import Run, Sampling, run_group
 from bench.plan import Plan
-from bench.progress import Progress
 from bench.prompts import Prompt, held_out_prompts
-from bench.report import Report, spread
-from bench.tables import Table
+from specdec.benchmark.figures import spread
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.report import Report
+from specdec.benchmark.requests import Run, Sampling, run_group
+from specdec.benchmark.tables import Table
 
 _COLUMNS = {
     "speedup": "speculation / plain",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from bench.delay_proxy import DelayProxy
 from bench.pairs import Pair
-from bench.progress import Progress
+from specdec.benchmark.progress import Progress
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.cores import assign_cores
 from specdec.cli.local.plan import LocalPlan, plan_services

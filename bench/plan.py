@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from bench.load import Sampling
 from bench.pairs import Pair
+from specdec.benchmark.requests import Sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,66 +1,15 @@
-"""The machine, the versions, and the files that results go to: JSON, Markdown, and plots."""
+"""What results of this bench are named, and the versions that they are of."""
 
 from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
-import os
 import platform
 import re
-import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import psutil
-from rich.console import Console
-
-from bench.tables import Table
 
 _PACKAGES = ("torch", "transformers", "grpcio", "protobuf", "tokenizers")
-_CPU_FIELDS = {"vendor_id": "maker", "model name": "model", "cpu family": "family", "model": "number"}
-_ISA = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd")
-
-
-@dataclass(slots=True)
-class Report:
-    """Everything of one run: what was found, and how it is shown."""
-
-    pair: str
-    """Stands above every table and in every plot."""
-    facts: dict[str, object]
-    console: Console
-    results: dict[str, object] = field(default_factory=dict)
-    tables: list[Table] = field(default_factory=list)
-    plots: dict[str, str] = field(default_factory=dict)
-    """SVG by name."""
-
-    def add(self, name: str, result: object, tables: Sequence[Table], plots: Mapping[str, str] | None = None) -> None:
-        """Keep what a part has found; shows its tables."""
-        self.results[name] = result
-        self.tables += tables
-        self.plots |= plots or {}
-        for table in tables:
-            table.print(self.console)
-
-    def save(self, folder: Path, name: str) -> Path:
-        """Write NAME.json, NAME.md and NAME-PLOT.svg; returns the page."""
-        folder.mkdir(parents=True, exist_ok=True)
-        raw = {"pair": self.pair, **self.facts, **self.results}
-        (folder / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n")
-        pictures = []
-        for plot, svg in self.plots.items():
-            file = f"{name}-{plot}.svg"
-            (folder / file).write_text(svg)
-            pictures.append(f"![{plot}]({file})\n")
-        about = "\n".join(f"- {key}: {_in_words(value)}" for key, value in self.facts.items())
-        sections = [f"# {name}", self.pair, about, *(table.markdown() for table in self.tables), *pictures]
-        page = folder / f"{name}.md"
-        page.write_text("\n\n".join(section.rstrip() for section in sections) + "\n")
-        return page
 
 
 def file_name(pair: str, device: str) -> str:
@@ -70,43 +19,10 @@ def file_name(pair: str, device: str) -> str:
     return f"{stamp}-{device}-{re.sub(r'[^A-Za-z0-9.]+', '-', short)}"
 
 
-def machine(cores: Sequence[int], device: str = "cpu") -> dict[str, object]:
-    """What the figures are measured on; `cores` are those that are used."""
-    info: dict[str, object] = {
-        **_cpu(),
-        "num_cores": os.cpu_count(),
-        "cores_used": len(cores),
-        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
-        "system": f"{platform.system()} {platform.machine()}",
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-    }
-    if device != "cpu":
-        import torch
-
-        info["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return info
-
-
 def versions() -> dict[str, str]:
     """Of this code and of what it runs on."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
     return {"python": platform.python_version(), "specdec": _revision(), **found}
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    if len(values) < 2:
-        return {"median": values[0], "q1": values[0], "q3": values[0]} if values else {}
-    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
-    return {"median": median, "q1": q1, "q3": q3}
-
-
-def percentiles(values: Sequence[float], wanted: Sequence[int] = (50, 90, 99)) -> dict[str, float]:
-    """By name (`p50`); nothing where there are no values."""
-    ordered = sorted(values)
-    if not ordered:
-        return {}
-    return {f"p{part}": ordered[min(len(ordered) - 1, len(ordered) * part // 100)] for part in wanted}
 
 
 def _revision() -> str:
@@ -118,22 +34,3 @@ def _revision() -> str:
 
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
     return f"{commit}, changed" if git("status", "--porcelain", "--untracked-files=no") else commit
-
-
-def _cpu() -> dict[str, object]:
-    found: dict[str, Any] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = (part.strip() for part in line.partition(":"))
-        if key in _CPU_FIELDS:
-            found.setdefault(_CPU_FIELDS[key], value)
-        elif key in ("flags", "Features"):
-            found.setdefault("isa", [flag for flag in _ISA if flag in value.split()])
-    return {"cpu": found or platform.processor()}
-
-
-def _in_words(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key.replace('_', ' ')} {_in_words(inner)}" for key, inner in value.items())
-    if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
-    return str(value)

@@ -20,9 +20,9 @@ import torch
 from bench.deployment import pinned
 from bench.pairs import Pair
 from bench.plan import Plan
-from bench.progress import Progress
-from bench.report import Report
-from bench.tables import Table
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.report import Report
+from specdec.benchmark.tables import Table
 from specdec.cli.local.cores import assign_cores
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from bench.decode import Case, measure, warm_up
 from bench.delay_proxy import DelayProxy
 from bench.deployment import Deployment, client_cores, running
-from bench.load import Sampling
 from bench.plan import Plan
-from bench.progress import Progress
 from bench.prompts import Prompt, held_out_prompts, prompts_of_length
-from bench.report import Report
-from bench.svg import Point, lines
-from bench.tables import Table
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.report import Report
+from specdec.benchmark.requests import Sampling
+from specdec.benchmark.svg import Point, lines
+from specdec.benchmark.tables import Table
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 TEMPERATURES = (0.0, 0.7, 1.0)

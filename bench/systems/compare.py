@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from bench.load import Sampling, make_request
 from bench.plan import Plan
-from bench.progress import Progress
 from bench.prompts import Prompt, held_out_prompts
-from bench.report import Report, spread
-from bench.svg import Point, bars
 from bench.systems import llama_cpp, served, transformers_peer, vllm
 from bench.systems.system import LeftOut, Outcome, System
-from bench.tables import Table
+from specdec.benchmark.figures import spread
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.report import Report
+from specdec.benchmark.requests import Sampling, make_request
+from specdec.benchmark.svg import Point, bars
+from specdec.benchmark.tables import Table
 from specdec.client import Client
 
 NEAR_TIE = 1e-4

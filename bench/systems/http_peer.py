@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from bench.load import Sampling
-from bench.progress import Progress
 from bench.prompts import Prompt
 from bench.systems.system import Clock, LeftOut, Outcome
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.requests import Sampling
 
 _HOST = "127.0.0.1"
 _START_S, _STOP_S, _ANSWER_S = 300.0, 10.0, 600.0

@@ -8,13 +8,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from bench.checkpoints import cache_folder
-from bench.load import Sampling
 from bench.plan import Plan
-from bench.progress import Progress
 from bench.prompts import Prompt
 from bench.systems.gguf_file import gguf_of
 from bench.systems.http_peer import HttpPeer, start_server
 from bench.systems.system import LeftOut
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.requests import Sampling
 from specdec.cli.local.cluster import free_port
 
 _PROMPT_TOKENS = 512

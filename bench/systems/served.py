@@ -13,11 +13,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from bench.deployment import Deployment, running
-from bench.load import Sampling, run_group
 from bench.plan import Plan
-from bench.progress import Progress
 from bench.prompts import Prompt
 from bench.systems.system import Outcome
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.requests import Sampling, run_group
 
 SPECULATION, PLAIN, ALL_CORES = "specdec, speculation", "specdec, plain", "specdec, plain, all cores"
 SYNCHRONOUS = "specdec, synchronous"

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from bench.load import Sampling
 from bench.prompts import Prompt
+from specdec.benchmark.requests import Sampling
 
 
 class LeftOut(Exception):

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from bench.load import Sampling
 from bench.plan import Plan
-from bench.progress import Progress
 from bench.prompts import Prompt
 from bench.systems.system import LeftOut, Outcome
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.requests import Sampling
 
 _LINE_BYTES = 1 << 24
 _METHODS = {"generate": "transformers, generate", "assisted": "transformers, assisted",

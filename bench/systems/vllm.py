@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from bench.load import Sampling
 from bench.plan import Plan
-from bench.progress import Progress
 from bench.prompts import Prompt
 from bench.systems.http_peer import HttpPeer, start_server
 from bench.systems.system import LeftOut
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.requests import Sampling
 from specdec.cli.local.cluster import free_port
 
 _KV_GB = "1"

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from specdec.cli.errors import reported_errors
+from specdec.cli.inputs.config_file import by_parameter, read_config
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.log_view import LogView
 from specdec.cli.local.plan import PORTS, LocalPlan, describe_placement, plan_services, shipped_model
@@ -32,6 +33,14 @@ DraftModel = Annotated[
     typer.Option("--draft", help="Folder or hub id. (default: the shipped one)", show_default=False),
 ]
 Device = Annotated[str, typer.Option(help="auto takes GPUs where there are any.", metavar="auto|cpu|cuda")]
+
+
+def _take_config(context: typer.Context, config: Path | None) -> Path | None:
+    """Make a file's values the defaults of the other flags. Raises typer.BadParameter."""
+    if config is not None:
+        section = read_config(config).get("up", {})
+        context.default_map = {**(context.default_map or {}), **by_parameter(context.command, config, "up", section)}
+    return config
 
 
 def up(
@@ -61,6 +70,15 @@ def up(
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. (default: a temporary one)")] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs, too.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="File with flags of this command, as `specdec tune` writes it.",
+            dir_okay=False,
+            is_eager=True,
+            callback=_take_config,
+        ),
+    ] = None,
 ) -> None:
     """Start target, draft and coordinator here; stop all on Ctrl-C.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TypeVar
@@ -132,7 +132,7 @@ class Client:
 
     async def generate(
         self, request: coordinator_pb2.GenerateRequest
-    ) -> AsyncIterator[coordinator_pb2.GenerateResponse]:
+    ) -> AsyncGenerator[coordinator_pb2.GenerateResponse, None]:
         """Yield the chunks of a request. Leaving the iteration (`aclose`) cancels the request."""
         if request.sampling.HasField("prompt_logprobs") and not request.prompt_logprobs_in_parts:
             request, theirs = coordinator_pb2.GenerateRequest(prompt_logprobs_in_parts=True), request

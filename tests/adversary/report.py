@@ -10,7 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.report import machine, versions
+from bench.report import versions
+from specdec.benchmark.report import machine
 from tests.adversary.chaos import ChaosResult
 from tests.adversary.recovery import markdown, table
 

@@ -15,7 +15,9 @@ import yaml
 from google.protobuf import empty_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from typer.testing import CliRunner
 
+from specdec.cli.app import app
 from specdec.cli.errors import ClusterFailed
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.plan import LocalPlan, plan_services
@@ -316,3 +318,15 @@ async def test_a_prompt_whose_request_got_no_place_is_not_charged() -> None:
         target.set_limit(None)
         await collect(call)
         assert len((await collect(harness.stub.Generate(request()))).ids()) == 20
+
+
+def test_the_benchmark_measures_with_a_key_as_its_tenant_and_names_what_is_missing_without(
+    keyed_cluster: Cluster,
+) -> None:
+    arguments = ["bench", "--address", keyed_cluster.address, "--concurrency", "1", "--requests", "1"]
+    arguments += ["--repeats", "1", "--max-tokens", "8"]
+    measured = CliRunner().invoke(app, arguments, env={"SPECDEC_API_KEY": KEYS["acme"]})
+    assert measured.exit_code == 0, measured.stderr
+    refused = CliRunner().invoke(app, arguments)
+    assert refused.exit_code == 11
+    assert "NO_API_KEY" in refused.stderr

@@ -38,6 +38,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.requests: list[coordinator_pb2.GenerateRequest] = []
         self.plain_differs = False
         self.unavailable_times = 0
+        self.has_draft = False
 
     def Generate(
         self, request: coordinator_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -90,7 +91,10 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self, request: coordinator_pb2.GetModelInfoRequest, context: grpc.ServicerContext
     ) -> coordinator_pb2.GetModelInfoResponse:
         return coordinator_pb2.GetModelInfoResponse(
-            target=TARGET, default_verify_mode=common_pb2.VERIFY_MODE_COUPLED, max_model_len=2048
+            target=TARGET,
+            draft=TARGET if self.has_draft else None,
+            default_verify_mode=common_pb2.VERIFY_MODE_COUPLED,
+            max_model_len=2048,
         )
 
     def GetStatus(

@@ -9,13 +9,16 @@ from xml.etree import ElementTree
 import pytest
 from rich.console import Console
 
-from bench.arrivals import Stream, poisson, summarize
+from bench.arrivals import summarize
 from bench.pairs import Pair, resolve_model
 from bench.plan import Plan
-from bench.report import Report, file_name, machine, percentiles, spread, versions
-from bench.svg import Point, bars, lines
+from bench.report import file_name, versions
 from bench.systems.system import Clock
-from bench.tables import Table, cell
+from specdec.benchmark.figures import percentiles, spread
+from specdec.benchmark.report import Report, machine
+from specdec.benchmark.streams import Stream, poisson
+from specdec.benchmark.svg import Point, bars, lines
+from specdec.benchmark.tables import Table, cell
 
 
 def shipped_plan() -> Plan:
@@ -111,9 +114,9 @@ def test_arrivals_come_at_the_rate_and_as_before() -> None:
 
 
 def test_goodput_counts_requests_that_met_both_limits() -> None:
-    good = Stream(first_s=0.1, gaps_s=[0.01] * 9, num_tokens=10, ended_s=102.0)
-    late = Stream(first_s=0.9, gaps_s=[0.01] * 9, num_tokens=10, ended_s=103.0)
-    slow = Stream(first_s=0.1, gaps_s=[0.2] * 9, num_tokens=10, ended_s=104.0)
+    good = Stream(first_s=0.1, gaps_s=[0.01] * 9, token_ids=[7] * 10, ended_s=102.0)
+    late = Stream(first_s=0.9, gaps_s=[0.01] * 9, token_ids=[7] * 10, ended_s=103.0)
+    slow = Stream(first_s=0.1, gaps_s=[0.2] * 9, token_ids=[7] * 10, ended_s=104.0)
     failed = Stream()
     row = summarize([good, late, slow, failed], 100.0, 1.5, shipped_plan())
     assert row["goodput_per_s"] == 1 / 4

@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from bench.delay_proxy import DelayProxy
-from bench.load import Sampling
 from bench.systems.compare import Difference, Row
 from bench.systems.gguf_file import gguf_of
 from bench.systems.http_peer import HttpPeer
 from bench.systems.llama_cpp import LlamaCppDialect
 from bench.systems.system import LeftOut
 from bench.systems.vllm import VllmDialect
+from specdec.benchmark.requests import Sampling
 
 GREEDY = Sampling(max_tokens=3)
 

@@ -27,6 +27,8 @@ FLOORS = {
         engine store telemetry
         rpc
         client config
+        benchmark
+        tuning
         cli worker
     """,
     "specdec.engine": """
@@ -58,12 +60,24 @@ FLOORS = {
         server
         bridge
     """,
+    "specdec.benchmark": """
+        figures progress svg tables
+        report requests streams
+        prompts served
+        summary
+    """,
+    "specdec.tuning": """
+        measured probe
+        prediction
+        advice
+        pages settings_files
+    """,
     "specdec.cli": """
-        connection keys sampling_options views
+        connection inputs keys sampling_options views
         errors
         generate health local models
-        serve up
-        demo
+        serve tuning up
+        bench demo tune
         app
         main
     """,

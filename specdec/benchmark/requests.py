@@ -6,17 +6,19 @@ Every run is a tenant of its own: tenants share no cached prefixes, so every pro
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from bench.prompts import Prompt
 from specdec.client import Client, ClientSettings, Completion
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
+Prompt = tuple[int, ...] | str
+"""Token ids or text."""
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
 
 
@@ -26,14 +28,18 @@ class Sampling:
 
     temperature: float = 0.0
     max_tokens: int = 128
-    """Every request decodes so many, whatever it says."""
+    """Every request decodes so many, whatever it says, unless `stop_at_eos`."""
+    stop_at_eos: bool = False
     max_draft_tokens: int | None = None
     """Per step; None: the deployment's."""
-    verify_mode: str = "coupled"
+    verify_mode: str | None = "coupled"
+    """None: the deployment's."""
+    model: str = ""
+    """Name of what is asked; empty: what is served."""
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether speculation may change no token."""
+        """Whether speculation may change no token. Where the mode is the deployment's it is not known, and so false."""
         return self.verify_mode == "coupled" or self.temperature == 0
 
 
@@ -52,23 +58,31 @@ class Run:
 
 def make_request(prompt: Prompt, sampling: Sampling, seed: int, *, speculate: bool) -> api.GenerateRequest:
     """A request whose output depends on these alone."""
-    request = api.GenerateRequest(prompt_token_ids=api.TokenIds(token_ids=prompt))
+    request = api.GenerateRequest(model=sampling.model)
+    if isinstance(prompt, str):
+        request.prompt = prompt
+    else:
+        request.prompt_token_ids.token_ids.extend(prompt)
     request.sampling.temperature = sampling.temperature
     request.sampling.seed = seed
     request.sampling.max_tokens = sampling.max_tokens
-    request.sampling.ignore_eos = True
+    request.sampling.ignore_eos = not sampling.stop_at_eos
     request.speculation.enabled = speculate
-    request.speculation.verify_mode = _MODES[sampling.verify_mode]
+    if sampling.verify_mode is not None:
+        request.speculation.verify_mode = _MODES[sampling.verify_mode]
     if sampling.max_draft_tokens is not None:
         request.speculation.max_draft_tokens = sampling.max_draft_tokens
     return request
 
 
 @asynccontextmanager
-async def new_tenant(address: str) -> AsyncIterator[Client]:
-    """A connected client for whom nothing is cached."""
-    metadata = (("specdec-tenant", f"bench-{secrets.token_hex(8)}"),)
-    async with Client(address, ClientSettings(metadata=metadata)) as client:
+async def new_tenant(address: str, settings: ClientSettings | None = None) -> AsyncIterator[Client]:
+    """A connected client for whom nothing is cached. With an API key the tenant is the key's, and prompts may be."""
+    settings = settings or ClientSettings()
+    if settings.api_key is None:
+        metadata = (*settings.metadata, ("specdec-tenant", f"bench-{secrets.token_hex(8)}"))
+        settings = dataclasses.replace(settings, metadata=metadata)
+    async with Client(address, settings) as client:
         await client.status()
         yield client
 

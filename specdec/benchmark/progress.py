@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.markup import escape
 
-_QUIET_S = 5.0
+_QUIET_S = 2.0
 """Between two lines where no terminal shows a status that moves."""
 
 

@@ -1,0 +1,95 @@
+"""Prompts to measure with: from a file, those that lie beside the shipped pair, or a few texts of ordinary English."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import specdec
+from specdec.benchmark.requests import Prompt
+from specdec.engine.model.files import read_tokenizer
+
+_MODELS = Path(specdec.__file__).resolve().parents[1] / "models"
+SHIPPED = _MODELS / "prompts.json"
+"""Held-out prompts of the shipped pair; a wheel has neither the pair nor them."""
+_FIELDS = ("prompt", "text", "token_ids")
+ENGLISH = (
+    "The harbour was quiet that morning, and the fishermen who had come down before dawn stood in small groups by the",
+    "To make a simple vegetable soup, begin by chopping two onions, three carrots and a stick of celery. Then",
+    "Question: Why do the leaves of many trees change their colour in autumn?\nAnswer:",
+    "Dear Ms. Alvarez,\n\nThank you for your letter of 14 March about the delayed delivery. We looked into it, and",
+    "Summary of the meeting. The committee first discussed the budget for the coming year. It was agreed that",
+    "A computer's memory is organised as a hierarchy: a few registers, some caches, main memory and disks. The",
+    "The history of the bicycle begins in the early nineteenth century, when a baron built a wooden machine with",
+    "Instructions for new members of the library: a card is issued at the desk on the ground floor. With this card you",
+)
+
+
+class PromptsInvalid(ValueError):
+    """A file of prompts cannot be used; the message says why, and where in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is asked, and in words where it comes from."""
+
+    source: str
+    prompts: tuple[Prompt, ...]
+
+
+def read_prompts(path: Path) -> Prompts:
+    """Read a file of prompts.
+
+    `.jsonl` has on each line a string, or an object with `prompt` or `text` (a string) or `token_ids` (a list); `.json`
+    has a list of such; any other file has a prompt per line.
+
+    Raises PromptsInvalid.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptsInvalid(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PromptsInvalid(f"{path} is not UTF-8 text") from error
+    lines = [(f"line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    match path.suffix:
+        case ".json":
+            content = _parsed(text, str(path)) if lines else []
+            if not isinstance(content, list):
+                raise PromptsInvalid(f"{path} holds no list of prompts")
+            prompts = [_prompt(entry, f"{path}, entry {number}") for number, entry in enumerate(content, 1)]
+        case ".jsonl":
+            prompts = [_prompt(_parsed(line, f"{path}, {where}"), f"{path}, {where}") for where, line in lines]
+        case _:
+            prompts = [line.strip() for _, line in lines]
+    if not prompts:
+        raise PromptsInvalid(f"{path} holds no prompt")
+    return Prompts(f"{len(prompts)} of {path.name}", tuple(prompts))
+
+
+def prompts_for(tokenizer_digest: str) -> Prompts:
+    """Prompts for who brings none: the shipped pair's where the tokenizer is the shipped one, else ordinary English."""
+    if SHIPPED.is_file() and tokenizer_digest == read_tokenizer(_MODELS / "target").digest:
+        shipped = read_prompts(SHIPPED).prompts
+        return Prompts(f"{len(shipped)} that ship with the pair (models/prompts.json, Python source)", shipped)
+    words = f"{len(ENGLISH)} built-in texts of English; give your own with --prompts, for acceptance depends on them"
+    return Prompts(words, ENGLISH)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise PromptsInvalid(f"{where} is not JSON: {error}") from error
+
+
+def _prompt(entry: Any, where: str) -> Prompt:
+    if isinstance(entry, dict):
+        entry = next((entry[name] for name in _FIELDS if name in entry), None)
+    if isinstance(entry, str) and entry.strip():
+        return entry
+    if isinstance(entry, list) and entry and all(type(item) is int and 0 <= item < 2**32 for item in entry):
+        return tuple(entry)
+    raise PromptsInvalid(f"{where} is neither a text nor an object with one of {', '.join(_FIELDS)}")

@@ -1,0 +1,1 @@
+"""What commands are told: their configuration file, lists of numbers, files of prompts."""

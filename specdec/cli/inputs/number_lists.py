@@ -1,0 +1,46 @@
+"""Flags that are lists of numbers, and prompts from a file, for commands that measure."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import typer
+
+from specdec.benchmark.prompts import Prompts, PromptsInvalid, read_prompts
+
+
+def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Parse comma-separated numbers from 1 on. Raises typer.BadParameter."""
+    numbers = _numbers(text, flag)
+    if any(number < 1 or number != int(number) for number in numbers):
+        raise typer.BadParameter(f"{text!r}: whole numbers from 1 on are meant", param_hint=flag)
+    return tuple(map(int, numbers))
+
+
+def numbers(text: str, flag: str, *, above: float | None = None) -> tuple[float, ...]:
+    """Parse comma-separated numbers from 0 on, or above a bound. Raises typer.BadParameter."""
+    found = _numbers(text, flag)
+    if above is not None and any(number <= above for number in found):
+        raise typer.BadParameter(f"{text!r}: numbers above {above:g} are meant", param_hint=flag)
+    if any(number < 0 for number in found):
+        raise typer.BadParameter(f"{text!r}: no number may be negative", param_hint=flag)
+    return found
+
+
+def _numbers(text: str, flag: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no comma-separated list of numbers", param_hint=flag) from None
+    if not found or not all(map(math.isfinite, found)):
+        raise typer.BadParameter(f"{text!r} names no number", param_hint=flag)
+    return tuple(dict.fromkeys(found))
+
+
+def prompts_from(path: Path) -> Prompts:
+    """Read a file of prompts. Raises typer.BadParameter."""
+    try:
+        return read_prompts(path)
+    except PromptsInvalid as error:
+        raise typer.BadParameter(str(error), param_hint="--prompts") from error

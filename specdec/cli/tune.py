@@ -1,0 +1,176 @@
+"""`specdec tune`: measure a pair on one's own prompts, say what to set and why, and write it down."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+import specdec
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.prompts import prompts_for
+from specdec.benchmark.report import Report, machine
+from specdec.cli.errors import ClusterFailed, reported_errors
+from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
+from specdec.cli.local.plan import shipped_model
+from specdec.cli.tuning.probes import Places, Questions, measure_pair, places
+from specdec.cli.tuning.verification import verify, with_outside
+from specdec.cli.up import Device, DraftModel, TargetModel, stop_on_signals
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.files import find_model_files, read_tokenizer
+from specdec.tuning.advice import Advice, advise
+from specdec.tuning.pages import plots_of, results, tables_of
+from specdec.tuning.prediction import MODES, Measurements, pick
+from specdec.tuning.settings_files import Deployment, chart_file, up_file
+
+_LOG_WIDTH = 200
+_NAME = "specdec-tune"
+_ASKED = "What is asked"
+
+
+def tune(
+    target: TargetModel = None,
+    draft: DraftModel = None,
+    device: Device = "auto",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of prompts as your users send them, as for `specdec bench`. "
+            "[default: the shipped ones for the shipped pair, else a few of English]",
+            dir_okay=False,
+            rich_help_panel=_ASKED,
+        ),
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts of the file to use.", min=1, rich_help_panel=_ASKED)] = 8,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=8, rich_help_panel=_ASKED)] = 64,
+    temperature: Annotated[str, typer.Option(help="What you serve at.", rich_help_panel=_ASKED)] = "0,1",
+    concurrency: Annotated[
+        str, typer.Option(help="Requests at once that you expect.", rich_help_panel=_ASKED)
+    ] = "1,4,8",
+    verify_mode: Annotated[Literal["coupled", "rejection", "any"], typer.Option(help="Modes to choose from.")] = "any",
+    repeats: Annotated[int, typer.Option(help="Runs of each kind that verify the pick; 0: none.", min=0)] = 2,
+    out: Annotated[
+        Path, typer.Option(help="Where the settings go: for up here, for the chart to NAME.chart.yaml.", dir_okay=False)
+    ] = Path("specdec-tuned.yaml"),
+    report: Annotated[Path | None, typer.Option(help="Folder for JSON, a page and plots.", file_okay=False)] = None,
+) -> None:
+    """Measure step times and acceptance of a pair here, and say what to set: draft length, width, heads, mode, cores.
+
+    Says whether to speculate at all, and if not, why not. The pick is run against plain decoding before it is advised.
+    Use the file with `specdec up --config FILE`, and the one for the chart with `helm install -f FILE`. Stop other work
+    on the machine first: it measures time.
+    """
+    temperatures = numbers(temperature, "--temperature")
+    loads = whole_numbers(concurrency, "--concurrency")
+    own = None if prompts is None else prompts_from(prompts)
+    if not out.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
+    notes = Console(stderr=True, highlight=False)
+    with reported_errors(notes), stop_on_signals(), Progress(notes) as progress:
+        target_model, draft_model = target or shipped_model("target"), draft or shipped_model("draft")
+        progress.part("tune")
+        progress.tell("looking for the models")
+        digests = [_tokenizer_digest(model) for model in (target_model, draft_model)]
+        if digests[0] != digests[1]:
+            raise ClusterFailed(f"{draft_model} has another tokenizer than {target_model}: it cannot draft for it")
+        used = own or prompts_for(digests[0])
+        notes.print(f"prompts: {used.source}; {min(num_prompts, len(used.prompts))} are used", markup=False)
+        questions = Questions(
+            target_model=target_model,
+            draft_model=draft_model,
+            prompts=used.prompts[:num_prompts],
+            temperatures=temperatures,
+            max_tokens=max_tokens,
+            loads=loads,
+        )
+        modes = MODES if verify_mode == "any" else (verify_mode,)
+        measured, where = measure_pair(questions, places(device), progress.tell)
+        measured, advice = _advice(questions, measured, where, modes, repeats, progress)
+    _show(questions, measured, advice, used.source, report, notes)
+    if where.target_cores:
+        own_cores = {"target": where.target_cores, "draft": where.draft_cores}
+        words = ", ".join(f"{role} {' '.join(map(str, cores))}" for role, cores in own_cores.items())
+        notes.print(f"cores: {words}")
+    _write(questions, advice, where, out, notes)
+
+
+def _advice(
+    questions: Questions,
+    measured: Measurements,
+    where: Places,
+    modes: tuple[str, ...],
+    repeats: int,
+    progress: Progress,
+) -> tuple[Measurements, Advice]:
+    """Pick, and verify what was picked."""
+    choice = pick(measured, questions.loads, modes)
+    if repeats == 0:
+        return measured, advise(measured, choice, questions.loads, {})
+    verified = verify(questions, where, measured, choice, repeats, progress.tell)
+    measured = with_outside(measured, verified)
+    return measured, advise(measured, choice, questions.loads, verified.speedups, verified.between_ms)
+
+
+def _tokenizer_digest(model: str) -> str:
+    try:
+        folder, _ = find_model_files(model, None)
+        return read_tokenizer(folder).digest
+    except (ModelLoadError, OSError, ValueError) as error:
+        raise ClusterFailed(str(error)) from error
+
+
+def _show(
+    questions: Questions, measured: Measurements, advice: Advice, source: str, folder: Path | None, notes: Console
+) -> None:
+    output = Console(highlight=False)
+    if not output.is_terminal:
+        output = Console(width=_LOG_WIDTH, highlight=False)
+    pair = f"target {questions.target_model}, draft {questions.draft_model}"
+    facts: dict[str, object] = {
+        "measured": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "specdec": specdec.__version__,
+        "prompts": source,
+        "num_prompts": len(questions.prompts),
+        "max_tokens": questions.max_tokens,
+        "machine": machine(sorted(os.sched_getaffinity(0))),
+    }
+    found = Report(pair=pair, facts=facts, console=output)
+    found.add("tune", results(measured, advice), tables_of(measured, advice), plots_of(measured, advice, pair))
+    choice = advice.choice
+    if advice.speculate:
+        output.print(
+            f"\nSpeculate: {choice.draft_tokens} draft tokens, {choice.num_siblings} runners-up, "
+            f"{choice.max_heads} heads, {choice.mode} mode.",
+            style="bold",
+        )
+    else:
+        output.print("\nDo not speculate with this pair here.", style="bold")
+    for reason in advice.reasons:
+        output.print(f"- {escape(reason)}", soft_wrap=True)
+    if folder is not None:
+        try:
+            notes.print(f"report: {found.save(folder, _NAME)}", markup=False, soft_wrap=True)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write to {folder}: {error.strerror}", param_hint="--report") from error
+
+
+def _write(questions: Questions, advice: Advice, where: Places, out: Path, notes: Console) -> None:
+    deployment = Deployment(
+        target_model=questions.target_model,
+        draft_model=questions.draft_model,
+        device=where.target_device.partition(":")[0],
+        target_cores=where.target_cores,
+        draft_cores=where.draft_cores,
+    )
+    chart = out.with_name(f"{out.stem}.chart.yaml")
+    try:
+        out.write_text(up_file(advice, deployment), encoding="utf-8")
+        chart.write_text(chart_file(advice, deployment), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}", param_hint="--out") from error
+    notes.print(f"Use it: specdec up --config {out}   or: helm install -f {chart} ...", markup=False, soft_wrap=True)

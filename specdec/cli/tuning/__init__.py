@@ -1,0 +1,1 @@
+"""What `specdec tune` starts, and how it shows what it found."""

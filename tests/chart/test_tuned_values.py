@@ -1,0 +1,38 @@
+"""The chart takes the values that `specdec tune` writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from specdec.tuning.advice import Advice
+from specdec.tuning.prediction import Choice
+from specdec.tuning.settings_files import Deployment, chart_file
+from tests.chart.rendered import CHART, Helm
+
+PLACE = Deployment(target_model="t", draft_model="d", device="cpu", target_cores=(0, 1), draft_cores=(2,))
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_the_chart_renders_with_tuned_values(helm: Helm, tmp_path: Path, speculate: bool) -> None:
+    choice = Choice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
+    advice = Advice(choice=choice, points=(), speculate=speculate, reasons=("Speculation: pays, or not.",))
+    file = tmp_path / "tuned.chart.yaml"
+    file.write_text(chart_file(advice, PLACE))
+    example = CHART / "examples" / "single-node-cpu.yaml"
+    done = helm("template", "demo", str(CHART), "--kube-version", "1.31.0", "-f", str(example), "-f", str(file))
+    assert done.returncode == 0, done.stderr
+    deployments = {
+        document["metadata"]["labels"]["app.kubernetes.io/component"]: yaml.safe_dump(document)
+        for document in yaml.safe_load_all(done.stdout)
+        if document and document["kind"] in ("Deployment", "StatefulSet")
+    }
+    assert ("draft" in deployments) is speculate
+    if speculate:
+        text = " ".join(deployments["target"].split())
+        assert "MAX_DRAFT_TOKENS" in text.upper().replace("-", "_")
+        assert "max-siblings" not in text
+        assert "NUM_SIBLINGS" in deployments["draft"].upper().replace("-", "_")
+        assert "rejection" in deployments["coordinator"]

@@ -1,0 +1,55 @@
+"""`specdec bench` against real services; what an interruption leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specdec.cli.app import app
+from specdec.cli.local.cluster import Cluster
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+def test_the_shipped_pair_is_measured_with_its_own_prompts(shipped_cluster: Cluster, tmp_path: Path) -> None:
+    arguments = ["bench", "--address", shipped_cluster.address, "--concurrency", "1,2", "--requests", "2"]
+    arguments += ["--repeats", "1", "--max-tokens", "24", "--report", str(tmp_path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads((tmp_path / "specdec-bench.json").read_text())
+    assert "models/prompts.json" in found["prompts"]
+    for row in found["bench"]:
+        assert (row["num_requests"], row["num_failed"]) == (2, 0)
+        assert row["tokens_per_s"]["median"] > 0
+        assert row["first_token_ms"]["p50"] <= row["end_to_end_ms"]["p50"]
+        if row["speculation"]:
+            assert row["num_equal"] == row["num_compared"] == 2
+            assert 0 < row["accepted_share"] <= 1
+
+
+def test_an_interrupt_reports_what_there_is(shipped_cluster: Cluster, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "specdec.cli.main", "bench", "--address", shipped_cluster.address]
+    command += ["--concurrency", "1", "--repeats", "1000", "--requests", "2", "--max-tokens", "32"]
+    command += ["--report", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    assert process.stderr is not None
+    for line in process.stderr:  # One of each kind is over by the second.
+        if (run := re.search(r"run (\d+) of 1000", line)) and int(run[1]) >= 2:
+            break
+    process.send_signal(signal.SIGINT)
+    output, notes = process.communicate(timeout=60)
+    assert process.returncode == 130, notes
+    assert "Speed, temperature 0" in output
+    assert "Interrupted: this is what was measured" in notes
+    assert "Traceback" not in notes
+    found = json.loads((tmp_path / "specdec-bench.json").read_text())
+    assert found["interrupted"]
+    assert sum(row["num_failed"] for row in found["bench"]) == 0

@@ -1,0 +1,87 @@
+"""`specdec tune` on the shipped pair: what it measures, what it writes, and that `up` starts with that."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from specdec.cli.app import app
+from specdec.client import Client
+from specdec.tuning.advice import Advice
+from specdec.tuning.prediction import Choice
+from specdec.tuning.settings_files import Deployment, up_file
+from specdec.v1 import common_pb2
+from tests.support.services.faults import make_request
+from tests.support.services.model_pair import ModelPair
+from tests.support.services.up_command import UpCommand, running_up
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(200)]
+
+QUICK = ("--device", "cpu", "--num-prompts", "1", "--max-tokens", "16", "--temperature", "0,1", "--concurrency", "1")
+
+
+def test_the_shipped_pair_is_measured_verified_and_written_down(tmp_path: Path) -> None:
+    out = tmp_path / "tuned.yaml"
+    arguments = ["tune", *QUICK, "--repeats", "1", "--out", str(out), "--report", str(tmp_path / "report")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads((tmp_path / "report/specdec-tune.json").read_text())["tune"]
+    assert {(point["temperature"], point["load"]) for point in found["points"]} == {(0.0, 1), (1.0, 1)}
+    assert all(point["predicted"] > 0 and point["measured"] > 0 for point in found["points"])
+    assert found["survival"]["0.0"]["coupled"] == sorted(found["survival"]["0.0"]["coupled"], reverse=True)
+    assert 0 < found["survival"]["1.0"]["rejection"][0] <= 1
+    assert len(found["curves"]["0.0"]["1"]) == 16
+    assert found["reasons"] and found["reasons"][0] in result.stdout.replace("\n", " ")
+    values = yaml.safe_load(out.read_text())["up"]
+    assert ("num-drafts" in values) is not found["speculate"]
+    assert yaml.safe_load((tmp_path / "tuned.chart.yaml").read_text())["draft"]
+
+
+def test_up_starts_with_the_file(tiny_pair: ModelPair, tmp_path: Path) -> None:
+    choice = Choice(draft_tokens=3, num_siblings=1, max_heads=2, mode="rejection")
+    advice = Advice(choice=choice, points=(), speculate=True, reasons=("It pays.",))
+    place = Deployment(target_model=str(tiny_pair.target), draft_model=str(tiny_pair.draft), device="cpu")
+    file = tmp_path / "tuned.yaml"
+    file.write_text(up_file(advice, place))
+    with running_up(tiny_pair, ("--config", str(file))) as up:
+        mode, verified = served(up)
+    assert mode == common_pb2.VERIFY_MODE_REJECTION
+    assert len(verified) <= 3
+
+
+def served(up: UpCommand) -> tuple[int, list[int]]:
+    """The mode of verification, and how many steps verified each depth."""
+    import asyncio
+
+    async def ask() -> tuple[int, list[int]]:
+        async with Client(up.address) as client:
+            info = await client.model_info()
+            completion = await client.complete(make_request(max_tokens=40))
+            return info.default_verify_mode, list(completion.require_finished().stats.verified_by_depth)
+
+    return asyncio.run(ask())
+
+
+def test_an_interrupt_leaves_nothing_running(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "specdec.cli.main", "tune", *QUICK, "--out", str(tmp_path / "x.yaml")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    for line in process.stderr:
+        if re.search("loading|target: outputs|steps over", line):
+            break
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, notes = process.communicate(timeout=60)
+    assert process.returncode == 130, notes
+    assert "Traceback" not in notes
+    assert psutil.wait_procs(children, timeout=30)[1] == []
+    assert not (tmp_path / "x.yaml").exists()

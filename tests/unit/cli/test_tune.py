@@ -1,0 +1,114 @@
+"""`specdec tune`: the files it writes, as `up` reads them, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
+
+from specdec.cli.app import app
+from specdec.cli.inputs.config_file import read_config
+from specdec.cli.local.plan import LocalPlan, plan_services
+from specdec.cli.local.service_process import ServiceSpec
+from specdec.cli.up import parse_settings
+from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
+from specdec.tuning.advice import Advice
+from specdec.tuning.prediction import Choice
+from specdec.tuning.settings_files import Deployment, chart_file, up_file
+
+CHOICE = Choice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
+PLACE = Deployment(target_model="t", draft_model="d", device="cpu", target_cores=(0,), draft_cores=(1,))
+
+
+def advice(speculate: bool = True) -> Advice:
+    return Advice(choice=CHOICE, points=(), speculate=speculate, reasons=("Because it: pays # 2.",))
+
+
+def written(tmp_path: Path, text: str) -> dict[str, Any]:
+    file = tmp_path / "tuned.yaml"
+    file.write_text(text)
+    return read_config(file)["up"]
+
+
+def read_settings(cls: Any, spec: ServiceSpec) -> Any:
+    return load_settings(cls, list(spec.arguments), env_prefix=cls.env_prefix, prog=spec.name)
+
+
+def test_up_takes_every_value_of_the_file(tmp_path: Path) -> None:
+    values = written(tmp_path, up_file(advice(), PLACE))
+    group: Any = typer.main.get_command(app)
+    flags = {flag.lstrip("-").replace("-", "_") for param in group.commands["up"].params for flag in param.opts}
+    assert values.keys() <= flags
+    plan = LocalPlan(
+        target_model=values["target"],
+        draft_model=values["draft"],
+        device=values["device"],
+        free_ports=True,
+        target_settings=parse_settings(values["target_set"], "--target-set"),
+        draft_settings=parse_settings(values["draft_set"], "--draft-set"),
+        coordinator_settings=parse_settings(values["coordinator_set"], "--coordinator-set"),
+    )
+    target, draft, coordinator = plan_services(plan, environment={}, cores=(0, 1))
+    read = read_settings(TargetSettings, target)
+    assert (read.max_draft_tokens, read.engine_cores, read.num_threads) == (5, "0", 1)
+    drafts = read_settings(DraftSettings, draft)
+    assert (drafts.max_draft_tokens, drafts.max_ahead_tokens, drafts.num_siblings, drafts.max_heads) == (5, 11, 1, 2)
+    assert read_settings(CoordinatorSettings, coordinator).verify_mode == "rejection"
+
+
+def test_without_speculation_there_is_no_draft(tmp_path: Path) -> None:
+    values = written(tmp_path, up_file(advice(speculate=False), PLACE))
+    assert values["num_drafts"] == 0
+    assert "draft_set" not in values
+    assert yaml.safe_load(chart_file(advice(speculate=False), PLACE))["draft"] == {"enabled": False}
+
+
+def test_reasons_stand_in_the_files_as_comments() -> None:
+    for text in (up_file(advice(), PLACE), chart_file(advice(), PLACE)):
+        assert "# Because it: pays # 2.\n" in text
+
+
+def test_a_gpu_has_no_cores_to_name() -> None:
+    place = Deployment(target_model="t", draft_model="d", device="cuda")
+    assert "cores" not in up_file(advice(), place)
+    assert "num_threads" not in chart_file(advice(), place)
+
+
+def tune(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["tune", "--device", "cpu", *arguments], env={"COLUMNS": "160"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--target", "/no/such/model"), 1, "no such directory: /no/such/model"),
+        (("--temperature", "-1"), 2, "no number may be negative"),
+        (("--concurrency", "0"), 2, "from 1 on"),
+        (("--concurrency", "x"), 2, "no comma-separated list"),
+        (("--prompts", "/no/such/file"), 2, "No such file"),
+        (("--out", "/no/such/folder/x.yaml"), 2, "there is no folder"),
+        (("--verify-mode", "neither"), 2, "neither"),
+        (("--device", "tpu"), 1, "none of auto, cpu, cuda"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(arguments: tuple[str, ...], code: int, words: str) -> None:
+    result = tune(*arguments)
+    assert result.exit_code == code, result.output
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+    assert "Traceback" not in result.output
+
+
+def test_a_draft_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    for name, vocabulary in (("target", {"a": 0}), ("draft", {"b": 0})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    result = tune("--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"))
+    assert result.exit_code == 1
+    assert "has another tokenizer" in result.stderr
