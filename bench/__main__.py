@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from bench import arrivals, decode, steps, sweep
+from bench import adversity, arrivals, decode, steps, sweep
 from bench.deployment import pinned
 from bench.pairs import PAIRS, NoSuchPair, Pair, resolve_pair
 from bench.plan import Plan
@@ -28,7 +28,7 @@ from specdec.benchmark.report import Report, machine
 from specdec.cli.up import stop_on_signals
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("decode", "systems", "steps", "sweep", "arrivals")
+PARTS = ("decode", "systems", "steps", "sweep", "arrivals", "adversity")
 _USUAL = PARTS[:3]
 _CHECK_PROMPTS, _CHECK_TOKENS = 2, 32
 _LOG_WIDTH = 200
@@ -115,6 +115,8 @@ def main(
             sweep.run(wanted_sweeps, plan, found, progress)
         if "arrivals" in parts:
             arrivals.run(plan, found, progress)
+        if "adversity" in parts:
+            adversity.run(plan, found, progress)
         facts["load_average_at_the_end"] = [round(load, 2) for load in os.getloadavg()]
         facts["seconds"] = round(time.monotonic() - began_s, 1)
     if save:

@@ -1,0 +1,192 @@
+"""Drafts, prompts and loads that do their worst: whether decoding with speculation on stays as fast as without.
+
+Each *adversity* is a scenario of some seconds, run with speculation and without, in turns; its figure is the time that
+it took without over the time with. What breaks the promise of "never slower" is a figure below 0.97.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import random
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.checkpoints import cache_folder
+from bench.decode import TokensDiffer, warm_up
+from bench.delay_proxy import DelayProxy
+from bench.deployment import Deployment, client_cores, running
+from bench.pairs import Model
+from bench.plan import Plan
+from bench.prompts import Prompt, held_out_prompts
+from specdec.benchmark.figures import spread
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.report import Report
+from specdec.benchmark.requests import Run, run_group
+from specdec.benchmark.tables import Table
+
+PROMISE = 0.97
+_FAR_MS, _SWITCH_S = 200.0, 1.5
+_LOADS = (1, 8, 1, 8)
+_MOST_AT_ONCE = 8
+_RANDOM_TOKENS = (64, 3000)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adversity:
+    """One scenario: groups of prompts, one after the other."""
+
+    name: str
+    groups: Sequence[Sequence[Prompt]]
+    is_random: bool = False
+    """The draft's weights are."""
+    delays_ms: tuple[float, ...] = ()
+    """Of the draft's link, one way; several take turns."""
+
+
+def _adversities(plan: Plan) -> list[Adversity]:
+    folder = plan.pair.target.folder
+    prompts = held_out_prompts(folder, max(plan.num_prompts, _MOST_AT_ONCE))
+    alone, crowd = [prompts[n : n + 1] for n in range(4)], [prompts[:_MOST_AT_ONCE]] * 3
+    rng = random.Random(0)
+    noise = [tuple(rng.randrange(_RANDOM_TOKENS[1]) for _ in range(_RANDOM_TOKENS[0])) for _ in prompts]
+    switching = [[prompts[n] if n % 2 else noise[n]] for n in range(6)]
+    mixed = [[prompts[n] if n % 2 else noise[n] for n in range(_MOST_AT_ONCE)]] * 3
+    changing = [prompts[:count] for count in _LOADS]
+    return [
+        Adversity(name="a random draft, 1 at once", groups=alone, is_random=True),
+        Adversity(name="a random draft, 8 at once", groups=crowd, is_random=True),
+        Adversity(name="a draft 200 ms away, 1 at once", groups=alone, delays_ms=(_FAR_MS,)),
+        Adversity(name="a draft 200 ms away, 8 at once", groups=crowd, delays_ms=(_FAR_MS,)),
+        Adversity(name="a draft that is far every other 1.5 s", groups=alone * 2, delays_ms=(0.0, _FAR_MS)),
+        Adversity(name="prompts that switch, 1 at once", groups=switching),
+        Adversity(name="prompts of two kinds, 8 at once", groups=mixed),
+        Adversity(name="8 at once", groups=crowd),
+        Adversity(name="a load that comes and goes, 1 and 8", groups=changing),
+    ]
+
+
+def run(plan: Plan, report: Report, progress: Progress) -> None:
+    """Measure every adversity at every temperature."""
+    progress.part("adversity")
+    rows: list[dict[str, object]] = []
+    adversities = _adversities(plan)
+    for is_random, has_link in sorted({(a.is_random, bool(a.delays_ms)) for a in adversities}):
+        those = [a for a in adversities if (a.is_random, bool(a.delays_ms)) == (is_random, has_link)]
+        with _started(plan, progress, is_random=is_random, has_link=has_link) as (address, proxy):
+            asyncio.run(warm_up(address, plan))
+            for adversity in those:
+                for temperature in plan.temperatures:
+                    rows.append(_measure(address, adversity, temperature, plan, proxy, progress))
+    table = Table(f"Adversity, {plan.label}", ["what", "temperature", "plain time / time", "worst", "suspended"])
+    for row in rows:
+        columns = ("what", "temperature", "speedup", "worst", "share_of_steps_suspended")
+        table.add(*(row[column] for column in columns))
+    table.notes.append(f"Medians and quartiles of runs in turns; the promise is {PROMISE} and above.")
+    report.add("adversity", rows, [table])
+
+
+@contextmanager
+def _started(
+    plan: Plan, progress: Progress, *, is_random: bool, has_link: bool
+) -> Iterator[tuple[str, DelayProxy | None]]:
+    pair = plan.pair
+    if is_random:
+        pair = dataclasses.replace(pair, draft=Model(name="random", folder=_scrambled(pair.draft.folder)))
+    deployment = Deployment(
+        pair=pair, cores=plan.cores, device=plan.device, most_tokens=_MOST_AT_ONCE * (plan.max_tokens + 256)
+    )
+    with ExitStack() as stack:
+        proxy = stack.enter_context(DelayProxy(client_cores(plan.cores))) if has_link else None
+        yield stack.enter_context(running(deployment, progress, proxy)).address, proxy
+
+
+def _measure(
+    address: str, adversity: Adversity, temperature: float, plan: Plan, proxy: DelayProxy | None, progress: Progress
+) -> dict[str, object]:
+    sampling = dataclasses.replace(plan.sampling, temperature=temperature)
+    ratios, suspended = [], []
+    for repeat in range(plan.repeats):
+        progress.tell(f"{adversity.name}, temperature {temperature:g}: repeat {repeat + 1} of {plan.repeats}")
+        took: dict[bool, float] = {}
+        runs: dict[bool, list[Run]] = {}
+        for speculate in (True, False) if repeat % 2 == 0 else (False, True):
+            with _switched(proxy, adversity.delays_ms):
+                began_s = time.perf_counter()
+                runs[speculate] = [
+                    asyncio.run(run_group(address, group, sampling, speculate=speculate)) for group in adversity.groups
+                ]
+                took[speculate] = time.perf_counter() - began_s
+        if sampling.is_reproducible and _tokens(runs[True]) != _tokens(runs[False]):
+            raise TokensDiffer(f"{adversity.name}, temperature {temperature}")
+        stats = [c.require_finished().stats for each in runs[True] for c in each.completions]
+        suspended.append(sum(s.num_suspended_steps for s in stats) / sum(s.num_steps for s in stats))
+        ratios.append(took[False] / took[True])
+    return {
+        "what": adversity.name,
+        "temperature": temperature,
+        "speedup": spread(ratios),
+        "worst": min(ratios),
+        "share_of_steps_suspended": sum(suspended) / len(suspended),
+    }
+
+
+def _tokens(runs: Sequence[Run]) -> list[list[list[int]]]:
+    return [each.token_ids for each in runs]
+
+
+@contextmanager
+def _switched(proxy: DelayProxy | None, delays_ms: Sequence[float]) -> Iterator[None]:
+    """The link has these delays in turns, the first one at the beginning."""
+    if proxy is None or not delays_ms:
+        yield
+        return
+    link, is_over = proxy, Event()
+
+    def switch() -> None:
+        turn = 0
+        while True:
+            link.delay(delays_ms[turn % len(delays_ms)])
+            turn += 1
+            if is_over.wait(_SWITCH_S):
+                return
+
+    thread = Thread(target=switch)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+        link.delay(0.0)
+
+
+def _scrambled(folder: Path) -> Path:
+    """The checkpoint with random weights of the same scale."""
+    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=6).hexdigest()
+    made = cache_folder() / f"random-{digest}"
+    if made.is_dir():
+        return made
+    unfinished = made.with_name(f".{made.name}")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(folder, unfinished)
+    generator = torch.Generator().manual_seed(0)
+    for file in unfinished.glob("*.safetensors"):
+        tensors = {
+            name: (torch.randn(tensor.shape, generator=generator) * tensor.float().std()).to(tensor.dtype)
+            if tensor.ndim > 1
+            else tensor
+            for name, tensor in load_file(file).items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
+    unfinished.rename(made)
+    return made
