@@ -12,10 +12,12 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from google.rpc import code_pb2
 
+from draft_service.ahead import Ahead, Round
 from draft_service.branches import Branches
 from draft_service.commits import CommitConflict, num_known
 from draft_service.growth import GrowthPolicy
@@ -57,6 +59,7 @@ class Drafter:
         self._settings = settings
         self._recorder = recorder
         self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
+        self._ahead = Ahead(built.engine, built.drawing, settings.num_siblings, built.info.identity.max_model_len)
         self._apart = ApartTurns[DraftSession](lambda session: session.num_committed)
         built.engine.before_pass = self._note_pass
         self._branches = Branches(built.engine, built.info.identity.max_model_len)
@@ -199,18 +202,56 @@ class Drafter:
             if item.completes and not head.is_over and session.max_chain != 0:
                 places.append((session, head))
                 rows.append(item.rows.stop - 1)
-        if places:
-            guesses = self._guess(places, rows, output)
-            self._grow(guesses, microseconds(time.monotonic() - started_s))
-        for session in {id(session): session for session, _ in places}.values():
-            session.num_unsent += 1
-            try:
-                if session.heads:
-                    self._plan(session)
-            except Exception as error:
-                self._fault(session, error)
+        num_drafted = self._draft(places, rows, output, started_s) if places else 0
         self._step_s = time.monotonic() - started_s
-        self._recorder.step(output, len(places), self._step_s)
+        self._recorder.step(output, num_drafted, self._step_s)
+
+    def _draft(self, places: list[Place], rows: list[int], output: StepOutput, started_s: float) -> int:
+        """Guess a token at each place, and hang it; then what was drawn ahead. Returns how many guesses were hung.
+
+        What is due is sent at the end: a proposal carries the whole tree.
+        """
+        rounds = self._draw_ahead(places, rows, output) or [self._guess(places, rows, output)]
+        draft_us = microseconds((time.monotonic() - started_s) / len(rounds))
+        sessions = list({id(session): session for session, _ in places}.values())
+        unsent = {id(session): session.num_unsent for session in sessions}
+        num_drafted = 0
+        for index, guesses in enumerate(rounds):
+            if index:
+                ready = self._branches.ready_heads()
+                if not self._ahead.goes_on(ready, guesses):
+                    break
+                due = {id(head) for head in ready}
+                guesses = [(place, guess) for place, guess in guesses if id(place[1]) in due]
+            num_drafted += len(guesses)
+            self._grow(guesses, draft_us)
+            for session in {id(session): session for (session, _), _ in guesses}.values():
+                unsent[id(session)] += 1
+                session.num_unsent = 0
+                self._isolated(session, self._plan)
+        self._engine.ahead.release()
+        for session in sessions:
+            session.num_unsent = unsent[id(session)]
+            self._isolated(session, self._send_due)
+        return num_drafted
+
+    def _draw_ahead(self, places: list[Place], rows: list[int], output: StepOutput) -> list[Round] | None:
+        num_branches = self._growth.num_branches(len(self._host.sessions))
+        alone = not self._branches.any_ready()
+        try:
+            return self._ahead.draw(places, rows, output.logits, self._growth, num_branches, alone=alone)
+        except Exception as error:  # single guesses tell whose it is
+            self._engine.ahead.release()
+            self._host.faults.note(error)
+            return None
+
+    def _isolated(self, session: DraftSession, work: Callable[[DraftSession], None]) -> None:
+        """Work on a session, if it is still there, which ends for what that raises."""
+        try:
+            if session.heads:
+                work(session)
+        except Exception as error:
+            self._fault(session, error)
 
     def _turn(self) -> set[int] | None:
         """The sequences whose turn it is; None: nobody steps apart, so it is everybody's."""
@@ -287,11 +328,14 @@ class Drafter:
         if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.may_step:
             num_free = growth.num_branches(len(self._host.sessions)) - self._branches.retire(session, growth)
             self._branches.start(session, growth, num_free)
-        is_idle = True
         for head in session.heads:
             head.seq.paused = not session.may_step or not self._wants_more(session, head)
-            is_idle = is_idle and head.seq.paused
-        is_due = session.max_chain is None and growth.is_worth_sending(session.num_unsent)
+        self._send_due(session)
+
+    def _send_due(self, session: DraftSession) -> None:
+        """Send what no proposal has carried, when it is worth one or nothing will be added to it."""
+        is_idle = all(head.seq.paused for head in session.heads)
+        is_due = session.max_chain is None and self._growth.is_worth_sending(session.num_unsent)
         if session.num_unsent and (is_idle or is_due):
             self._propose(session)
 

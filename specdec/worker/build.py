@@ -11,6 +11,7 @@ from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError
 from specdec.engine.leading_runner import LeadingRunner
+from specdec.engine.model.drawing import DrawingDecoder
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
@@ -35,6 +36,8 @@ class BuiltEngine:
     full_step_s: float = 0.0
     """What a step of as many rows as are allowed may take, by what warming up took for a few: no less than it does,
     mostly, as the cost of a row falls with their number."""
+    drawing: DrawingDecoder | None = None
+    """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
 
 
 def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ranks: Ranks | None = None) -> BuiltEngine:
@@ -75,7 +78,8 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ran
         identity=identity, version=__version__, max_message_bytes=settings.max_message_bytes
     )
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
-    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens)
+    drawing = runner.drawing() if sampler.is_native and ranks is None else None
+    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens, drawing)
 
 
 def most_rows(settings: EngineSettings, row_s: float) -> int:
