@@ -59,10 +59,11 @@ class Drafter:
         self._settings = settings
         self._recorder = recorder
         self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
-        self._ahead = Ahead(built.engine, built.drawing, settings.num_siblings, built.info.identity.max_model_len)
         self._apart = ApartTurns[DraftSession](lambda session: session.num_committed)
         built.engine.before_pass = self._note_pass
-        self._branches = Branches(built.engine, built.info.identity.max_model_len)
+        max_model_len = built.info.identity.max_model_len
+        self._branches = Branches(built.engine, max_model_len)
+        self._ahead = Ahead(built.engine, self._branches, built.drawing, settings.num_siblings, max_model_len)
         self._step_s = 0.0
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         recorder.serves(self._identity)
@@ -207,41 +208,28 @@ class Drafter:
         self._recorder.step(output, num_drafted, self._step_s)
 
     def _draft(self, places: list[Place], rows: list[int], output: StepOutput, started_s: float) -> int:
-        """Guess a token at each place, and hang it; then what was drawn ahead. Returns how many guesses were hung.
+        """Guess a token at each place and hang it, then what was drawn ahead; send what is due when all of it hangs.
 
-        What is due is sent at the end: a proposal carries the whole tree.
+        Returns how many guesses were hung.
         """
-        rounds = self._draw_ahead(places, rows, output) or [self._guess(places, rows, output)]
-        draft_us = microseconds((time.monotonic() - started_s) / len(rounds))
-        sessions = list({id(session): session for session, _ in places}.values())
-        unsent = {id(session): session.num_unsent for session in sessions}
+        drawn = self._draw_ahead(places, rows, output) or [self._guess(places, rows, output)]
+        draft_us = microseconds((time.monotonic() - started_s) / len(drawn))
         num_drafted = 0
-        for index, guesses in enumerate(rounds):
-            if index:
-                ready = self._branches.ready_heads()
-                if not self._ahead.goes_on(ready, guesses):
-                    break
-                due = {id(head) for head in ready}
-                guesses = [(place, guess) for place, guess in guesses if id(place[1]) in due]
+        for guesses in self._ahead.due(drawn):
             num_drafted += len(guesses)
             self._grow(guesses, draft_us)
             for session in {id(session): session for (session, _), _ in guesses}.values():
-                unsent[id(session)] += 1
-                session.num_unsent = 0
-                self._isolated(session, self._plan)
-        self._engine.ahead.release()
-        for session in sessions:
-            session.num_unsent = unsent[id(session)]
+                session.num_unsent += 1
+                self._isolated(session, self._choose)
+        for session in {id(session): session for session, _ in places}.values():
             self._isolated(session, self._send_due)
         return num_drafted
 
     def _draw_ahead(self, places: list[Place], rows: list[int], output: StepOutput) -> list[Round] | None:
         num_branches = self._growth.num_branches(len(self._host.sessions))
-        alone = not self._branches.any_ready()
         try:
-            return self._ahead.draw(places, rows, output.logits, self._growth, num_branches, alone=alone)
+            return self._ahead.draw(places, rows, output.logits, self._growth, num_branches)
         except Exception as error:  # single guesses tell whose it is
-            self._engine.ahead.release()
             self._host.faults.note(error)
             return None
 
@@ -324,16 +312,18 @@ class Drafter:
 
     def _plan(self, session: DraftSession) -> None:
         """Decide which heads grow on, start new ones, and send what is due."""
+        self._choose(session)
+        self._send_due(session)
+
+    def _choose(self, session: DraftSession) -> None:
         growth = self._growth
         if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.may_step:
             num_free = growth.num_branches(len(self._host.sessions)) - self._branches.retire(session, growth)
             self._branches.start(session, growth, num_free)
         for head in session.heads:
             head.seq.paused = not session.may_step or not self._wants_more(session, head)
-        self._send_due(session)
 
     def _send_due(self, session: DraftSession) -> None:
-        """Send what no proposal has carried, when it is worth one or nothing will be added to it."""
         is_idle = all(head.seq.paused for head in session.heads)
         is_due = session.max_chain is None and self._growth.is_worth_sending(session.num_unsent)
         if session.num_unsent and (is_idle or is_due):

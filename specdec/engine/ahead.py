@@ -30,9 +30,9 @@ class AheadSlots:
         Raises:
             SequenceStateError: tokens are pending, which come first.
         """
-        pool, length = self._pool, len(seq.token_ids)
-        if seq.num_pending_tokens:
-            raise SequenceStateError(f"{seq.num_pending_tokens} tokens of sequence {seq.seq_id} are to be computed first")
+        pool, length, num_pending = self._pool, len(seq.token_ids), seq.num_pending_tokens
+        if num_pending:
+            raise SequenceStateError(f"{num_pending} tokens of sequence {seq.seq_id} are to be computed first")
         if length % pool.block_size and not pool.is_writable(seq.block_ids[length // pool.block_size]):
             return 0  # to copy it is a step's business
         while num_slots > 0 and pool.num_blocks_to_write(seq.block_ids, length, num_slots) > pool.num_free:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
+from specdec.engine.drawing import DrawingDecoder
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError
 from specdec.engine.leading_runner import LeadingRunner
-from specdec.engine.model.drawing import DrawingDecoder
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
@@ -78,7 +78,8 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ran
         identity=identity, version=__version__, max_message_bytes=settings.max_message_bytes
     )
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
-    drawing = runner.drawing() if sampler.is_native and ranks is None else None
+    fused = runner.fused if sampler.is_native and ranks is None else None
+    drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
     return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens, drawing)
 
 

@@ -13,7 +13,6 @@ from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.drawing import DrawingDecoder
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
 from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
@@ -103,10 +102,10 @@ class ModelRunner:
         with torch.inference_mode():
             return self._step_model(batch, self._cache)
 
-    def drawing(self) -> DrawingDecoder | None:
-        """What computes several tokens of a row per call, over this runner's cache; None: passes are single ones here."""
-        model = self._step_model
-        return DrawingDecoder(model, self._cache, self.vocab_size) if isinstance(model, FusedDecoder) else None
+    @property
+    def fused(self) -> tuple[FusedDecoder, KVCache] | None:
+        """The decoder that runs all passes and the cache that it runs them over, where it is a fused one."""
+        return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks ``(source, destination)`` in all layers."""

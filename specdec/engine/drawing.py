@@ -79,7 +79,7 @@ class DrawRow:
     position: int
     """Number of its tokens: the position of the first one drawn."""
     num_rounds: int
-    """Most tokens to draw. All but the last may be computed, so ``block_ids`` covers as many slots past ``position``."""
+    """Most tokens to draw. All but the last may be computed: ``block_ids`` covers their slots, from ``position`` on."""
     block_ids: "array[int]"
     """Its block table; not to be resized during the call."""
     path_score: float = 1.0
