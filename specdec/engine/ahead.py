@@ -25,7 +25,8 @@ class AheadSlots:
     def reserve(self, seq: Sequence, num_slots: int) -> int:
         """Make up to `num_slots` slots past a sequence's tokens writable; returns how many are.
 
-        As tree nodes do, they take free blocks only, and nobody gives up any for them.
+        As tree nodes do, they take free blocks only, and nobody gives up any for them. None are where nodes of the last
+        step wait there to be accepted.
 
         Raises:
             SequenceStateError: tokens are pending, which come first.
@@ -33,6 +34,8 @@ class AheadSlots:
         pool, length, num_pending = self._pool, len(seq.token_ids), seq.num_pending_tokens
         if num_pending:
             raise SequenceStateError(f"{num_pending} tokens of sequence {seq.seq_id} are to be computed first")
+        if seq.verified_tree is not None:
+            return 0
         if length % pool.block_size and not pool.is_writable(seq.block_ids[length // pool.block_size]):
             return 0  # to copy it is a step's business
         while num_slots > 0 and pool.num_blocks_to_write(seq.block_ids, length, num_slots) > pool.num_free:

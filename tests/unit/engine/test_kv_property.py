@@ -2,6 +2,7 @@
 
 import tempfile
 from array import array
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -158,6 +159,40 @@ class KVMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def preempt(self, pick: int) -> None:
         self.engine.scheduler.preempt(self.pick(pick))
+
+    @rule(pick=picks, new=tokens)
+    def draw_ahead(self, pick: int, new: list[int]) -> None:
+        """Compute tokens that nobody has appended."""
+        seq = self.pick(pick)
+        if seq.num_pending_tokens:
+            return
+        num_tokens = len(seq.token_ids)
+        num_slots = self.engine.ahead.reserve(seq, min(len(new), MAX_MODEL_LEN - num_tokens))
+        if num_slots:
+            drawn = new[:num_slots]
+            longer = replace(seq, token_ids=[*seq.token_ids, *drawn])
+            step = ScheduledStep([ScheduledItem(longer, num_tokens, num_slots, 0, completes=True)])
+            logits = self.runner.forward(build_batch(step, BLOCK_SIZE, "cpu")[0])
+            assert torch.equal(logits[-1], self.fresh_logits(longer.token_ids))
+            self.engine.ahead.hold(seq, drawn)
+
+    @rule(pick=picks, num_tokens=st.integers(1, 3))
+    def append_what_was_drawn(self, pick: int, num_tokens: int) -> None:
+        seq = self.pick(pick)
+        self.engine.append(seq, seq.ahead_token_ids[seq.num_pending_tokens :][:num_tokens])
+
+    @rule(pick=picks)
+    def take(self, pick: int) -> None:
+        """Whatever was done to the sequence since, what it has pending is what was drawn, or is not known."""
+        seq = self.pick(pick)
+        if self.engine.ahead.is_known(seq):
+            self.engine.ahead.take(seq)
+            assert not seq.num_pending_tokens
+
+    @rule()
+    def release(self) -> None:
+        self.engine.ahead.release()
+        assert not any(seq.ahead_token_ids for seq in self.seqs)
 
     @rule()
     def evict(self) -> None:
