@@ -189,6 +189,44 @@ class KVMachine(RuleBasedStateMachine):
             self.engine.ahead.take(seq)
             assert not seq.num_pending_tokens
 
+    @rule(
+        pick=picks,
+        new=tokens,
+        num_tokens=st.integers(1, 3),
+        change=st.sampled_from(["nothing", "fork", "preempt", "evict", "release", "another token", "shorter", "step"]),
+        token_id=st.integers(0, 2),
+    )
+    def draft_on(self, pick: int, new: list[int], num_tokens: int, change: str, token_id: int) -> None:
+        """What a draft does, with something in between: draw, append, take."""
+        self.step([], False)
+        seq = self.pick(pick)
+        self.draw_ahead(pick, new)
+        if not seq.ahead_token_ids:
+            return
+        self.append_what_was_drawn(pick, num_tokens)
+        match change:
+            case "fork" if len(self.seqs) < 8:
+                self.seqs.append(self.engine.fork(seq))
+                self.engine.append(self.seqs[-1], [token_id] * (len(seq.token_ids) < MAX_MODEL_LEN))
+            case "preempt":
+                self.engine.scheduler.preempt(seq)
+            case "evict":
+                evict_all(self.engine.block_pool)
+            case "release":
+                self.engine.ahead.release()
+            case "another token" if len(seq.token_ids) < MAX_MODEL_LEN:
+                self.engine.append(seq, [token_id])
+            case "shorter":
+                self.engine.rollback(seq, max(seq.num_final_tokens, len(seq.token_ids) - num_tokens - token_id))
+            case "step":
+                self.engine.step()
+        self.take(pick)
+        if change == "fork":
+            self.take(-1)
+        if not seq.num_pending_tokens and len(seq.token_ids) < MAX_MODEL_LEN:
+            self.engine.append(seq, [token_id])
+            self.take(pick)
+
     @rule()
     def release(self) -> None:
         self.engine.ahead.release()
