@@ -203,27 +203,27 @@ class Drafter:
             if item.completes and not head.is_over and session.max_chain != 0:
                 places.append((session, head))
                 rows.append(item.rows.stop - 1)
-        num_drafted = self._draft(places, rows, output, started_s) if places else 0
+        drafted = self._draft(places, rows, output, started_s) if places else [0]
         self._step_s = time.monotonic() - started_s
-        self._recorder.step(output, num_drafted, self._step_s)
+        self._recorder.step(output, sum(drafted), self._step_s / len(drafted))
 
-    def _draft(self, places: list[Place], rows: list[int], output: StepOutput, started_s: float) -> int:
+    def _draft(self, places: list[Place], rows: list[int], output: StepOutput, started_s: float) -> list[int]:
         """Guess a token at each place and hang it, then what was drawn ahead; send what is due when all of it hangs.
 
-        Returns how many guesses were hung.
+        Returns how many guesses were hung, round by round.
         """
         drawn = self._draw_ahead(places, rows, output) or [self._guess(places, rows, output)]
         draft_us = microseconds((time.monotonic() - started_s) / len(drawn))
-        num_drafted = 0
+        drafted: list[int] = []
         for guesses in self._ahead.due(drawn):
-            num_drafted += len(guesses)
+            drafted.append(len(guesses))
             self._grow(guesses, draft_us)
             for session in {id(session): session for (session, _), _ in guesses}.values():
                 session.num_unsent += 1
                 self._isolated(session, self._choose)
         for session in {id(session): session for session, _ in places}.values():
             self._isolated(session, self._send_due)
-        return num_drafted
+        return drafted
 
     def _draw_ahead(self, places: list[Place], rows: list[int], output: StepOutput) -> list[Round] | None:
         num_branches = self._growth.num_branches(len(self._host.sessions))
