@@ -28,6 +28,10 @@ class Branches:
         """Whether a step has anything to compute."""
         return any(head.seq.is_ready for _, head in self._owners.values())
 
+    def ready_heads(self) -> list[Head]:
+        """Heads for which a step has something to compute."""
+        return [head for _, head in self._owners.values() if head.seq.is_ready]
+
     def ready(self) -> list[DraftSession]:
         """The sessions for which a step has something to compute."""
         return list({id(owner): owner for owner, head in self._owners.values() if head.seq.is_ready}.values())

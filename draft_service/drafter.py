@@ -12,10 +12,12 @@ Invariants:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from google.rpc import code_pb2
 
+from draft_service.ahead import Ahead, Round
 from draft_service.branches import Branches
 from draft_service.commits import CommitConflict, num_known
 from draft_service.growth import GrowthPolicy
@@ -59,7 +61,9 @@ class Drafter:
         self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
         self._apart = ApartTurns[DraftSession](lambda session: session.num_committed)
         built.engine.before_pass = self._note_pass
-        self._branches = Branches(built.engine, built.info.identity.max_model_len)
+        max_model_len = built.info.identity.max_model_len
+        self._branches = Branches(built.engine, max_model_len)
+        self._ahead = Ahead(built.engine, self._branches, built.drawing, settings.num_siblings, max_model_len)
         self._step_s = 0.0
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         recorder.serves(self._identity)
@@ -201,18 +205,43 @@ class Drafter:
             if item.completes and not head.is_over and session.max_chain != 0:
                 places.append((session, head))
                 rows.append(item.rows.stop - 1)
-        if places:
-            guesses = self._guess(places, rows, output)
-            self._grow(guesses, microseconds(time.monotonic() - started_s))
-        for session in {id(session): session for session, _ in places}.values():
-            session.num_unsent += 1
-            try:
-                if session.heads:
-                    self._plan(session)
-            except Exception as error:
-                self._fault(session, error)
+        drafted = self._draft(places, rows, output, started_s) if places else [0]
         self._step_s = time.monotonic() - started_s
-        self._recorder.step(output, len(places), self._step_s)
+        self._recorder.step(output, sum(drafted), self._step_s / len(drafted))
+
+    def _draft(self, places: list[Place], rows: list[int], output: StepOutput, started_s: float) -> list[int]:
+        """Guess a token at each place and hang it, then what was drawn ahead; send what is due when all of it hangs.
+
+        Returns how many guesses were hung, round by round.
+        """
+        drawn = self._draw_ahead(places, rows, output) or [self._guess(places, rows, output)]
+        draft_us = microseconds((time.monotonic() - started_s) / len(drawn))
+        drafted: list[int] = []
+        for guesses in self._ahead.due(drawn):
+            drafted.append(len(guesses))
+            self._grow(guesses, draft_us)
+            for session in {id(session): session for (session, _), _ in guesses}.values():
+                session.num_unsent += 1
+                self._isolated(session, self._choose)
+        for session in {id(session): session for session, _ in places}.values():
+            self._isolated(session, self._send_due)
+        return drafted
+
+    def _draw_ahead(self, places: list[Place], rows: list[int], output: StepOutput) -> list[Round] | None:
+        num_branches = self._growth.num_branches(len(self._host.sessions))
+        try:
+            return self._ahead.draw(places, rows, output.logits, self._growth, num_branches)
+        except Exception as error:  # single guesses tell whose it is
+            self._host.faults.note(error)
+            return None
+
+    def _isolated(self, session: DraftSession, work: Callable[[DraftSession], None]) -> None:
+        """Work on a session, if it is still there, which ends for what that raises."""
+        try:
+            if session.heads:
+                work(session)
+        except Exception as error:
+            self._fault(session, error)
 
     def _turn(self) -> set[int] | None:
         """The sequences whose turn it is; None: nobody steps apart, so it is everybody's."""
@@ -285,6 +314,10 @@ class Drafter:
 
     def _plan(self, session: DraftSession) -> None:
         """Decide which heads grow on, start new ones, and send what is due."""
+        self._choose(session)
+        self._send_due(session)
+
+    def _choose(self, session: DraftSession) -> None:
         growth = self._growth
         if session.is_suspended:
             session.num_unsent, session.committed_at_s = 0, None
@@ -294,11 +327,12 @@ class Drafter:
         if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.may_step:
             num_free = growth.num_branches(len(self._host.sessions)) - self._branches.retire(session, growth)
             self._branches.start(session, growth, num_free)
-        is_idle = True
         for head in session.heads:
             head.seq.paused = not session.may_step or not self._wants_more(session, head)
-            is_idle = is_idle and head.seq.paused
-        is_due = session.max_chain is None and growth.is_worth_sending(session.num_unsent)
+
+    def _send_due(self, session: DraftSession) -> None:
+        is_idle = all(head.seq.paused for head in session.heads)
+        is_due = session.max_chain is None and self._growth.is_worth_sending(session.num_unsent)
         if session.num_unsent and (is_idle or is_due):
             self._propose(session)
 

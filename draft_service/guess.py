@@ -42,21 +42,26 @@ class Guesser:
         return [guesses[row] for row in range(len(places))]
 
     def _coupled(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess | None]:
-        guesses: list[Guess | None] = []
-        for candidates in self.sampler.candidates(logits, contexts, 1 + max(1, self.num_siblings)):
-            if not candidates:
-                guesses.append(None)
-                continue
-            scores = _softmax([candidate.score for candidate in candidates])
-            (first, *others), (score, *other_scores) = candidates, scores
-            runners_up = zip(others[: self.num_siblings], other_scores, strict=False)
-            siblings = tuple((c.token_id, s) for c, s in runners_up if s >= MIN_SIBLING_SCORE)
-            guesses.append(Guess(first.token_id, score, siblings))
-        return guesses
+        drawn = self.sampler.candidates(logits, contexts, 1 + max(1, self.num_siblings))
+        return [guess_of([c.token_id for c in best], [c.score for c in best], self.num_siblings) for best in drawn]
 
     def _rejection(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess | None]:
         samples = self.sampler.draft_sample(logits, contexts, self.num_sparse)
         return [None if sample is None else Guess(sample.token_id, 1.0, (), sample) for sample in samples]
+
+
+def guess_of(token_ids: Sequence[int], scores: Sequence[float], num_siblings: int) -> Guess | None:
+    """The guess that the best tokens of a draw make, best first; None if there is none.
+
+    Tokens whose score is not above minus infinity (or not a number) are none; they come last.
+    """
+    found = [score for score in scores if score > -math.inf]
+    if not found:
+        return None
+    estimates = _softmax(found)
+    runners_up = zip(token_ids[1 : 1 + num_siblings], estimates[1:], strict=False)
+    siblings = tuple((token_id, estimate) for token_id, estimate in runners_up if estimate >= MIN_SIBLING_SCORE)
+    return Guess(token_ids[0], estimates[0], siblings)
 
 
 def _context(session: DraftSession, head: Head) -> RowContext:

@@ -32,7 +32,7 @@ class DraftRecorder:
         self._metrics.requests.labels("closed").inc()
 
     def step(self, output: StepOutput, num_drafted: int, elapsed_s: float) -> None:
-        """One step of the engine, which drafted this many tokens."""
+        """One step of the engine, which drafted this many tokens; `elapsed_s` for each token of a path."""
         self._engine.observe_step(output, "draft" if num_drafted else "prefill", elapsed_s)
         self._metrics.drafted_tokens.inc(num_drafted)
 

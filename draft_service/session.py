@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from specdec.engine.drawing import DrawRule
 from specdec.engine.sampling.sampler import DraftSample
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence
@@ -88,6 +89,15 @@ class DraftSession(EngineSession):
     """Steps whose nodes no proposal has carried yet."""
     committed_at_s: float | None = None
     """When the last commit arrived, until a proposal answers it."""
+    rule: DrawRule | None = field(init=False, default=None)
+    """How a guess is drawn, where a draw is all there is to it; None where logits are adjusted first, and in rejection
+    mode."""
+
+    def __post_init__(self) -> None:
+        """Work the rule out once."""
+        EngineSession.__post_init__(self)
+        if self.mode is VerifyMode.COUPLED and not self.params.adjusts_logits:
+            self.rule = DrawRule(self.params)
 
     @property
     def main_path(self) -> list[int]:

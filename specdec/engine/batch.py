@@ -69,6 +69,8 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
     Cost: two host-to-device copies, and a fixed number of array operations whatever the number of sequences.
     """
     items = step.items
+    if _are_single(items):
+        return _build_single(items, block_size, device)
     num_rows = np.array([item.num_new_tokens + item.num_tree_nodes for item in items], np.int64)
     starts = np.array([item.start for item in items], np.int64)
     row_ends = np.cumsum(num_rows)
@@ -117,6 +119,50 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
         num_seqs=len(items),
     )
     return batch, item_rows
+
+
+def _are_single(items: list[ScheduledItem]) -> bool:
+    """Whether each item is one token whose logits are wanted, as in most steps of a draft and in plain decoding."""
+    return all(
+        item.num_new_tokens == 1 and item.num_tree_nodes == 0 and item.completes and item.seq.wants_logits
+        for item in items
+    )
+
+
+def _build_single(
+    items: list[ScheduledItem], block_size: int, device: torch.device | str
+) -> tuple[Batch, list[ItemRows]]:
+    """What `build_batch` makes of such items, with few array operations: beside a small model these are what costs."""
+    num_rows = len(items)
+    num_blocks = max(len(item.seq.block_ids) for item in items)
+    rows = range(num_rows)
+    tokens, positions, slots = [], [], []
+    tables: list[int] = []
+    for item in items:
+        blocks, position = item.seq.block_ids, item.start
+        tokens.append(item.seq.token_ids[position])
+        positions.append(position)
+        slots.append(blocks[position // block_size] * block_size + position % block_size)
+        tables += blocks
+        tables += [0] * (num_blocks - len(blocks))
+    contexts = [position + 1 for position in positions]
+    [wide] = _to_device([np.array([*tokens, *positions, *slots, *rows], np.int64)], device)
+    [narrow] = _to_device([np.array([*rows, *contexts, *([0] * (num_rows + 1)), *tables], np.int32)], device)
+    ids, position_ids, slot_mapping, logits_indices = wide.view(4, num_rows).unbind()
+    seqs, context_lens, path_offsets, table = narrow.split([num_rows, num_rows, num_rows + 1, len(tables)])
+    batch = Batch(
+        input_ids=ids,
+        position_ids=position_ids,
+        slot_mapping=slot_mapping,
+        row_seq=seqs,
+        context_lens=context_lens,
+        path_offsets=path_offsets,
+        path_slots=narrow[:0],
+        block_tables=table.view(num_rows, num_blocks),
+        logits_indices=logits_indices,
+        num_seqs=num_rows,
+    )
+    return batch, [ItemRows(item, row, 1) for row, item in zip(rows, items, strict=True)]
 
 
 def _is_in_place(item: ScheduledItem) -> bool:

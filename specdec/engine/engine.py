@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Ids
 
+from specdec.engine.ahead import AheadSlots
 from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import KVInvariantError, SequenceStateError, TreeError
@@ -26,6 +27,8 @@ class Engine:
         self.runner = runner
         self.block_pool = block_pool
         self.scheduler = scheduler
+        self.ahead = AheadSlots(block_pool)
+        """What roles draw ahead between steps."""
         self.before_pass: Callable[[list[Sequence]], None] = lambda sequences: None
         """Told, before anything is computed, for which sequences a step is."""
         self._ids = itertools.count()
@@ -104,6 +107,7 @@ class Engine:
             SequenceTooLong: the context or the pool cannot hold them; nothing is added then.
         """
         self.scheduler.check_length(len(seq.token_ids) + len(token_ids))
+        self.ahead.appending(seq, token_ids)
         self._forget_nodes(seq)
         seq.tree = None
         seq.token_ids.extend(token_ids)
@@ -122,6 +126,7 @@ class Engine:
             lengths = f"{seq.num_final_tokens} final tokens, {len(seq.token_ids)} in all"
             raise SequenceStateError(f"rollback to {num_tokens} tokens of a sequence with {lengths}")
         seq.tree = None
+        seq.ahead_token_ids = []
         del seq.token_ids[num_tokens:]
         seq.num_computed_tokens = min(seq.num_computed_tokens, num_tokens)
         seq.num_served_tokens = min(seq.num_served_tokens, num_tokens)
@@ -175,6 +180,7 @@ class Engine:
         it raises, no sequence has advanced, and `abandon_step` must come before anything else.
         """
         self._in_step = None
+        self.ahead.release()
         for seq in self._unaccepted:
             self._forget_nodes(seq)
         self._unaccepted = []
@@ -280,13 +286,9 @@ class Engine:
         return -(-num_tokens // self.block_pool.block_size)
 
     def _forget_nodes(self, seq: Sequence) -> None:
-        """Forget verified nodes and free the blocks past the computed tokens."""
+        """Forget verified nodes and free the blocks past what is computed."""
         seq.verified_tree, seq.num_verified_nodes = None, 0
-        num_kept = self._num_blocks(seq.num_computed_tokens)
-        dropped = seq.block_ids[num_kept:]
-        if dropped:
-            del seq.block_ids[num_kept:]
-            self.block_pool.free(dropped)
+        self.ahead.trim(seq)
 
     def _hash_final_blocks(self, seq: Sequence) -> None:
         num_full = min(seq.num_final_tokens, seq.num_computed_tokens) // self.block_pool.block_size

@@ -276,3 +276,4 @@ class Scheduler:
         seq.num_hashed_blocks = 0
         seq.verified_tree = None
         seq.num_verified_nodes = 0
+        seq.ahead_token_ids = []

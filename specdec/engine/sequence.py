@@ -66,6 +66,9 @@ class Sequence:
     """The tree of the last step, until accepted or forgotten."""
     num_verified_nodes: int = 0
     """Its leading nodes whose keys and values are in the slots past the tokens."""
+    ahead_token_ids: list[int] = field(default_factory=list)
+    """Tokens whose keys and values are in the slots past the computed ones, whether they are appended or not
+    (`specdec.engine.ahead`)."""
 
     def forked(self, seq_id: int, num_blocks: int) -> Sequence:
         """A sequence of the same tokens that starts out on this one's first `num_blocks` blocks.
@@ -86,6 +89,7 @@ class Sequence:
             last_turn=0,
             verified_tree=None,
             num_verified_nodes=0,
+            ahead_token_ids=[],
         )
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
+from specdec.engine.drawing import DrawingDecoder
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError
 from specdec.engine.leading_runner import LeadingRunner
@@ -35,6 +36,8 @@ class BuiltEngine:
     full_step_s: float = 0.0
     """What a step of as many rows as are allowed may take, by what warming up took for a few: no less than it does,
     mostly, as the cost of a row falls with their number."""
+    drawing: DrawingDecoder | None = None
+    """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
 
 
 def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ranks: Ranks | None = None) -> BuiltEngine:
@@ -75,7 +78,9 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ran
         identity=identity, version=__version__, max_message_bytes=settings.max_message_bytes
     )
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
-    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens)
+    fused = runner.fused if sampler.is_native and ranks is None else None
+    drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
+    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens, drawing)
 
 
 def most_rows(settings: EngineSettings, row_s: float) -> int:

@@ -7,7 +7,7 @@ the fused decoder must give the logits of the model's own dense forward pass, or
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class FusedDecoder:
         max_model_len: int,
     ) -> None:
         """Pack the weights of a model that ``is_fusable`` accepts; takes them off its modules one by one."""
+        self.library = kernels.library
         self._kernels = kernels
         self._kept: list[torch.Tensor] = []  # owners of the memory that the structures point to
         self._cache: KVCache | None = None
@@ -125,26 +126,39 @@ class FusedDecoder:
 
         Raises ``IndexError`` for a token id or a position that the model does not have.
         """
+        view = BatchView.of(batch, cache.block_size)
+        logits = torch.empty(view.num_logits, self.num_logits)
+        self.call(self._kernels.library.specdec_decoder_step, view, view.num_rows, cache, logits)
+        return logits
+
+    def call(
+        self,
+        function: Callable[..., int],
+        argument: ctypes.Structure,
+        num_rows: int,
+        cache: KVCache,
+        logits: torch.Tensor,
+    ) -> None:
+        """Call one of the library's functions of a decoder, on up to ``num_rows`` rows at once.
+
+        Raises ``IndexError`` as ``__call__`` does.
+        """
         if cache is not self._cache:
             self._bind(cache)
-        library = self._kernels.library
-        view = BatchView.of(batch, cache.block_size)
-        needed = library.specdec_decoder_workspace(
-            ctypes.byref(self._decoder), view.num_rows, self._kernels.num_threads
+        needed = self._kernels.library.specdec_decoder_workspace(
+            ctypes.byref(self._decoder), num_rows, self._kernels.num_threads
         )
         if needed > self._workspace.shape[0]:
             self._workspace = torch.empty(needed)
-        logits = torch.empty(view.num_logits, self.num_logits)
-        status = library.specdec_decoder_step(
+        status = function(
             self._kernels.pool,
             ctypes.byref(self._decoder),
-            ctypes.byref(view),
+            ctypes.byref(argument),
             self._workspace.data_ptr(),
             logits.data_ptr(),
         )
         if status != 0:
             raise IndexError(f"a {_STATUS[status]} is out of the model's range")
-        return logits
 
     def _bind(self, cache: KVCache) -> None:
         for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):

@@ -102,6 +102,11 @@ class ModelRunner:
         with torch.inference_mode():
             return self._step_model(batch, self._cache)
 
+    @property
+    def fused(self) -> tuple[FusedDecoder, KVCache] | None:
+        """The decoder that runs all passes and the cache that it runs them over, where it is a fused one."""
+        return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks ``(source, destination)`` in all layers."""
         self._cache.copy_blocks(pairs)

@@ -193,5 +193,6 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "specdec_linear": (None, (_POINTER, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _POINTER)),
     "specdec_decoder_workspace": (_INT64, (_POINTER, _INT64, ctypes.c_int)),
     "specdec_decoder_step": (ctypes.c_int, (_POINTER,) * 5),
+    "specdec_decoder_ahead": (ctypes.c_int, (_POINTER,) * 5),
     "specdec_attention": (None, (_POINTER,) * 10),
 }

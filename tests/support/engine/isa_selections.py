@@ -15,7 +15,10 @@ from specdec.engine.native.variants import ISA_VARIABLE, cpu_features, missing_f
 
 _FOLDER = "tests/unit/engine"
 _TORCH_TESTS = [f"{_FOLDER}/test_{name}.py" for name in ("torch_kernels", "row_invariance", "model_runner")]
-_ALL_TESTS = [*_TORCH_TESTS, *(f"{_FOLDER}/test_{name}.py" for name in ("native_kernels", "kernel_build", "noise"))]
+_ALL_TESTS = [
+    *_TORCH_TESTS,
+    *(f"{_FOLDER}/test_{name}.py" for name in ("native_kernels", "kernel_build", "noise", "drawing")),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,12 @@
 """A scheduled step as tensors."""
 
 from array import array
+from dataclasses import fields
 
+import pytest
 import torch
 
+from specdec.engine import batch as batch_module
 from specdec.engine.batch import build_batch
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.sequence import Sequence
@@ -105,3 +108,35 @@ def test_tables_of_different_lengths_are_padded() -> None:
     batch, _ = build_batch(step, BLOCK_SIZE, torch.device("cpu"))
     assert batch.block_tables.tolist() == [[5, 6, 7], [1, 0, 0]]
     assert batch.block_tables.is_contiguous()
+
+
+@pytest.mark.parametrize("num_seqs", [1, 2, 7])
+def test_a_step_of_single_tokens_is_laid_out_like_any_other(num_seqs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [1, 4, 5, 30, 8, 17, 2][:num_seqs]
+    seqs = [sequence(length, list(range(i, i + 1 + length // BLOCK_SIZE))) for i, length in enumerate(lengths)]
+    step = ScheduledStep([item(seq, length - 1, 1) for seq, length in zip(seqs, lengths, strict=True)])
+    batch, rows = build_batch(step, BLOCK_SIZE, "cpu")
+    monkeypatch.setattr(batch_module, "_are_single", lambda items: False)
+    expected, expected_rows = build_batch(step, BLOCK_SIZE, "cpu")
+    check_batch(batch)
+    assert rows == expected_rows
+    for field in fields(batch):
+        ours, theirs = getattr(batch, field.name), getattr(expected, field.name)
+        if isinstance(ours, torch.Tensor):
+            assert ours.is_contiguous()
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours, theirs), field.name
+        else:
+            assert ours == theirs
+
+
+@pytest.mark.parametrize("change", ["chunk", "not its last", "no logits", "nodes"])
+def test_what_has_no_row_of_logits_per_token_is_not_a_step_of_single_tokens(change: str) -> None:
+    seq = sequence(6, [1, 2, 3], TokenTree([50]))
+    seq.wants_logits = change != "no logits"
+    other = {"chunk": item(seq, 4, 2), "not its last": item(seq, 4, 1), "nodes": item(seq, 5, 1, 1)}
+    step = ScheduledStep([item(sequence(5, [7, 8]), 4, 1), other.get(change, item(seq, 5, 1))])
+    batch, rows = build_batch(step, BLOCK_SIZE, "cpu")
+    check_batch(batch)
+    num_logits = {"nodes": 2, "chunk": 1}.get(change, 0)
+    assert [each.num_rows for each in rows] == [1, num_logits]

@@ -2,6 +2,7 @@
 
 import tempfile
 from array import array
+from dataclasses import replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -158,6 +159,78 @@ class KVMachine(RuleBasedStateMachine):
     @rule(pick=picks)
     def preempt(self, pick: int) -> None:
         self.engine.scheduler.preempt(self.pick(pick))
+
+    @rule(pick=picks, new=tokens)
+    def draw_ahead(self, pick: int, new: list[int]) -> None:
+        """Compute tokens that nobody has appended."""
+        seq = self.pick(pick)
+        if seq.num_pending_tokens:
+            return
+        num_tokens = len(seq.token_ids)
+        num_slots = self.engine.ahead.reserve(seq, min(len(new), MAX_MODEL_LEN - num_tokens))
+        if num_slots:
+            drawn = new[:num_slots]
+            longer = replace(seq, token_ids=[*seq.token_ids, *drawn])
+            step = ScheduledStep([ScheduledItem(longer, num_tokens, num_slots, 0, completes=True)])
+            logits = self.runner.forward(build_batch(step, BLOCK_SIZE, "cpu")[0])
+            assert torch.equal(logits[-1], self.fresh_logits(longer.token_ids))
+            self.engine.ahead.hold(seq, drawn)
+
+    @rule(pick=picks, num_tokens=st.integers(1, 3))
+    def append_what_was_drawn(self, pick: int, num_tokens: int) -> None:
+        seq = self.pick(pick)
+        self.engine.append(seq, seq.ahead_token_ids[seq.num_pending_tokens :][:num_tokens])
+
+    @rule(pick=picks)
+    def take(self, pick: int) -> None:
+        """Whatever was done to the sequence since, what it has pending is what was drawn, or is not known."""
+        seq = self.pick(pick)
+        if self.engine.ahead.is_known(seq):
+            self.engine.ahead.take(seq)
+            assert not seq.num_pending_tokens
+
+    @rule(
+        pick=picks,
+        new=tokens,
+        num_tokens=st.integers(1, 3),
+        change=st.sampled_from(["nothing", "fork", "preempt", "evict", "release", "another token", "shorter", "step"]),
+        token_id=st.integers(0, 2),
+    )
+    def draft_on(self, pick: int, new: list[int], num_tokens: int, change: str, token_id: int) -> None:
+        """What a draft does, with something in between: draw, append, take."""
+        self.step([], False)
+        seq = self.pick(pick)
+        self.draw_ahead(pick, new)
+        if not seq.ahead_token_ids:
+            return
+        self.append_what_was_drawn(pick, num_tokens)
+        match change:
+            case "fork" if len(self.seqs) < 8:
+                self.seqs.append(self.engine.fork(seq))
+                self.engine.append(self.seqs[-1], [token_id] * (len(seq.token_ids) < MAX_MODEL_LEN))
+            case "preempt":
+                self.engine.scheduler.preempt(seq)
+            case "evict":
+                evict_all(self.engine.block_pool)
+            case "release":
+                self.engine.ahead.release()
+            case "another token" if len(seq.token_ids) < MAX_MODEL_LEN:
+                self.engine.append(seq, [token_id])
+            case "shorter":
+                self.engine.rollback(seq, max(seq.num_final_tokens, len(seq.token_ids) - num_tokens - token_id))
+            case "step":
+                self.engine.step()
+        self.take(pick)
+        if change == "fork":
+            self.take(-1)
+        if not seq.num_pending_tokens and len(seq.token_ids) < MAX_MODEL_LEN:
+            self.engine.append(seq, [token_id])
+            self.take(pick)
+
+    @rule()
+    def release(self) -> None:
+        self.engine.ahead.release()
+        assert not any(seq.ahead_token_ids for seq in self.seqs)
 
     @rule()
     def evict(self) -> None:

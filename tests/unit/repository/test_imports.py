@@ -36,11 +36,11 @@ FLOORS = {
         block_pool tree
         sequence
         outputs scheduler
-        batch
+        ahead batch
         attention parallel runner
         engine native
         model sampling
-        leading_runner
+        drawing leading_runner
     """,
     "specdec.worker": """
         clamping engine_gauges errors rank_child trace
@@ -108,6 +108,7 @@ FLOORS = {
     "draft_service": """
         growth metrics servicer session
         __main__ branches commits guess opening proposals trace
+        ahead
         drafter
         worker
     """,

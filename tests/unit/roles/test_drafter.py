@@ -260,7 +260,7 @@ def test_a_session_that_wants_no_drafts_gets_none(client: WorkerClient) -> None:
 
 
 def test_an_orphan_drafts_nothing_and_attaching_brings_its_chain_again(client: WorkerClient) -> None:
-    drafting(client, turns=3)
+    drafting(client, turns=1)
     client.frame(FrameKind.STREAM_CLOSED)
     client.turn(10)
     assert len(chain_of(client)) < MAX_AHEAD

@@ -1,0 +1,161 @@
+"""Several guesses per head in one native call, where these are what as many steps would have guessed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from draft_service.branches import Branches
+from draft_service.growth import GrowthPolicy
+from draft_service.guess import Place, guess_of
+from draft_service.session import DraftSession, Guess, Head
+from specdec.engine.drawing import DrawingDecoder, DrawRow, DrawRule
+from specdec.engine.engine import Engine
+
+MOST_ROUNDS = 4
+_MOST_CALL_S = 1e-3
+"""Commits wait for the end of a call: it computes only as many rounds as fit."""
+_FORGETTING = 0.9
+"""A round too long for two of them counts for this much less at the next chance, so that it is tried again."""
+
+Round = list[tuple[Place, Guess | None]]
+
+
+class Ahead:
+    """Draws the next tokens of all heads of a step, and computes all of them but the last.
+
+    What it draws is hung in the trees round by round, as long as the heads that would step next are among those it drew
+    for. So trees are those that single steps would have grown, token for token and in the same order.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        branches: Branches,
+        drawing: DrawingDecoder | None,
+        num_siblings: int,
+        max_model_len: int,
+    ) -> None:
+        self.most_rounds = MOST_ROUNDS
+        self.drawing = drawing
+        self._engine = engine
+        self._branches = branches
+        self._num_siblings = num_siblings
+        self._max_model_len = max_model_len
+        self._round_s: dict[int, float] = {}
+        """What a round took, by the number of bits of its number of rows."""
+
+    def draw(
+        self,
+        places: Sequence[Place],
+        rows: Sequence[int],
+        logits: torch.Tensor,
+        growth: GrowthPolicy,
+        num_branches: int,
+    ) -> list[Round] | None:
+        """Guesses for all places, and in the rounds after the first for those of them that may go on.
+
+        While another sequence waits for a step there is one round. None if some place's guess is more than a draw
+        (logits that are adjusted first, a draft for rejection sampling), or where nothing draws.
+
+        Args:
+            places: heads whose tokens are all computed.
+            rows: of each, the row of `logits` that follows its last token.
+            logits: of the step that has computed it.
+            growth: how far trees grow.
+            num_branches: how many heads each session may have besides its main one.
+        """
+        if self.drawing is None:
+            return None
+        most_rounds = 1 if self._branches.any_ready() else self._num_rounds(len(places))
+        wanted: list[DrawRow] = []
+        for (session, head), row in zip(places, rows, strict=True):
+            if session.rule is None:
+                return None
+            num_rounds = min(most_rounds, self._useful_rounds(session, head, growth))
+            wanted.append(self._row(session, session.rule, head, row, num_rounds, growth, num_branches))
+        started_s = time.monotonic()
+        drawn = self.drawing.draw(wanted, logits, 1 + max(1, self._num_siblings))
+        num_rounds = max(map(len, drawn))
+        if num_rounds > 1:
+            self._timed(len(places), (time.monotonic() - started_s) / (num_rounds - 1))
+        rounds: list[Round] = [[] for _ in range(num_rounds)]
+        for place, draws in zip(places, drawn, strict=True):
+            if len(draws) > 1:
+                self._engine.ahead.hold(place[1].seq, [token_ids[0] for token_ids, _ in draws[:-1]])
+            for guesses, (token_ids, scores) in zip(rounds, draws, strict=False):
+                guesses.append((place, guess_of(token_ids, scores, self._num_siblings)))
+        return rounds
+
+    def due(self, rounds: list[Round]) -> Iterator[Round]:
+        """The first round, then of each other one the guesses of those that would step next, if it has all of these.
+
+        Asked for a round, what was pending before it is taken for computed. At the end what is left is forgotten.
+        """
+        slots = self._engine.ahead
+        yield rounds[0]
+        for guesses in rounds[1:]:
+            ready = {id(head): head for head in self._branches.ready_heads()}
+            of_ready = [each for each in guesses if id(each[0][1]) in ready]
+            if not ready or len(of_ready) < len(ready) or not all(slots.is_known(head.seq) for head in ready.values()):
+                break
+            for head in ready.values():
+                slots.take(head.seq)
+            yield of_ready
+        slots.release()
+
+    def _row(
+        self,
+        session: DraftSession,
+        rule: DrawRule,
+        head: Head,
+        row: int,
+        num_rounds: int,
+        growth: GrowthPolicy,
+        num_branches: int,
+    ) -> DrawRow:
+        if num_rounds > 1:
+            num_rounds = 1 + self._engine.ahead.reserve(head.seq, num_rounds - 1)
+        may_fork = self._num_siblings > 0 and len(session.heads) - 1 < num_branches
+        return DrawRow(
+            rule=rule,
+            logits_row=row,
+            position=len(head.seq.token_ids),
+            num_rounds=num_rounds,
+            block_ids=head.seq.block_ids,
+            path_score=session.path_score(head.node),
+            least_path_score=growth.min_path_score,
+            least_fork_score=growth.min_branch_score if may_fork else math.inf,
+            ends_all=head is not session.heads[0],
+        )
+
+    def _useful_rounds(self, session: DraftSession, head: Head, growth: GrowthPolicy) -> int:
+        """How many tokens could follow a head's, whatever they are; 1 at least."""
+        num_tokens = len(head.seq.token_ids)
+        limits = (
+            growth.max_depth(session.target_credit) - session.tree.depth(head.node),
+            growth.node_limit - len(session.tree),
+            session.body.num_prompt_tokens + session.params.max_tokens - num_tokens,
+            self._max_model_len + 1 - num_tokens,
+        )
+        return max(1, min(limits))
+
+    def _num_rounds(self, num_rows: int) -> int:
+        """How many rounds fit into a call; two where it is not known what one takes."""
+        bucket = num_rows.bit_length()
+        round_s = self._round_s.get(bucket)
+        if round_s is None:
+            return min(2, self.most_rounds)
+        num_rounds = max(1, min(self.most_rounds, int(_MOST_CALL_S / round_s)))
+        if num_rounds == 1:
+            self._round_s[bucket] = round_s * _FORGETTING
+        return num_rounds
+
+    def _timed(self, num_rows: int, round_s: float) -> None:
+        """Remember what a round took: less at once, more bit by bit, as others may have had the processor."""
+        bucket = num_rows.bit_length()
+        known_s = self._round_s.get(bucket, round_s)
+        self._round_s[bucket] = min(round_s, known_s + (round_s - known_s) / 8)

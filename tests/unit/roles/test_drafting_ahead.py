@@ -1,0 +1,285 @@
+"""A draft that guesses several tokens per native call grows the trees that it grows token by token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from draft_service.growth import GrowthPolicy
+from draft_service.session import DraftSession
+from specdec.engine.errors import KVInvariantError
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import draft_pb2
+from tests.support.engine.exact_runner import assert_blocks_add_up, evict_all
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.worker_client import WorkerClient
+
+MAX_AHEAD = 9
+examples = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+
+Snapshot = dict[str, Any]
+
+plain: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 20, "min_p": 0.02},
+]
+others: list[dict[str, Any]] = [
+    {"temperature": 1.0, "repetition_penalty": 1.3},
+    {"temperature": 1.0, "logit_bias": {278: 2.0}},
+    {"temperature": 1.0, "verify_mode": pb.VERIFY_MODE_REJECTION, "body": {"max_draft_tokens": 4}},
+    {"temperature": 1.0, "body": {"max_draft_tokens": 0}},
+]
+
+
+@pytest.fixture(autouse=True)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How many rounds a call has does not depend on the clock."""
+    monkeypatch.setattr("draft_service.ahead._MOST_CALL_S", 3600.0)
+
+
+@pytest.fixture(scope="module")
+def pair() -> LocalPair:
+    return needs_kernels(LocalPair(draft_options={"max_ahead_tokens": MAX_AHEAD}))
+
+
+@pytest.fixture(scope="module")
+def tight_pair() -> LocalPair:
+    """Blocks for two sessions at most, and rows for less than a prompt."""
+    tight = {"num_blocks": 8, "max_batch_tokens": 20, "max_batch_seqs": 3, "max_ahead_tokens": MAX_AHEAD}
+    return needs_kernels(LocalPair(draft_options=tight))
+
+
+@pytest.fixture(scope="module")
+def short_pair() -> LocalPair:
+    """A context that ends soon."""
+    return needs_kernels(LocalPair(draft_options={"max_model_len": 40, "max_ahead_tokens": MAX_AHEAD}))
+
+
+def needs_kernels(pair: LocalPair) -> LocalPair:
+    if pair.draft_built.drawing is None:
+        pytest.skip("no native kernels")
+    return pair
+
+
+def client_of(pair: LocalPair, *, is_ahead: bool, max_heads: int, **policy: float) -> WorkerClient:
+    """A draft at which nothing is open; `is_ahead`: it draws several tokens per call."""
+    client = WorkerClient(pair, "draft")
+    evict_all(client.engine.block_pool)
+    pair.drafter._growth = GrowthPolicy(MAX_AHEAD, 64, max_heads, **policy)  # type: ignore[arg-type]
+    if not is_ahead:
+        pair.drafter._ahead.drawing = None
+    client.attach()
+    return client
+
+
+def settle(client: WorkerClient) -> dict[str, Snapshot]:
+    """Draft to the end; what the sessions have come to."""
+    for _ in range(400):
+        client.turn()
+        assert_blocks_add_up(client.engine)
+        if client.role.wait_s(0.0) is None:
+            return {session.session_id: snapshot(client, session) for session in client.host.sessions}
+    raise AssertionError("drafting does not come to an end")
+
+
+def snapshot(client: WorkerClient, session: DraftSession) -> Snapshot:
+    sent = client.take("proposal", session.session_id)
+    last = pb.Proposal.FromString(sent[-1]) if sent else pb.Proposal()
+    return {
+        "committed": session.num_committed,
+        "tokens": list(session.tree.token_ids),
+        "parents": list(session.tree.parents),
+        "scores": [note.score for note in session.notes],
+        "ends": [note.is_end for note in session.notes],
+        "heads": [(list(head.seq.token_ids), head.node, head.is_over) for head in session.heads],
+        "sent": (list(last.token_ids), list(last.parents), last.scores, last.path_length, last.start_position),
+    }
+
+
+def commit_of(session: DraftSession, rng: random.Random) -> pb.Commit:
+    """What a target might commit: a part of some path, with or without another token after it."""
+    tree = session.tree
+    node = rng.randrange(-1, len(tree)) if len(tree) else -1
+    tokens = [tree.token_ids[each] for each in tree.path(node)]
+    if not tokens or rng.random() < 0.6:
+        tokens.append(rng.choice((rng.randrange(4096), 278, 13)))
+    if rng.random() < 0.1:
+        tokens += [rng.randrange(4096) for _ in range(5)]
+    return pb.Commit(start_position=session.num_committed, token_ids=tokens)
+
+
+def play(client: WorkerClient, seed: int, choices: list[dict[str, Any]]) -> list[dict[str, Snapshot]]:
+    """Open, commit, change the credit, open again and close, as the seed says; what it came to after each."""
+    rng = random.Random(seed)
+    opened: dict[str, int] = {}
+    log = []
+    for _ in range(14):
+        for name in rng.sample("abcd", rng.randrange(1, 4)):
+            session = client.session(name)
+            chance = rng.random()
+            if session is None or chance < 0.08:
+                sampling = dict(rng.choice(choices))
+                sampling.setdefault("stop_token_ids", rng.choice(((), (13, 199, 220, 278))))
+                sampling["max_tokens"] = rng.choice((6, 30, 200))
+                prompt = prompts()[rng.randrange(4)][: rng.choice((5, 16, 17, 31))]
+                opened[name] = opened.get(name, 0) + 1
+                body = open_session(prompt, seed=rng.randrange(99), **sampling)
+                client.entry(name, epoch=opened[name], open=body)
+            elif chance < 0.14:
+                client.entry(name, epoch=opened[name], close=pb.CloseSession())
+            elif chance < 0.2:
+                report = draft_pb2.DraftRequest(target_load=pb.LoadReport(draft_credit=rng.randrange(1, 6)))
+                client.role.owner_message(session.owner, report)  # type: ignore[attr-defined]
+            else:
+                client.entry(name, epoch=opened[name], commit=commit_of(session, rng))
+        log.append(settle(client))
+    client.end_all()
+    client.check_nothing_held()
+    return log
+
+
+def assert_alike(pair: LocalPair, seed: int, choices: list[dict[str, Any]], max_heads: int, **policy: float) -> None:
+    singly, ahead = (
+        play(client_of(pair, is_ahead=is_ahead, max_heads=max_heads, **policy), seed, choices)
+        for is_ahead in (False, True)
+    )
+    assert ahead == singly
+
+
+@pytest.mark.parametrize("max_heads", [1, 2, 6])
+@given(seed=st.integers(0, 2**32))
+@settings(examples)
+def test_trees_of_plain_sessions_are_alike(pair: LocalPair, seed: int, max_heads: int) -> None:
+    assert_alike(pair, seed, plain, max_heads)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(examples)
+def test_trees_are_alike_when_everything_is_worth_following(pair: LocalPair, seed: int) -> None:
+    assert_alike(pair, seed, plain, 8, min_path_score=0.0, min_branch_score=0.0)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(examples)
+def test_trees_are_alike_beside_sessions_that_are_guessed_one_by_one(pair: LocalPair, seed: int) -> None:
+    assert_alike(pair, seed, plain + others, 3)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(examples)
+def test_trees_are_alike_where_blocks_run_out(tight_pair: LocalPair, seed: int) -> None:
+    assert_alike(tight_pair, seed, plain, 1)
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(examples)
+def test_trees_are_alike_where_contexts_end(short_pair: LocalPair, seed: int) -> None:
+    assert_alike(short_pair, seed, plain, 2)
+
+
+@pytest.fixture
+def drafting(pair: LocalPair) -> Iterator[Callable[..., WorkerClient]]:
+    """A client with an open session."""
+
+    def start(*, is_ahead: bool = True, **sampling: Any) -> WorkerClient:
+        client = client_of(pair, is_ahead=is_ahead, max_heads=1, min_path_score=0.0)
+        body = open_session(prompts()[0][:20], max_tokens=60, ignore_eos=True, **sampling)
+        client.entry("s", open=body)
+        return client
+
+    yield start
+    pair.reset()
+
+
+def num_steps(client: WorkerClient, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Steps until nothing is left to draft."""
+    step, outputs = client.engine.step, []
+    monkeypatch.setattr(client.engine, "step", lambda *args: outputs.append(step(*args)) or outputs[-1])
+    settle(client)
+    monkeypatch.undo()
+    monkeypatch.setattr("draft_service.ahead._MOST_CALL_S", 3600.0)
+    return len([output for output in outputs if output is not None])
+
+
+def test_a_chain_takes_fewer_steps_than_it_has_tokens(
+    drafting: Callable[..., WorkerClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert num_steps(drafting(is_ahead=False), monkeypatch) == MAX_AHEAD
+    client = drafting()
+    client.pair.drafter._ahead._round_s = {1: 1e-9}
+    assert num_steps(client, monkeypatch) == 3, "9 tokens, in calls of 4 rounds"
+
+
+@pytest.mark.parametrize("sampling", others[:2], ids=["penalty", "bias"])
+def test_where_logits_are_adjusted_every_token_takes_a_step(
+    drafting: Callable[..., WorkerClient], monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    assert num_steps(drafting(**sampling), monkeypatch) == MAX_AHEAD
+
+
+def test_rounds_that_take_too_long_are_computed_one_by_one_and_tried_again_later(
+    drafting: Callable[..., WorkerClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = drafting()
+    ahead = client.pair.drafter._ahead
+    ahead._round_s = {1: 3600.0 * 0.6}
+    assert ahead._num_rounds(1) == 1
+    tries = [ahead._num_rounds(1) for _ in range(4)]
+    assert tries == sorted(tries)
+    assert tries[-1] == 2
+
+
+def test_while_another_sequence_waits_for_its_step_there_is_one_round(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = client_of(pair, is_ahead=True, max_heads=1, min_path_score=0.0)
+    for name in "ab":
+        body = open_session(prompts()[0][:20], max_tokens=60, ignore_eos=True)
+        client.entry(name, open=body)
+        client.turn()
+    settle(client)
+    lengths = []
+    for name in "ab":
+        session = client.session(name)
+        session.apart_until = 10_000
+        client.entry(name, commit=pb.Commit(start_position=20, token_ids=[7]))
+    client.turn()
+    for _ in range(4):
+        lengths.append([len(client.session(name).main_path) for name in "ab"])
+        client.turn()
+    assert all(abs(a - b) <= 1 for a, b in lengths), "each has its turn after every token"
+    settle(client)
+    client.end_all()
+
+
+def test_a_call_that_raises_costs_nobody_anything(
+    drafting: Callable[..., WorkerClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = settle(drafting(is_ahead=False))
+    client = drafting()
+
+    def raising(*_: Any) -> Any:
+        raise ValueError("poison")
+
+    monkeypatch.setattr(client.pair.draft_built.drawing, "draw", raising)
+    assert settle(client) == expected
+
+
+def test_a_fault_of_the_engine_itself_ends_it(
+    drafting: Callable[..., WorkerClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = drafting()
+
+    def raising(*_: Any) -> Any:
+        raise KVInvariantError("write")
+
+    monkeypatch.setattr(client.engine.ahead, "reserve", raising)
+    with pytest.raises(KVInvariantError):
+        client.turn(3)
