@@ -51,7 +51,7 @@ class Commits:
         """
         session = decision.candidate.session
         num_stale = session.tree.num_stale
-        pacing.observe_gain(session, decision.walk, started_s + elapsed_s)
+        pacing.observe_gain(session, decision.walk, decision.candidate.num_nodes, started_s + elapsed_s)
         num_wasted = _prune(decision, pacing) + num_stale
         is_suspended = session.max_nodes > 0 and not pacing.may_verify(session)
         if is_suspended:

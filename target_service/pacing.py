@@ -58,11 +58,21 @@ class Pacing:
 
         Stops at a session that waits for nothing: the step is due then, for those after it as well.
         """
+        self.gate.expect(len(ready))
+        if self.gate.is_gating:
+            self._reconsider(ready, now_s)
         for session in ready:
             if session.state is SessionState.DECIDED:
                 session.plan(self._plan_hold_off(session, now_s, len(ready)))
             if _waits_for_nothing(session):
                 return
+
+    def _reconsider(self, ready: Sequence[TargetSession], now_s: float) -> None:
+        for session in ready:
+            if session.gate is not None:
+                self.gate.reconsider(session.gate, now_s)
+                if not self.gate.is_open(session.gate):
+                    session.tree.clear()
 
     def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
         """Time until the next step is due; 0: now; None: nothing to step.
@@ -112,14 +122,15 @@ class Pacing:
         if num_rows <= _MAX_FITTED_ROWS:
             self.step_time.observe(num_rows, elapsed_s)
 
-    def observe_gain(self, session: TargetSession, walk: Walk, now_s: float) -> None:
+    def observe_gain(self, session: TargetSession, walk: Walk, num_nodes: int, now_s: float) -> None:
         """A session got on by a step; its tree is as it was then."""
         if not session.max_nodes:
             return
         if session.gate is None:
             session.gate = self.gate.admit(f"{session.mode.name} {kind_of(session.params.temperature)}", now_s)
         else:
-            self.gate.stepped(session.gate, len(walk.path), len(session.tree) > 0, now_s)
+            has_proposal = len(session.tree) > 0
+            self.gate.stepped(session.gate, len(walk.path), has_proposal, now_s, num_nodes=num_nodes)
         if not self.gate.is_open(session.gate):
             session.misses.num_unanswered, session.misses.episode = _MAX_UNANSWERED, None
 

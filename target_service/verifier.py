@@ -247,6 +247,7 @@ class Verifier:
             held_s=held_s,
             num_committed=[len(decision.walk.token_ids) for decision in decisions],
             gates=gates,
+            num_nodes=sum(decision.candidate.num_nodes for decision in decisions),
             is_decode=is_decode,
             is_plain=not any(decision.candidate.num_nodes for decision in decisions),
             drafts_may_work=any(self.pacing.may_verify(session) for session in self._host.sessions),
@@ -301,6 +302,8 @@ class Verifier:
             turn_s=now_s - began_s,
             now_s=now_s,
             waiting=[session.gate for session in decoding if session.gate is not None],
+            num_nodes=step.num_nodes,
+            row_s=self.pacing.step_time.row_s,
         )
 
     # --- faults

@@ -29,16 +29,16 @@ _ALLOWANCE = 0.012
 """Of all time, what probes and misjudgements may cost."""
 _LEAST_ACCOUNT_S, _ACCOUNT_STEPS = 0.04, 4
 """The account lends, and gives away, at most this long, or as long as so many plain steps."""
-_SAVINGS = 16
+_SAVINGS = 4
 """So many times as much of what speculation has saved is kept for bad times."""
 _GAIN_WEIGHT = 1 / 32
 """Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""
 _POOL_WEIGHT = 1 / 64
 _FIRST_GAIN = 0.5
-_LEAVE, _ENTER = 0.85, 1.05
-"""A session stops below this share of the price, and begins above that."""
-_NEVER_MIND = 0.01
-"""Tokens per step around the price that are no reason to change."""
+_LEAVE, _ENTER = 1.06, 1.15
+"""A session stops when it speeds decoding up by less than the one, and begins when by more than the other. Near 1
+nothing is gained, and what is not measured may be lost: requests that began together end one by one, and the last of
+them decode in small batches."""
 _SETTLED_STEPS = 16
 """After it begins a session's mean is not judged before it has had so many."""
 _BARREN_ODDS = 8.0
@@ -46,6 +46,8 @@ _BARREN_ODDS = 8.0
 _PROBE_STEPS, _BARREN_PROBE = 16, 6
 """A probe is over sooner when so many steps have accepted nothing, or enough for all of them was accepted."""
 _PROBE_INTERVAL_S = 0.4
+_KNOWN_S = 5.0
+"""For so long what a session gained is taken for what it would gain."""
 _CATCH_UP_STEPS, _CATCH_UP_S = 40, 0.1
 """A draft that was told to go on has so many steps, and at least so long, before its silence counts."""
 _REFERENCE_STEPS, _REFERENCE_LEAD = 8, 2
@@ -80,7 +82,7 @@ class GateState:
     """Sessions of one kind are expected to gain alike."""
     phase: Phase
     gain: float
-    """Tokens accepted per step while it speculates: a moving mean."""
+    """Tokens accepted per step while it speculates, less what verifying them cost: a moving mean."""
     since_s: float
     num_steps: int = 0
     """Since the phase began."""
@@ -106,8 +108,8 @@ class SpeculationGate:
     is_gating: bool = True
     """False: everybody speculates, always."""
     costs: StepCosts = field(default_factory=StepCosts)
-    _pools: dict[str, float] = field(default_factory=dict)
-    """Gain by kind."""
+    _pools: dict[str, dict[int, float]] = field(default_factory=dict)
+    """Gain by kind and load: with few sessions a draft gets further ahead, and more of it is verified."""
     _account_s: float = 0.0
     _num_sessions: int = 1
     _reference_left: int = 0
@@ -117,15 +119,26 @@ class SpeculationGate:
     _probes: int = 1
     """How many sessions are probed at once."""
     _price: float = 0.0
+    _node_price: float = 0.0
+    """Tokens of the batch that could be decoded while one more node is verified."""
     _unsettled: int = 0
     """Steps until drafts have noticed what changed."""
 
     def admit(self, kind: str, now_s: float) -> GateState:
         """A session begins to decode: as others of its kind do."""
-        gain = self._pools.get(kind)
+        gain = self._expected(kind)
         if not self.is_gating or gain is None:
             return GateState(kind, Phase.PROBE if self.is_gating else Phase.ON, _FIRST_GAIN, now_s)
         return GateState(kind, Phase.ON if self._pays(gain, _LEAVE, now_s) else Phase.OFF, gain, now_s)
+
+    def expect(self, num_sessions: int) -> None:
+        """The next step is of so many sessions."""
+        self._num_sessions = max(1, num_sessions)
+
+    def reconsider(self, state: GateState, now_s: float) -> None:
+        """Before a session's first step: others may have come since it was admitted."""
+        if state.phase is Phase.ON and not state.num_steps and not self._pays(state.gain, _LEAVE, now_s):
+            state.enter(Phase.OFF, now_s)
 
     def is_open(self, state: GateState | None) -> bool:
         """Whether a session's proposals are verified, and its draft should make them. None: it never speculates."""
@@ -133,8 +146,10 @@ class SpeculationGate:
             return False
         return not self.is_gating or (state.phase is not Phase.OFF and not self._reference_left)
 
-    def stepped(self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float) -> None:
-        """A session got on by a step, in which so many proposed tokens were accepted."""
+    def stepped(
+        self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
+    ) -> None:
+        """A session got on by a step, in which so many of the proposed tokens that it verified were accepted."""
         if not self.is_open(state):
             return
         state.num_steps += 1
@@ -143,14 +158,14 @@ class SpeculationGate:
         state.num_counted += 1
         state.num_barren = 0 if num_accepted else state.num_barren + 1
         weight = _GAIN_WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
-        state.gain += weight * (num_accepted - state.gain)
-        pool = self._pools.get(state.kind, _FIRST_GAIN)
-        self._pools[state.kind] = pool + _POOL_WEIGHT * (num_accepted - pool)
+        gain = num_accepted - num_nodes * self._node_price
+        state.gain += weight * (gain - state.gain)
+        self._learn(state.kind, gain, _POOL_WEIGHT)
         if not self.is_gating:
             return
         if state.phase is Phase.PROBE:
             self._consider_probe(state, now_s)
-        elif state.num_barren * math.log1p(state.gain) > _BARREN_ODDS:
+        elif state.num_barren * math.log1p(max(0.0, state.gain)) > _BARREN_ODDS:
             state.gain = 0.0
             self._suspend(state, now_s)
         elif state.num_counted >= _SETTLED_STEPS and not self._pays(state.gain, _LEAVE, now_s):
@@ -165,6 +180,8 @@ class SpeculationGate:
         turn_s: float,
         now_s: float,
         waiting: Sequence[GateState],
+        num_nodes: int = 0,
+        row_s: float = 0.0,
     ) -> None:
         """A step of decoding is over.
 
@@ -175,18 +192,22 @@ class SpeculationGate:
             turn_s: from the end of the step before, or from when there was something to do again.
             now_s: monotonic.
             waiting: of all sessions that decode; who is suspended among them may be probed.
+            num_nodes: that it verified.
+            row_s: what one of these costs; sessions are charged for their own, and share what is left.
         """
         if not self.is_gating or not states:
             return
-        self._num_sessions = len(states)
+        self.expect(len(states))
         num_speculating = sum(self.is_open(state) for state in states)
         step_s = turn_s * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
         if self._unsettled:
             self._unsettled -= 1
         else:
-            self.costs.observe(len(states), num_speculating / len(states), step_s, now_s)
+            rows_s = min(num_nodes * row_s, step_s / 2)
+            step_s = rows_s + self.costs.observe(len(states), num_speculating / len(states), step_s - rows_s, now_s)
         plain_s = self.costs.plain_s(len(states))
         if plain_s is not None:
+            self._node_price = len(states) * row_s / plain_s
             most_s = max(_LEAST_ACCOUNT_S, _ACCOUNT_STEPS * plain_s)
             if self._account_s < most_s:
                 self._account_s += _ALLOWANCE * step_s
@@ -211,11 +232,22 @@ class SpeculationGate:
         """Tokens per step that a session must gain, as last asked for."""
         return self._price
 
-    def _pays(self, gain: float, share: float, now_s: float) -> bool:
-        """Whether so many accepted tokens per step are worth what they cost at the present load."""
+    def _pays(self, gain: float, speed_up: float, now_s: float) -> bool:
+        """Whether so many accepted tokens per step, at what they cost at the present load, are so much faster."""
         price = self._price = self.costs.price(self._num_sessions, now_s)
-        slack = _NEVER_MIND if share > 1 else -_NEVER_MIND
-        return gain >= share * price + slack
+        return 1 + gain >= speed_up * (1 + price)
+
+    def _expected(self, kind: str) -> float | None:
+        """What a session of a kind gains at about this load; None: nothing is known of the kind."""
+        bands, wanted = self._pools.get(kind), band_of(self._num_sessions)
+        if not bands:
+            return None
+        return bands[min(bands, key=lambda band: (abs(band - wanted), -band))]
+
+    def _learn(self, kind: str, gain: float, weight: float) -> None:
+        expected = self._expected(kind)
+        known = _FIRST_GAIN if expected is None else expected
+        self._pools.setdefault(kind, {})[band_of(self._num_sessions)] = known + weight * (gain - known)
 
     def _is_overdue(self, state: GateState, now_s: float) -> bool:
         return state.num_steps >= _CATCH_UP_STEPS and now_s - state.since_s >= _CATCH_UP_S
@@ -227,7 +259,8 @@ class SpeculationGate:
         if is_good:
             state.enter(Phase.ON, now_s)
             state.num_counted = 1  # its draft is under way
-            self._pools[state.kind] = max(state.gain, self._pools.get(state.kind, 0.0))
+            if state.gain > (self._expected(state.kind) or 0.0):
+                self._learn(state.kind, state.gain, 1 / 2)  # it may have been lucky
             self._probes *= 2
             self._probe_due_s = now_s
         else:
@@ -264,7 +297,13 @@ class SpeculationGate:
                 state.restart()
 
     def _consider_probes(self, states: Sequence[GateState], now_s: float) -> None:
-        if now_s < self._probe_due_s or self._account_s < 0 or self._reference_left:
+        if self._account_s < 0 or self._reference_left:
+            return
+        for state in states:  # a load that has fallen makes worth it what was not
+            is_known = state.phase is Phase.OFF and state.gain > 0 and now_s - state.since_s < _KNOWN_S
+            if is_known and self._pays(state.gain, _ENTER, now_s):
+                state.enter(Phase.PROBE, now_s)
+        if now_s < self._probe_due_s:
             return
         num_left = self._probes - sum(state.phase is Phase.PROBE for state in states)
         if num_left <= 0:

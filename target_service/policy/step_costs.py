@@ -16,7 +16,7 @@ _WEIGHT = 0.05
 _MOST_SURPRISE = 4.0
 """A step that stalled counts as at most so many times the mean."""
 _NUM_SHARES = 3
-_MEMORY_S = 2.0
+_MEMORY_S = 5.0
 """What a share cost so long ago counts a third of what it costs now: drafts and machines change."""
 _PRIOR_PRICE, _PRIOR_WEIGHT = 0.05, 0.01
 _LEAST_STEPS = 3
@@ -29,13 +29,15 @@ class _Mean:
     num_steps: int = 0
     seen_s: float = -math.inf
 
-    def observe(self, value: float, now_s: float) -> None:
+    def observe(self, value: float, now_s: float) -> float:
+        """Returns what was believed of it."""
         self.num_steps += 1
         if self.num_steps == 1:
             self.value = value
-        weight = max(_WEIGHT, 1 / self.num_steps)
-        self.value += weight * (min(value, _MOST_SURPRISE * self.value) - self.value)
+        believed = min(value, _MOST_SURPRISE * self.value)
+        self.value += max(_WEIGHT, 1 / self.num_steps) * (believed - self.value)
         self.seen_s = now_s
+        return believed
 
 
 @dataclass(slots=True)
@@ -55,15 +57,17 @@ class StepCosts:
     def __init__(self) -> None:
         self._bands: dict[int, _Band] = {}
 
-    def observe(self, num_sessions: int, share: float, step_s: float, now_s: float) -> None:
-        """A step of so many sessions, of which a share speculated, took `step_s` from the end of the one before."""
+    def observe(self, num_sessions: int, share: float, step_s: float, now_s: float) -> float:
+        """A step of so many sessions, of which a share speculated, took `step_s` from the end of the one before.
+
+        Returns what is believed of that: a machine that stood still says nothing of speculation.
+        """
         band = self._bands.setdefault(band_of(num_sessions), _Band())
         if share <= 0:
-            band.plain_s.observe(step_s, now_s)
-            return
+            return band.plain_s.observe(step_s, now_s)
         third = min(_NUM_SHARES - 1, int(share * _NUM_SHARES))
         band.shares[third].observe(share, now_s)
-        band.times_s[third].observe(step_s, now_s)
+        return band.times_s[third].observe(step_s, now_s)
 
     def plain_s(self, num_sessions: int) -> float | None:
         """A step of so many sessions of which none speculates; None: not measured."""

@@ -27,6 +27,8 @@ class StepRecord:
     """The longest hold-off of the sessions that it decided for."""
     num_committed: list[int]
     """Tokens, by session that it decided for."""
+    num_nodes: int
+    """Verified, of all sessions."""
     gates: list[GateState | None]
     """Where these sessions stand with the gate."""
     is_decode: bool

@@ -31,7 +31,9 @@ class Erratic(SpeculationGate):
     def is_open(self, state: GateState | None) -> bool:
         return state is not None and self._is_open.get(id(state), True)
 
-    def stepped(self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float) -> None:
+    def stepped(
+        self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
+    ) -> None:
         if self._random.random() < 0.3:
             self._is_open[id(state)] = self._random.random() < 0.5
 
@@ -46,7 +48,9 @@ class Spiteful(SpeculationGate):
     def is_open(self, state: GateState | None) -> bool:
         return state is not None and id(state) not in self._closed
 
-    def stepped(self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float) -> None:
+    def stepped(
+        self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
+    ) -> None:
         if num_accepted:
             self._closed.add(id(state))
         else:
