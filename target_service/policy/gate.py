@@ -84,6 +84,8 @@ class GateState:
     gain: float
     """Tokens accepted per step while it speculates, less what verifying them cost: a moving mean."""
     since_s: float
+    is_measured: bool = False
+    """Its gain is its own, not what others of its kind gained."""
     num_steps: int = 0
     """Since the phase began."""
     num_counted: int = 0
@@ -137,7 +139,11 @@ class SpeculationGate:
 
     def reconsider(self, state: GateState, now_s: float) -> None:
         """Before a session's first step: others may have come since it was admitted."""
-        if state.phase is Phase.ON and not state.num_steps and not self._pays(state.gain, _LEAVE, now_s):
+        if state.phase is not Phase.ON or state.num_steps:
+            return
+        if not state.is_measured:
+            state.gain = self._expected(state.kind) or state.gain
+        if not self._pays(state.gain, _LEAVE, now_s):
             state.enter(Phase.OFF, now_s)
 
     def is_open(self, state: GateState | None) -> bool:
@@ -156,6 +162,7 @@ class SpeculationGate:
         if not state.num_counted and not has_proposal and not self._is_overdue(state, now_s):
             return
         state.num_counted += 1
+        state.is_measured = True
         state.num_barren = 0 if num_accepted else state.num_barren + 1
         weight = _GAIN_WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
         gain = num_accepted - num_nodes * self._node_price
