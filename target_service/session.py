@@ -11,7 +11,7 @@ from specdec.engine.sequence import Sequence
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import EngineSession
-from target_service.policy.gate import GateState
+from target_service.policy.gate_state import GateState
 from target_service.policy.hold_off import HoldOff, MissRecord
 from target_service.policy.urgency import urgency
 from target_service.prompt_logprobs import PromptLogprobs

@@ -22,7 +22,7 @@ from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
 from target_service.opening import new_session
 from target_service.pacing import Pacing
-from target_service.policy.gate import Phase
+from target_service.policy.gate_state import Phase
 from target_service.policy.payoff import PayoffMeter
 from target_service.proposal_intake import ProposalIntake
 from target_service.records.metrics import TargetRecorder

@@ -18,11 +18,11 @@ accepted, and times.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from target_service.policy.gate_state import FIRST_GAIN, Gains, GateState, Phase
 from target_service.policy.step_costs import StepCosts, band_of
 
 _ALLOWANCE = 0.012
@@ -34,7 +34,6 @@ _SAVINGS = 4
 _GAIN_WEIGHT = 1 / 32
 """Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""
 _POOL_WEIGHT = 1 / 64
-_FIRST_GAIN = 0.5
 _LEAVE, _ENTER = 1.06, 1.15
 """A session stops when it speeds decoding up by less than the one, and begins when by more than the other. Near 1
 nothing is gained, and what is not measured may be lost: requests that began together end one by one, and the last of
@@ -63,46 +62,6 @@ _MOST_STEPS_COUNTED = 4.0
 """Sessions that were left out of a step make it count at most so many times: they may wait for their clients."""
 
 
-class Phase(enum.Enum):
-    """Where a session stands with the gate."""
-
-    ON = enum.auto()
-    """It speculates."""
-    PROBE = enum.auto()
-    """It speculates to find out what that brings."""
-    OFF = enum.auto()
-    """Its draft is suspended."""
-
-
-@dataclass(slots=True)
-class GateState:
-    """One session's."""
-
-    kind: str
-    """Sessions of one kind are expected to gain alike."""
-    phase: Phase
-    gain: float
-    """Tokens accepted per step while it speculates, less what verifying them cost: a moving mean."""
-    since_s: float
-    is_measured: bool = False
-    """Its gain is its own, not what others of its kind gained."""
-    num_steps: int = 0
-    """Since the phase began."""
-    num_counted: int = 0
-    """Of these, since there was a proposal."""
-    num_barren: int = 0
-    """Of these, since a token was accepted."""
-
-    def enter(self, phase: Phase, now_s: float) -> None:
-        """Begin a phase."""
-        self.phase, self.since_s = phase, now_s
-        self.restart()
-
-    def restart(self) -> None:
-        """Its draft begins where it was told to stop: what goes on until it proposes is not counted."""
-        self.num_steps = self.num_counted = self.num_barren = 0
-
-
 @dataclass(slots=True)
 class SpeculationGate:
     """Decides for all sessions of a target. Cost: constant per session and step."""
@@ -110,8 +69,7 @@ class SpeculationGate:
     is_gating: bool = True
     """False: everybody speculates, always."""
     costs: StepCosts = field(default_factory=StepCosts)
-    _pools: dict[str, dict[int, float]] = field(default_factory=dict)
-    """Gain by kind and load: with few sessions a draft gets further ahead, and more of it is verified."""
+    _gains: Gains = field(default_factory=Gains)
     _account_s: float = 0.0
     _num_sessions: int = 1
     _reference_left: int = 0
@@ -128,9 +86,9 @@ class SpeculationGate:
 
     def admit(self, kind: str, now_s: float) -> GateState:
         """A session begins to decode: as others of its kind do."""
-        gain = self._expected(kind)
+        gain = self._gains.expected(kind, self._num_sessions)
         if not self.is_gating or gain is None:
-            return GateState(kind, Phase.PROBE if self.is_gating else Phase.ON, _FIRST_GAIN, now_s)
+            return GateState(kind, Phase.PROBE if self.is_gating else Phase.ON, FIRST_GAIN, now_s)
         return GateState(kind, Phase.ON if self._pays(gain, _LEAVE, now_s) else Phase.OFF, gain, now_s)
 
     def expect(self, num_sessions: int) -> None:
@@ -142,7 +100,7 @@ class SpeculationGate:
         if state.phase is not Phase.ON or state.num_steps:
             return
         if not state.is_measured:
-            state.gain = self._expected(state.kind) or state.gain
+            state.gain = self._gains.expected(state.kind, self._num_sessions) or state.gain
         if not self._pays(state.gain, _LEAVE, now_s):
             state.enter(Phase.OFF, now_s)
 
@@ -167,7 +125,7 @@ class SpeculationGate:
         weight = _GAIN_WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
         gain = num_accepted - num_nodes * self._node_price
         state.gain += weight * (gain - state.gain)
-        self._learn(state.kind, gain, _POOL_WEIGHT)
+        self._gains.learn(state.kind, self._num_sessions, gain, _POOL_WEIGHT)
         if not self.is_gating:
             return
         if state.phase is Phase.PROBE:
@@ -244,18 +202,6 @@ class SpeculationGate:
         price = self._price = self.costs.price(self._num_sessions, now_s)
         return 1 + gain >= speed_up * (1 + price)
 
-    def _expected(self, kind: str) -> float | None:
-        """What a session of a kind gains at about this load; None: nothing is known of the kind."""
-        bands, wanted = self._pools.get(kind), band_of(self._num_sessions)
-        if not bands:
-            return None
-        return bands[min(bands, key=lambda band: (abs(band - wanted), -band))]
-
-    def _learn(self, kind: str, gain: float, weight: float) -> None:
-        expected = self._expected(kind)
-        known = _FIRST_GAIN if expected is None else expected
-        self._pools.setdefault(kind, {})[band_of(self._num_sessions)] = known + weight * (gain - known)
-
     def _is_overdue(self, state: GateState, now_s: float) -> bool:
         return state.num_steps >= _CATCH_UP_STEPS and now_s - state.since_s >= _CATCH_UP_S
 
@@ -266,8 +212,8 @@ class SpeculationGate:
         if is_good:
             state.enter(Phase.ON, now_s)
             state.num_counted = 1  # its draft is under way
-            if state.gain > (self._expected(state.kind) or 0.0):
-                self._learn(state.kind, state.gain, 1 / 2)  # it may have been lucky
+            if state.gain > (self._gains.expected(state.kind, self._num_sessions) or 0.0):
+                self._gains.learn(state.kind, self._num_sessions, state.gain, 1 / 2)  # it may have been lucky
             self._probes *= 2
             self._probe_due_s = now_s
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from specdec.engine.outputs import StepOutput
-from target_service.policy.gate import GateState
+from target_service.policy.gate_state import GateState
 from target_service.session import TargetSession
 
 

@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from target_service.policy.gate import GateState, SpeculationGate
+from target_service.policy.gate import SpeculationGate
+from target_service.policy.gate_state import GateState
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from target_service.policy.gate import Phase, SpeculationGate
+from target_service.policy.gate import SpeculationGate
+from target_service.policy.gate_state import Phase
 from target_service.policy.step_costs import StepCosts, band_of
 from tests.support.engine.gated_world import Weather, World
 

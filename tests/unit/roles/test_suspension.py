@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.v1 import common_pb2 as pb
-from target_service.policy.gate import GateState, SpeculationGate
+from target_service.policy.gate import SpeculationGate
+from target_service.policy.gate_state import GateState
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.rejection import REJECTION, check_distribution
 from tests.support.engine.worker_client import WorkerClient
