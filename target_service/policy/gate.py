@@ -79,6 +79,8 @@ class SpeculationGate:
     _probes: int = 1
     """How many sessions are probed at once."""
     _price: float = 0.0
+    _priced_for: int = 0
+    """Sessions that the price is of; 0: steps were observed since."""
     _node_price: float = 0.0
     """Tokens of the batch that could be decoded while one more node is verified."""
     _unsettled: int = 0
@@ -163,6 +165,7 @@ class SpeculationGate:
         if not self.is_gating or not states:
             return
         self.expect(len(states))
+        self._priced_for = 0
         num_speculating = sum(self.is_open(state) for state in states)
         step_s = turn_s * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
         if self._unsettled:
@@ -199,8 +202,9 @@ class SpeculationGate:
 
     def _pays(self, gain: float, speed_up: float, now_s: float) -> bool:
         """Whether so many accepted tokens per step, at what they cost at the present load, are so much faster."""
-        price = self._price = self.costs.price(self._num_sessions, now_s)
-        return 1 + gain >= speed_up * (1 + price)
+        if self._priced_for != self._num_sessions:
+            self._price, self._priced_for = self.costs.price(self._num_sessions, now_s), self._num_sessions
+        return 1 + gain >= speed_up * (1 + self._price)
 
     def _is_overdue(self, state: GateState, now_s: float) -> bool:
         return state.num_steps >= _CATCH_UP_STEPS and now_s - state.since_s >= _CATCH_UP_S
