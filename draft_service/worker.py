@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
-from draft_service.drafter import Drafter
-from draft_service.metrics import DraftRecorder
 from specdec.config import DraftSettings
+from specdec.drafting.drafter import Drafter
+from specdec.drafting.metrics import DraftRecorder
 from specdec.rpc.bridge.frames import EnginePort
 from specdec.telemetry import DraftMetrics
 from specdec.v1 import draft_pb2

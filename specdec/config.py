@@ -9,10 +9,11 @@ A flag wins over the environment, the environment over the file, the file over t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_settings import NoDecode
 
 from specdec.addresses import Address
@@ -32,6 +33,10 @@ def _split_commas(value: Any) -> Any:
 
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 VerifyModeName = Literal["coupled", "rejection"]
+_SAME_FOR_OWN_DRAFT = (
+    "device", "native", "self_test", "max_sessions", "max_batch_seqs",
+    "max_draft_tokens", "max_proposal_nodes", "verify_mode",
+)  # fmt: skip
 # Room for "-63".
 _MAX_SHARED_OWNER_CHARS = 61
 
@@ -58,6 +63,25 @@ class ReplicaSettings(ReplicaServiceSettings, EngineSettings):
     def served_name(self) -> str:
         """The name clients use."""
         return self.model_name or Path(self.model).name
+
+
+class OwnDraft(BaseModel):
+    """A draft model in the target's process: its folder or hub id, and any setting of a draft."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    model: str = Field(min_length=1)
+
+
+def _read_own_draft(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith("{"):
+        return {"model": value}
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from error
 
 
 class TargetSettings(ReplicaSettings):
@@ -88,6 +112,28 @@ class TargetSettings(ReplicaSettings):
         default=True,
         description="Suspend the drafts of sessions for which plain decoding is measured to be faster.",
     )
+    own_draft: Annotated[OwnDraft | None, NoDecode, BeforeValidator(_read_own_draft)] = Field(
+        default=None,
+        description="Draft model that this process runs itself, in turns with the target, on the same cores or device: "
+        'its folder or hub id, or JSON with any setting of a draft, {"model": "M", "weight_quantization": "int8"}. '
+        "Draft services are then not needed; what they propose is not used.",
+    )
+
+    @property
+    def own_draft_settings(self) -> DraftSettings | None:
+        """Those of the draft in this process."""
+        if self.own_draft is None:
+            return None
+        same = {name: getattr(self, name) for name in _SAME_FOR_OWN_DRAFT}
+        return DraftSettings.model_validate({**same, **self.own_draft.model_dump()})
+
+    @model_validator(mode="after")
+    def _check_own_draft(self) -> Self:
+        if self.own_draft is not None:
+            if self.tensor_parallel_size > 1:
+                raise ValueError("own_draft: not with tensor_parallel_size above 1; use a draft service")
+            _ = self.own_draft_settings
+        return self
 
 
 class DraftSettings(ReplicaSettings):

@@ -11,6 +11,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.host import SessionHost
 from target_service.decide import Decision
 from target_service.pacing import Pacing
+from target_service.proposals.own_draft import OwnDraft
 from target_service.records.metrics import TargetRecorder
 from target_service.records.trace import trace_verdict
 from target_service.session import TargetSession
@@ -26,8 +27,10 @@ class Commits:
         engine: Engine,
         recorder: TargetRecorder,
         close: Callable[[TargetSession], None],
+        own_draft: OwnDraft,
     ) -> None:
-        """`close` frees a session that has ended."""
+        """`close` frees a session that has ended; `own_draft` hears of all tokens."""
+        self._own_draft = own_draft
         self._host = host
         self._engine = engine
         self._recorder = recorder
@@ -58,7 +61,9 @@ class Commits:
             num_wasted += session.tree.clear()
         verdict = make_verdict(decision, started_s, elapsed_s, session.held_s(due_at_s), num_wasted, is_suspended)
         self._tell(session, verdict, num_stale)
+        start = session.num_tokens
         self._take(decision)
+        self._own_draft.decided(session, start, decision.walk.token_ids, is_suspended=is_suspended)
         self._go_on(session, decision.walk.finish_reason)
 
     def _tell(self, session: TargetSession, verdict: pb.Verdict, num_stale: int) -> None:

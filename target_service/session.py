@@ -85,6 +85,8 @@ class TargetSession(EngineSession):
     """Whether it pays for it to speculate; None before its first token, and for one that never does."""
     misses: MissRecord = field(default_factory=MissRecord)
     """What waiting for its draft has brought."""
+    drafted_s: float = 0.0
+    """Spent on drafts of the target's own since its last verdict."""
     state: SessionState = field(default=SessionState.FORKING, init=False)
     hold_off: HoldOff | None = field(default=None, init=False)
     """What its next step waits for; set while the state is HELD."""
@@ -120,8 +122,8 @@ class TargetSession(EngineSession):
         return urgency(self.wanted_token_s, now_s - self.times.first_verdict_at_s, num_tokens)
 
     def held_s(self, now_s: float) -> float:
-        """How long its next step has been held off."""
-        return 0.0 if self.hold_off is None else now_s - self.hold_off.since_s
+        """How long its next step has waited for a draft: held off, or while the target drafted itself."""
+        return self.drafted_s + (0.0 if self.hold_off is None else now_s - self.hold_off.since_s)
 
     def update_pause(self) -> None:
         """Pause for want of credit or of an owner that reads, or go on. The first token of the output needs no credit,
@@ -140,7 +142,7 @@ class TargetSession(EngineSession):
 
     def decided(self, now_s: float) -> None:
         """A verdict was sent: DECIDED."""
-        self.state, self.hold_off = SessionState.DECIDED, None
+        self.state, self.hold_off, self.drafted_s = SessionState.DECIDED, None, 0.0
         self.times.last_verdict_at_s = now_s
         if self.times.first_verdict_at_s is None:
             self.times.first_verdict_at_s, self.times.num_first_tokens = now_s, self.num_tokens

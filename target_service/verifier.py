@@ -24,7 +24,8 @@ from target_service.opening import new_session
 from target_service.pacing import Pacing
 from target_service.policy.gate_state import Phase
 from target_service.policy.payoff import PayoffMeter
-from target_service.proposal_intake import ProposalIntake
+from target_service.proposals.intake import ProposalIntake
+from target_service.proposals.own_draft import OwnDraft
 from target_service.records.metrics import TargetRecorder
 from target_service.records.progress import describe_progress, due_for_progress
 from target_service.records.step_record import StepObserver, StepRecord
@@ -49,8 +50,12 @@ class Verifier:
         built: BuiltEngine,
         settings: TargetSettings,
         recorder: TargetRecorder,
+        own_draft: OwnDraft | None = None,
     ) -> None:
-        self.pacing = Pacing(settings.hold_off_ms, is_gated=settings.adaptive_speculation)
+        """`own_draft`: of `host`'s sessions, in this process; None: drafts are elsewhere."""
+        self._own_draft = own_draft or OwnDraft(None, 0)
+        hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
+        self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation)
         self._host = host
         self._engine = built.engine
         self._sampler = built.sampler
@@ -69,7 +74,7 @@ class Verifier:
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._intake = ProposalIntake(host, recorder)
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
-        self._commits = Commits(host, built.engine, recorder, self.close)
+        self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             recorder.step,
@@ -100,6 +105,7 @@ class Verifier:
             self._forks.wait(session)
         else:
             self._start(session)
+        self._own_draft.opened(session)
         return session
 
     def position(self, session: TargetSession) -> int:
@@ -109,6 +115,8 @@ class Verifier:
     def entry(self, session: TargetSession, kind: str, body: Any) -> None:
         """A proposal, or more credit."""
         if kind == "proposal":
+            if self._own_draft.is_there:
+                return
             session.arrived = body
             self._payoff.proposal_came(self._due_at_s)
         elif kind == "credit":
@@ -124,6 +132,7 @@ class Verifier:
         if session.trace is not None:
             trace_end(session.trace, session)
         self._forks.drop(session)
+        self._own_draft.closed(session)
         if (seq := session.finish()) is not None:
             del self._by_seq[seq.seq_id]
             self._engine.free(seq)
@@ -155,6 +164,7 @@ class Verifier:
         num_suspended = sum(
             session.gate is not None and session.gate.phase is Phase.OFF for session in self._host.sessions
         )
+        self._own_draft.load()
         self._recorder.load(stats, len(self._host.sessions), credit, num_suspended, self.pacing.gate.price)
         for session in due_for_progress(self._host.sessions, time.monotonic()):
             self._host.emit(session, progress=describe_progress(session))
@@ -174,7 +184,9 @@ class Verifier:
 
     def absorb_proposals(self, now_s: float) -> None:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
-        self._due_at_s, self._turn_began_s = now_s, time.monotonic()
+        self._due_at_s = now_s
+        self._own_draft.propose([s for s in self._ready() if s.state is SessionState.DECIDED], self.pacing)
+        self._turn_began_s = time.monotonic()
         for session in self._ready():
             if session.arrived is not None:
                 self._host.steps.work_on([session.key])
@@ -288,6 +300,7 @@ class Verifier:
         # From turn to turn: what lies between two, such as hold-offs and frames, is part of what speculation costs.
         now_s = time.monotonic()
         began_s, self._last_turn_s = self._last_turn_s or self._turn_began_s, now_s if self._ready() else None
+        self._own_draft.observe(step, now_s - began_s)
         if not step.is_decode or not self.pacing.gate.is_gating:
             return
         decoding = [

@@ -40,9 +40,11 @@ class BuiltEngine:
     """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
 
 
-def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ranks: Ranks | None = None) -> BuiltEngine:
+def build_engine(
+    settings: TargetSettings | DraftSettings, port: EnginePort | None = None, ranks: Ranks | None = None
+) -> BuiltEngine:
     """Load, prove and warm the model, together with the other ranks if there are any; send its tokenizer to the
-    servicer.
+    servicer, if there is one.
 
     Raises:
         ModelNotSupported, ModelLoadError: with a reason for people.
@@ -73,7 +75,8 @@ def build_engine(settings: TargetSettings | DraftSettings, port: EnginePort, ran
         device=str(runner.device),
     )
     _check_openings(identity, settings.max_message_bytes)
-    _send_tokenizer(runner, port)
+    if port is not None:
+        _send_tokenizer(runner, port)
     info = pb.GetReplicaInfoResponse(
         identity=identity, version=__version__, max_message_bytes=settings.max_message_bytes
     )

@@ -44,14 +44,14 @@ def run_role(
         try:
             ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format, report))
             built = build_engine(settings, port, ranks)
+            built.info.instance_id = port.instance_id
+            identity = built.info.identity
+            limits = ResponseLimits(settings.max_message_bytes, settings.stream_buffer_bytes)
+            host = SessionHost[SessionT](port, wire, identity, settings.session_ttl_s, limits, port.steps)
+            role = make_role(host, built)
         except (ModelNotSupported, ModelLoadError, EngineError) as error:
             report(str(error))
             return
-        built.info.instance_id = port.instance_id
-        identity = built.info.identity
-        limits = ResponseLimits(settings.max_message_bytes, settings.stream_buffer_bytes)
-        host = SessionHost[SessionT](port, wire, identity, settings.session_ttl_s, limits, port.steps)
-        role = make_role(host, built)
         traces = settings.otlp_endpoint is not None
         worker = EngineWorker(port, wire, built.info, host, role, traces=traces, pulse=port.pulse)
         port.pulse.expect_turn(built.full_step_s)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from draft_service.session import DraftSession
+from specdec.drafting.session import DraftSession
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
 from target_service.session import TargetSession

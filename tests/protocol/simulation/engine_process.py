@@ -15,9 +15,9 @@ from typing import Any
 from google.rpc import status_pb2
 from prometheus_client import CollectorRegistry
 
-from draft_service.drafter import Drafter
-from draft_service.metrics import DraftRecorder
 from specdec.config import DraftSettings, TargetSettings
+from specdec.drafting.drafter import Drafter
+from specdec.drafting.metrics import DraftRecorder
 from specdec.rpc.bridge.engine_process import StreamSink
 from specdec.rpc.bridge.engine_watch import END_REASONS, EndCause
 from specdec.rpc.bridge.frame_codec import NO_STREAM, Frame, FrameKind

@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.links.replica_link import ReplicaLink
 from coordinator.sessions.session import Session
-from draft_service.session import DraftSession
+from specdec.drafting.session import DraftSession
 from specdec.rpc.bridge.frame_codec import Frame, FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2

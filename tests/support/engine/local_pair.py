@@ -17,10 +17,11 @@ from typing import Any
 import structlog
 from prometheus_client import CollectorRegistry
 
-from draft_service.drafter import Drafter
-from draft_service.metrics import DraftRecorder
-from draft_service.session import DraftSession
 from specdec.config import DraftSettings, TargetSettings
+from specdec.drafting.drafter import Drafter
+from specdec.drafting.local import LocalDraft
+from specdec.drafting.metrics import DraftRecorder
+from specdec.drafting.session import DraftSession
 from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
@@ -33,6 +34,7 @@ from specdec.worker.role import Wire
 from target_service.pacing import Pacing
 from target_service.policy.gate import SpeculationGate
 from target_service.policy.step_time import StepTimeModel
+from target_service.proposals.own_draft import own_draft_of
 from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession
 from target_service.verifier import Verifier
@@ -143,30 +145,20 @@ class LocalPair:
         self.now_s: float | None = None
         self._start_workers()
 
-    def reset(self) -> None:
-        """New workers over the same engines, whose prefix caches stay as they are."""
+    def reset(self, *, own_draft: bool = False) -> None:
+        """New workers over the same engines, whose prefix caches stay as they are. `own_draft`: the target has the
+        draft's engine itself, and no other draft."""
         for worker, host in ((self.target, self.target_host), (self.draft, self.draft_host)):
             for session in list(host.sessions):
                 worker._end(session, "closed")
-        self._start_workers()
+        self._start_workers(own_draft)
 
-    def _start_workers(self) -> None:
+    def _start_workers(self, own_draft: bool = False) -> None:
         for port in (self.target_port, self.draft_port):
             port.inbox.clear()
             port.outbox.clear()
             port.num_pending_bytes = 0
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-        self.target_registry = CollectorRegistry()
-        recorder = TargetRecorder(TargetMetrics(self.target_registry))
-        self.target_host: SessionHost[TargetSession] = self._host(self.target_port, TARGET_WIRE, self.target_built)
-        self.verifier = Verifier(self.target_host, self.target_built, self.target_settings, recorder)
-        self.target = EngineWorker(
-            self.target_port,
-            TARGET_WIRE,
-            self.target_built.info,
-            self.target_host,
-            self.verifier,  # type: ignore[arg-type]
-        )
         draft_recorder = DraftRecorder(DraftMetrics(CollectorRegistry()))
         self.draft_host: SessionHost[DraftSession] = self._host(self.draft_port, DRAFT_WIRE, self.draft_built)
         self.drafter = Drafter(self.draft_host, self.draft_built, self.draft_settings, draft_recorder)
@@ -176,6 +168,22 @@ class LocalPair:
             self.draft_built.info,
             self.draft_host,
             self.drafter,  # type: ignore[arg-type]
+        )
+        self.target_registry = CollectorRegistry()
+        recorder = TargetRecorder(TargetMetrics(self.target_registry))
+        self.target_host: SessionHost[TargetSession] = self._host(self.target_port, TARGET_WIRE, self.target_built)
+        own = None
+        self.own_draft: LocalDraft | None = None
+        if own_draft:  # comes after the drafter above, whose engine tells the last one who has it of its passes
+            own = own_draft_of(self.target_host, self.draft_built, self.draft_settings, draft_recorder)
+            self.own_draft = own.draft
+        self.verifier = Verifier(self.target_host, self.target_built, self.target_settings, recorder, own)
+        self.target = EngineWorker(
+            self.target_port,
+            TARGET_WIRE,
+            self.target_built.info,
+            self.target_host,
+            self.verifier,  # type: ignore[arg-type]
         )
         self.opens: dict[str, pb.OpenSession] = {}
         self.epochs: dict[str, int] = {}
@@ -235,6 +243,7 @@ class LocalPair:
         verified does not depend on this machine's clock; with a long `hold_off_ms` a step always waits for its draft.
         `gate` suspends drafts in place of one that never does.
         """
+        use_draft = use_draft and self.own_draft is None
         is_drafted = use_draft or propose is not None
         self.verifier.pacing = Pacing(hold_off_ms if is_drafted else 0.0)
         if verify_all:
@@ -267,6 +276,12 @@ class LocalPair:
         self.target._turn()
         self.check_nothing_left()
         return self.outcomes
+
+    @property
+    def local_draft(self) -> LocalDraft:
+        """The target's own; there is one after `reset(own_draft=True)`."""
+        assert self.own_draft is not None
+        return self.own_draft
 
     def reopen(self, session_id: str, *, use_draft: bool = True) -> None:
         """Open a session again under a higher epoch, with the tokens that it has committed."""

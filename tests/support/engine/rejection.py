@@ -67,11 +67,12 @@ def sampled(
     num_samples: int,
     mode: pb.VerifyMode.ValueType,
     gates: Callable[[], SpeculationGate] | None = None,
+    own_draft: bool = False,
 ) -> list[Outcome]:
     """Short sessions with seeds of their own, many at once."""
     outcomes: list[Outcome] = []
     for first in range(0, num_samples, 64):
-        pair.reset()
+        pair.reset(own_draft=own_draft)
         opens = {
             str(seed): rejection_session(
                 prompt, seed=seed, top_k=TOP_K, max_tokens=NUM_DRAFTED + 1, body={"max_draft_tokens": NUM_DRAFTED}
@@ -90,10 +91,11 @@ def check_distribution(
     mode: pb.VerifyMode.ValueType,
     num_samples: int,
     gates: Callable[[], SpeculationGate] | None = None,
+    own_draft: bool = False,
 ) -> None:
     """The first three tokens of sessions with seeds of their own are distributed as the target's."""
     prompt = prompts()[1][:17]
-    outcomes = sampled(pair, prompt, num_samples, mode, gates)
+    outcomes = sampled(pair, prompt, num_samples, mode, gates, own_draft)
     origins = Counter(origin for outcome in outcomes for origin in outcome.origins[1:3])
     assert origins[pb.ORIGIN_DRAFT] > num_samples / 4
     assert origins[pb.ORIGIN_RECOVERED] > num_samples / 4

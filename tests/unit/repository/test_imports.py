@@ -30,6 +30,14 @@ FLOORS = {
         benchmark
         tuning
         cli worker
+        drafting
+    """,
+    "specdec.drafting": """
+        growth metrics session
+        branches commits guess host opening proposals trace
+        ahead
+        drafter
+        local
     """,
     "specdec.engine": """
         errors settings
@@ -99,18 +107,15 @@ FLOORS = {
         prompt_logprobs
         __main__ session
         forks opening pacing records
-        decide
-        candidates proposal_intake verdicts
+        decide proposals
+        candidates verdicts
         commits
         verifier
         worker
     """,
     "draft_service": """
-        growth metrics servicer session
-        __main__ branches commits guess opening proposals trace
-        ahead
-        drafter
-        worker
+        servicer worker
+        __main__
     """,
 }
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from google.rpc import code_pb2
 
-from draft_service.growth import GrowthPolicy
-from draft_service.session import DraftSession
+from specdec.drafting.growth import GrowthPolicy
+from specdec.drafting.session import DraftSession
 from specdec.engine.tree import TokenTree, check_tree
 from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draft_service.growth import GrowthPolicy
-from draft_service.session import DraftSession
+from specdec.drafting.growth import GrowthPolicy
+from specdec.drafting.session import DraftSession
 from specdec.engine.errors import KVInvariantError
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
@@ -41,7 +41,7 @@ others: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many rounds a call has does not depend on the clock."""
-    monkeypatch.setattr("draft_service.ahead._MOST_CALL_S", 3600.0)
+    monkeypatch.setattr("specdec.drafting.ahead._MOST_CALL_S", 3600.0)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def num_steps(client: WorkerClient, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(client.engine, "step", lambda *args: outputs.append(step(*args)) or outputs[-1])
     settle(client)
     monkeypatch.undo()
-    monkeypatch.setattr("draft_service.ahead._MOST_CALL_S", 3600.0)
+    monkeypatch.setattr("specdec.drafting.ahead._MOST_CALL_S", 3600.0)
     return len([output for output in outputs if output is not None])
 
 

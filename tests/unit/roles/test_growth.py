@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draft_service.growth import GrowthPolicy
+from specdec.drafting.growth import GrowthPolicy
 
 POLICY = GrowthPolicy(max_ahead_tokens=16, max_nodes=64, max_heads=4)
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from draft_service.branches import Branches
-from draft_service.growth import GrowthPolicy
-from draft_service.guess import Place, guess_of
-from draft_service.session import DraftSession, Guess, Head
+from specdec.drafting.branches import Branches
+from specdec.drafting.growth import GrowthPolicy
+from specdec.drafting.guess import Place, guess_of
+from specdec.drafting.session import DraftSession, Guess, Head
 from specdec.engine.drawing import DrawingDecoder, DrawRow, DrawRule
 from specdec.engine.engine import Engine
 

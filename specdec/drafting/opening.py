@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from draft_service.session import DraftSession
 from specdec.config import DraftSettings
+from specdec.drafting.session import DraftSession
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draft_service.session import DraftSession
+from specdec.drafting.session import DraftSession
 from specdec.worker.trace import SessionTrace
 
 

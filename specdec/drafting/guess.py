@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draft_service.session import DraftSession, Guess, Head
+from specdec.drafting.session import DraftSession, Guess, Head
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.sampling_params import VerifyMode
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draft_service.session import DraftSession
+from specdec.drafting.session import DraftSession
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.clamping import uint32

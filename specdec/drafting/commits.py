@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from google.rpc import code_pb2
 
-from draft_service.session import DraftSession
+from specdec.drafting.session import DraftSession
 from specdec.worker.errors import SessionFailure, invalid
 
 

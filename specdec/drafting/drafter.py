@@ -17,17 +17,18 @@ from typing import Any
 
 from google.rpc import code_pb2
 
-from draft_service.ahead import Ahead, Round
-from draft_service.branches import Branches
-from draft_service.commits import CommitConflict, num_known
-from draft_service.growth import GrowthPolicy
-from draft_service.guess import Guesser, Place
-from draft_service.metrics import DraftRecorder
-from draft_service.opening import new_session
-from draft_service.proposals import make_proposal
-from draft_service.session import DraftSession, Guess, Head
-from draft_service.trace import trace_end, trace_step
 from specdec.config import DraftSettings
+from specdec.drafting.ahead import Ahead, Round
+from specdec.drafting.branches import Branches
+from specdec.drafting.commits import CommitConflict, num_known
+from specdec.drafting.growth import GrowthPolicy
+from specdec.drafting.guess import Guesser, Place
+from specdec.drafting.host import DraftingHost
+from specdec.drafting.metrics import DraftRecorder
+from specdec.drafting.opening import new_session
+from specdec.drafting.proposals import make_proposal
+from specdec.drafting.session import DraftSession, Guess, Head
+from specdec.drafting.trace import trace_end, trace_step
 from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
@@ -36,7 +37,6 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
 from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
-from specdec.worker.host import SessionHost
 from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
@@ -47,7 +47,7 @@ class Drafter:
 
     def __init__(
         self,
-        host: SessionHost[DraftSession],
+        host: DraftingHost,
         built: BuiltEngine,
         settings: DraftSettings,
         recorder: DraftRecorder,
@@ -58,13 +58,16 @@ class Drafter:
         self._identity = built.info.identity
         self._settings = settings
         self._recorder = recorder
-        self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
+        self.growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, settings.max_heads)
+        """May be replaced between steps; then `plan_anew`."""
         self._apart = ApartTurns[DraftSession](lambda session: session.num_committed)
         built.engine.before_pass = self._note_pass
         max_model_len = built.info.identity.max_model_len
         self._branches = Branches(built.engine, max_model_len)
         self._ahead = Ahead(built.engine, self._branches, built.drawing, settings.num_siblings, max_model_len)
         self._step_s = 0.0
+        self.num_rounds = 0
+        """Of guesses, in the last step."""
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         recorder.serves(self._identity)
 
@@ -186,8 +189,14 @@ class Drafter:
         """0 while some head wants more; else nothing is due until a frame arrives."""
         return 0 if self._branches.any_ready() else None
 
+    def plan_anew(self) -> None:
+        """The growth policy is another one: heads that were done may go on, and others end."""
+        for session in list(self._host.sessions):
+            self._isolated(session, self._plan)
+
     def step(self) -> None:
-        """Compute one batch, guess one token at each head in it that is up to date, send the proposals."""
+        """Compute one batch, guess tokens at each head in it that is up to date, send the proposals."""
+        self.num_rounds = 0
         started_s = time.monotonic()
         only = self._turn()
         output = self._steps.step(lambda seq, error: self._fault(self._branches.owner(seq)[0], error), only)
@@ -208,6 +217,7 @@ class Drafter:
         drafted = self._draft(places, rows, output, started_s) if places else [0]
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, sum(drafted), self._step_s / len(drafted))
+        self.num_rounds = len(drafted) if places else 0
 
     def _draft(self, places: list[Place], rows: list[int], output: StepOutput, started_s: float) -> list[int]:
         """Guess a token at each place and hang it, then what was drawn ahead; send what is due when all of it hangs.
@@ -228,9 +238,9 @@ class Drafter:
         return drafted
 
     def _draw_ahead(self, places: list[Place], rows: list[int], output: StepOutput) -> list[Round] | None:
-        num_branches = self._growth.num_branches(len(self._host.sessions))
+        num_branches = self.growth.num_branches(len(self._host.sessions))
         try:
-            return self._ahead.draw(places, rows, output.logits, self._growth, num_branches)
+            return self._ahead.draw(places, rows, output.logits, self.growth, num_branches)
         except Exception as error:  # single guesses tell whose it is
             self._host.faults.note(error)
             return None
@@ -302,7 +312,7 @@ class Drafter:
         is_end = session.ends_choice(guess.token_id, num_tokens + 1)
         head.node = session.add(parent, guess.token_id, guess.score, is_end, draft_us, guess.sample)
         for token_id, score in guess.siblings:
-            if len(session.tree) < self._growth.node_limit:
+            if len(session.tree) < self.growth.node_limit:
                 ends = session.ends_choice(token_id, num_tokens + 1)
                 session.add(parent, token_id, score, ends, draft_us, None)
         try:
@@ -318,7 +328,7 @@ class Drafter:
         self._send_due(session)
 
     def _choose(self, session: DraftSession) -> None:
-        growth = self._growth
+        growth = self.growth
         if session.is_suspended:
             session.num_unsent, session.committed_at_s = 0, None
             for head in session.heads:
@@ -332,7 +342,7 @@ class Drafter:
 
     def _send_due(self, session: DraftSession) -> None:
         is_idle = all(head.seq.paused for head in session.heads)
-        is_due = session.max_chain is None and self._growth.is_worth_sending(session.num_unsent)
+        is_due = session.max_chain is None and self.growth.is_worth_sending(session.num_unsent)
         if session.num_unsent and (is_idle or is_due):
             self._propose(session)
 
@@ -344,9 +354,9 @@ class Drafter:
             return False
         depth = session.tree.depth(head.node)
         if session.max_chain is not None:
-            return depth < session.max_chain
+            return depth < min(session.max_chain, self.growth.max_ahead_tokens)
         score = session.path_score(head.node)
-        return self._growth.grows(depth, score, len(session.tree), session.target_credit)
+        return self.growth.grows(depth, score, len(session.tree), session.target_credit)
 
     def _propose(self, session: DraftSession) -> None:
         num_unsent, session.num_unsent = session.num_unsent, 0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from draft_service.growth import GrowthPolicy
-from draft_service.session import DraftSession, Head
+from specdec.drafting.growth import GrowthPolicy
+from specdec.drafting.session import DraftSession, Head
 from specdec.engine.engine import Engine
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import ROOT

@@ -1,0 +1,25 @@
+"""What a drafter needs of the place where it drafts."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from specdec.drafting.session import DraftSession
+from specdec.rpc.bridge.step_memory import StepMemory
+from specdec.worker.errors import SessionFailure
+from specdec.worker.isolation import FaultLog
+from specdec.worker.sessions import EngineSessionTable
+
+
+class DraftingHost(Protocol):
+    """Knows the sessions, takes their proposals, and is told of those that fail: see `specdec.worker.host`."""
+
+    sessions: EngineSessionTable[DraftSession]
+    faults: FaultLog
+    steps: StepMemory
+
+    def emit(self, session: DraftSession, **body: Any) -> None:
+        """A result for whoever opened the session, such as an encoded proposal."""
+
+    def failed(self, session: DraftSession, failure: SessionFailure) -> None:
+        """The drafter has closed a session because of an error."""

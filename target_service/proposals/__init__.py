@@ -1,0 +1,1 @@
+"""Where proposals come from: drafts elsewhere, and one of the target's own."""

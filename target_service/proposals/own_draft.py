@@ -1,0 +1,119 @@
+"""The draft that a target runs itself: told of its sessions, and asked for proposals when a step is due.
+
+How much is drafted: a guess costs a round of the draft and, if it is verified, a row of the target's step. In that time
+the target commits tokens at the rate of late; a guess that is less likely to be accepted than so many tokens is left
+out. The rate is of all sessions, and so is a round, so that the rule holds for any number of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from specdec.config import DraftSettings
+from specdec.drafting.local import Appetite, LocalDraft
+from specdec.drafting.metrics import DraftRecorder
+from specdec.engine.errors import EngineError, ModelLoadError
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.build import BuiltEngine, build_engine
+from specdec.worker.host import SessionHost
+from target_service.pacing import Pacing
+from target_service.records.step_record import StepRecord
+from target_service.session import TargetSession
+
+_RATE_WEIGHT = 0.05
+"""Of one step in the mean rate of tokens."""
+_LENIENCE = 0.5
+"""Scores are a draft's own word: what one that is too sure draws is not verified, what one that is unsure leaves out is
+never seen."""
+_MOST_MIN_SCORE = 0.6
+
+
+def build_own_draft(
+    host: SessionHost[TargetSession], target: pb.ModelIdentity, settings: DraftSettings, recorder: DraftRecorder
+) -> OwnDraft:
+    """Load a draft for a target's sessions.
+
+    Raises:
+        ModelNotSupported, ModelLoadError: with a reason for people; it cannot be loaded, or has another tokenizer.
+    """
+    try:
+        built = build_engine(settings)
+    except EngineError as error:
+        raise type(error)(f"own_draft: {error}") from error
+    if built.info.identity.tokenizer_digest != target.tokenizer_digest:
+        raise ModelLoadError(f"own_draft: {settings.model} has another tokenizer than the target")
+    return own_draft_of(host, built, settings, recorder)
+
+
+def own_draft_of(
+    host: SessionHost[TargetSession], built: BuiltEngine, settings: DraftSettings, recorder: DraftRecorder
+) -> OwnDraft:
+    """The draft of `host`'s sessions that an engine makes."""
+
+    def deliver(session_id: str, proposal: bytes) -> None:
+        session = host.sessions.get(session_id)
+        if session is not None:
+            session.arrived = proposal
+
+    return OwnDraft(LocalDraft(built, settings, recorder, host.steps, deliver), settings.max_draft_tokens)
+
+
+class OwnDraft:
+    """Keeps a `LocalDraft` in step with the sessions of the target; without one it does nothing."""
+
+    def __init__(self, draft: LocalDraft | None, most_tokens: int) -> None:
+        """`most_tokens` per session and step are drafted."""
+        self.draft = draft
+        self._most_tokens = most_tokens
+        self._rate = 0.0
+
+    @property
+    def is_there(self) -> bool:
+        """Sessions have their drafts here, and proposals from elsewhere are not used."""
+        return self.draft is not None
+
+    def opened(self, session: TargetSession) -> None:
+        """A session begins."""
+        if self.draft is not None and session.max_nodes > 0:
+            self.draft.open(session.session_id, session.epoch, session.body)
+
+    def decided(self, session: TargetSession, start: int, token_ids: Sequence[int], *, is_suspended: bool) -> None:
+        """Tokens from position `start` are final."""
+        if self.draft is not None and session.max_nodes > 0:
+            self.draft.commit(session.session_id, start, token_ids, suspend=is_suspended)
+
+    def closed(self, session: TargetSession) -> None:
+        """A session has ended."""
+        if self.draft is not None:
+            self.draft.close(session.session_id)
+
+    def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
+        """Draft for sessions whose next step is due; the time it takes is noted as one that they wait for a draft."""
+        if self.draft is None or not any(pacing.may_verify(session) for session in ready):
+            return
+        began_s = time.monotonic()
+        self.draft.work(self._appetite(pacing))
+        drafted_s = time.monotonic() - began_s
+        for session in ready:
+            if session.max_nodes > 0:
+                session.drafted_s += drafted_s
+
+    def observe(self, step: StepRecord, turn_s: float) -> None:
+        """A step, and what it took from the end of the one before."""
+        if self.draft is not None and step.is_decode and turn_s > 0:
+            rate = sum(step.num_committed) / turn_s
+            self._rate += _RATE_WEIGHT * (rate - self._rate) if self._rate else rate
+
+    def load(self) -> None:
+        """Export the gauges."""
+        if self.draft is not None:
+            self.draft.load()
+
+    def _appetite(self, pacing: Pacing) -> Appetite:
+        assert self.draft is not None
+        cost_s = self.draft.round_s + pacing.step_time.row_s
+        return Appetite(
+            num_tokens=pacing.draft_credit(self._most_tokens),
+            min_path_score=min(_MOST_MIN_SCORE, _LENIENCE * self._rate * cost_s),
+        )

@@ -1,0 +1,45 @@
+"""Gates that suspend drafts for no good reason."""
+
+from __future__ import annotations
+
+import random
+
+from target_service.policy.gate import SpeculationGate
+from target_service.policy.gate_state import GateState
+
+
+class Erratic(SpeculationGate):
+    """Opens and closes by the dice."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+        self._is_open: dict[int, bool] = {}
+
+    def is_open(self, state: GateState | None) -> bool:
+        return state is not None and self._is_open.get(id(state), True)
+
+    def stepped(
+        self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
+    ) -> None:
+        if self._random.random() < 0.3:
+            self._is_open[id(state)] = self._random.random() < 0.5
+
+
+class Spiteful(SpeculationGate):
+    """Suspends a session after each step that accepted something, and lets it go on after the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._closed: set[int] = set()
+
+    def is_open(self, state: GateState | None) -> bool:
+        return state is not None and id(state) not in self._closed
+
+    def stepped(
+        self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
+    ) -> None:
+        if num_accepted:
+            self._closed.add(id(state))
+        else:
+            self._closed.discard(id(state))
