@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -40,6 +40,9 @@ _MOST_CHECKED_BYTES = 48 << 30
 def main(
     pair: Annotated[str, typer.Option(help=f"{', '.join(PAIRS)}, or TARGET:DRAFT of names and folders.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    placement: Annotated[
+        Literal["apart", "together"], typer.Option(help="Of the draft: a service, or run by the target in turns.")
+    ] = "apart",
     cores: Annotated[int, typer.Option(help="Cores that every system may use; 0: all.", min=0)] = 0,
     only: Annotated[str, typer.Option(help=f"Comma-separated parts: {', '.join(PARTS)}.")] = ",".join(_USUAL),
     sweeps: Annotated[
@@ -83,6 +86,7 @@ def main(
             pair=made,
             cores=used,
             device=device,
+            placement=placement,
             num_prompts=prompts,
             max_tokens=max_tokens,
             repeats=repeats,

@@ -103,7 +103,11 @@ def _started(
     if is_random:
         pair = dataclasses.replace(pair, draft=Model(name="random", folder=_scrambled(pair.draft.folder)))
     deployment = Deployment(
-        pair=pair, cores=plan.cores, device=plan.device, most_tokens=_MOST_AT_ONCE * (plan.max_tokens + 256)
+        pair=pair,
+        cores=plan.cores,
+        device=plan.device,
+        most_tokens=_MOST_AT_ONCE * (plan.max_tokens + 256),
+        placement="apart" if has_link else plan.placement,
     )
     with ExitStack() as stack:
         proxy = stack.enter_context(DelayProxy(client_cores(plan.cores))) if has_link else None

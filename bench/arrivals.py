@@ -73,7 +73,9 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
     """Measure Poisson arrivals and bursts."""
     progress.part("arrivals")
     most_tokens = _MOST_AT_ONCE * (plan.max_tokens + _PROMPT_TOKENS)
-    deployment = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
+    deployment = Deployment(
+        pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens, placement=plan.placement
+    )
     with running(deployment, progress) as cluster:
         rows = asyncio.run(_measure(cluster.address, plan, progress))
     title = f"Arrivals, {plan.label}, temperature {plan.temperatures[0]:g}"

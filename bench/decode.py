@@ -61,7 +61,9 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
     """Measure every temperature and batch size."""
     progress.part("decode")
     most_tokens = max(plan.batches) * (plan.max_tokens + 256)
-    deployment = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
+    deployment = Deployment(
+        pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens, placement=plan.placement
+    )
     with running(deployment, progress) as cluster:
         rows = asyncio.run(_measure(cluster.address, plan, progress))
     table = Table(f"Decoding, {plan.label}", ["temperature", "batch", *_COLUMNS.values()])

@@ -12,8 +12,8 @@ from bench.delay_proxy import DelayProxy
 from bench.pairs import Pair
 from specdec.benchmark.progress import Progress
 from specdec.cli.local.cluster import Cluster
-from specdec.cli.local.cores import assign_cores
-from specdec.cli.local.plan import LocalPlan, plan_services
+from specdec.cli.local.cores import assign_cores, share_cores
+from specdec.cli.local.plan import LocalPlan, Placement, plan_services
 from specdec.cli.local.service_process import ServiceSpec
 
 _LEAST_KV_BYTES = 1 << 30
@@ -29,6 +29,7 @@ class Deployment:
     pair: Pair
     cores: tuple[int, ...]
     device: str = "cpu"
+    placement: Placement = "apart"
     is_plain: bool = False
     """No draft; on CPU the target's engine has all cores but one that the other processes share, and with up to two
     cores it shares them all."""
@@ -57,14 +58,14 @@ def running(deployment: Deployment, progress: Progress, proxy: DelayProxy | None
         specs = [dataclasses.replace(spec, cores=deployment.cores) for spec in specs]
     if proxy is not None:
         specs = [_through(spec, proxy) for spec in specs]
-    with pinned(client_cores(deployment.cores)), Cluster(specs) as cluster:
+    with pinned(client_cores(deployment.cores, deployment.placement)), Cluster(specs) as cluster:
         cluster.start(lambda what: progress.tell(f"waiting for {what}"))
         yield cluster
 
 
-def client_cores(cores: Sequence[int]) -> tuple[int, ...]:
-    """Where the client belongs: with the coordinator, beside no thread of the target."""
-    return assign_cores(cores).shared
+def client_cores(cores: Sequence[int], placement: Placement = "apart") -> tuple[int, ...]:
+    """Where the client belongs: with the coordinator, beside no thread of the target where there is a choice."""
+    return (share_cores(cores) if placement == "together" else assign_cores(cores)).shared
 
 
 @contextmanager
@@ -90,6 +91,7 @@ def _plan(deployment: Deployment) -> LocalPlan:
         target_model=str(deployment.pair.target.folder),
         draft_model=str(deployment.pair.draft.folder),
         device=deployment.device,
+        placement=deployment.placement,
         num_drafts=0 if deployment.is_plain else 1,
         free_ports=True,
         target_settings=target,

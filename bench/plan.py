@@ -7,6 +7,7 @@ from typing import Any
 
 from bench.pairs import Pair
 from specdec.benchmark.requests import Sampling
+from specdec.cli.local.plan import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,8 @@ class Plan:
     cores: tuple[int, ...]
     """All that any system may use; each gets all of them."""
     device: str = "cpu"
+    placement: Placement = "apart"
+    """Of the draft, in all parts but those that compare placements, or delay a draft."""
     num_prompts: int = 4
     max_tokens: int = 96
     repeats: int = 2
@@ -37,7 +40,9 @@ class Plan:
     @property
     def label(self) -> str:
         """For titles: the pair, and how proposals are verified where that is not as usual."""
-        return self.pair.name if self.verify_mode == "coupled" else f"{self.pair.name}, {self.verify_mode} mode"
+        place = "" if self.placement == "apart" else ", draft in the target"
+        mode = "" if self.verify_mode == "coupled" else f", {self.verify_mode} mode"
+        return f"{self.pair.name}{mode}{place}"
 
     @property
     def sampling(self) -> Sampling:

@@ -199,7 +199,9 @@ def _points(sweep: Sweep, rows: Sequence[dict[str, object]], key: str) -> list[P
 
 
 def _deployment(plan: Plan, most_tokens: int = 0) -> Deployment:
-    return Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
+    return Deployment(
+        pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens, placement=plan.placement
+    )
 
 
 def _case(

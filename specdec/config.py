@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 from pydantic_settings import NoDecode
 
 from specdec.addresses import Address
@@ -132,7 +132,10 @@ class TargetSettings(ReplicaSettings):
         if self.own_draft is not None:
             if self.tensor_parallel_size > 1:
                 raise ValueError("own_draft: not with tensor_parallel_size above 1; use a draft service")
-            _ = self.own_draft_settings
+            try:
+                _ = self.own_draft_settings
+            except ValidationError as error:
+                raise ValueError(f"own_draft: {error}") from error
         return self
 
 

@@ -1,4 +1,5 @@
-"""This system: with speculation, without it in the same deployment, synchronous, and without a draft on all cores.
+"""This system: with speculation, without it in the same deployment, with a draft that the target runs itself on all
+cores (together), synchronous, and without a draft on all cores.
 
 *Synchronous speculation* is what the settings give that comes nearest to it: the draft makes one chain of k tokens
 below the last committed one and then stops (no runners-up, no second head, nothing beyond k), and the target waits for
@@ -8,6 +9,7 @@ for hopeless, and the target verifies only as much of it as its cost model finds
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from specdec.benchmark.progress import Progress
 from specdec.benchmark.requests import Sampling, run_group
 
 SPECULATION, PLAIN, ALL_CORES = "specdec, speculation", "specdec, plain", "specdec, plain, all cores"
+TOGETHER = "specdec, together"
 SYNCHRONOUS = "specdec, synchronous"
 _TOKENS_BESIDE = 512
 """Room for a prompt."""
@@ -53,7 +56,7 @@ def deployments(plan: Plan) -> dict[str, Deployment]:
     """What to start, by the name of the system that runs on it."""
     most_tokens = max(plan.batches) * (plan.max_tokens + _TOKENS_BESIDE)
     usual = Deployment(pair=plan.pair, cores=plan.cores, device=plan.device, most_tokens=most_tokens)
-    found = {SPECULATION: usual}
+    found = {SPECULATION: usual, TOGETHER: dataclasses.replace(usual, placement="together")}
     for num_tokens in plan.sync_tokens:
         found[f"{SYNCHRONOUS}, k = {num_tokens}"] = Deployment(
             pair=plan.pair,
@@ -81,7 +84,7 @@ def start(plan: Plan, name: str, stack: AsyncExitStack, progress: Progress) -> l
     address = stack.enter_context(running(deployment, progress)).address
     if name == SPECULATION:
         return [Served(SPECULATION, "", address, True), Served(PLAIN, "", address, False)]
-    if name == ALL_CORES:
-        return [Served(ALL_CORES, "", address, False)]
+    if name in (TOGETHER, ALL_CORES):
+        return [Served(name, "", address, name == TOGETHER)]
     setting = f"hold-off {plan.sync_hold_off_ms:g} ms"
     return [Served(name, setting, address, True)]

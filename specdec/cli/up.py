@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -17,8 +18,10 @@ from rich.markup import escape
 from specdec.cli.errors import reported_errors
 from specdec.cli.inputs.config_file import by_parameter, read_config
 from specdec.cli.local.cluster import Cluster
+from specdec.cli.local.devices import count_gpus
 from specdec.cli.local.log_view import LogView
-from specdec.cli.local.plan import PORTS, LocalPlan, describe_placement, plan_services, shipped_model
+from specdec.cli.local.placement import choose_placement
+from specdec.cli.local.plan import PORTS, LocalPlan, Placement, describe_placement, plan_services, shipped_model
 from specdec.cli.local.supervision import Supervision
 from specdec.cli.views.tables import make_table
 
@@ -47,6 +50,14 @@ def up(
     target: TargetModel = None,
     draft: DraftModel = None,
     device: Device = "auto",
+    placement: Annotated[
+        Literal["auto", "apart", "together"],
+        typer.Option(
+            help="A draft service with cores of its own, or a draft that the target runs in turns with itself. "
+            "auto measures both on CPU, the first time, and takes the faster one.",
+            envvar="SPECDEC_UP_PLACEMENT",
+        ),
+    ] = "auto",
     num_targets: Annotated[int, typer.Option(help="Target replicas.", min=1)] = 1,
     num_drafts: Annotated[int, typer.Option(help="Draft replicas; 0 decodes plainly.", min=0)] = 1,
     port: Annotated[int, typer.Option(help="The coordinator's.", min=1, max=65535)] = PORTS["coordinator"],
@@ -100,6 +111,7 @@ def up(
             draft_settings=parse_settings(draft_set or [], "--draft-set"),
             coordinator_settings=parse_settings(coordinator_set or [], "--coordinator-set"),
         )
+        plan = dataclasses.replace(plan, placement=_placement(placement, plan, console))
         with running_cluster(plan, console, log_dir) as cluster:
             console.print(f"Ready at {cluster.address}. Try:", style="bold")
             console.print(
@@ -108,6 +120,26 @@ def up(
             console.print("A service that ends is started again. Ctrl-C stops all.", style="dim")
             supervision = Supervision(cluster, lambda line: console.print(escape(line), soft_wrap=True))
             _watch(supervision, LogView(cluster, console) if logs else None)
+
+
+def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, console: Console) -> Placement:
+    """Measures where that is asked for and says something: one target and one draft, both on CPU."""
+    if wish != "auto":
+        return wish
+    is_cpu = plan.device == "cpu" or (plan.device == "auto" and count_gpus() == 0)
+    if not is_cpu or plan.num_targets != 1 or plan.num_drafts != 1:
+        return "apart"
+    with console.status("measuring") as status:
+
+        def show(what: str) -> None:
+            if console.is_terminal:
+                status.update(escape(what))
+            else:
+                console.print(escape(what), style="dim")
+
+        choice = choose_placement(plan, show)
+    console.print(f"placement: {choice}; --placement sets it.", style="dim")
+    return choice.placement
 
 
 def _watch(supervision: Supervision, log_view: LogView | None) -> None:

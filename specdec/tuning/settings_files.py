@@ -49,6 +49,7 @@ def up_file(advice: Advice, deployment: Deployment) -> str:
             settings[role] |= {"engine_cores": ",".join(map(str, own)), "num_threads": len(own)}
     values: dict[str, Any] = {"target": deployment.target_model, "draft": deployment.draft_model}
     values["device"] = deployment.device
+    values["placement"] = "apart"
     roles = ["target", "draft", "coordinator"]
     if not advice.speculate:
         values["num-drafts"] = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 
@@ -87,3 +88,16 @@ def test_a_service_that_can_never_start_again_ends_the_command_with_the_reason(
         assert "max_runing" in output
         assert output.count("coordinator is started again") == 5
         assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []
+
+
+def test_where_the_draft_runs_is_measured_once_and_remembered(tiny_pair: ModelPair, tmp_path: Path) -> None:
+    compiled = os.environ.get("SPECDEC_NATIVE_CACHE") or str(Path.home() / ".cache" / "specdec" / "native")
+    variables = {"SPECDEC_UP_PLACEMENT": "auto", "XDG_CACHE_HOME": str(tmp_path), "SPECDEC_NATIVE_CACHE": compiled}
+    with running_up(tiny_pair, variables=variables) as up:
+        first = up.wait_line("placement: ")
+        assert "tokens/s measured here: apart " in first
+        placement = first.split()[1]
+        assert len(up.children()) == (5 if placement == "apart" else 3)
+    assert len(list(tmp_path.glob("specdec/placement/*.json"))) == 1
+    with running_up(tiny_pair, variables=variables) as up:
+        assert f"placement: {placement} (tokens/s measured here before: apart " in up.wait_line("placement: ")

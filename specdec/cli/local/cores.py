@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CoreAssignment:
-    """Core numbers per part. The engines never share a core with each other unless there is only one."""
+    """Core numbers per part."""
 
     target_engine: tuple[int, ...]
     draft_engine: tuple[int, ...]
@@ -16,8 +16,22 @@ class CoreAssignment:
     """For the servicers and the coordinator."""
 
 
+def share_cores(cores: Sequence[int]) -> CoreAssignment:
+    """Return what a target that runs its draft itself gets: all cores but one of more than two, for the others.
+
+    With two or less, all share all. Raises ValueError when there is no core.
+    """
+    ordered = tuple(sorted(set(cores)))
+    if not ordered:
+        raise ValueError("no cores to assign")
+    if len(ordered) <= 2:
+        return CoreAssignment(ordered, (), ordered)
+    return CoreAssignment(ordered[:-1], (), ordered[-1:])
+
+
 def assign_cores(cores: Sequence[int]) -> CoreAssignment:
-    """Return about half of `cores` for the target's engine, one for the draft's, the rest for the others.
+    """Return about half of `cores` for the target's engine, one for the draft's, the rest for the others. The engines
+    share no core unless there is only one.
 
     With two cores, everything but the target's engine shares the second one; with one core, all share it.
     OpenMP threads that are preempted stall their whole team, so the target's engine is never disturbed.

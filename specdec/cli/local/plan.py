@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import specdec
 from specdec.cli.errors import ClusterFailed
 from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
-from specdec.cli.local.cores import CoreAssignment, assign_cores
+from specdec.cli.local.cores import CoreAssignment, assign_cores, share_cores
 from specdec.cli.local.devices import (
     DevicePlan,
     count_gpus,
@@ -23,6 +26,7 @@ from specdec.cli.local.devices import (
 )
 from specdec.cli.local.service_process import ServiceSpec
 
+Placement = Literal["apart", "together"]
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053}
 METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
 DRAIN_S = 5.0
@@ -45,6 +49,8 @@ class LocalPlan:
     """Take ports that are free, and serve no metrics, so that any number can run on one machine."""
     redis_url: str | None = None
     """Services find each other in the registry of this Redis, and not by settings; None: no Redis."""
+    placement: Placement = "apart"
+    """Whether the draft is a service, or run by the target, in turns with it."""
     target_settings: Mapping[str, object] = field(default_factory=dict)
     draft_settings: Mapping[str, object] = field(default_factory=dict)
     coordinator_settings: Mapping[str, object] = field(default_factory=dict)
@@ -71,8 +77,11 @@ def plan_services(
         ClusterFailed: The device is not there, or memory does not suffice.
     """
     environment = os.environ if environment is None else environment
-    assignment = assign_cores(sorted(os.sched_getaffinity(0)) if cores is None else cores)
+    usable = sorted(os.sched_getaffinity(0)) if cores is None else cores
     devices = _devices(plan)
+    assignment = assign_cores(usable)
+    if plan.placement == "together" and plan.draft_model and plan.num_drafts:
+        plan, assignment = _with_own_drafts(plan, devices), share_cores(usable)
     specs = [
         *_replicas(plan, "target", plan.num_targets, assignment, devices, environment),
         *_replicas(plan, "draft", plan.num_drafts, assignment, devices, environment),
@@ -94,6 +103,16 @@ def plan_services(
         service_spec("coordinator", "coordinator", port, settings, environment=environment, cores=assignment.shared)
     )
     return specs
+
+
+def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
+    if devices.target.partition(":")[0] != devices.draft.partition(":")[0] or plan.num_drafts > 1:
+        raise ClusterFailed("--placement together: a target runs one draft, on its own device; here that is not so")
+    own: dict[str, object] = {"model": plan.draft_model, **plan.draft_settings}
+    if devices.draft_kv_bytes is not None:
+        own.setdefault("kv_cache_memory_bytes", devices.draft_kv_bytes // max(1, plan.num_targets))
+    settings = {"own_draft": json.dumps(own), **plan.target_settings}
+    return dataclasses.replace(plan, num_drafts=0, target_settings=settings)
 
 
 def _devices(plan: LocalPlan) -> DevicePlan:

@@ -6,9 +6,10 @@ import pytest
 
 from specdec.cli.errors import ClusterFailed
 from specdec.cli.local import devices
-from specdec.cli.local.cores import CoreAssignment, assign_cores
+from specdec.cli.local.cores import CoreAssignment, assign_cores, share_cores
 from specdec.cli.local.plan import LocalPlan, describe_placement, plan_services, split_evenly
 from specdec.cli.local.service_process import ServiceSpec
+from specdec.config import TargetSettings, load_settings
 
 ROLES = ("TARGET", "DRAFT", "COORDINATOR")
 
@@ -147,3 +148,47 @@ def test_a_missing_gpu_is_told_as_a_failure_to_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("specdec.cli.local.plan.count_gpus", lambda: 0)
     with pytest.raises(ClusterFailed, match="no GPU"):
         plan_services(LocalPlan(target_model="T", draft_model="D", device="cuda"), environment={}, cores=[0])
+
+
+def test_a_target_that_drafts_itself_has_the_draft_its_settings_and_the_cores() -> None:
+    target, coordinator = plan(placement="together", draft_settings={"num_siblings": 1, "weight_quantization": "int8"})
+    assert (target.module, coordinator.module) == ("target_service", "coordinator")
+    assert "--drafts=" in coordinator.arguments
+    assert (target.environment["SPECDEC_TARGET_ENGINE_CORES"], coordinator.cores) == ("0,1,2", (3,))
+    assert target.environment["SPECDEC_TARGET_NUM_THREADS"] == "3"
+    settings = load_settings(TargetSettings, list(target.arguments), env_prefix=TargetSettings.env_prefix, prog="t")
+    draft = settings.own_draft_settings
+    assert draft is not None
+    assert (draft.model, draft.num_siblings, draft.weight_quantization) == ("D", 1, "int8")
+    assert draft.max_draft_tokens == settings.max_draft_tokens
+
+
+def test_two_cores_or_less_are_shared_with_all_others() -> None:
+    assert share_cores([3, 1]) == CoreAssignment((1, 3), (), (1, 3))
+    assert share_cores([2]) == CoreAssignment((2,), (), (2,))
+    with pytest.raises(ValueError, match="no cores"):
+        share_cores([])
+
+
+def test_a_target_runs_no_two_drafts() -> None:
+    with pytest.raises(ClusterFailed, match="one draft"):
+        plan(placement="together", num_drafts=2)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "own_draft"),
+        ('{"model": "D", "bogus": 1}', "own_draft.*bogus"),
+        ('{"num_threads": 1}', "model"),
+        ('{"model": "D", "num_threads": 0}', "own_draft.*num_threads"),
+    ],
+)
+def test_what_is_wrong_with_a_draft_of_the_targets_own_is_named(value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        TargetSettings(model="T", own_draft=value)  # type: ignore[arg-type]
+
+
+def test_several_ranks_have_no_draft_of_their_own() -> None:
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        TargetSettings(model="T", own_draft="D", tensor_parallel_size=2)  # type: ignore[arg-type]
