@@ -51,8 +51,8 @@ $(STAMP): pyproject.toml
 	export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 	echo "Installing $(TORCH) (this can take a minute)"
 	$(BIN)/pip install --quiet "$(TORCH)"
-	echo "Installing specdec[engine,dev]"
-	$(BIN)/pip install --quiet --editable '.[engine,dev]'
+	echo "Installing specdec[engine,dev,docs]"
+	$(BIN)/pip install --quiet --editable '.[engine,dev,docs]'
 	touch $@
 
 # In one go: npm removes what a command without --save did not name.
@@ -188,6 +188,10 @@ release-baseline: $(STAMP)  ## Record a release, to hold the next version agains
 .PHONY: set-version
 set-version:  ## Raise the version, in all places (VERSION=0.3.0).
 	@releases/set-version.sh $(VERSION)
+
+.PHONY: packages
+packages: $(STAMP)  ## Build wheels and sdists into dist/.
+	@releases/packages.sh dist
 
 .PHONY: images
 images:  ## Build the images.
