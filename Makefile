@@ -201,6 +201,10 @@ images:  ## Build the images.
 metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
 
+.PHONY: docs
+docs: $(STAMP)  ## Build the site of these pages into site/, with search, without a network.
+	@$(BIN)/python docs/site/build.py site
+
 .PHONY: bench
 bench: $(STAMP)  ## Measure on this machine's CPU (BENCH_ARGS="--pair shipped", see bench/README.md).
 	@$(BIN)/python -m bench $(BENCH_ARGS)
