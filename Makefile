@@ -193,6 +193,10 @@ set-version:  ## Raise the version, in all places (VERSION=0.3.0).
 packages: $(STAMP)  ## Build wheels and sdists into dist/.
 	@releases/packages.sh dist
 
+.PHONY: sbom
+sbom: $(STAMP)  ## Write what specdec[engine] consists of into dist/specdec.cdx.json (CycloneDX).
+	@$(BIN)/python releases/sbom.py dist/specdec.cdx.json
+
 .PHONY: images
 images:  ## Build the images.
 	@deploy/build.sh
