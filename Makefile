@@ -51,8 +51,8 @@ $(STAMP): pyproject.toml
 	export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 	echo "Installing $(TORCH) (this can take a minute)"
 	$(BIN)/pip install --quiet "$(TORCH)"
-	echo "Installing specdec[engine,dev]"
-	$(BIN)/pip install --quiet --editable '.[engine,dev]'
+	echo "Installing specdec[engine,dev,docs]"
+	$(BIN)/pip install --quiet --editable '.[engine,dev,docs]'
 	touch $@
 
 # In one go: npm removes what a command without --save did not name.
@@ -189,6 +189,14 @@ release-baseline: $(STAMP)  ## Record a release, to hold the next version agains
 set-version:  ## Raise the version, in all places (VERSION=0.3.0).
 	@releases/set-version.sh $(VERSION)
 
+.PHONY: packages
+packages: $(STAMP)  ## Build wheels and sdists into dist/.
+	@releases/packages.sh dist
+
+.PHONY: sbom
+sbom: $(STAMP)  ## Write what specdec[engine] consists of into dist/specdec.cdx.json (CycloneDX).
+	@$(BIN)/python releases/sbom.py dist/specdec.cdx.json
+
 .PHONY: images
 images:  ## Build the images.
 	@deploy/build.sh
@@ -196,6 +204,10 @@ images:  ## Build the images.
 .PHONY: metrics-doc
 metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
+
+.PHONY: docs
+docs: $(STAMP)  ## Build the site of these pages into site/, with search, without a network.
+	@$(BIN)/python docs/site/build.py site
 
 .PHONY: bench
 bench: $(STAMP)  ## Measure on this machine's CPU (BENCH_ARGS="--pair shipped", see bench/README.md).

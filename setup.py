@@ -9,6 +9,7 @@ They are called through ctypes, so a wheel fits every version of Python. Read fr
 
 import os
 import platform
+import shutil
 import sys
 from pathlib import Path
 from typing import ClassVar
@@ -31,6 +32,7 @@ from specdec.engine.native.build import (
 from specdec.engine.native.variants import variants_for
 
 NATIVE = Path("specdec/engine/native")
+PROTOS = Path("proto")
 IS_PURE = os.environ.get("SPECDEC_PURE_WHEEL", "0") not in {"", "0"}
 MACHINE = os.environ.get("SPECDEC_WHEEL_MACHINE") or platform.machine()
 # The wheel does not ask for the C++ library of the machine that built it.
@@ -77,8 +79,38 @@ class BuildKernels(Command):
         return {}
 
 
+class BuildProtos(Command):
+    """Puts the protos beside the code that is generated from them, for clients in other languages."""
+
+    user_options: ClassVar[list[tuple[str, str | None, str]]] = []
+
+    def initialize_options(self) -> None:
+        self.build_lib: str | None = None
+        self.editable_mode = False
+
+    def finalize_options(self) -> None:
+        self.set_undefined_options("build", ("build_lib", "build_lib"))
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            for source, copy in self.get_output_mapping().items():
+                Path(copy).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, copy)
+
+    def get_source_files(self) -> list[str]:
+        return [str(path) for path in sorted(PROTOS.rglob("*.proto"))]
+
+    def get_outputs(self) -> list[str]:
+        return list(self.get_output_mapping().values())
+
+    def get_output_mapping(self) -> dict[str, str]:
+        lib = Path(self.build_lib or "")
+        return {path: str(lib / Path(path).relative_to(PROTOS)) for path in self.get_source_files()}
+
+
 class Build(build):
-    sub_commands: ClassVar = [*build.sub_commands, *([] if IS_PURE else [("build_kernels", None)])]
+    own: ClassVar = ["build_protos"] if IS_PURE else ["build_protos", "build_kernels"]
+    sub_commands: ClassVar = [*build.sub_commands, *((name, None) for name in own)]
 
 
 class BdistWheel(bdist_wheel):
@@ -91,4 +123,12 @@ class Specdec(Distribution):
         return not IS_PURE
 
 
-setup(distclass=Specdec, cmdclass={"build": Build, "build_kernels": BuildKernels, "bdist_wheel": BdistWheel})
+setup(
+    distclass=Specdec,
+    cmdclass={
+        "build": Build,
+        "build_kernels": BuildKernels,
+        "build_protos": BuildProtos,
+        "bdist_wheel": BdistWheel,
+    },
+)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds images with docker or buildah: deploy/build.sh [coordinator|engine-cpu|engine-cuda ...]
 # All when none is named. BUILDER is the command that builds (default: docker build), TAG the tag (default: the
-# version of specdec). The Dockerfile's arguments are taken from variables of the same names where these are set.
+# version of specdec). With ATTEST=1 BuildKit adds a bill of materials and the build's provenance to each image, which a
+# registry keeps (BUILDER="docker buildx build --push"). The Dockerfile's arguments are taken from variables of the same names where these are set.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -14,6 +15,9 @@ for name in PYTHON_IMAGE TORCH_CPU_PIP_ARGS TORCH_CPU TORCH_CUDA_PIP_ARGS TORCH_
         arguments+=(--build-arg "$name=${!name}")
     fi
 done
+if [[ ${ATTEST:-0} != 0 ]]; then
+    arguments+=(--sbom=true --provenance=mode=max)
+fi
 targets=("$@")
 if [[ ${#targets[@]} -eq 0 ]]; then
     targets=(coordinator engine-cpu engine-cuda)

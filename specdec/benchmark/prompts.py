@@ -7,13 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import specdec
 from specdec.benchmark.requests import Prompt
 from specdec.engine.model.files import read_tokenizer
+from specdec.shipped_pair import shipped_pair
 
-_MODELS = Path(specdec.__file__).resolve().parents[1] / "models"
-SHIPPED = _MODELS / "prompts.json"
-"""Held-out prompts of the shipped pair; a wheel has neither the pair nor them."""
 _FIELDS = ("prompt", "text", "token_ids")
 ENGLISH = (
     "The harbour was quiet that morning, and the fishermen who had come down before dawn stood in small groups by the",
@@ -71,9 +68,10 @@ def read_prompts(path: Path) -> Prompts:
 
 def prompts_for(tokenizer_digest: str) -> Prompts:
     """Prompts for who brings none: the shipped pair's where the tokenizer is the shipped one, else ordinary English."""
-    if SHIPPED.is_file() and tokenizer_digest == read_tokenizer(_MODELS / "target").digest:
-        shipped = read_prompts(SHIPPED).prompts
-        return Prompts(f"{len(shipped)} that ship with the pair (models/prompts.json, Python source)", shipped)
+    pair = shipped_pair()
+    if pair is not None and tokenizer_digest == read_tokenizer(pair / "target").digest:
+        shipped = read_prompts(pair / "prompts.json").prompts
+        return Prompts(f"{len(shipped)} that ship with the pair (prompts.json, Python source)", shipped)
     words = f"{len(ENGLISH)} built-in texts of English; give your own with --prompts, for acceptance depends on them"
     return Prompts(words, ENGLISH)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,15 +11,13 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
-import specdec
 from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.generate import Display, run_request
 from specdec.cli.local.plan import LocalPlan, shipped_model
 from specdec.cli.up import Device, DraftModel, TargetModel, running_cluster, stop_on_signals
 from specdec.client import ClientSettings
+from specdec.shipped_pair import shipped_pair
 from specdec.v1 import coordinator_pb2
-
-PROMPTS = Path(specdec.__file__).resolve().parents[1] / "models" / "prompts.json"
 
 
 def demo(
@@ -31,7 +28,7 @@ def demo(
         str | None,
         typer.Option(help="What to complete (default: a held-out one of the pair's language).", show_default=False),
     ] = None,
-    prompt_id: Annotated[str | None, typer.Option(help="One of models/prompts.json.")] = None,
+    prompt_id: Annotated[str | None, typer.Option(help="One of the pair's prompts.json.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.", min=0)] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed of the noise.", min=0)] = 1,
@@ -63,11 +60,10 @@ def demo(
 
 def held_out_prompt(prompt_id: str | None = None) -> str:
     """Return a prompt the pair was not trained on: the first, or this one. Raises ClusterFailed."""
-    try:
-        prompts = json.loads(PROMPTS.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ClusterFailed(f"cannot read {PROMPTS}: {error}") from error
-    for entry in prompts:
+    pair = shipped_pair()
+    if pair is None:
+        raise ClusterFailed("the pair's prompts are not installed: give one with --prompt")
+    for entry in json.loads((pair / "prompts.json").read_text(encoding="utf-8")):
         if prompt_id is None or entry["id"] == prompt_id:
             return str(entry["text"])
-    raise ClusterFailed(f"no prompt {prompt_id!r} in {PROMPTS}")
+    raise ClusterFailed(f"no prompt {prompt_id!r} in {pair / 'prompts.json'}")

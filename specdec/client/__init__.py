@@ -1,14 +1,17 @@
-"""A typed client of the coordinator, and streams that outlive one."""
+"""Typed clients of the coordinator, for asyncio and without, and streams that outlive one."""
 
 from specdec.client.client import Client, ClientSettings, CompletedChoice, Completion
 from specdec.client.resuming import ResumePolicy, generate_resuming, resumed_request
+from specdec.client.sync import ChunkStream, SyncClient
 
 __all__ = [
+    "ChunkStream",
     "Client",
     "ClientSettings",
     "CompletedChoice",
     "Completion",
     "ResumePolicy",
+    "SyncClient",
     "generate_resuming",
     "resumed_request",
 ]

@@ -67,6 +67,20 @@ class ClientSettings:
             TraceContextTextMapPropagator().inject(trace)
         return (*self.metadata, *own, *trace.items())
 
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """What a TLS channel is opened with; None: without TLS."""
+        if not (self.tls or self.root_certificates or self.client_certificate):
+            return None
+        key, chain = self.client_certificate or (None, None)
+        return grpc.ssl_channel_credentials(self.root_certificates, key, chain)
+
+    def check_size(self, request: Message) -> None:
+        """Raises InvalidRequest when a request is larger than `max_message_bytes`."""
+        # gRPC itself would answer RESOURCE_EXHAUSTED, as if trying again could help.
+        num_bytes, most = request.ByteSize(), self.max_message_bytes
+        if num_bytes > most:
+            raise InvalidRequest("request", f"{num_bytes} bytes are more than the limit of {most}")
+
     def channel_options(self) -> list[tuple[str, str | int]]:
         """Options of the gRPC channel: retries, keepalive, message limits."""
         service = coordinator_pb2.DESCRIPTOR.services_by_name["CoordinatorService"]
@@ -97,6 +111,15 @@ def service_config(service: descriptor.ServiceDescriptor) -> str:
     )
 
 
+def as_sent(request: coordinator_pb2.GenerateRequest) -> coordinator_pb2.GenerateRequest:
+    """A request as clients send it, which take long log-probabilities of a prompt in parts."""
+    if not request.sampling.HasField("prompt_logprobs") or request.prompt_logprobs_in_parts:
+        return request
+    sent = coordinator_pb2.GenerateRequest(prompt_logprobs_in_parts=True)
+    sent.MergeFrom(request)
+    return sent
+
+
 class Client:
     """Calls coordinators. Use as an async context manager, inside one event loop.
 
@@ -111,12 +134,10 @@ class Client:
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(parsing(self._channel))
 
     def _open_channel(self) -> grpc.aio.Channel:
-        settings = self._settings
-        if not (settings.tls or settings.root_certificates or settings.client_certificate):
-            return grpc.aio.insecure_channel(self.address, options=settings.channel_options())
-        key, chain = settings.client_certificate or (None, None)
-        credentials = grpc.ssl_channel_credentials(settings.root_certificates, key, chain)
-        return grpc.aio.secure_channel(self.address, credentials, options=settings.channel_options())
+        options, credentials = self._settings.channel_options(), self._settings.credentials()
+        if credentials is None:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        return grpc.aio.secure_channel(self.address, credentials, options=options)
 
     async def __aenter__(self) -> Client:
         return self
@@ -134,10 +155,8 @@ class Client:
         self, request: coordinator_pb2.GenerateRequest
     ) -> AsyncGenerator[coordinator_pb2.GenerateResponse, None]:
         """Yield the chunks of a request. Leaving the iteration (`aclose`) cancels the request."""
-        if request.sampling.HasField("prompt_logprobs") and not request.prompt_logprobs_in_parts:
-            request, theirs = coordinator_pb2.GenerateRequest(prompt_logprobs_in_parts=True), request
-            request.MergeFrom(theirs)
-        self._check_size(request)
+        request = as_sent(request)
+        self._settings.check_size(request)
         call = self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
         try:
             async for chunk in call:
@@ -178,18 +197,12 @@ class Client:
         return await self._call(self._stub.GetStatus, coordinator_pb2.GetStatusRequest())
 
     async def _call(self, method: Callable[..., Awaitable[_T]], request: Message) -> _T:
-        self._check_size(request)
+        self._settings.check_size(request)
         try:
             answer = method(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
             return parsed(await answer)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
-
-    def _check_size(self, request: Message) -> None:
-        # gRPC itself would answer RESOURCE_EXHAUSTED, as if trying again could help.
-        num_bytes, most = request.ByteSize(), self._settings.max_message_bytes
-        if num_bytes > most:
-            raise InvalidRequest("request", f"{num_bytes} bytes are more than the limit of {most}")
 
 
 @dataclass(slots=True)

@@ -41,26 +41,51 @@ async def generate_resuming(
     Raises:
         SpecdecError: the request failed for another reason, or attempts brought nothing `max_attempts` times in a row.
     """
-    policy = policy or ResumePolicy()
-    held = Completion()
-    body, num_fruitless = request, 0
+    resumption = Resumption(request, policy)
     while True:
-        num_held = _num_held(held)
         try:
-            async for chunk in client.generate(body):
-                if (new := _unseen(chunk, held)) is not None:
-                    held.add(new)
+            async for chunk in client.generate(resumption.body()):
+                if (new := resumption.unseen(chunk)) is not None:
                     yield new
             return
         except Unavailable as error:
-            num_fruitless = 1 if _num_held(held) > num_held else num_fruitless + 1
-            is_resumable = held.started is not None or request.HasField("resume")
-            if not is_resumable or num_fruitless >= policy.max_attempts:
-                raise
-            wait_s = Backoff(error.retry_after_s, policy.max_wait_s, _SPREAD).wait_s(num_fruitless)
-            _log.info("stream_interrupted", reason=error.reason, num_tokens=held.num_tokens, wait_s=round(wait_s, 3))
+            wait_s = resumption.wait_after(error)
         await asyncio.sleep(wait_s)
-        body = request if held.started is None else resumed_request(request, held)
+
+
+class Resumption:
+    """What is held of a request's answer, and when it is asked for again; without calls or waits of its own."""
+
+    def __init__(self, request: api.GenerateRequest, policy: ResumePolicy | None = None) -> None:
+        self._request = request
+        self._policy = policy or ResumePolicy()
+        self._held = Completion()
+        self._num_held_before = 0
+        self._num_fruitless = 0
+
+    def body(self) -> api.GenerateRequest:
+        """The request of the next attempt."""
+        self._num_held_before = _num_held(self._held)
+        return self._request if self._held.started is None else resumed_request(self._request, self._held)
+
+    def unseen(self, chunk: api.GenerateResponse) -> api.GenerateResponse | None:
+        """What a chunk has that is not held yet, which from now on is; None: nothing."""
+        new = _unseen(chunk, self._held)
+        if new is not None:
+            self._held.add(new)
+        return new
+
+    def wait_after(self, error: Unavailable) -> float:
+        """Seconds until the next attempt, after one ended so. Raises that error when there is to be none."""
+        has_more = _num_held(self._held) > self._num_held_before
+        self._num_fruitless = 1 if has_more else self._num_fruitless + 1
+        is_resumable = self._held.started is not None or self._request.HasField("resume")
+        if not is_resumable or self._num_fruitless >= self._policy.max_attempts:
+            raise error
+        wait_s = Backoff(error.retry_after_s, self._policy.max_wait_s, _SPREAD).wait_s(self._num_fruitless)
+        num_tokens = self._held.num_tokens
+        _log.info("stream_interrupted", reason=error.reason, num_tokens=num_tokens, wait_s=round(wait_s, 3))
+        return wait_s
 
 
 def resumed_request(request: api.GenerateRequest, held: Completion) -> api.GenerateRequest:

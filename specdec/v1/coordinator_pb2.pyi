@@ -27,19 +27,25 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    FIELDS_JSON_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """For example system, user or assistant."""
     content: _builtins.str
     """Its text."""
+    fields_json: _builtins.str
+    """A JSON object of what else the template may read of it, for example tool_calls, tool_call_id or reasoning_content. A
+    content in it, for example a list of parts, takes the place of the text above. Empty: nothing else.
+    """
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        fields_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "fields_json", b"fields_json", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -52,6 +58,18 @@ class ChatMessages(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_JSON_FIELD_NUMBER: _builtins.int
+    ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
+    TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
+    tools_json: _builtins.str
+    """A JSON array of the tools that may be called, as the template takes them. Empty: none."""
+    add_generation_prompt: _builtins.bool
+    """End where the assistant's turn starts; default true, but false where the last message is continued."""
+    continue_final_message: _builtins.bool
+    """End within the last message, so that the output continues it. Refused together with add_generation_prompt."""
+    template_variables_json: _builtins.str
+    """A JSON object of further variables of the template, for example enable_thinking. Empty: none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Oldest first."""
@@ -60,12 +78,18 @@ class ChatMessages(_message.Message):
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        tools_json: _builtins.str = ...,
+        add_generation_prompt: _builtins.bool | None = ...,
+        continue_final_message: _builtins.bool = ...,
+        template_variables_json: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_variables_json", b"template_variables_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
+    _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__add_generation_prompt) -> _WhichOneofReturnType__add_generation_prompt | None: ...
 
 Global___ChatMessages: _TypeAlias = ChatMessages  # noqa: Y015
 
@@ -1052,16 +1076,82 @@ class GetModelInfoRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITH_TOKENIZER_FIELD_NUMBER: _builtins.int
+    with_tokenizer: _builtins.bool
+    """Tell of the tokenizer, too."""
     def __init__(
         self,
+        *,
+        with_tokenizer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["with_tokenizer", b"with_tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetModelInfoRequest: _TypeAlias = GetModelInfoRequest  # noqa: Y015
+
+@_typing.final
+class TokenizerInfo(_message.Message):
+    """What clients may want to know of the tokenizer. Tokens that it does not have are absent."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOS_TOKEN_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_FIELD_NUMBER: _builtins.int
+    UNK_TOKEN_FIELD_NUMBER: _builtins.int
+    PAD_TOKEN_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    VOCAB_SIZE_FIELD_NUMBER: _builtins.int
+    bos_token: _builtins.str
+    """Starts a text."""
+    eos_token: _builtins.str
+    """Ends a text."""
+    unk_token: _builtins.str
+    """Stands for what has no token."""
+    pad_token: _builtins.str
+    """Fills up."""
+    chat_template: _builtins.str
+    """The source of the chat template, in Jinja."""
+    vocab_size: _builtins.int
+    """Number of tokens, those added included."""
+    def __init__(
+        self,
+        *,
+        bos_token: _builtins.str | None = ...,
+        eos_token: _builtins.str | None = ...,
+        unk_token: _builtins.str | None = ...,
+        pad_token: _builtins.str | None = ...,
+        chat_template: _builtins.str | None = ...,
+        vocab_size: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bos_token", b"_bos_token", "_chat_template", b"_chat_template", "_eos_token", b"_eos_token", "_pad_token", b"_pad_token", "_unk_token", b"_unk_token", "bos_token", b"bos_token", "chat_template", b"chat_template", "eos_token", b"eos_token", "pad_token", b"pad_token", "unk_token", b"unk_token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bos_token", b"_bos_token", "_chat_template", b"_chat_template", "_eos_token", b"_eos_token", "_pad_token", b"_pad_token", "_unk_token", b"_unk_token", "bos_token", b"bos_token", "chat_template", b"chat_template", "eos_token", b"eos_token", "pad_token", b"pad_token", "unk_token", b"unk_token", "vocab_size", b"vocab_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bos_token: _TypeAlias = _typing.Literal["bos_token"]  # noqa: Y015
+    _WhichOneofArgType__bos_token: _TypeAlias = _typing.Literal["_bos_token", b"_bos_token"]  # noqa: Y015
+    _WhichOneofReturnType__chat_template: _TypeAlias = _typing.Literal["chat_template"]  # noqa: Y015
+    _WhichOneofArgType__chat_template: _TypeAlias = _typing.Literal["_chat_template", b"_chat_template"]  # noqa: Y015
+    _WhichOneofReturnType__eos_token: _TypeAlias = _typing.Literal["eos_token"]  # noqa: Y015
+    _WhichOneofArgType__eos_token: _TypeAlias = _typing.Literal["_eos_token", b"_eos_token"]  # noqa: Y015
+    _WhichOneofReturnType__pad_token: _TypeAlias = _typing.Literal["pad_token"]  # noqa: Y015
+    _WhichOneofArgType__pad_token: _TypeAlias = _typing.Literal["_pad_token", b"_pad_token"]  # noqa: Y015
+    _WhichOneofReturnType__unk_token: _TypeAlias = _typing.Literal["unk_token"]  # noqa: Y015
+    _WhichOneofArgType__unk_token: _TypeAlias = _typing.Literal["_unk_token", b"_unk_token"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bos_token) -> _WhichOneofReturnType__bos_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__chat_template) -> _WhichOneofReturnType__chat_template | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__eos_token) -> _WhichOneofReturnType__eos_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pad_token) -> _WhichOneofReturnType__pad_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__unk_token) -> _WhichOneofReturnType__unk_token | None: ...
+
+Global___TokenizerInfo: _TypeAlias = TokenizerInfo  # noqa: Y015
 
 @_typing.final
 class GetModelInfoResponse(_message.Message):
@@ -1077,6 +1167,7 @@ class GetModelInfoResponse(_message.Message):
     MAX_CHOICES_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FIELD_NUMBER: _builtins.int
     default_verify_mode: _common_pb2.VerifyMode.ValueType
     """How proposals are verified when a request does not say."""
     max_model_len: _builtins.int
@@ -1097,6 +1188,10 @@ class GetModelInfoResponse(_message.Message):
     def draft(self) -> _common_pb2.ModelIdentity:
         """The draft, when one is connected and fits."""
 
+    @_builtins.property
+    def tokenizer(self) -> Global___TokenizerInfo:
+        """When asked for."""
+
     def __init__(
         self,
         *,
@@ -1108,10 +1203,11 @@ class GetModelInfoResponse(_message.Message):
         max_choices: _builtins.int = ...,
         has_chat_template: _builtins.bool = ...,
         max_draft_tokens: _builtins.int | None = ...,
+        tokenizer: Global___TokenizerInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "draft", b"draft", "max_draft_tokens", b"max_draft_tokens", "target", b"target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "draft", b"draft", "max_draft_tokens", b"max_draft_tokens", "target", b"target", "tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "default_verify_mode", b"default_verify_mode", "draft", b"draft", "has_chat_template", b"has_chat_template", "max_choices", b"max_choices", "max_draft_tokens", b"max_draft_tokens", "max_model_len", b"max_model_len", "max_tokens_limit", b"max_tokens_limit", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "default_verify_mode", b"default_verify_mode", "draft", b"draft", "has_chat_template", b"has_chat_template", "max_choices", b"max_choices", "max_draft_tokens", b"max_draft_tokens", "max_model_len", b"max_model_len", "max_tokens_limit", b"max_tokens_limit", "target", b"target", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015

@@ -9,10 +9,8 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
-import specdec
 from specdec.cli.errors import ClusterFailed
 from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
 from specdec.cli.local.cores import CoreAssignment, assign_cores, share_cores
@@ -25,6 +23,7 @@ from specdec.cli.local.devices import (
     weights_bytes,
 )
 from specdec.cli.local.service_process import ServiceSpec
+from specdec.shipped_pair import shipped_pair
 
 Placement = Literal["apart", "together"]
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053}
@@ -57,11 +56,13 @@ class LocalPlan:
 
 
 def shipped_model(role: str) -> str:
-    """Return the folder of the shipped target or draft. Raises ClusterFailed when it is not there."""
-    folder = Path(specdec.__file__).resolve().parents[1] / "models" / role
-    if not (folder / "config.json").is_file():
-        raise ClusterFailed(f"the shipped {role} is not at {folder}; name a model with --{role}")
-    return str(folder)
+    """Return the folder of the shipped target or draft. Raises ClusterFailed when the pair is not installed."""
+    pair = shipped_pair()
+    if pair is None:
+        raise ClusterFailed(
+            f"there is no model: name one with --{role} (a folder or hub id), or pip install specdec-shipped-models"
+        )
+    return str(pair / role)
 
 
 def plan_services(

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from specdec.rpc.errors import Internal
 
 _T = TypeVar("_T")
+_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
 
 
 class Unparsable:
@@ -21,9 +22,9 @@ class Unparsable:
         """For people."""
 
 
-def parsing(channel: grpc.aio.Channel) -> grpc.aio.Channel:
+def parsing(channel: _ChannelT) -> _ChannelT:
     """The channel for stubs whose answers are looked at with `parsed`; it is closed through the original."""
-    return cast(grpc.aio.Channel, _ParsingChannel(channel))
+    return cast(_ChannelT, _ParsingChannel(channel))
 
 
 def parsed(answer: _T) -> _T:
@@ -34,7 +35,7 @@ def parsed(answer: _T) -> _T:
 
 
 class _ParsingChannel:
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
         self._channel = channel
 
     def __getattr__(self, arity: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.benchmark.prompts import ENGLISH, SHIPPED, PromptsInvalid, prompts_for, read_prompts
+from specdec.benchmark.prompts import ENGLISH, PromptsInvalid, prompts_for, read_prompts
 from specdec.cli.local.plan import shipped_model
 from specdec.engine.model.files import read_tokenizer
 
@@ -55,8 +55,10 @@ def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
 
 def test_the_shipped_pairs_prompts_are_for_its_tokenizer_only() -> None:
     shipped = prompts_for(read_tokenizer(Path(shipped_model("target"))).digest)
-    assert list(shipped.prompts) == [entry["text"] for entry in json.loads(SHIPPED.read_text())]
-    assert "models/prompts.json" in shipped.source
+    assert list(shipped.prompts) == [
+        entry["text"] for entry in json.loads((Path(shipped_model("target")).parent / "prompts.json").read_text())
+    ]
+    assert "prompts.json" in shipped.source
     others = prompts_for("0123")
     assert others.prompts == ENGLISH
     assert "English" in others.source

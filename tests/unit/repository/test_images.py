@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
+import specdec
 from specdec.cli.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 
@@ -110,6 +112,23 @@ def test_nothing_is_run_or_copied_after_what_differs_in_every_build(stage: str) 
     names = [rest.partition("=")[0] for _, rest in STAGES[stage]]
     first = min(names.index(name) for name in ("VERSION", "REVISION", "CREATED"))
     assert set(keywords[first:]) == {"ARG", "LABEL"}
+
+
+def built_with(**variables: str) -> list[str]:
+    """The builder's arguments for one image, a word each."""
+    script = ROOT / "deploy" / "build.sh"
+    environment = {**os.environ, "BUILDER": "echo", **variables}
+    done = subprocess.run(["bash", script, "coordinator"], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_an_image_is_labelled_with_its_version_and_source_and_attested_where_that_is_asked_for() -> None:
+    words = built_with(SOURCE="https://example.org/specdec", ATTEST="1")
+    assert f"VERSION={specdec.__version__}" in words
+    assert "SOURCE=https://example.org/specdec" in words
+    assert {"--sbom=true", "--provenance=mode=max"} <= set(words)
+    assert f"specdec-coordinator:{specdec.__version__}" in words
+    assert not [word for word in built_with() if word.startswith(("--sbom", "--provenance"))]
 
 
 def test_the_images_install_what_pyproject_asks_for(tmp_path: Path) -> None:

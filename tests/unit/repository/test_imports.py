@@ -23,7 +23,7 @@ MOST_FILES = 16
 FLOORS = {
     "specdec": """
         addresses backoff certificates message_sizes parent_process session_keys
-        sampling_limits sampling_params settings_sources tls_files v1
+        sampling_limits sampling_params settings_sources shipped_pair tls_files v1
         engine store telemetry
         rpc
         client config

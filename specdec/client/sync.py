@@ -1,0 +1,205 @@
+"""The client for code without an event loop of its own, or inside one that it must not wait for (a notebook)."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from specdec.client.client import ClientSettings, Completion, as_sent
+from specdec.client.resuming import ResumePolicy, Resumption
+from specdec.rpc.errors import Cancelled, Unavailable, from_rpc_error
+from specdec.rpc.reading.parsing import parsed, parsing
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import coordinator_pb2_grpc
+
+_T = TypeVar("_T")
+
+
+class ChunkStream(Iterator[api.GenerateResponse]):
+    """The chunks of one request, for a plain `for`. The request is sent when the first one is asked for.
+
+    It is cancelled by `close`, at the end of a `with` over the stream or its client, and when nobody holds the stream
+    any more. One thread iterates, any may close: whoever iterates then gets Cancelled, and never takes a part for all.
+    """
+
+    def __init__(self, running: _RunningCall, chunks: Iterator[api.GenerateResponse]) -> None:
+        self._running = running
+        self._chunks = chunks
+
+    def __iter__(self) -> ChunkStream:
+        return self
+
+    def __next__(self) -> api.GenerateResponse:
+        """Return the next chunk. Raises the typed errors of `specdec.rpc.errors`."""
+        if self._running.is_ended:
+            raise Cancelled("the stream is closed")
+        return next(self._chunks)
+
+    def __enter__(self) -> ChunkStream:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel the request where it still runs."""
+        self._running.end()
+
+
+class SyncClient:
+    """Calls coordinators and waits for their answers: `specdec.client.Client` for plain functions.
+
+    Use as a context manager. Threads may share one; it has no event loop, so it works beside and inside a running one,
+    which stands still meanwhile. `address` and errors are those of `Client`.
+    """
+
+    def __init__(self, address: str, settings: ClientSettings | None = None) -> None:
+        self.address = address
+        self._settings = settings or ClientSettings()
+        options, credentials = self._settings.channel_options(), self._settings.credentials()
+        self._channel: grpc.Channel = (
+            grpc.insecure_channel(address, options=options)
+            if credentials is None
+            else grpc.secure_channel(address, credentials, options=options)
+        )
+        self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(parsing(self._channel))
+        self._calls: weakref.WeakSet[_RunningCall] = weakref.WeakSet()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> SyncClient:
+        return self
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the channel; running calls are cancelled."""
+        with self._lock:
+            calls = list(self._calls)
+        for call in calls:
+            call.end()
+        self._channel.close()
+
+    def generate(self, request: api.GenerateRequest) -> ChunkStream:
+        """Return the chunks of a request."""
+        running = self._running_call()
+        return ChunkStream(running, _chunks(running, request))
+
+    def generate_resuming(self, request: api.GenerateRequest, policy: ResumePolicy | None = None) -> ChunkStream:
+        """Return the chunks of a request as if its stream had never been interrupted: see `generate_resuming`."""
+        running = self._running_call()
+        return ChunkStream(running, _resumed_chunks(running, Resumption(request, policy)))
+
+    def complete(self, request: api.GenerateRequest) -> Completion:
+        """Return the whole answer to a request."""
+        completion = Completion()
+        with self.generate(request) as stream:
+            for chunk in stream:
+                completion.add(chunk)
+        return completion
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request; return whether there was one."""
+        return self._call(self._stub.Abort, api.AbortRequest(request_id=request_id)).aborted
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        request = api.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
+        return list(self._call(self._stub.Tokenize, request).token_ids)
+
+    def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids."""
+        request = api.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
+        return self._call(self._stub.Detokenize, request).text
+
+    def model_info(self) -> api.GetModelInfoResponse:
+        """Return what is served."""
+        return self._call(self._stub.GetModelInfo, api.GetModelInfoRequest())
+
+    def status(self) -> api.GetStatusResponse:
+        """Return replicas, load and limits."""
+        return self._call(self._stub.GetStatus, api.GetStatusRequest())
+
+    def _running_call(self) -> _RunningCall:
+        running = _RunningCall(self._start)
+        with self._lock:
+            self._calls.add(running)
+        return running
+
+    def _start(self, request: api.GenerateRequest) -> Any:
+        request = as_sent(request)
+        self._settings.check_size(request)
+        return self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
+
+    def _call(self, method: Callable[..., _T], request: Message) -> _T:
+        self._settings.check_size(request)
+        try:
+            return parsed(method(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata()))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+class _RunningCall:
+    """The attempt of a stream that runs, if any. It knows no stream, so that one that nobody holds is collected."""
+
+    def __init__(self, start: Callable[[api.GenerateRequest], Any]) -> None:
+        self._start = start
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._call: Any = None
+
+    @property
+    def is_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def start(self, request: api.GenerateRequest) -> Any:
+        """Begin an attempt. Raises Cancelled after `end`."""
+        with self._lock:
+            if self.is_ended:
+                raise Cancelled("the stream is closed")
+            self._call = self._start(request)
+            return self._call
+
+    def wait(self, wait_s: float) -> None:
+        """Return after a time, or when `end` is called."""
+        self._ended.wait(wait_s)
+
+    def end(self) -> None:
+        """Cancel the attempt that runs, and let none begin."""
+        with self._lock:
+            self._ended.set()
+            if self._call is not None:
+                self._call.cancel()
+
+
+def _chunks(running: _RunningCall, request: api.GenerateRequest) -> Iterator[api.GenerateResponse]:
+    call = running.start(request)
+    try:
+        for chunk in call:
+            yield parsed(chunk)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    finally:
+        call.cancel()
+
+
+def _resumed_chunks(running: _RunningCall, resumption: Resumption) -> Iterator[api.GenerateResponse]:
+    while True:
+        try:
+            for chunk in _chunks(running, resumption.body()):
+                if (new := resumption.unseen(chunk)) is not None:
+                    yield new
+            return
+        except Unavailable as error:
+            wait_s = resumption.wait_after(error)
+        running.wait(wait_s)
