@@ -1,5 +1,6 @@
 """A typed client of the coordinator, and streams that outlive one."""
 
+from specdec.client.chat import chat_messages
 from specdec.client.client import Client, ClientSettings, CompletedChoice, Completion
 from specdec.client.resuming import ResumePolicy, generate_resuming, resumed_request
 
@@ -9,6 +10,7 @@ __all__ = [
     "CompletedChoice",
     "Completion",
     "ResumePolicy",
+    "chat_messages",
     "generate_resuming",
     "resumed_request",
 ]
