@@ -1,5 +1,6 @@
 """Typed clients of the coordinator, for asyncio and without, and streams that outlive one."""
 
+from specdec.client.chat import chat_messages
 from specdec.client.client import Client, ClientSettings, CompletedChoice, Completion
 from specdec.client.resuming import ResumePolicy, generate_resuming, resumed_request
 from specdec.client.sync import ChunkStream, SyncClient
@@ -12,6 +13,7 @@ __all__ = [
     "Completion",
     "ResumePolicy",
     "SyncClient",
+    "chat_messages",
     "generate_resuming",
     "resumed_request",
 ]

@@ -14,7 +14,7 @@ import pytest
 from tests.support.import_graph import Graph, circle, grouped, import_graph
 
 ROOT = Path(__file__).resolve().parents[3]
-SERVICES = ("coordinator", "draft_service", "target_service")
+SERVICES = ("coordinator", "draft_service", "target_service", "gateway")
 TENSORS = ("torch", "transformers", "safetensors")
 PACKAGES = ("specdec", *SERVICES)
 MOST_FILES = 16
@@ -22,7 +22,7 @@ MOST_FILES = 16
 # Floors from the lowest up: a line imports from lines before it only. Names on one line do not know each other.
 FLOORS = {
     "specdec": """
-        addresses backoff certificates message_sizes parent_process session_keys
+        addresses backoff certificates chat_template_files message_sizes parent_process session_keys
         sampling_limits sampling_params settings_sources shipped_pair tls_files v1
         engine store telemetry
         rpc
@@ -102,6 +102,14 @@ FLOORS = {
         processes
         __main__
     """,
+    "gateway": """
+        chat
+    """,
+    "gateway.chat": """
+        deltas markers messages
+        reasoning tool_calls
+        parsing
+    """,
     "target_service": """
         logprobs policy servicer tree
         prompt_logprobs
@@ -171,6 +179,10 @@ def test_the_shared_package_never_imports_a_service() -> None:
 
 def test_the_coordinator_never_names_tensors_or_the_engine() -> None:
     assert offences("coordinator", *TENSORS, "specdec.engine") == []
+
+
+def test_the_gateway_never_names_tensors_or_the_engine() -> None:
+    assert offences("gateway", *TENSORS, "specdec.engine") == []
 
 
 def test_rpc_never_imports_the_engine() -> None:
