@@ -117,14 +117,19 @@ class SyncClient:
         request = api.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
         return list(self._call(self._stub.Tokenize, request).token_ids)
 
+    def tokenize_chat(self, messages: api.ChatMessages, *, add_special_tokens: bool = False) -> list[int]:
+        """Return the token ids of a conversation, as a request with it would have them. See `chat_messages`."""
+        request = api.TokenizeRequest(messages=messages, add_special_tokens=add_special_tokens)
+        return list(self._call(self._stub.Tokenize, request).token_ids)
+
     def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         request = api.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return self._call(self._stub.Detokenize, request).text
 
-    def model_info(self) -> api.GetModelInfoResponse:
-        """Return what is served."""
-        return self._call(self._stub.GetModelInfo, api.GetModelInfoRequest())
+    def model_info(self, *, with_tokenizer: bool = False) -> api.GetModelInfoResponse:
+        """Return what is served; with the tokenizer's special tokens and chat template if asked for."""
+        return self._call(self._stub.GetModelInfo, api.GetModelInfoRequest(with_tokenizer=with_tokenizer))
 
     def status(self) -> api.GetStatusResponse:
         """Return replicas, load and limits."""
