@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
 from specdec.backoff import Backoff
-from specdec.client.client import Client, Completion
+from specdec.client.client import Completion
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
 
@@ -28,9 +30,16 @@ class ResumePolicy:
     the one before, down to half of that by chance: with the defaults a coordinator may be away for 12 s at least."""
 
 
+class Generates(Protocol):
+    """What streams are taken from: a client, or several."""
+
+    def generate(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
+        """See `Client.generate`."""
+
+
 async def generate_resuming(
-    client: Client, request: api.GenerateRequest, policy: ResumePolicy | None = None
-) -> AsyncIterator[api.GenerateResponse]:
+    client: Generates, request: api.GenerateRequest, policy: ResumePolicy | None = None
+) -> AsyncGenerator[api.GenerateResponse, None]:
     """Yield the chunks of a request as if its stream had never been interrupted.
 
     After UNAVAILABLE (a coordinator drains or died) the request is sent again with the tokens held so far, and goes on
@@ -47,10 +56,11 @@ async def generate_resuming(
     while True:
         num_held = _num_held(held)
         try:
-            async for chunk in client.generate(body):
-                if (new := _unseen(chunk, held)) is not None:
-                    held.add(new)
-                    yield new
+            async with contextlib.aclosing(client.generate(body)) as chunks:
+                async for chunk in chunks:
+                    if (new := _unseen(chunk, held)) is not None:
+                        held.add(new)
+                        yield new
             return
         except Unavailable as error:
             num_fruitless = 1 if _num_held(held) > num_held else num_fruitless + 1

@@ -14,7 +14,7 @@ import pytest
 from tests.support.import_graph import Graph, circle, grouped, import_graph
 
 ROOT = Path(__file__).resolve().parents[3]
-SERVICES = ("coordinator", "draft_service", "target_service")
+SERVICES = ("coordinator", "draft_service", "gateway", "target_service")
 TENSORS = ("torch", "transformers", "safetensors")
 PACKAGES = ("specdec", *SERVICES)
 MOST_FILES = 16
@@ -94,6 +94,15 @@ FLOORS = {
         processes
         __main__
     """,
+    "gateway": """
+        api settings upstream
+        http translation
+        parts
+        routes
+        app
+        service
+        __main__
+    """,
     "target_service": """
         logprobs policy servicer tree
         prompt_logprobs
@@ -168,6 +177,10 @@ def test_the_coordinator_never_names_tensors_or_the_engine() -> None:
     assert offences("coordinator", *TENSORS, "specdec.engine") == []
 
 
+def test_the_gateway_never_names_tensors_a_tokenizer_or_the_engine() -> None:
+    assert offences("gateway", *TENSORS, "tokenizers", "specdec.engine") == []
+
+
 def test_rpc_never_imports_the_engine() -> None:
     assert offences("specdec/rpc", *TENSORS, "specdec.engine") == []
 
@@ -181,6 +194,7 @@ def test_bookkeeping_needs_no_tensors(module: str) -> None:
     "module",
     [
         "coordinator.__main__",
+        "gateway.__main__",
         "specdec.cli.app",
         "specdec.client",
         "specdec.config",
