@@ -134,6 +134,7 @@ class CoordinatorServicer:
             max_choices=limits.max_choices,
             max_draft_tokens=limits.max_draft_tokens,
             has_chat_template=served.tokenizer.has_chat_template,
+            tokenizer=served.tokenizer.describe() if request.with_tokenizer else None,
         )
 
     async def get_status(

@@ -79,7 +79,7 @@ class Conversions:
             case "text":
                 encoded = await reader.convert("text", request.text, add_special is not False, answer)
             case "messages":
-                encoded = await reader.convert("messages", reader.render(request.messages), bool(add_special), answer)
+                encoded = await reader.convert_chat(request.messages, bool(add_special), answer)
             case _:
                 raise InvalidRequest("input", "one of text and messages is required")
         return self._held(field, encoded, num_bytes, tenant, held)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from coordinator.intake.conversation import read_conversation
 from coordinator.intake.tokenizing import TokenizingTurns
 from coordinator.intake.validation import (
     CheckedSampling,
@@ -21,6 +22,8 @@ from specdec.v1 import coordinator_pb2 as api
 
 _INLINE_BYTES = 8192
 """More would hold up the other streams of this event loop; for less, a thread costs more than it saves."""
+_INLINE_MESSAGES = 64
+"""The same for messages, which cost a template time even when they are empty."""
 
 
 class PromptReader:
@@ -51,22 +54,15 @@ class PromptReader:
         if kind == "prompt_token_ids":
             token_ids = body.prompt_token_ids.token_ids
         else:
-            is_chat = kind == "messages"
-            text = self.render(body.messages) if is_chat else body.prompt
             most = min(sampling.truncate_prompt_tokens or self._limits.max_model_len, self._limits.max_model_len)
-            num_bytes = len(text.encode())
-            check_prompt_bytes(kind, num_bytes, self._prompt_limits)
-            num_tokens, token_ids = await self._encode(text, num_bytes, not is_chat, most)
+            if kind == "messages":
+                num_tokens, token_ids = await self._encode_chat(body.messages, most)
+            else:
+                num_bytes = len(body.prompt.encode())
+                check_prompt_bytes(kind, num_bytes, self._prompt_limits)
+                num_tokens, token_ids = await self._encode(body.prompt, num_bytes, True, most)
             check_prompt_length(kind, num_tokens, sampling, self._limits)
         return check_prompt(kind, token_ids, sampling, self._limits)
-
-    def render(self, messages: api.ChatMessages) -> str:
-        """The text of a conversation."""
-        check_num_messages(len(messages.messages), self._limits)
-        num_bytes = sum(len(m.content.encode()) for m in messages.messages)
-        if num_bytes > self._limits.max_prompt_bytes:
-            check_prompt_bytes("messages", num_bytes, self._limits)
-        return self._tokenizer.render_chat([(m.role, m.content) for m in messages.messages])
 
     async def convert(
         self, field: str, text: str, add_special_tokens: bool, answer: Callable[[list[int]], bytes]
@@ -86,6 +82,19 @@ class PromptReader:
 
         return await self._turns.run(work, num_bytes, self._tenant, self._weight)
 
+    async def convert_chat(
+        self, messages: api.ChatMessages, add_special_tokens: bool, answer: Callable[[list[int]], bytes]
+    ) -> bytes:
+        """As `convert`, of a conversation. Raises InvalidRequest."""
+        if self._is_short(messages):
+            return await self.convert("messages", self._render(messages), add_special_tokens, answer)
+
+        def work() -> bytes:
+            text = self._render(messages)
+            return answer(self._tokenizer.encode_aside(text, add_special_tokens, sys.maxsize)[1])
+
+        return await self._turns.run(work, messages.ByteSize(), self._tenant, self._weight)
+
     async def _encode(self, text: str, num_bytes: int, add_special_tokens: bool, most: int) -> tuple[int, list[int]]:
         if num_bytes <= _INLINE_BYTES:
             token_ids = self._tokenizer.encode(text, add_special_tokens)
@@ -93,3 +102,35 @@ class PromptReader:
         return await self._turns.run(
             lambda: self._tokenizer.encode_aside(text, add_special_tokens, most), num_bytes, self._tenant, self._weight
         )
+
+    async def _encode_chat(self, messages: api.ChatMessages, most: int) -> tuple[int, list[int]]:
+        """As `_encode`, of a conversation, whose template has the special tokens."""
+        if self._is_short(messages):
+            text = self._render(messages)
+            return await self._encode(text, len(text.encode()), False, most)
+        return await self._turns.run(
+            lambda: self._tokenizer.encode_aside(self._render(messages), False, most),
+            messages.ByteSize(),
+            self._tenant,
+            self._weight,
+        )
+
+    def _is_short(self, messages: api.ChatMessages) -> bool:
+        """Whether rendering takes no longer than may be done at once. Raises InvalidRequest for too much."""
+        check_num_messages(len(messages.messages), self._limits)
+        num_bytes = messages.ByteSize()
+        if num_bytes > self._limits.max_prompt_bytes:
+            own = [len(m.content.encode()) + len(m.fields_json.encode()) for m in messages.messages]
+            beside = len(messages.tools_json.encode()) + len(messages.template_variables_json.encode())
+            check_prompt_bytes("messages", sum(own) + beside, self._limits)
+        return num_bytes <= _INLINE_BYTES and len(messages.messages) <= _INLINE_MESSAGES
+
+    def _render(self, messages: api.ChatMessages) -> str:
+        """The text of a conversation; not empty."""
+        if not self._tokenizer.has_chat_template:
+            raise InvalidRequest("messages", "the model's tokenizer has no chat template; send a prompt instead")
+        conversation = read_conversation(messages, self._tokenizer.reserved_variables)
+        text = self._tokenizer.render_chat(conversation, self._prompt_limits.max_prompt_bytes)
+        if not text:
+            raise InvalidRequest("messages", "must not be empty once it is rendered")
+        return text

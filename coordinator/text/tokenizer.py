@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from datetime import datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.sandbox
 from tokenizers import Tokenizer
 
+from coordinator.text.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Conversation, template_sources
 from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.chat_template_files import with_chat_template
 from specdec.rpc.errors import IncompatibleReplica, InvalidRequest
+from specdec.v1 import coordinator_pb2 as api
 
 
 class TextTokenizer:
@@ -29,24 +28,27 @@ class TextTokenizer:
         """At least as many bytes of text as any token stands for."""
         self.detokenizers = DetokenizerFactory(self._tokenizer)
         self._special_tokens = _special_tokens(config)
-        template = _template_source(config)
-        self._render = compile_template(template) if template is not None else None
+        sources = template_sources(config)
+        self._template = None if sources is None else ChatTemplate(sources, self._special_tokens)
 
     @classmethod
     def from_path(cls, path: Path) -> TextTokenizer:
         """From a folder with tokenizer.json (tokenizer_config.json, chat_template.jinja), or that file."""
         folder = path if path.is_dir() else path.parent
         file = path / "tokenizer.json" if path.is_dir() else path
-        config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
+        config_file = folder / "tokenizer_config.json"
         config = json.loads(config_file.read_text()) if config_file.exists() else {}
-        if template_file.exists():
-            config["chat_template"] = template_file.read_text()
-        return cls(file.read_bytes(), config)
+        return cls(file.read_bytes(), with_chat_template(config, folder))
 
     @property
     def has_chat_template(self) -> bool:
         """Whether conversations can be rendered."""
-        return self._render is not None
+        return self._template is not None
+
+    @property
+    def reserved_variables(self) -> frozenset[str]:
+        """Names of template variables that are not a caller's to give."""
+        return frozenset() if self._template is None else self._template.reserved_variables
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
@@ -68,21 +70,24 @@ class TextTokenizer:
         detokenizer = self.detokenizers.create(skip_special_tokens)
         return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
 
-    def render_chat(self, messages: Sequence[tuple[str, str]]) -> str:
-        """The text of a conversation of (role, content), ending where the assistant's turn starts.
+    def render_chat(self, conversation: Conversation, most_bytes: int) -> str:
+        """The text of a conversation; see `ChatTemplate.render`.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or the template refuses the conversation.
+            InvalidRequest: the tokenizer has no chat template, or the template does not render the conversation.
         """
-        if self._render is None:
+        if self._template is None:
             raise InvalidRequest("messages", "the model's tokenizer has no chat template; send a prompt instead")
-        if not messages:
-            raise InvalidRequest("messages.messages", "must not be empty")
-        conversation = [{"role": role, "content": content} for role, content in messages]
-        try:
-            return self._render(messages=conversation, add_generation_prompt=True, **self._special_tokens)
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidRequest("messages", f"the chat template refused the conversation: {error}") from error
+        return self._template.render(conversation, most_bytes)
+
+    def describe(self) -> api.TokenizerInfo:
+        """What clients may want to know of it."""
+        shown = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return api.TokenizerInfo(
+            chat_template=None if self._template is None else self._template.source,
+            vocab_size=self._tokenizer.get_vocab_size(with_added_tokens=True),
+            **{name: token for name, token in self._special_tokens.items() if name in shown},
+        )
 
 
 def read_tokenizer(tokenizer_json: bytes, config: str) -> TextTokenizer:
@@ -96,46 +101,8 @@ def read_tokenizer(tokenizer_json: bytes, config: str) -> TextTokenizer:
         raise IncompatibleReplica(f"its tokenizer cannot be read: {type(error).__name__}: {error}") from error
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks assistant text for training; here it is transparent."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Any) -> Any:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-def compile_template(source: str) -> Callable[..., str]:
-    """Compile a chat template in a sandbox, with the settings and functions that templates rely on."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment.from_string(source).render
-
-
-def _template_source(config: dict[str, Any]) -> str | None:
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
-
-
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    names = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-    tokens = {name: config.get(name) for name in names}
+    tokens = {name: config.get(name) for name in SPECIAL_TOKEN_NAMES}
     return {
         name: token["content"] if isinstance(token, dict) else token
         for name, token in tokens.items()

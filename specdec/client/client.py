@@ -175,14 +175,22 @@ class Client:
         request = coordinator_pb2.TokenizeRequest(text=text, add_special_tokens=add_special_tokens)
         return list((await self._call(self._stub.Tokenize, request)).token_ids)
 
+    async def tokenize_chat(
+        self, messages: coordinator_pb2.ChatMessages, *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Return the token ids of a conversation, as a request with it would have them. See `chat_messages`."""
+        request = coordinator_pb2.TokenizeRequest(messages=messages, add_special_tokens=add_special_tokens)
+        return list((await self._call(self._stub.Tokenize, request)).token_ids)
+
     async def detokenize(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
         request = coordinator_pb2.DetokenizeRequest(token_ids=token_ids, skip_special_tokens=skip_special_tokens)
         return (await self._call(self._stub.Detokenize, request)).text
 
-    async def model_info(self) -> coordinator_pb2.GetModelInfoResponse:
-        """Return what is served."""
-        return await self._call(self._stub.GetModelInfo, coordinator_pb2.GetModelInfoRequest())
+    async def model_info(self, *, with_tokenizer: bool = False) -> coordinator_pb2.GetModelInfoResponse:
+        """Return what is served; with the tokenizer's special tokens and chat template if asked for."""
+        request = coordinator_pb2.GetModelInfoRequest(with_tokenizer=with_tokenizer)
+        return await self._call(self._stub.GetModelInfo, request)
 
     async def status(self) -> coordinator_pb2.GetStatusResponse:
         """Return replicas, load and limits."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specdec.chat_template_files import with_chat_template
 from specdec.engine.errors import ModelLoadError
 
 _WHOLE_FILE_BYTES = 1 << 30  # files up to here are hashed whole
@@ -116,10 +117,7 @@ def read_tokenizer(directory: Path) -> TokenizerFiles:
     tokenizer, config_file = directory / "tokenizer.json", directory / "tokenizer_config.json"
     text = tokenizer.read_text(encoding="utf-8") if tokenizer.is_file() else ""
     config: dict[str, Any] = json.loads(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    template = directory / "chat_template.jinja"
-    if template.is_file() and "chat_template" not in config:
-        config["chat_template"] = template.read_text(encoding="utf-8")
-    return TokenizerFiles(text, config)
+    return TokenizerFiles(text, with_chat_template(config, directory))
 
 
 def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import grpc
 from google.protobuf.message import Message
 
 from coordinator.servicer import SERVICE_NAME, TENANT_KEY
+from specdec.client import chat_messages
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.fuzz.cases import Case, Link, Run
@@ -42,7 +43,11 @@ METHODS: dict[str, type[Message]] = {
     "GetStatus": api.GetStatusResponse,
 }
 _METADATA = ("", "a", " ", "a" * 129, "a" * 4000, "0", "99999999H", "00-" + "0" * 32 + "-" + "0" * 16 + "-01", "%00")
-_CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+_CHAT = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
 
 
 def good() -> api.GenerateRequest:
@@ -60,6 +65,16 @@ def conversations(started: api.GenerateStarted) -> list[tuple[str, Message]]:
     }  # fmt: skip
     text = {"prompt": "the quick brown fox"}
     messages = api.ChatMessages(messages=[api.ChatMessage(role="user", content="hello")])
+    chat = chat_messages(
+        [
+            {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
+            {"role": "assistant", "content": "the quick"},
+        ],
+        tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        continue_final_message=True,
+        template_variables={"enable_thinking": False},
+    )
     speculation = api.SpeculationParams(
         enabled=True, verify_mode=pb.VERIFY_MODE_COUPLED, max_draft_tokens=4, time_per_token_ms=9
     )
@@ -71,12 +86,14 @@ def conversations(started: api.GenerateStarted) -> list[tuple[str, Message]]:
         ("Generate", full),
         ("Generate", request(max_tokens=3, **text, **{k: sampling[k] for k in ("stop", "n", "logit_bias")})),
         ("Generate", request(max_tokens=3, messages=messages, logprobs=1)),
+        ("Generate", request(max_tokens=3, messages=chat)),
         ("Generate", resumed),
         ("Abort", api.AbortRequest(request_id="full")),
         ("Tokenize", api.TokenizeRequest(model="scripted", text="the quick brown fox", add_special_tokens=True)),
         ("Tokenize", api.TokenizeRequest(messages=messages)),
+        ("Tokenize", api.TokenizeRequest(messages=chat)),
         ("Detokenize", api.DetokenizeRequest(model="scripted", token_ids=[7, 8, 9], skip_special_tokens=True)),
-        ("GetModelInfo", api.GetModelInfoRequest()),
+        ("GetModelInfo", api.GetModelInfoRequest(with_tokenizer=True)),
         ("GetStatus", api.GetStatusRequest()),
     ]
 

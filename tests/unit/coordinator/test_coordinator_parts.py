@@ -1,4 +1,4 @@
-"""Output, statistics, journal, resume tokens, the client's stream and chat templates, each on its own."""
+"""Output, statistics, journal, resume tokens and the client's stream, each on its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from coordinator.sessions.client_stream import ClientStream
 from coordinator.sessions.tally import SpeculationTally, total
 from coordinator.text.choice_output import ChoiceOutput, EndRules, Finish
 from coordinator.text.detokenizer import DetokenizerFactory
-from coordinator.text.tokenizer import compile_template
 from specdec.rpc.errors import DataLoss, InvalidRequest, Unavailable
 from specdec.v1 import common_pb2 as pb
 from tests.support.services.scripted_replicas import make_tokenizer
@@ -176,22 +175,6 @@ async def test_a_failed_stream_delivers_what_was_queued_before_the_error() -> No
     assert chunk.delta.text == "a"
     with pytest.raises(Unavailable):
         await stream.take()
-
-
-def test_chat_templates_render_with_the_usual_whitespace_rules_and_functions() -> None:
-    template = (
-        "{{ bos_token }}\n{% for m in messages %}\n  {% if m.role == 'skip' %}{% continue %}{% endif %}\n"
-        "{% generation %}{{ m | tojson }}{% endgeneration %}\n{% endfor %}"
-    )
-    messages = [{"role": "skip"}, {"role": "user", "content": "é<&>"}]
-    text = compile_template(template)(messages=messages, bos_token="<s>")
-    assert text.split() == ["<s>", '{"role":', '"user",', '"content":', '"é<&>"}']
-
-
-def test_a_chat_template_cannot_reach_out_of_its_sandbox() -> None:
-    render = compile_template("{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(Exception, match="unsafe"):
-        render(messages=[])
 
 
 def test_the_coordinator_needs_no_tensors() -> None:

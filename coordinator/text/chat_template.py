@@ -1,0 +1,210 @@
+"""Conversations to text, by the chat templates of a tokenizer, as transformers' `apply_chat_template` renders them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from coordinator.text.content_format import ContentFormats, fit_content
+from specdec.rpc.errors import InvalidRequest, SpecdecError
+
+SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MOST_RENDER_S = 10.0
+"""Templates that look at all messages for each take long for many: looked at whenever one gives a piece of text."""
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which callers tell what the model thought; templates read the first, or the second."""
+_RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+_OF_JINJA = ("self", "loop", "caller", "varargs", "kwargs", "super", "true", "false", "none")
+_CONTINUE = "messages.continue_final_message"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """What a template renders: plain data, checked."""
+
+    messages: list[dict[str, Any]]
+    """Oldest first; each has a role."""
+    tools: list[Any] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    """Further variables of the template; none of the template's `reserved_variables`."""
+
+
+class ChatTemplate:
+    """The compiled templates of one tokenizer: the default one, and the one for conversations with tools, if any."""
+
+    def __init__(self, sources: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+        """Compile. `sources` maps names to texts and has a default. Raises jinja2.TemplateError."""
+        self.source = sources["default"]
+        """In Jinja, of the default template."""
+        self.reserved_variables = frozenset(
+            {*_RENDERED, *_OF_JINJA, *SPECIAL_TOKEN_NAMES, *special_tokens, *_environment().globals}
+        )
+        """Names that mean something to templates, and are not a caller's to give."""
+        self._special_tokens = dict(special_tokens)
+        self._default = _Compiled(self.source, special_tokens)
+        self._for_tools = _Compiled(sources["tool_use"], special_tokens) if "tool_use" in sources else self._default
+
+    def render(self, conversation: Conversation, most_bytes: int) -> str:
+        """The text of a conversation.
+
+        It ends where the assistant's turn starts, or with the last message's content if that is continued.
+
+        Args:
+            conversation: has a message at least.
+            most_bytes: of the text in UTF-8; rendering stops at more.
+
+        Raises:
+            InvalidRequest: the template refuses the conversation or takes too long, or the text is too long.
+        """
+        compiled = self._default if conversation.tools is None else self._for_tools
+        messages = [_with_reasoning(message) for message in conversation.messages]
+        messages = [fit_content(i, m, compiled.formats.of_role(m["role"])) for i, m in enumerate(messages)]
+        tag = content = ""
+        if conversation.continue_final_message:
+            # Of no text that a client could know: it marks where the content ends, and whether spaces are kept there.
+            tag = f"CONTINUED-{secrets.token_hex(16)} "
+            messages[-1], content = _tagged(messages[-1], tag)
+        variables = {
+            "documents": None,
+            **conversation.variables,
+            **self._special_tokens,
+            "messages": messages,
+            "tools": conversation.tools,
+            "add_generation_prompt": conversation.add_generation_prompt,
+        }
+        text = compiled.render(variables, most_bytes + len(tag))
+        return _cut(text, tag, content) if conversation.continue_final_message else text
+
+
+class _Compiled:
+    """One template."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._special_tokens = special_tokens
+        self.formats = ContentFormats(self._probe)
+
+    def render(self, variables: Mapping[str, Any], most_bytes: int) -> str:
+        """The text. Raises InvalidRequest."""
+        try:
+            text = "".join(self._pieces(variables, most_bytes))
+            num_bytes = len(text.encode())
+        except SpecdecError:
+            raise
+        except UnicodeEncodeError as error:
+            raise InvalidRequest("messages", "a text has half of a surrogate pair") from error
+        except Exception as error:  # templates are programs: they raise what they like
+            message = f"the chat template refused the conversation: {str(error) or type(error).__name__}"
+            raise InvalidRequest("messages", message) from error
+        if num_bytes > most_bytes:
+            raise _too_long(most_bytes)
+        return text
+
+    def _pieces(self, variables: Mapping[str, Any], most_bytes: int) -> Iterator[str]:
+        num_left = most_bytes
+        end_s = time.monotonic() + _MOST_RENDER_S
+        for piece in self._template.generate(variables):
+            num_left -= len(piece)
+            if num_left < 0:
+                raise _too_long(most_bytes)
+            if time.monotonic() > end_s:
+                raise InvalidRequest("messages", f"the chat template takes longer than {_MOST_RENDER_S:g} s for them")
+            yield piece
+
+    def _probe(self, messages: list[dict[str, Any]]) -> str | None:
+        variables = {"documents": None, "tools": None, "add_generation_prompt": False, **self._special_tokens}
+        try:
+            return "".join(
+                self._pieces({**variables, "messages": messages}, sum(len(str(m)) for m in messages) + 65536)
+            )
+        except Exception:  # as above; a probe that is refused tells nothing
+            return None
+
+
+def template_sources(config: Mapping[str, Any]) -> dict[str, str] | None:
+    """The templates in a tokenizer's configuration by name; None where there is no default one."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}
+    elif isinstance(template, str):
+        template = {"default": template}
+    if not isinstance(template, dict) or not isinstance(template.get("default"), str):
+        return None
+    return {name: source for name, source in template.items() if isinstance(source, str)}
+
+
+def _environment() -> jinja2.Environment:
+    """A sandbox with the settings and functions that templates rely on."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks assistant text for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without fields that are null, and with its reasoning under all names that templates read."""
+    kept = {name: value for name, value in message.items() if value is not None}
+    reasoning = next((kept[name] for name in _REASONING_FIELDS if name in kept), None)
+    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+
+
+def _tagged(message: dict[str, Any], tag: str) -> tuple[dict[str, Any], str]:
+    """The last message with a tag at the end of its text, and that text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": content + tag}, content
+    if isinstance(content, list):
+        for index in range(len(content) - 1, -1, -1):
+            part = content[index]
+            if isinstance(part, dict) and isinstance(text := part.get("text"), str):
+                parts = [*content[:index], {**part, "text": text + tag}, *content[index + 1 :]]
+                return {**message, "content": parts}, text
+    raise InvalidRequest(_CONTINUE, "the last message has no text to go on from")
+
+
+def _cut(text: str, tag: str, content: str) -> str:
+    """A rendered text up to the end of the last message's content. White space is trimmed as the template trims it."""
+    end = text.rfind(tag.rstrip())
+    if end < 0:
+        raise InvalidRequest(_CONTINUE, "the chat template leaves out the content of the last message")
+    is_kept = text.startswith(tag, end)
+    text = text[:end] if is_kept else text[:end].rstrip()
+    if not text.endswith(content.lstrip() if is_kept else content.strip()):
+        raise InvalidRequest(_CONTINUE, "the chat template changes the content of the last message")
+    return text
+
+
+def _too_long(most_bytes: int) -> InvalidRequest:
+    return InvalidRequest("messages", f"rendered, they are more than the limit of {most_bytes} bytes")

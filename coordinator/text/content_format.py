@@ -1,0 +1,87 @@
+"""Whether a chat template takes a message's content as a text, as a list of parts, or as both: found by rendering."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from specdec.rpc.errors import InvalidRequest
+
+_PROBE = "What this part says."
+_USER = "user"
+_CALL = {"type": "function", "id": "call00000", "function": {"name": "probe", "arguments": {}}}
+_BEFORE: dict[str, list[dict[str, Any]]] = {
+    "assistant": [{"role": _USER, "content": "Hello."}],
+    "tool": [
+        {"role": _USER, "content": "Hello."},
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+    ],
+}
+"""What templates want to see before a message of a role."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContentFormat:
+    """What a template takes as the content of a role's messages."""
+
+    takes_text: bool = True
+    takes_parts: bool = False
+
+
+class ContentFormats:
+    """The formats of one template, by role. A role is looked at when its first message comes."""
+
+    def __init__(self, probe: Callable[[list[dict[str, Any]]], str | None]) -> None:
+        """Know nothing yet. `probe` renders messages; None where the template refuses them."""
+        self._probe = probe
+        self._known: dict[str, ContentFormat] = {}
+
+    def of_role(self, role: str) -> ContentFormat:
+        """What the template takes of a role; what it takes of users where it refuses the role."""
+        if role not in ("system", "assistant", "tool"):
+            role = _USER
+        known = self._known.get(role)
+        if known is None:
+            known = self._find(role) or (ContentFormat() if role == _USER else self.of_role(_USER))
+            self._known[role] = known
+        return known
+
+    def _find(self, role: str) -> ContentFormat | None:
+        as_text = self._render(role, _PROBE)
+        as_parts = self._render(role, [{"type": "text", "text": _PROBE}])
+        if as_text is not None and _PROBE in as_text:
+            return ContentFormat(takes_parts=as_parts == as_text)
+        # A list that is written down as such has the names of its fields around the text.
+        if as_parts is not None and _PROBE in as_parts and "'type'" not in as_parts and '"type"' not in as_parts:
+            return ContentFormat(takes_text=False, takes_parts=True)
+        return None
+
+    def _render(self, role: str, content: Any) -> str | None:
+        message = {"role": role, "content": content}
+        if role == "tool":
+            message |= {"name": "probe", "tool_call_id": _CALL["id"]}
+        after = [] if role in (_USER, "tool") else [{"role": _USER, "content": "Hello."}]
+        return self._probe([*_BEFORE.get(role, ()), message, *after])
+
+
+def fit_content(index: int, message: dict[str, Any], known: ContentFormat) -> dict[str, Any]:
+    """A message with its content as the template takes it: a list of parts becomes lines of text, or a text a list.
+
+    Raises:
+        InvalidRequest: a part that is no text, where the template takes only that.
+    """
+    content = message.get("content")
+    if isinstance(content, str) and not known.takes_text:
+        return {**message, "content": [{"type": "text", "text": content}]}
+    if isinstance(content, list) and not known.takes_parts:
+        return {**message, "content": "\n".join(_text_of(index, number, part) for number, part in enumerate(content))}
+    return message
+
+
+def _text_of(index: int, number: int, part: Any) -> str:
+    text = part.get("text") if isinstance(part, dict) else part
+    if not isinstance(text, str):
+        field = f"messages.messages[{index}].content[{number}]"
+        raise InvalidRequest(field, "has no text, and the model's chat template takes nothing else")
+    return text

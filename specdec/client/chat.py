@@ -1,0 +1,63 @@
+"""Conversations for the coordinator, from plain data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.rpc.errors import InvalidRequest
+from specdec.v1 import coordinator_pb2
+
+
+def chat_messages(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    template_variables: Mapping[str, Any] | None = None,
+) -> coordinator_pb2.ChatMessages:
+    """Return a conversation as requests carry it.
+
+    Args:
+        messages: Oldest first; each with a role, and a content that is a text, a list of parts or absent. Whatever
+            else a message has reaches the model's chat template, for example tool_calls with arguments as objects.
+        tools: What may be called, as the template takes it.
+        add_generation_prompt: End where the assistant's turn starts; None: yes, unless the last message is continued.
+        continue_final_message: End within the last message, so that the output continues it.
+        template_variables: Further variables of the template, for example enable_thinking.
+
+    Raises:
+        InvalidRequest: What cannot be told as JSON or UTF-8 text; the field is its path, as in messages[2].
+    """
+    return coordinator_pb2.ChatMessages(
+        messages=[_message(f"messages[{index}]", message) for index, message in enumerate(messages)],
+        tools_json=_encode("tools", list(tools)) if tools else "",
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_variables_json=_encode("template_variables", dict(template_variables)) if template_variables else "",
+    )
+
+
+def _message(path: str, message: Mapping[str, Any]) -> coordinator_pb2.ChatMessage:
+    content = message.get("content")
+    # What is null in it counts as absent; a content that is absent is told, as an empty one is something else.
+    fields = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
+    if not isinstance(content, str):
+        fields["content"] = content
+        content = ""
+    fields_json = _encode(path, fields) if fields else ""
+    try:
+        return coordinator_pb2.ChatMessage(role=message.get("role", ""), content=content, fields_json=fields_json)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(path, f"is not text: {error}") from error
+
+
+def _encode(path: str, value: Any) -> str:
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise InvalidRequest(path, f"cannot be told as JSON: {error}") from error
+    return text
