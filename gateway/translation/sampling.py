@@ -28,7 +28,7 @@ def sampling_params(request: SamplingFields, *, max_tokens: int | None, logprobs
         logit_bias={int(token_id): bias for token_id, bias in (request.logit_bias or {}).items()},
         max_tokens=max_tokens,
         logprobs=logprobs,
-        include_stop_in_output=request.include_stop_str_in_output or False,
+        include_stop_in_output=request.include_stop_str_in_output,
     )
     for name in _SAME_NAMES:
         if (value := getattr(request, name)) is not None:
