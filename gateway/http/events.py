@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any
@@ -11,10 +12,11 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.errors import ApiError
+from gateway.api.errors import SERVER_ERROR, ApiError
 from gateway.http.connected import while_connected
 
 DONE = b"data: [DONE]\n\n"
+_LAST_WORDS_S = 0.5
 Event = Mapping[str, Any]
 
 
@@ -77,9 +79,23 @@ class EventStream(Response):
                     body = b"".join(map(self._frame, events))
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception as error:
-            body = framed(self._on_error(error).body)
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": self._last, "more_body": False})
+            await self._send_last(send, framed(self._on_error(error).body))
+        except asyncio.CancelledError:
+            # The client is gone, and nothing is sent, or the process is about to end.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self._send_last(send, framed(self._on_error(_cut_off()).body))
+            raise
+        else:
+            await self._send_last(send, b"")
+
+    async def _send_last(self, send: Send, body: bytes) -> None:
+        await send({"type": "http.response.body", "body": body + self._last, "more_body": False})
+
+
+def _cut_off() -> ApiError:
+    message = "the gateway is shutting down"
+    return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
 
 
 async def begun(batches: AsyncGenerator[list[Event], None]) -> AsyncGenerator[list[Event], None]:

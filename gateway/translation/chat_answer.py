@@ -77,6 +77,13 @@ class _ChatAnswer:
             told["token_origins"] = choice.origins.told(tokens)
         return told
 
+    @property
+    def _no_details(self) -> dict[str, Any]:
+        """The same where no tokens are."""
+        ids = {"token_ids": []} if self._request.return_token_ids else {}
+        origins = {"token_origins": []} if self._request.return_token_origins else {}
+        return {"logprobs": None, **ids, **origins}
+
     def _named(self, texts: TokenTexts) -> TokenTexts:
         return texts.named_by_id() if self._request.return_tokens_as_token_ids else texts
 
@@ -127,7 +134,7 @@ class ChatEvents(_ChatAnswer):
             deltas = [{"content": ""}]
         events = self._begin(delta.index)
         for number, fields in enumerate(deltas):
-            own = details if number == 0 else {"logprobs": None}
+            own = details if number == 0 else self._no_details
             events.append(self._event(delta.index, fields, own, {"finish_reason": None}))
         return events
 
@@ -136,7 +143,7 @@ class ChatEvents(_ChatAnswer):
         if choice.has_begun:
             return []
         choice.has_begun = True
-        no_details = {"logprobs": None}
+        no_details = self._no_details
         event = self._event(index, {"role": "assistant", "content": ""}, no_details, {"finish_reason": None})
         if self._prompt_token_ids is not None:
             event["prompt_token_ids"], self._prompt_token_ids = self._prompt_token_ids, None
@@ -148,8 +155,8 @@ class ChatEvents(_ChatAnswer):
         choice, index = self._choices[finished.index], finished.index
         events = self._begin(index)
         for fields in self._deltas(choice, choice.parser.finish()):
-            events.append(self._event(index, fields, {"logprobs": None}, {"finish_reason": None}))
-        return [*events, self._event(index, {}, {"logprobs": None}, self._ending(choice, finished))]
+            events.append(self._event(index, fields, self._no_details, {"finish_reason": None}))
+        return [*events, self._event(index, {}, self._no_details, self._ending(choice, finished))]
 
     def _last(self, finished: api.GenerateFinished) -> list[dict[str, Any]]:
         if not self._request.has_usage_chunk:

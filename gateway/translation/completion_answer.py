@@ -162,7 +162,12 @@ class CompletionEvents(_PromptAnswer):
         if chunk.WhichOneof("chunk") == "choice_finished":
             finished = chunk.choice_finished
             begin = self._begin(finished.index, texts)
-            return [*begin, self._event(finished.index, "", None, {}, self._ending(finished))]
+            return [
+                *begin,
+                self._event(
+                    finished.index, "", None, self._details(self._open[finished.index], []), self._ending(finished)
+                ),
+            ]
         delta, tokens = chunk.delta, self._output_tokens(list(chunk.delta.tokens))
         begin = self._begin(delta.index, texts)
         text = delta.text if self._request.most_tokens else ""
@@ -178,9 +183,11 @@ class CompletionEvents(_PromptAnswer):
             return []
         choice = self._open[index] = self._choice(texts)
         parts = self._prompt_part(choice, self._prompt)
-        details = {} if self._told.token_ids is None else {"prompt_token_ids": self._told.token_ids}
-        if not self._told.text and not parts and not details:
+        if not self._told.text and not parts and self._told.token_ids is None:
             return []
+        details = self._details(choice, [])
+        if self._told.token_ids is not None:
+            details["prompt_token_ids"] = self._told.token_ids
         no_end = {"finish_reason": None, "stop_reason": None}
         return [self._event(index, self._told.text, joined(parts), details, no_end)]
 
