@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
+from gateway.chat.reasoning import REASONING_PARSERS
+from gateway.chat.tool_calls.families import TOOL_PARSERS
 from specdec.addresses import check_address
 from specdec.rpc.settings import WireSettings
 from specdec.telemetry.tracing_settings import TracingSettings
@@ -22,6 +24,19 @@ def _split_commas(value: Any) -> Any:
 Addresses = Annotated[
     tuple[Annotated[str, BeforeValidator(check_address)], ...], NoDecode, BeforeValidator(_split_commas)
 ]
+
+
+def _one_of(names: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
+
+
+ReasoningParserName = Annotated[str, _one_of(REASONING_PARSERS)]
+ToolParserName = Annotated[str, _one_of(TOOL_PARSERS)]
 
 
 class GatewaySettings(WireSettings, TracingSettings):
@@ -55,8 +70,12 @@ class GatewaySettings(WireSettings, TracingSettings):
     max_concurrent_prompts: int = Field(
         default=16, ge=1, description="Most prompts of one request that run at once; the others wait for them."
     )
-    reasoning_parser: str = Field(default="none", description="How thoughts are told from answers in chats.")
-    tool_parser: str = Field(default="none", description="How calls of tools are read from the output of chats.")
+    reasoning_parser: ReasoningParserName = Field(
+        default="none", description=f"How a model marks its thoughts in chats: {', '.join(REASONING_PARSERS)}."
+    )
+    tool_parser: ToolParserName = Field(
+        default="none", description=f"How a model calls tools in chats: {', '.join(TOOL_PARSERS)}; none: it cannot."
+    )
 
     tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set it to serve HTTPS.")
     tls_key_file: Path | None = Field(default=None, description="PEM private key of the certificate.")

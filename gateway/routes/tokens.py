@@ -9,10 +9,10 @@ from starlette.requests import Request
 
 from gateway.api.errors import invalid
 from gateway.api.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfoAnswer
+from gateway.chat.messages import to_chat_messages
 from gateway.http.connected import while_connected
 from gateway.parts import Parts
 from gateway.routes.answers import JsonResponse, body_of, errors
-from gateway.translation.messages import conversation
 from gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
@@ -72,7 +72,15 @@ async def _tokenize(caller: Caller, asked: TokenizeBody) -> dict[str, object]:
     if asked.messages is None:
         body.text = asked.prompt or ""
     else:
-        body.messages.CopyFrom(conversation(asked, asked.messages))
+        body.messages.CopyFrom(
+            to_chat_messages(
+                asked.messages,
+                asked.tools,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=bool(asked.continue_final_message),
+                template_variables=asked.chat_template_kwargs,
+            )
+        )
     answer = await caller.call("Tokenize", body)
     info = await caller.call("GetModelInfo", api.GetModelInfoRequest())
     told: dict[str, object] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.api.chat import ChatRequest
-from gateway.translation.deltas import MessageDelta, StreamingParser
+from gateway.chat.deltas import MessageDelta, StreamingParser
 from gateway.translation.endings import finish_reason, stop_reason
 from gateway.translation.head import Head
 from gateway.translation.logprobs import chat_logprobs, prompt_logprobs
@@ -80,8 +80,8 @@ class _ChatAnswer:
     @property
     def _no_details(self) -> dict[str, Any]:
         """The same where no tokens are."""
-        ids = {"token_ids": []} if self._request.return_token_ids else {}
-        origins = {"token_origins": []} if self._request.return_token_origins else {}
+        ids: dict[str, Any] = {"token_ids": []} if self._request.return_token_ids else {}
+        origins: dict[str, Any] = {"token_origins": []} if self._request.return_token_origins else {}
         return {"logprobs": None, **ids, **origins}
 
     def _named(self, texts: TokenTexts) -> TokenTexts:

@@ -7,8 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from specdec.cli.local.cluster import Cluster
-from specdec.client import Client, Completion
-from specdec.rpc.errors import InvalidRequest
+from specdec.client import Client, Completion, chat_messages
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
@@ -45,17 +44,64 @@ async def test_a_conversation_is_rendered_as_transformers_does(
     assert (await tiny_client.complete(plain(body))).identity == as_chat.identity
 
 
-async def test_the_model_info_says_whether_there_is_a_chat_template(
-    tiny_client: Client, shipped_client: Client
+async def test_a_conversation_with_the_shipped_pair_is_comments_that_it_completes_as_code(
+    shipped_client: Client,
 ) -> None:
-    assert (await tiny_client.model_info()).has_chat_template
-    assert not (await shipped_client.model_info()).has_chat_template
+    chat = [
+        ("system", "Terse code."),
+        ("user", "Add two\nnumbers."),
+        ("assistant", "a + b"),
+        ("user", "Multiply them."),
+    ]
+    rendered = "<|bos|># Terse code.\n# Add two\n# numbers.\n\na + b\n\n# Multiply them.\n\n"
+    body = chat_request(chat)
+    token_ids = await shipped_client.tokenize_chat(body.messages)
+    assert token_ids == await shipped_client.tokenize(rendered, add_special_tokens=False)
+    as_ids = make_request(max_tokens=20, temperature=1.0)
+    as_ids.prompt_token_ids.token_ids.extend(token_ids)
+    assert (await shipped_client.complete(body)).identity == (await shipped_client.complete(as_ids)).identity
 
 
-async def test_a_model_without_a_chat_template_says_so(shipped_client: Client) -> None:
-    with pytest.raises(InvalidRequest, match="no chat template; send a prompt instead") as caught:
-        await shipped_client.complete(chat_request(CONVERSATION))
-    assert caught.value.field == "messages"
+async def test_a_code_that_was_begun_is_continued_without_a_break(shipped_client: Client) -> None:
+    chat = chat_messages(
+        [{"role": "user", "content": "Add two numbers."}, {"role": "assistant", "content": "def add("}],
+        continue_final_message=True,
+    )
+    token_ids = await shipped_client.tokenize_chat(chat)
+    assert await shipped_client.detokenize(token_ids) == "# Add two numbers.\n\ndef add("
+
+
+async def test_what_the_template_reads_beside_the_messages_reaches_the_prompt(
+    tiny_client: Client, tiny_pair: ModelPair
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair.target)
+    tools = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+    call = {"id": "call00000", "type": "function", "function": {"name": "look_up", "arguments": {"what": "é"}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Look"}, {"type": "text", "text": "it up."}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call00000", "content": "Found."},
+    ]
+    body = make_request(max_tokens=20, temperature=1.0)
+    body.messages.CopyFrom(chat_messages(messages, tools=tools, template_variables={"voice": "low"}))
+    messages[0]["content"] = "Look\nit up."  # the template takes text
+    rendered = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True, voice="low"
+    )
+    assert "é" in rendered
+    assert "low" in rendered
+    as_chat = await tiny_client.complete(body)
+    as_text = await tiny_client.complete(make_request(max_tokens=20, temperature=1.0, prompt=rendered))
+    assert as_chat.identity == as_text.identity
+
+
+async def test_the_tokenizer_is_told_of_when_it_is_asked_for(tiny_client: Client, tiny_pair: ModelPair) -> None:
+    assert not (await tiny_client.model_info()).HasField("tokenizer")
+    info = (await tiny_client.model_info(with_tokenizer=True)).tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(tiny_pair.target)
+    assert (info.bos_token, info.eos_token, info.pad_token) == ("<bos>", "<eos>", "<pad>")
+    assert info.chat_template == tokenizer.chat_template
+    assert info.vocab_size == len(tokenizer)
 
 
 async def unstopped(client: Client) -> Completion:

@@ -29,6 +29,9 @@ async def test_conversations_without_a_chat_template_are_refused_clearly() -> No
     async with running([ScriptedTarget()]) as harness:
         messages = api.ChatMessages(messages=[api.ChatMessage(role="user", content="hi")])
         error = await error_of(harness.stub.Generate(request(messages=messages)))
+        info = await harness.stub.GetModelInfo(api.GetModelInfoRequest(with_tokenizer=True))
+    assert not info.has_chat_template
+    assert not info.tokenizer.HasField("chat_template")
     assert isinstance(error, InvalidRequest)
     assert error.field == "messages"
     assert "chat template" in error.description

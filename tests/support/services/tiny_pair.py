@@ -13,7 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.support.services.model_pair import ModelPair
 
-CHAT_TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+CHAT_TEMPLATE = (
+    "{% if voice %}({{ voice }}){% endif %}{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}\n{% endfor %}assistant:"
+)
 SPECIAL_TOKENS = ["<bos>", "<eos>", "<pad>"]
 
 

@@ -12,9 +12,9 @@ from gateway.api.answers import ChatCompletion, ChatCompletionChunk, TextComplet
 from gateway.api.chat import ChatRequest
 from gateway.api.completions import CompletionRequest
 from gateway.api.problems import validated
+from gateway.chat.deltas import MessageDelta, PlainParser, ToolCallDelta
 from gateway.translation.chat_answer import ChatEvents, ChatWhole, ChoiceOutput
 from gateway.translation.completion_answer import CompletionEvents, CompletionWhole, PromptTold, completion_usage
-from gateway.translation.deltas import MessageDelta, PlainParser, ToolCallDelta
 from gateway.translation.head import Head
 from gateway.translation.origins import OriginCounter
 from gateway.translation.usage import acceptance_histogram

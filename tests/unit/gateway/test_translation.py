@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from gateway.api.chat import ChatRequest
 from gateway.api.completions import CompletionRequest
-from gateway.api.errors import from_specdec, param_of
+from gateway.api.errors import ApiError, from_specdec, param_of
 from gateway.api.problems import validated
-from gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate, echoed
+from gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate, echoed, parsers
 from gateway.translation.completion_request import COMPLETION_FIELD_NAMES, completion_to_generate
 from specdec.rpc import errors as rpc
 from specdec.v1 import common_pb2 as pb
@@ -102,7 +103,8 @@ def test_a_conversation_arrives_with_its_parts_and_variables() -> None:
         add_generation_prompt=False,
     )
     assert [message.role for message in body.messages.messages] == ["system", "user"]
-    assert body.messages.template_variables_json == '{"enable_thinking":false,"reasoning_effort":"low"}'
+    told = {"enable_thinking": False, "reasoning_effort": "low"}
+    assert json.loads(body.messages.template_variables_json) == told
     assert body.messages.HasField("add_generation_prompt") and not body.messages.add_generation_prompt
 
 
@@ -164,3 +166,34 @@ def test_errors_that_pass_say_when_to_try_again() -> None:
     assert from_specdec(rpc.NotReady("soon", retry_after_s=0.0), {}).headers == {"retry-after": "1"}
     assert from_specdec(rpc.Overloaded("used up", reason="QUOTA_EXCEEDED"), {}).type == "tokens"
     assert from_specdec(rpc.Internal("oh"), {}).headers == {}
+
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def test_tools_are_shown_to_the_template_and_their_marks_kept_in_the_text() -> None:
+    said = [{"role": "user", "content": "u"}]
+    asked = validated(ChatRequest, {"messages": said, "tools": [TOOL]})
+    body = chat_to_generate(asked, "mistral")
+    assert '"name": "f"' in body.messages.tools_json or '"name":"f"' in body.messages.tools_json
+    assert body.sampling.HasField("skip_special_tokens") and not body.sampling.skip_special_tokens
+    assert not chat_to_generate(asked, "hermes").sampling.HasField("skip_special_tokens")
+    none = validated(ChatRequest, {"messages": said, "tools": [TOOL], "tool_choice": "none"})
+    assert not chat_to_generate(none, "mistral").messages.tools_json
+
+
+def test_tools_that_nothing_reads_are_refused() -> None:
+    asked = validated(ChatRequest, {"messages": [{"role": "user", "content": "u"}], "tools": [TOOL]})
+    with pytest.raises(ApiError) as caught:
+        parsers(asked, "none", "none")
+    assert caught.value.param == "tools"
+    (first, *_) = parsers(asked, "none", "hermes")().push('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
+    assert first.tool_call is not None and first.tool_call.name == "f"
+
+
+def test_thoughts_are_told_apart_from_the_answer() -> None:
+    asked = validated(ChatRequest, {"messages": [{"role": "user", "content": "u"}]})
+    parser = parsers(asked, "think", "none")()
+    deltas = [*parser.push("<think>so</think>yes"), *parser.finish()]
+    assert "".join(delta.reasoning for delta in deltas) == "so"
+    assert "".join(delta.content for delta in deltas) == "yes"

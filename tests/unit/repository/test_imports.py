@@ -95,13 +95,19 @@ FLOORS = {
         __main__
     """,
     "gateway": """
-        api settings upstream
+        api chat upstream
+        settings
         http translation
         parts
         routes
         app
         service
         __main__
+    """,
+    "gateway.chat": """
+        deltas markers messages
+        reasoning tool_calls
+        parsing
     """,
     "target_service": """
         logprobs policy servicer tree

@@ -1,0 +1,204 @@
+"""From the messages and tools of a chat request in OpenAI's form to what the coordinator renders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specdec.client import chat_messages
+from specdec.rpc.errors import InvalidRequest
+from specdec.v1 import coordinator_pb2 as api
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of parts that are text, and where it stands in them."""
+_KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+"""What templates may read of a message besides; all of it is text."""
+_MOST_NAME_CHARS = 256
+
+ToolChoice = str | Mapping[str, Any] | None
+"""none, auto, required or a named function, as in {"type": "function", "function": {"name": "f"}}."""
+
+
+def to_chat_messages(
+    messages: Sequence[Any],
+    tools: Sequence[Any] | None = None,
+    *,
+    tool_choice: ToolChoice = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+    template_variables: Mapping[str, Any] | None = None,
+) -> api.ChatMessages:
+    """Return the conversation of a chat request, checked.
+
+    Developers count as the system, as templates know no developer. Arguments of earlier calls, which are JSON text in
+    requests, become objects. With the tool choice none the template is shown no tools, with a named function that one.
+
+    Args:
+        messages: dicts or pydantic models.
+        tools: the same.
+        tool_choice: which of them may be called; None: any, if there are any.
+        add_generation_prompt: end where the assistant's turn starts; None: unless the last message is continued.
+        continue_final_message: end within the last message.
+        template_variables: further variables of the template (chat_template_kwargs).
+
+    Raises:
+        InvalidRequest: the field is the path of what is wrong in the request, as in messages[2].content[1].type.
+    """
+    if not _list("messages", messages):
+        raise InvalidRequest("messages", "must not be empty")
+    read = [_message(f"messages[{index}]", _fields(f"messages[{index}]", m)) for index, m in enumerate(messages)]
+    return chat_messages(
+        read,
+        tools=_shown(check_tools(tools), tool_choice),
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_variables=template_variables,
+    )
+
+
+def check_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """The tools of a request as dicts; none for None. Raises InvalidRequest."""
+    if tools is None:
+        return []
+    read = _list("tools", tools)
+    return [_tool(f"tools[{index}]", _fields(f"tools[{index}]", tool)) for index, tool in enumerate(read)]
+
+
+def named_function(tool_choice: ToolChoice) -> str | None:
+    """The function that a tool choice names, if it does. Raises InvalidRequest where it is of no known form."""
+    if tool_choice is None or isinstance(tool_choice, str):
+        if tool_choice not in (None, "none", "auto", "required"):
+            raise InvalidRequest("tool_choice", f"{tool_choice!r} is none of none, auto, required and a function")
+        return None
+    choice = _fields("tool_choice", tool_choice)
+    if choice.get("type") != "function":
+        raise InvalidRequest("tool_choice.type", "must be function")
+    return _name("tool_choice.function", _fields("tool_choice.function", choice.get("function")))
+
+
+def _shown(tools: list[dict[str, Any]], tool_choice: ToolChoice) -> list[dict[str, Any]]:
+    name = named_function(tool_choice)
+    if name is not None:
+        tools = [tool for tool in tools if tool["function"]["name"] == name]
+        if not tools:
+            raise InvalidRequest("tool_choice.function.name", f"no tool is called {name!r}")
+    elif tool_choice == "required" and not tools:
+        raise InvalidRequest("tool_choice", "there are no tools to call")
+    return [] if tool_choice == "none" else tools
+
+
+def _tool(path: str, tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        raise InvalidRequest(f"{path}.type", "must be function")
+    function = _fields(f"{path}.function", tool.get("function"))
+    _name(f"{path}.function", function)
+    if (description := function.get("description")) is not None:
+        _text(f"{path}.function.description", description)
+    if (parameters := function.get("parameters")) is not None and not isinstance(parameters, Mapping):
+        raise InvalidRequest(f"{path}.function.parameters", "must be an object, a JSON schema")
+    return {**tool, "function": function}
+
+
+def _message(path: str, message: dict[str, Any]) -> dict[str, Any]:
+    role = message.get("role")
+    if role not in _ROLES:
+        raise InvalidRequest(f"{path}.role", f"must be one of {', '.join(_ROLES)}")
+    for name in ("audio", "function_call"):
+        if message.get(name) is not None:
+            raise InvalidRequest(f"{path}.{name}", "is not supported")
+    read: dict[str, Any] = {"role": "system" if role == "developer" else role}
+    content = message.get("content")
+    calls = message.get("tool_calls") if role == "assistant" else None
+    if content is None and role == "assistant":
+        content = message.get("refusal")
+    if content is not None:
+        read["content"] = _content(f"{path}.content", content)
+    elif not calls:
+        raise InvalidRequest(f"{path}.content", "must be a text or a list of parts")
+    read |= {name: _text(f"{path}.{name}", message[name]) for name in _KEPT if message.get(name) is not None}
+    if calls:
+        calls = _list(f"{path}.tool_calls", calls)
+        read["tool_calls"] = [_call(f"{path}.tool_calls[{index}]", call) for index, call in enumerate(calls)]
+    return read
+
+
+def _content(path: str, content: Any) -> str | list[dict[str, str]]:
+    if isinstance(content, str):
+        return _text(path, content)
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise InvalidRequest(path, "must be a text or a list of parts")
+    return [_part(f"{path}[{index}]", part) for index, part in enumerate(content)]
+
+
+def _part(path: str, part: Any) -> dict[str, str]:
+    if isinstance(part, str):
+        return {"type": "text", "text": _text(path, part)}
+    fields = _fields(path, part)
+    kind = fields.get("type")
+    name = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if name is None:
+        raise InvalidRequest(f"{path}.type", f"must be one of {', '.join(_TEXT_PARTS)}: the model reads text only")
+    return {"type": "text", "text": _text(f"{path}.{name}", fields.get(name))}
+
+
+def _call(path: str, call: Any) -> dict[str, Any]:
+    fields = _fields(path, call)
+    if fields.get("type", "function") != "function":
+        raise InvalidRequest(f"{path}.type", "must be function")
+    function = _fields(f"{path}.function", fields.get("function"))
+    _name(f"{path}.function", function)
+    read = {"type": "function", "function": {**function, "arguments": _arguments(path, function.get("arguments"))}}
+    if fields.get("id") is not None:
+        read["id"] = _text(f"{path}.id", fields["id"])
+    return read
+
+
+def _arguments(path: str, arguments: Any) -> Any:
+    """As an object where it is one. A model's own call may have been none: it is shown as it was."""
+    if arguments is None or isinstance(arguments, Mapping):
+        return arguments or {}
+    text = _text(f"{path}.function.arguments", arguments)
+    try:
+        value = json.loads(text or "{}", parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _list(path: str, value: Any) -> Sequence[Any]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise InvalidRequest(path, "must be a list")
+    return value
+
+
+def _fields(path: str, value: Any) -> dict[str, Any]:
+    """What a dict or a pydantic model has that is not null."""
+    if not isinstance(value, Mapping) and callable(dump := getattr(value, "model_dump", None)):
+        value = dump(mode="json", exclude_unset=True)
+    if not isinstance(value, Mapping):
+        raise InvalidRequest(path, "must be an object")
+    return {name: field for name, field in value.items() if field is not None}
+
+
+def _name(path: str, function: dict[str, Any]) -> str:
+    name = _text(f"{path}.name", function.get("name"))
+    if not 0 < len(name) <= _MOST_NAME_CHARS:
+        raise InvalidRequest(f"{path}.name", f"must have 1 to {_MOST_NAME_CHARS} characters")
+    return name
+
+
+def _text(path: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest(path, "must be a text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(path, "has half of a surrogate pair") from error
+    return value

@@ -1,0 +1,68 @@
+"""The parser of an assistant's message: its reasoning first, and the calls in what is left."""
+
+from __future__ import annotations
+
+from gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
+from gateway.chat.messages import ToolChoice
+from gateway.chat.reasoning import make_reasoning_parser
+from gateway.chat.tool_calls.families import make_tool_parser
+
+
+def make_message_parser(
+    reasoning: str,
+    tools: str,
+    *,
+    has_tools: bool,
+    tool_choice: ToolChoice = None,
+    parallel_tool_calls: bool = True,
+    thinking: bool | None = None,
+) -> StreamingParser:
+    """A parser of one message of one choice.
+
+    That a call is made is not guaranteed by parsing, not even with the tool choice required or a named function, nor
+    that it is of that function or that its arguments fit its schema: that takes structured output.
+
+    Args:
+        reasoning: name of a reasoning parser (`reasoning.REASONING_PARSERS`).
+        tools: name of a tool parser (`tool_calls.TOOL_PARSERS`).
+        has_tools: the request has tools. Without them, or with the tool choice none, all is content.
+        tool_choice: the request's.
+        parallel_tool_calls: False: calls after the first are left out.
+        thinking: what the request told the template; see `make_reasoning_parser`.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    tool_parser = make_tool_parser(tools)
+    if not has_tools or tool_choice == "none":
+        tool_parser = PlainParser()
+    return MessageParser(make_reasoning_parser(reasoning, thinking=thinking), tool_parser, parallel_tool_calls)
+
+
+class MessageParser:
+    """Gives the content that a reasoning parser finds to a tool parser."""
+
+    def __init__(self, reasoning: StreamingParser, tools: StreamingParser, parallel_tool_calls: bool) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._parallel_tool_calls = parallel_tool_calls
+
+    def push(self, text: str) -> list[MessageDelta]:
+        """See `StreamingParser.push`."""
+        return self._through(self._reasoning.push(text))
+
+    def finish(self) -> list[MessageDelta]:
+        """See `StreamingParser.finish`."""
+        return [*self._through(self._reasoning.finish()), *filter(self._is_wanted, self._tools.finish())]
+
+    def _through(self, deltas: list[MessageDelta]) -> list[MessageDelta]:
+        through: list[MessageDelta] = []
+        for delta in deltas:
+            if delta.reasoning:
+                through.append(MessageDelta(reasoning=delta.reasoning))
+            if delta.content:
+                through += filter(self._is_wanted, self._tools.push(delta.content))
+        return through
+
+    def _is_wanted(self, delta: MessageDelta) -> bool:
+        return self._parallel_tool_calls or delta.tool_call is None or delta.tool_call.index == 0

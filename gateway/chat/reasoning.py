@@ -1,0 +1,143 @@
+"""Think sections: what a model says to itself before it answers, told apart from the answer while it streams."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TypeAlias
+
+from gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
+from gateway.chat.markers import may_become, split_at_marker
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """How a family of models marks its think sections."""
+
+    start: str
+    end: str
+    starts_in_prompt: bool
+    """The template's own end opens the section, so that the output has only its end."""
+
+
+_THINK = ("<think>", "</think>")
+_STYLES = {
+    "think": _Style(*_THINK, starts_in_prompt=False),
+    "qwen3": _Style(*_THINK, starts_in_prompt=False),
+    "qwen3_thinking": _Style(*_THINK, starts_in_prompt=True),
+    "deepseek_r1": _Style(*_THINK, starts_in_prompt=True),
+    "deepseek_v3": _Style(*_THINK, starts_in_prompt=False),
+    "mistral": _Style("[THINK]", "[/THINK]", starts_in_prompt=False),
+}
+REASONING_PARSERS = ("none", *_STYLES)
+"""Names that `make_reasoning_parser` knows."""
+
+
+ReasoningParser: TypeAlias = StreamingParser
+"""Its deltas are content and reasoning."""
+
+
+def make_reasoning_parser(name: str, *, thinking: bool | None = None) -> StreamingParser:
+    """A parser of one message.
+
+    Args:
+        name: one of `REASONING_PARSERS`. "none" takes everything for content.
+        thinking: what the request told the template (enable_thinking, thinking). False: no section is open at the start
+            of the output. None, and True for a family that writes the start itself: as the family does by default.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name == "none":
+        return PlainParser()
+    style = _STYLES.get(name)
+    if style is None:
+        raise ValueError(f"{name!r} is none of {', '.join(REASONING_PARSERS)}")
+    starts_open = style.starts_in_prompt if thinking is None else thinking and _opens_when_asked(name, style)
+    return ThinkParser(style.start, style.end, starts_open=starts_open)
+
+
+def _opens_when_asked(name: str, style: _Style) -> bool:
+    # DeepSeek V3.1 thinks when it is asked to, and then its template opens the section.
+    return style.starts_in_prompt or name == "deepseek_v3"
+
+
+class _At(Enum):
+    START = auto()
+    REASONING_START = auto()
+    REASONING = auto()
+    ANSWER_START = auto()
+    ANSWER = auto()
+
+
+class ThinkParser:
+    """Finds one think section, at the start of a message. White space at its borders is layout and is left out.
+
+    Without an end the rest is reasoning: so it is for a model that ran out of tokens.
+    """
+
+    def __init__(self, start: str, end: str, *, starts_open: bool) -> None:
+        """`starts_open`: the output begins within the section; a start marker there is taken, too."""
+        self._start = start
+        self._end = end
+        self._starts_open = starts_open
+        self._at = _At.START
+        self._held = ""
+
+    def push(self, text: str) -> list[MessageDelta]:
+        """See `StreamingParser.push`."""
+        self._held += text
+        deltas: list[MessageDelta] = []
+        before = None
+        while before is not self._at:
+            before = self._at
+            self._step(deltas)
+        return deltas
+
+    def finish(self) -> list[MessageDelta]:
+        """See `StreamingParser.finish`."""
+        held, self._held = self._held, ""
+        match self._at:
+            case _At.START if self._starts_open:
+                reasoning, content = held.strip(), ""
+            case _At.REASONING:
+                reasoning, content = held.rstrip(), ""
+            case _At.REASONING_START | _At.ANSWER_START:
+                reasoning, content = "", ""
+            case _:
+                reasoning, content = "", held
+        return [MessageDelta(content, reasoning)] if content or reasoning else []
+
+    def _step(self, deltas: list[MessageDelta]) -> None:
+        match self._at:
+            case _At.START:
+                self._begin()
+            case _At.REASONING_START:
+                self._held = self._held.lstrip()
+                self._at = _At.REASONING if self._held else _At.REASONING_START
+            case _At.REASONING:
+                self._reason(deltas)
+            case _At.ANSWER_START:
+                self._held = self._held.lstrip()
+                self._at = _At.ANSWER if self._held else _At.ANSWER_START
+            case _At.ANSWER:
+                if self._held:
+                    deltas.append(MessageDelta(content=self._held))
+                self._held = ""
+
+    def _begin(self) -> None:
+        text = self._held.lstrip()
+        if text.startswith(self._start):
+            self._held = text[len(self._start) :]
+            self._at = _At.REASONING_START
+        elif not may_become(text, self._start):
+            self._at = _At.REASONING_START if self._starts_open else _At.ANSWER
+
+    def _reason(self, deltas: list[MessageDelta]) -> None:
+        reasoning, end, rest = split_at_marker(self._held, [self._end])
+        told = reasoning.rstrip()
+        self._held = rest if end else self._held[len(told) :]
+        if told:
+            deltas.append(MessageDelta(reasoning=told))
+        if end:
+            self._at = _At.ANSWER_START

@@ -1,0 +1,5 @@
+"""Parsers of tool calls, one for each way in which families of models write them. All stream."""
+
+from gateway.chat.tool_calls.families import TOOL_PARSERS, ToolParser, make_tool_parser, marks_are_special_tokens
+
+__all__ = ["TOOL_PARSERS", "ToolParser", "make_tool_parser", "marks_are_special_tokens"]

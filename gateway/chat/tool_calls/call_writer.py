@@ -1,0 +1,60 @@
+"""What parsers of tool calls tell: content, and calls with their arguments in pieces."""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable
+
+from gateway.chat.deltas import MessageDelta, ToolCallDelta
+
+_ID_CHARS = string.ascii_letters + string.digits
+
+
+def new_call_id() -> str:
+    """An id of nine letters and digits, which is the only kind that templates of Mistral's models take."""
+    return "".join(secrets.choice(_ID_CHARS) for _ in range(9))
+
+
+class CallWriter:
+    """Collects deltas. White space of the content that stands beside a call is layout, and left out."""
+
+    def __init__(self, make_id: Callable[[], str] = new_call_id) -> None:
+        self._make_id = make_id
+        self._deltas: list[MessageDelta] = []
+        self._space = ""
+        self._index = -1
+        self._after_call = False
+
+    def content(self, text: str) -> None:
+        """Text of the content. White space at its end waits for what follows."""
+        if self._after_call and text.strip():
+            self._after_call = False
+        text = self._space + text
+        told = text.rstrip()
+        self._space = text[len(told) :]
+        if told:
+            self._deltas.append(MessageDelta(content=told))
+
+    def begin_call(self, name: str) -> None:
+        """A call of a function; its arguments follow."""
+        self._space = ""
+        self._after_call = True
+        self._index += 1
+        self._deltas.append(MessageDelta(tool_call=ToolCallDelta(self._index, id=self._make_id(), name=name)))
+
+    def arguments(self, text: str) -> None:
+        """The next piece of the arguments of the last call."""
+        if text:
+            self._deltas.append(MessageDelta(tool_call=ToolCallDelta(self._index, arguments=text)))
+
+    def take(self) -> list[MessageDelta]:
+        """What was told since the last time."""
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def finish(self) -> None:
+        """No more comes: white space at the end is content, unless the last thing was a call."""
+        if self._space and not self._after_call:
+            self._deltas.append(MessageDelta(content=self._space))
+        self._space = ""

@@ -1,0 +1,126 @@
+"""Calls as DeepSeek's models write them, V3 and R1 with a fence around the arguments, V3.1 and later without."""
+
+from __future__ import annotations
+
+from gateway.chat.markers import may_become, split_at_marker
+from gateway.chat.tool_calls.buffered import BufferedParser
+from gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
+from gateway.chat.tool_calls.json_scan import JsonScan
+
+_CALLS_START = "<｜tool▁calls▁begin｜>"
+_CALLS_END = "<｜tool▁calls▁end｜>"
+_START = "<｜tool▁call▁begin｜>"
+_SEPARATOR = "<｜tool▁sep｜>"
+_END = "<｜tool▁call▁end｜>"
+_FENCE = "```json"
+
+
+class DeepSeekParser(BufferedParser):
+    """<call begin>function<sep>name, a fence, {...}, a fence<call end>, or <call begin>name<sep>{...}<call end>."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = ""
+        self._scan = JsonScan()
+
+    def _begin(self) -> bool:
+        return self._text()
+
+    def _text(self) -> bool:
+        text, marker, self._buffer = split_at_marker(self._buffer, [_CALLS_START, _START])
+        self._writer.content(text)
+        if not marker:
+            return False
+        self._raw = marker
+        self._state = self._between if marker == _CALLS_START else self._head
+        return True
+
+    def _between(self) -> bool:
+        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
+        if not self._buffer or may_become(self._buffer, _START) or may_become(self._buffer, _CALLS_END):
+            return False
+        if self._buffer.startswith(_START):
+            self._hold(len(_START))
+            self._state = self._head
+            return True
+        if self._buffer.startswith(_CALLS_END):
+            self._take(len(_CALLS_END))
+            self._raw = ""
+        return self._no_call()
+
+    def _head(self) -> bool:
+        before, marker, rest = split_at_marker(self._buffer, [_SEPARATOR])
+        if len(before) > MOST_NAME_CHARS or (marker and not before.strip()):
+            return self._no_call()
+        if not marker:
+            return False
+        self._name = before.strip()
+        self._hold(len(self._buffer) - len(rest))
+        self._state = self._after_separator
+        return True
+
+    def _after_separator(self) -> bool:
+        if self._buffer[0] == "{":
+            return self._start_arguments()
+        if self._name != "function":
+            self._hold(len(self._buffer) - len(self._buffer.lstrip()))
+            return self._start_arguments() if self._buffer.startswith("{") else bool(self._buffer) and self._no_call()
+        name, line_end, _ = split_at_marker(self._buffer, ["\n"])
+        if len(name) > MOST_NAME_CHARS or (line_end and not name.strip()):
+            return self._no_call()
+        if not line_end:
+            return False
+        self._name = name.strip()
+        self._hold(len(name) + 1)
+        self._state = self._fence
+        return True
+
+    def _fence(self) -> bool:
+        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
+        if not self._buffer or may_become(self._buffer, _FENCE):
+            return False
+        if self._buffer.startswith(_FENCE):
+            self._hold(len(_FENCE))
+            return True
+        return self._start_arguments() if self._buffer[0] == "{" else self._no_call()
+
+    def _start_arguments(self) -> bool:
+        self._raw = ""
+        self._writer.begin_call(self._name)
+        self._scan = JsonScan()
+        self._state = self._arguments
+        return True
+
+    def _arguments(self) -> bool:
+        return self._read_value(self._scan, self._after_arguments, self._spoilt)
+
+    def _after_arguments(self) -> bool:
+        before, marker, rest = split_at_marker(self._buffer, [_END, _CALLS_END])
+        num_layout = len(before) - len(before.lstrip(" \t\r\n`"))
+        if num_layout < len(before):
+            self._take(num_layout)
+            return self._no_call()
+        if not marker:
+            return False
+        self._buffer = rest
+        self._state = self._between if marker == _END else self._text
+        return True
+
+    def _spoilt(self) -> bool:
+        return self._read_spoilt([_END], self._spoilt_to)
+
+    def _spoilt_to(self, marker: str) -> bool:
+        self._state = self._between
+        return bool(marker)
+
+    def _no_call(self) -> bool:
+        self._give_up()
+        self._state = self._text
+        return True
+
+    def _end(self) -> None:
+        if self._state == self._after_arguments:
+            rest = self._buffer.lstrip(" \t\r\n`")
+            if _END.startswith(rest):
+                self._buffer = ""  # the text ended within the marker
+        super()._end()

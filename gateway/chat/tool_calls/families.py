@@ -1,0 +1,41 @@
+"""The tool parsers by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from gateway.chat.deltas import PlainParser, StreamingParser
+from gateway.chat.tool_calls.deepseek import DeepSeekParser
+from gateway.chat.tool_calls.llama3 import Llama3JsonParser
+from gateway.chat.tool_calls.mistral import MistralParser
+from gateway.chat.tool_calls.pythonic import PythonicParser
+from gateway.chat.tool_calls.tagged import TaggedParser
+
+ToolParser: TypeAlias = StreamingParser
+"""Its deltas are content and calls."""
+_PARSERS: dict[str, Callable[[], StreamingParser]] = {
+    "none": PlainParser,
+    "hermes": TaggedParser,
+    "qwen": TaggedParser,
+    "llama3_json": Llama3JsonParser,
+    "mistral": MistralParser,
+    "pythonic": PythonicParser,
+    "deepseek": DeepSeekParser,
+}
+TOOL_PARSERS = tuple(_PARSERS)
+"""Names that `make_tool_parser` knows."""
+_WITH_SPECIAL_TOKENS = ("llama3_json", "mistral", "pythonic", "deepseek")
+
+
+def make_tool_parser(name: str) -> ToolParser:
+    """A parser of one message. Raises ValueError where the name is none of `TOOL_PARSERS`."""
+    make = _PARSERS.get(name)
+    if make is None:
+        raise ValueError(f"{name!r} is none of {', '.join(TOOL_PARSERS)}")
+    return make()
+
+
+def marks_are_special_tokens(name: str) -> bool:
+    """Whether what marks calls may be special tokens, so that the text must be made with them (skip_special_tokens)."""
+    return name in _WITH_SPECIAL_TOKENS

@@ -1,0 +1,244 @@
+"""Tool calls of each family, found in text that comes in any pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.chat.tool_calls import TOOL_PARSERS, make_tool_parser
+from tests.support.chat.parsed import Message, cut, parse, told
+
+FAMILIES = [name for name in TOOL_PARSERS if name != "none"]
+DS = {
+    "calls": "<｜tool▁calls▁begin｜>", "end_calls": "<｜tool▁calls▁end｜>", "call": "<｜tool▁call▁begin｜>",
+    "end": "<｜tool▁call▁end｜>", "sep": "<｜tool▁sep｜>",
+}  # fmt: skip
+MARKERS = [
+    "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>",
+    "<|python_end|>", *DS.values(), "```json", "```", "<think>", "</think>",
+]  # fmt: skip
+
+
+def whole(family: str, text: str) -> Message:
+    return parse(make_tool_parser(family), [text])
+
+
+def write(family: str, calls: list[tuple[str, dict[str, Any]]], form: int) -> str:
+    """Calls as a model of the family writes them; the forms of a family count from 0."""
+    as_objects = [json.dumps({"name": name, "arguments": arguments}) for name, arguments in calls]
+    match family, form:
+        case (("hermes" | "qwen"), 0):
+            return "\n".join(f"<tool_call>\n{text}\n</tool_call>" for text in as_objects)
+        case (("hermes" | "qwen"), _):
+            early = [json.dumps({"arguments": arguments, "name": name}, indent=1) for name, arguments in calls]
+            return "".join(f"<tool_call>{text}</tool_call>" for text in early)
+        case "llama3_json", 0:
+            parameters = [json.dumps({"name": name, "parameters": arguments}) for name, arguments in calls]
+            return "; ".join(parameters)
+        case "llama3_json", 1:
+            return "<|python_tag|>" + ";".join(as_objects)
+        case "llama3_json", _:
+            return f"[{', '.join(as_objects)}]"
+        case "mistral", 0:
+            return f"[TOOL_CALLS] [{', '.join(as_objects)}]"
+        case "mistral", 1:
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
+        case "mistral", 2:
+            return "".join(f"[TOOL_CALLS]{n}[CALL_ID]a1b2c3d4e[ARGS]{json.dumps(a)}" for n, a in calls)
+        case "mistral", _:
+            return "".join(f"[TOOL_CALLS]{name}{json.dumps(arguments)}" for name, arguments in calls)
+        case "pythonic", 0:
+            texts = [f"{n}({', '.join(f'{k}={v!r}' for k, v in a.items())})" for n, a in calls]
+            return f"[{', '.join(texts)}]"
+        case "pythonic", _:
+            texts = [f"{n}({','.join(f'{k} = {json.dumps(v)}' for k, v in a.items())})" for n, a in calls]
+            return f"<|python_start|>[{','.join(texts)}]<|python_end|>"
+        case "deepseek", 0:
+            fenced = [f"{DS['call']}function{DS['sep']}{n}\n```json\n{json.dumps(a)}\n```{DS['end']}" for n, a in calls]
+            return DS["calls"] + "\n".join(fenced) + DS["end_calls"]
+        case _:
+            plain = [f"{DS['call']}{n}{DS['sep']}{json.dumps(a, ensure_ascii=False)}{DS['end']}" for n, a in calls]
+            return DS["calls"] + "".join(plain) + DS["end_calls"]
+
+
+NUM_FORMS = {"hermes": 2, "qwen": 1, "llama3_json": 3, "mistral": 4, "pythonic": 2, "deepseek": 2}
+FORMS = [(family, form) for family, num_forms in NUM_FORMS.items() for form in range(num_forms)]
+TALKS_BEFORE = {"hermes", "qwen", "mistral", "deepseek"}
+
+names = st.sampled_from(["f", "get_weather", "a.b-c"])
+scalars = (
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=8) | st.sampled_from(["{", '"}', "\\", "</t"])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=5,
+)
+arguments = st.dictionaries(st.sampled_from(["a", "city", "unit_x"]), values, max_size=3)
+some_calls = st.lists(st.tuples(names, arguments), min_size=1, max_size=3)
+pieces_of_models = st.lists(
+    st.sampled_from([*MARKERS, "{", "}", "[", "]", "(", ")", ",", ";", ":", '"', "'", "\\", "=", " ", "\n", "name",
+                     '"name"', '"arguments"', '"parameters"', '"f"', "f", "function", "1", "é", "{}", "null"])
+    | st.sampled_from([marker[:3] for marker in MARKERS]),
+    max_size=30,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+@given(calls=some_calls)
+@settings(max_examples=40, deadline=None)
+def test_calls_are_found_with_their_arguments(family: str, form: int, calls: list[tuple[str, dict[str, Any]]]) -> None:
+    message = whole(family, write(family, calls, form))
+    assert message.decoded == calls
+    assert message.content == ""
+    assert len(set(message.ids)) == len(calls)
+
+
+@pytest.mark.parametrize(("family", "form"), [(f, n) for f, n in FORMS if f in TALKS_BEFORE])
+@given(calls=some_calls, before=st.text(st.sampled_from("ab é.<[\n"), max_size=10))
+@settings(max_examples=30, deadline=None)
+def test_text_before_calls_is_content(
+    family: str, form: int, before: str, calls: list[tuple[str, dict[str, Any]]]
+) -> None:
+    message = whole(family, f"{before}\n{write(family, calls, form)}")
+    assert message.decoded == calls
+    assert message.content == before.rstrip()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(pieces=pieces_of_models, places=st.lists(st.integers(0, 200), max_size=20))
+@settings(max_examples=150, deadline=None)
+def test_however_a_text_is_cut_it_is_told_the_same(family: str, pieces: list[str], places: list[int]) -> None:
+    text = "".join(pieces)
+    expected = told(whole(family, text))
+    assert told(parse(make_tool_parser(family), cut(text, places))) == expected
+    assert told(parse(make_tool_parser(family), list(text))) == expected
+
+
+@pytest.mark.parametrize(("family", "form"), FORMS)
+@given(calls=some_calls, places=st.lists(st.integers(0, 500), max_size=20), after=st.sampled_from(["", "\n", " more"]))
+@settings(max_examples=30, deadline=None)
+def test_calls_are_the_same_however_they_are_cut(
+    family: str, form: int, calls: list[tuple[str, dict[str, Any]]], places: list[int], after: str
+) -> None:
+    text = write(family, calls, form) + after
+    expected = told(whole(family, text))
+    assert told(parse(make_tool_parser(family), cut(text, places))) == expected
+    assert told(parse(make_tool_parser(family), list(text))) == expected
+
+
+@pytest.mark.parametrize("family", TOOL_PARSERS)
+@given(text=st.text(max_size=60), places=st.lists(st.integers(0, 60), max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_text_without_markers_passes_unchanged(family: str, text: str, places: list[int]) -> None:
+    text = f"So: {text}"
+    assert told(parse(make_tool_parser(family), cut(text, places))) == (text, "", [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(calls=some_calls, end=st.integers(0, 400))
+@settings(max_examples=60, deadline=None)
+def test_a_text_that_ends_early_gives_the_calls_so_far_and_never_more(
+    family: str, calls: list[tuple[str, dict[str, Any]]], end: int
+) -> None:
+    text = write(family, calls, 0)
+    full, part = whole(family, text), whole(family, text[:end])
+    assert len(part.calls) <= len(full.calls)
+    for (name, begun), (full_name, complete) in zip(part.calls, full.calls, strict=False):
+        assert name == full_name
+        assert complete.startswith(begun)
+    if not part.calls:
+        assert part.content == text[:end]
+
+
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("hermes", "<tool_call>\nnot json\n</tool_call>"),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"city": "Paris"}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>'),
+        ("llama3_json", '{"name": "Alice", "age": 30}'),
+        ("llama3_json", '{"name": "Alice"}'),
+        ("llama3_json", '{"answer": 42} and so on'),
+        ("llama3_json", "[1, 2, 3]"),
+        ("llama3_json", "<|python_tag|>print(1)"),
+        ("mistral", "[TOOL_CALLS] nothing of the kind"),
+        ("mistral", "[TOOL_CALLS][1]"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]none"),
+        ("mistral", "[TOOL_CALLS]" + "x" * 2000),
+        ("pythonic", "[1, 2, 3]"),
+        ("pythonic", "[see](https://example.org)"),
+        ("pythonic", "[f(1, 2)]"),
+        ("pythonic", "[f(a=__import__('os'))]"),
+        ("pythonic", "[f(a=1e999)]"),
+        ("pythonic", "[f(a='\\ud800')]"),
+        ("pythonic", "[f(a=" + "(" * 3000 + ")" * 3000 + ")]"),
+        ("pythonic", "[f(a='" + "x" * 70_000 + "')]"),
+        ("deepseek", f"{DS['calls']}never mind"),
+        ("deepseek", f"{DS['calls']}{DS['call']}function{DS['sep']}f\nno fence"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_what_turns_out_to_be_no_call_is_content_in_full(family: str, text: str) -> None:
+    assert told(whole(family, text)) == (text, "", [])
+
+
+def test_arguments_that_break_are_told_as_written_to_the_end_of_the_call() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": [1}}</tool_call> Sorry.'
+    assert told(whole("hermes", text)) == (" Sorry.", "", [("f", '{"a": [1}}')])
+    text = '[TOOL_CALLS]f[ARGS]{"a": [1}}[TOOL_CALLS]g[ARGS]{}'
+    assert whole("mistral", text).calls == [("f", '{"a": [1}}'), ("g", "{}")]
+    text = "[f(a=1, b=open('x')), g()]"
+    assert told(whole("pythonic", text)) == (" b=open('x')), g()]", "", [("f", '{"a": 1')])
+
+
+def test_arguments_that_are_a_text_with_json_are_told_without_the_quotes() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"é\\"}"}</tool_call>'
+    assert whole("hermes", text).calls == [("f", '{"a": "é"}')]
+    assert whole("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>').calls == [("f", "{}")]
+    assert whole("hermes", '<tool_call>{"name": "f"}</tool_call>').calls == [("f", "{}")]
+
+
+def test_content_streams_at_once_and_a_marker_is_held_back_only_while_it_may_become_one() -> None:
+    parser = make_tool_parser("hermes")
+    assert [delta.content for delta in parser.push("Let me see <tool")] == ["Let me see"]
+    assert [delta.content for delta in parser.push("box> now")] == [" <toolbox> now"]
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "llama3_json", "deepseek"])
+def test_arguments_stream_as_they_come(family: str) -> None:
+    parser = make_tool_parser(family)
+    text = write(family, [("f", {"text": "a long story", "n": 1})], 0)
+    at = text.index("long")
+    message = Message()
+    message.add(parser.push(text[:at]))
+    assert message.calls == [("f", '{"text": "a ')]
+    message.add(parser.push(text[at : at + 2]))
+    assert message.calls == [("f", '{"text": "a lo')]
+
+
+def test_python_arguments_stream_one_by_one() -> None:
+    parser = make_tool_parser("pythonic")
+    message = Message()
+    message.add(parser.push("[f(a='x, y', b=Tr"))
+    assert message.calls == [("f", '{"a": "x, y"')]
+    message.add(parser.push("ue)]"))
+    assert message.calls == [("f", '{"a": "x, y", "b": true}')]
+
+
+def test_white_space_beside_calls_is_left_out_and_text_after_them_is_not() -> None:
+    text = 'Well.\n\n<tool_call>{"name": "f"}</tool_call>\n<tool_call>{"name": "g"}</tool_call>\n'
+    assert told(whole("hermes", text)) == ("Well.", "", [("f", "{}"), ("g", "{}")])
+    assert whole("hermes", text + "Done. ").content == "Well.\nDone. "
+
+
+def test_an_unknown_parser_is_named() -> None:
+    with pytest.raises(ValueError, match="'nosuch' is none of none, hermes"):
+        make_tool_parser("nosuch")
