@@ -17,6 +17,7 @@ from gateway.api.answers import ChatCompletionChunk
 from gateway.api.chat import ChatRequest
 from gateway.api.completions import CompletionRequest
 from gateway.api.errors import ApiError
+from gateway.api.responses import ResponseEvent, ResponsesRequest
 from gateway.api.tokens import DetokenizeBody, TokenizeBody
 from gateway.parts import Parts
 from gateway.routes.answers import error_response
@@ -25,14 +26,15 @@ from gateway.routes.completions import completion_routes
 from gateway.routes.models import model_routes
 from gateway.routes.operations import operation_routes
 from gateway.routes.output import as_api_error
+from gateway.routes.responses import response_routes
 from gateway.routes.tokens import token_routes
 from specdec import __version__
 from specdec.rpc.errors import SpecdecError
 
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _DESCRIBED: tuple[type[BaseModel], ...] = (
-    *(ChatRequest, CompletionRequest, TokenizeBody, DetokenizeBody),
-    ChatCompletionChunk,
+    *(ChatRequest, CompletionRequest, ResponsesRequest, TokenizeBody, DetokenizeBody),
+    *(ChatCompletionChunk, ResponseEvent),
 )
 """Models that no route of FastAPI's names: bodies, which are read by ours, and events."""
 _COMPONENT = "#/components/schemas/{model}"
@@ -41,7 +43,7 @@ _COMPONENT = "#/components/schemas/{model}"
 def build_app(parts: Parts) -> FastAPI:
     """The application of these parts."""
     app = FastAPI(title="specdec gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for routes in (chat_routes, completion_routes, model_routes, token_routes, operation_routes):
+    for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, operation_routes):
         app.include_router(routes(parts))
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(SpecdecError, _on_error)

@@ -45,6 +45,7 @@ class EventStream(Response):
         *,
         on_error: Callable[[BaseException], ApiError],
         frame: Callable[[Event], bytes] = framed,
+        frame_error: Callable[[ApiError], bytes] | None = None,
         last: bytes = DONE,
     ) -> None:
         """Send nothing yet.
@@ -53,6 +54,7 @@ class EventStream(Response):
             batches: what to send; its first has been looked at for errors.
             on_error: what the client is told, as the last event, of what `batches` raised.
             frame: makes bytes of an event.
+            frame_error: makes bytes of an error; None: those of an event with `error`.
             last: what follows the last event.
         """
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -60,6 +62,7 @@ class EventStream(Response):
         self._batches = batches
         self._on_error = on_error
         self._frame = frame
+        self._frame_error = frame_error or (lambda error: framed(error.body))
         self._last = last
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,12 +82,12 @@ class EventStream(Response):
                     body = b"".join(map(self._frame, events))
                     await send({"type": "http.response.body", "body": body, "more_body": True})
         except Exception as error:
-            await self._send_last(send, framed(self._on_error(error).body))
+            await self._send_last(send, self._frame_error(self._on_error(error)))
         except asyncio.CancelledError:
             # The client is gone, and nothing is sent, or the process is about to end.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):
-                    await self._send_last(send, framed(self._on_error(_cut_off()).body))
+                    await self._send_last(send, self._frame_error(self._on_error(_cut_off())))
             raise
         else:
             await self._send_last(send, b"")

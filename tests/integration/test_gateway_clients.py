@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -19,6 +20,7 @@ from tests.support.services.clusters import TIMEOUTS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
+SCHEMATHESIS = Path(__file__).parents[2] / ".tools/schemathesis/bin/schemathesis"
 PROMPT = "def fibonacci(n):\n"
 CHAT: list[Any] = [{"role": "user", "content": "Write a function that adds two numbers."}]
 TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
@@ -158,3 +160,29 @@ def test_the_description_has_every_path_and_every_error(url: str) -> None:
     names = set(described["components"]["schemas"])
     text = json.dumps(described)
     assert {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]} <= names
+
+
+@pytest.mark.long
+def test_nothing_that_the_description_allows_is_a_fault_of_the_server(url: str) -> None:
+    """Half a minute and two thousand requests: bodies at each limit and beyond, and what is no body at all."""
+    checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+    options = ["--checks", checks, "--seed", "1", "--max-examples", "40"]
+    command = [str(SCHEMATHESIS), "run", f"{url}/openapi.json", *options]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=1200)
+    assert run.returncode == 0, run.stdout
+
+
+def test_a_response_streams_what_it_answers_at_once(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "target", "instructions": "Write Python.", "input": "Add two numbers."}
+    fields["max_output_tokens"] = 24
+    whole = client.responses.create(**fields, temperature=0)
+    with client.responses.create(**fields, temperature=0, stream=True) as stream:
+        events = list(stream)
+    assert events[0].type == "response.created"
+    final: Any = events[-1]
+    assert final.type in ("response.completed", "response.incomplete")
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output_text == final.response.output_text
+    assert whole.usage is not None and whole.usage.output_tokens == final.response.usage.output_tokens <= 24
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(**fields, previous_response_id=whole.id)
