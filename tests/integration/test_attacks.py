@@ -120,6 +120,30 @@ async def test_a_long_text_is_tokenised_without_holding_up_the_event_loop() -> N
     assert list(array("Q", packed)) == tokenizer.encode(text)
 
 
+async def test_a_long_conversation_is_rendered_without_holding_up_the_event_loop() -> None:
+    template = "{% for m in messages %}{% for n in messages[:20] %}{{ n.role }}{% endfor %}{{ m.content }}{% endfor %}"
+    tokenizer = TextTokenizer(make_tokenizer().to_str(), {"chat_template": template})
+    limits = Limits(
+        vocab_size=10**6, max_model_len=10**6, max_tokens=1, max_choices=1, max_stop_strings=1,
+        max_stop_string_bytes=1, max_logprobs=1, max_logit_bias=1, max_prompt_bytes=2**24,
+    )  # fmt: skip
+    num_turns = 0
+
+    async def turn() -> None:
+        nonlocal num_turns
+        while True:
+            await asyncio.sleep(0.001)
+            num_turns += 1
+
+    turning = asyncio.create_task(turn())
+    reader = PromptReader(tokenizer, limits, TokenizingTurns())
+    messages = api.ChatMessages(messages=[api.ChatMessage(role="u", content="fox ")] * 20_000)
+    packed = await reader.convert_chat(messages, False, lambda token_ids: array("Q", token_ids).tobytes())
+    turning.cancel()
+    assert num_turns > 10
+    assert list(array("Q", packed)) == tokenizer.encode(("u" * 20 + "fox ") * 20_000, add_special_tokens=False)
+
+
 async def test_a_message_that_is_small_only_while_compressed_is_refused() -> None:
     target = ScriptedTarget()
     async with running([target]) as harness:

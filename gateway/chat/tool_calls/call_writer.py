@@ -22,23 +22,23 @@ class CallWriter:
     def __init__(self, make_id: Callable[[], str] = new_call_id) -> None:
         self._make_id = make_id
         self._deltas: list[MessageDelta] = []
-        self._space = ""
+        self._space: list[str] = []
         self._index = -1
         self._after_call = False
 
     def content(self, text: str) -> None:
         """Text of the content. White space at its end waits for what follows."""
-        if self._after_call and text.strip():
-            self._after_call = False
-        text = self._space + text
         told = text.rstrip()
-        self._space = text[len(told) :]
         if told:
-            self._deltas.append(MessageDelta(content=told))
+            self._after_call = False
+            self._deltas.append(MessageDelta(content="".join([*self._space, told])))
+            self._space = []
+        if len(told) < len(text):
+            self._space.append(text[len(told) :])
 
     def begin_call(self, name: str) -> None:
         """A call of a function; its arguments follow."""
-        self._space = ""
+        self._space = []
         self._after_call = True
         self._index += 1
         self._deltas.append(MessageDelta(tool_call=ToolCallDelta(self._index, id=self._make_id(), name=name)))
@@ -56,5 +56,5 @@ class CallWriter:
     def finish(self) -> None:
         """No more comes: white space at the end is content, unless the last thing was a call."""
         if self._space and not self._after_call:
-            self._deltas.append(MessageDelta(content=self._space))
-        self._space = ""
+            self._deltas.append(MessageDelta(content="".join(self._space)))
+        self._space = []

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from coordinator.intake.conversation import read_conversation
+from coordinator.text import chat_template
 from coordinator.text.tokenizer import TextTokenizer
 from specdec.client import chat_messages
 from specdec.rpc.errors import InvalidRequest
@@ -284,6 +285,11 @@ def test_rendering_stops_at_the_bound() -> None:
     assert "limit of 1000 bytes" in refusal(pieces, chat_messages([USER]), 1000).description
     assert render("{{ messages[0].content }}", chat_messages([{"role": "user", "content": "é" * 500}]), 1000)
     assert refusal("{{ messages[0].content }}", chat_messages([{"role": "user", "content": "é" * 501}]), 1000)
+
+
+def test_a_template_that_takes_long_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_MOST_RENDER_S", 0.0)
+    assert "takes longer than 0 s" in refusal("{{ messages[0].content }}", chat_messages([USER])).description
 
 
 @pytest.mark.parametrize(
