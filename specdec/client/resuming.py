@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
 from specdec.backoff import Backoff
-from specdec.client.client import Client, Completion
+from specdec.client.client import Completion
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
 
@@ -28,9 +30,16 @@ class ResumePolicy:
     the one before, down to half of that by chance: with the defaults a coordinator may be away for 12 s at least."""
 
 
+class Generates(Protocol):
+    """What streams are taken from: a client, or several."""
+
+    def generate(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
+        """See `Client.generate`."""
+
+
 async def generate_resuming(
-    client: Client, request: api.GenerateRequest, policy: ResumePolicy | None = None
-) -> AsyncIterator[api.GenerateResponse]:
+    client: Generates, request: api.GenerateRequest, policy: ResumePolicy | None = None
+) -> AsyncGenerator[api.GenerateResponse, None]:
     """Yield the chunks of a request as if its stream had never been interrupted.
 
     After UNAVAILABLE (a coordinator drains or died) the request is sent again with the tokens held so far, and goes on
@@ -44,9 +53,10 @@ async def generate_resuming(
     resumption = Resumption(request, policy)
     while True:
         try:
-            async for chunk in client.generate(resumption.body()):
-                if (new := resumption.unseen(chunk)) is not None:
-                    yield new
+            async with contextlib.aclosing(client.generate(resumption.body())) as chunks:
+                async for chunk in chunks:
+                    if (new := resumption.unseen(chunk)) is not None:
+                        yield new
             return
         except Unavailable as error:
             wait_s = resumption.wait_after(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -10,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client.client import ClientSettings, Completion, as_sent
 from specdec.client.resuming import ResumePolicy, Resumption
@@ -134,6 +137,28 @@ class SyncClient:
     def status(self) -> api.GetStatusResponse:
         """Return replicas, load and limits."""
         return self._call(self._stub.GetStatus, api.GetStatusRequest())
+
+    def is_serving(self, timeout_s: float = 1.0) -> bool:
+        """Whether the coordinator says that it serves; False when it does not answer in time."""
+        stub: Any = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            answer = stub.Check(health_pb2.HealthCheckRequest(), timeout=timeout_s)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+    def call(self, method: str, request: Message) -> Any:
+        """The answer of one of the service's methods that answer once, such as Tokenize, to a request as it is."""
+        return self._call(getattr(self._stub, method), request)
+
+    def on_behalf_of(self, metadata: tuple[tuple[str, str], ...]) -> SyncClient:
+        """The same connection for another caller: this metadata goes along in place of what the settings have.
+
+        Calls of both end when this one is closed; the other is not to be closed.
+        """
+        other = copy.copy(self)
+        other._settings = dataclasses.replace(self._settings, metadata=metadata, api_key=None)
+        return other
 
     def _running_call(self) -> _RunningCall:
         running = _RunningCall(self._start)

@@ -1,6 +1,7 @@
 """Structured logs, and the metrics of each service.
 
-Every metric is named specdec_<service>_..., or specdec_tls_... and specdec_build_info where all services have it, is
+Every metric is named specdec_<service>_..., or specdec_tls_... and specdec_build_info where all services have it (the
+gateway has some under vLLM's names, too), is
 defined here and only here with the query that uses it, and is exported by the process that constructs its group.
 A target or draft is two processes, and a coordinator can be several, so their
 metrics go through prometheus_client's multiprocess files (`enable_multiprocess_metrics`), and /metrics merges them
@@ -10,6 +11,7 @@ metrics go through prometheus_client's multiprocess files (`enable_multiprocess_
 
 from specdec.telemetry.coordinator_metrics import CoordinatorMetrics, SupervisorMetrics
 from specdec.telemetry.draft_metrics import DraftMetrics
+from specdec.telemetry.gateway_metrics import GatewayMetrics, VllmMetrics
 from specdec.telemetry.logs import setup_logging
 from specdec.telemetry.registry import BuildInfo, enable_multiprocess_metrics, forget_gauges, scrape_registry
 from specdec.telemetry.relay_metrics import RelayMetrics
@@ -20,10 +22,12 @@ __all__ = [
     "BuildInfo",
     "CoordinatorMetrics",
     "DraftMetrics",
+    "GatewayMetrics",
     "RelayMetrics",
     "SupervisorMetrics",
     "TargetMetrics",
     "TlsMetrics",
+    "VllmMetrics",
     "enable_multiprocess_metrics",
     "forget_gauges",
     "scrape_registry",

@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec.telemetry.coordinator_metrics import CoordinatorMetrics, SupervisorMetrics
 from specdec.telemetry.draft_metrics import DraftMetrics
+from specdec.telemetry.gateway_metrics import GatewayMetrics, VllmMetrics
 from specdec.telemetry.registry import BuildInfo, MetricDoc
 from specdec.telemetry.relay_metrics import RelayMetrics
 from specdec.telemetry.target_metrics import TargetMetrics
@@ -25,10 +26,11 @@ A burst of n tokens counts as n intervals of 1/n of its gap. Acceptance at a dep
 verified a draft token there which accepted one; a tree with several tokens at a depth counts once.
 """
 _SERVICES = {
-    "all": ("All services", "Exported by the coordinator, targets and drafts alike."),
+    "all": ("All services", "Exported by the coordinator, targets, drafts and gateways alike."),
     "coordinator": ("Coordinator", "What clients see, and the state of the fleet."),
     "target": ("Target", "Verification and plain decoding."),
     "draft": ("Draft", "Drafting."),
+    "gateway": ("Gateway", "What HTTP clients see. It serves them at /metrics of its only port."),
 }
 
 
@@ -41,6 +43,7 @@ def catalogue() -> dict[str, list[MetricDoc]]:
         "coordinator": CoordinatorMetrics(registry).docs + SupervisorMetrics(registry).docs,
         "target": target.docs + RelayMetrics(registry, "target").docs,
         "draft": draft.docs + RelayMetrics(registry, "draft").docs,
+        "gateway": GatewayMetrics(registry).docs + VllmMetrics(registry).docs,
     }
 
 

@@ -180,7 +180,7 @@ class BuildInfo:
             "gauge",
             "1, with the versions that run as labels.",
             {
-                "service": "coordinator, target, draft",
+                "service": "coordinator, target, draft, gateway",
                 "version": "of specdec",
                 "python": "version of the interpreter",
             },

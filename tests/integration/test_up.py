@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -23,9 +25,13 @@ STANDS_STILL = ("--coordinator-set", f"credit_window_tokens={CREDIT_WINDOW}")
 
 
 def test_one_interrupt_stops_everything(tiny_pair: ModelPair) -> None:
-    with running_up(tiny_pair) as up:
+    with running_up(tiny_pair, gateway=True) as up:
         children = up.children()
-        assert len(children) >= 5  # Three services, two of them with an engine.
+        assert len(children) >= 6  # Four services, two of them with an engine.
+        url = up.wait_line("OpenAI's API at").split()[3].rstrip(".")
+        with urllib.request.urlopen(f"{url}/models") as answer:
+            assert json.load(answer)["object"] == "list"
+        assert f"curl -N {url}/completions" in up.wait_line("curl")
         up.process.send_signal(signal.SIGINT)
         assert up.wait_end() == 130
         assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []

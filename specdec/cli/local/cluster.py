@@ -1,8 +1,10 @@
-"""The three services as processes on loopback."""
+"""The services as processes on loopback."""
 
 from __future__ import annotations
 
 import contextlib
+import http
+import http.client
 import socket
 import tempfile
 import time
@@ -20,7 +22,8 @@ from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
-MODULES = {"target": "target_service", "draft": "draft_service", "coordinator": "coordinator"}
+MODULES = {"target": "target_service", "draft": "draft_service", "coordinator": "coordinator", "gateway": "gateway"}
+_PROBE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,19 @@ def service_spec(
         arguments=tuple(by_flag),
         environment={key: value for key, value in by_environment.items() if key not in environment},
         cores=tuple(cores),
+        speaks_http=role == "gateway",
     )
+
+
+def _answers_http(address: str) -> bool:
+    connection = http.client.HTTPConnection(address, timeout=_PROBE_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def _flag(name: str, value: object) -> str:
@@ -190,13 +205,10 @@ class Cluster:
         service, what, told = self.services[name], f"{name} to become healthy", ""
         on_wait(what)
         began_s = time.monotonic()
-        request = health_pb2.HealthCheckRequest()
-        with self._channel(service.spec.address) as channel:
-            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+        with self._probe(service.spec) as is_serving:
             for _ in self._attempts(service, self.timeouts.start_s, "did not become healthy"):
-                with contextlib.suppress(grpc.RpcError):
-                    if check(request, timeout=1.0).status == health_pb2.HealthCheckResponse.SERVING:
-                        return
+                if is_serving():
+                    return
                 said = "".join(service.last_log_lines(1))
                 if time.monotonic() > began_s + self.timeouts.patience_s and said != told:
                     on_wait(f"{what}; its log ends: {said}")
@@ -204,16 +216,33 @@ class Cluster:
 
     def is_healthy(self, name: str) -> bool:
         """Return whether a service answers SERVING at this moment; takes at most a second."""
-        with self._channel(self.services[name].spec.address) as channel, contextlib.suppress(grpc.RpcError):
+        with self._probe(self.services[name].spec) as is_serving:
+            return is_serving()
+
+    @contextlib.contextmanager
+    def _probe(self, spec: ServiceSpec) -> Iterator[Callable[[], bool]]:
+        """Asks a service whether it serves, over one connection; each question takes at most a second."""
+        if spec.speaks_http:
+            yield lambda: _answers_http(spec.address)
+            return
+        with self._channel(spec.address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
-            answer = check(health_pb2.HealthCheckRequest(), timeout=1.0)
-            return answer.status == health_pb2.HealthCheckResponse.SERVING
-        return False
+
+            def is_serving() -> bool:
+                with contextlib.suppress(grpc.RpcError):
+                    answer = check(health_pb2.HealthCheckRequest(), timeout=_PROBE_S)
+                    return answer.status == health_pb2.HealthCheckResponse.SERVING
+                return False
+
+            yield is_serving
 
     def wait_connected(self, num_ready: int | None = None) -> None:
         """Return when the coordinator reports every replica (or this many) ready. Raises ClusterFailed."""
         service = self.services["coordinator"]
-        wanted = len(self.services) - 1 if num_ready is None else num_ready
+        num_replicas = sum(
+            not each.spec.module.startswith(("coordinator", "gateway")) for each in self.services.values()
+        )
+        wanted = num_replicas if num_ready is None else num_ready
         states: list[str] = []
         with self._channel(service.spec.address) as channel:
             stub = coordinator_pb2_grpc.CoordinatorServiceStub(channel)
@@ -268,14 +297,14 @@ class Cluster:
         self.wait_healthy(name)
 
     def stop(self) -> None:
-        """Let all services drain and leave, coordinator first; kill what does not leave in time."""
+        """Let all services drain and leave, gateway and coordinator first; kill what does not leave in time."""
         self._stop(list(reversed(self.services.values())))
 
     def _stop(self, services: Sequence[ServiceProcess]) -> None:
         try:
             for service in services:
                 service.terminate()
-                if service.spec.name == "coordinator":  # Its requests need the others while it drains.
+                if service.spec.name in ("gateway", "coordinator"):  # Their requests need the others while they drain.
                     service.wait(self.timeouts.stop_s)
             for service in services:
                 service.wait(self.timeouts.stop_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ from specdec.cli.local.service_process import ServiceSpec
 from specdec.shipped_pair import shipped_pair
 
 Placement = Literal["apart", "together"]
-PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053}
+PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053, "gateway": 8000}
 METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
 DRAIN_S = 5.0
 # Replicas load for seconds; the coordinator, which starts with them, should be there when they are.
@@ -53,6 +54,9 @@ class LocalPlan:
     target_settings: Mapping[str, object] = field(default_factory=dict)
     draft_settings: Mapping[str, object] = field(default_factory=dict)
     coordinator_settings: Mapping[str, object] = field(default_factory=dict)
+    gateway: bool = False
+    """Start a gateway, too."""
+    gateway_settings: Mapping[str, object] = field(default_factory=dict)
 
 
 def shipped_model(role: str) -> str:
@@ -103,6 +107,15 @@ def plan_services(
     specs.append(
         service_spec("coordinator", "coordinator", port, settings, environment=environment, cores=assignment.shared)
     )
+    if plan.gateway:
+        settings = RoleSettings(
+            defaults={"log_format": "console", "drain_s": DRAIN_S},
+            overrides={**plan.gateway_settings, "coordinators": [specs[-1].address]},
+        )
+        port = _port(plan, "gateway", 0)
+        specs.append(
+            service_spec("gateway", "gateway", port, settings, environment=environment, cores=assignment.shared)
+        )
     return specs
 
 
@@ -114,6 +127,11 @@ def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
         own.setdefault("kv_cache_memory_bytes", devices.draft_kv_bytes // max(1, plan.num_targets))
     settings = {"own_draft": json.dumps(own), **plan.target_settings}
     return dataclasses.replace(plan, num_drafts=0, target_settings=settings)
+
+
+def gateway_is_installed() -> bool:
+    """Whether the packages that a gateway needs are here."""
+    return importlib.util.find_spec("fastapi") is not None and importlib.util.find_spec("uvicorn") is not None
 
 
 def _devices(plan: LocalPlan) -> DevicePlan:

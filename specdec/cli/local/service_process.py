@@ -27,12 +27,14 @@ class ServiceSpec:
     module: str
     """Run as `python -m MODULE`."""
     address: str
-    """host:port of its gRPC server."""
+    """host:port of its server."""
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to this process's environment."""
     cores: tuple[int, ...] = ()
     """Cores it may run on; empty: all."""
+    speaks_http: bool = False
+    """Its health is asked for at /health, and not over gRPC."""
 
 
 class ServiceProcess:

@@ -82,9 +82,10 @@ def _command_line(process: psutil.Process) -> list[str]:
 
 @contextmanager
 def running_up(
-    pair: ModelPair, more: Sequence[str] = (), variables: Mapping[str, str] | None = None
+    pair: ModelPair, more: Sequence[str] = (), variables: Mapping[str, str] | None = None, *, gateway: bool = False
 ) -> Iterator[UpCommand]:
-    """Yield `specdec up` once it is ready."""
+    """Yield `specdec up` once it is ready, with a gateway if wanted."""
+    more = more if gateway else (*more, "--no-gateway")
     arguments = ["up", "--target", str(pair.target), "--draft", str(pair.draft), "--device", "cpu", "--free-ports"]
     command = [sys.executable, "-m", "specdec.cli.main", *arguments, *more]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "SPECDEC_UP_PLACEMENT": "apart", **(variables or {})}

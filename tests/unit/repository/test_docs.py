@@ -7,7 +7,9 @@ from datetime import date
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
+from gateway.settings import GatewaySettings
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.telemetry.catalogue import exported_series
 
@@ -18,16 +20,23 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 DECISIONS = sorted(path for path in ROOT.glob("docs/decisions/*.md") if path.name != "README.md")
-SETTINGS = {"TARGET": TargetSettings, "DRAFT": DraftSettings, "COORDINATOR": CoordinatorSettings}
-PACKAGES = ("coordinator", "draft_service", "specdec", "target_service")
+SETTINGS: dict[str, type[BaseModel]] = {
+    "TARGET": TargetSettings,
+    "DRAFT": DraftSettings,
+    "COORDINATOR": CoordinatorSettings,
+    "GATEWAY": GatewaySettings,
+}
+PACKAGES = ("coordinator", "draft_service", "gateway", "specdec", "target_service")
 SOURCES = (*PACKAGES, "bench", "deploy", "helm", "models", "proto", "tests")
 NAMING = {".py", ".proto", ".cpp", ".h", ".sh", ".yaml", ".yml", ".json"}
 _CODE_BLOCK = re.compile(r"(?ms)^```.*?^```")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-_METRIC = re.compile(r"\bspecdec_(?:coordinator|target|draft)_[a-z0-9_]*[a-z0-9]\b(?!_)")
+_METRIC = re.compile(r"\bspecdec_(?:coordinator|target|draft|gateway)_[a-z0-9_]*[a-z0-9]\b(?!_)")
 _PAGE = re.compile(r"\bdocs/[a-z_/]+\.md\b")
-_VARIABLE = re.compile(r"\bSPECDEC_(TARGET|DRAFT|COORDINATOR)_([A-Z0-9_]*[A-Z0-9])\b")
-_EVENTS = re.compile(r"\*(?:coordinator|target|draft|server|service)\*: (`[a-z_]+`(?:, (?:then |or )?`[a-z_]+`)*)")
+_VARIABLE = re.compile(r"\bSPECDEC_(TARGET|DRAFT|COORDINATOR|GATEWAY)_([A-Z0-9_]*[A-Z0-9])\b")
+_EVENTS = re.compile(
+    r"\*(?:coordinator|target|draft|gateway|server|service)\*: (`[a-z_]+`(?:, (?:then |or )?`[a-z_]+`)*)"
+)
 
 
 def anchors(path: Path) -> set[str]:

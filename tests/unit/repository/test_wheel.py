@@ -15,7 +15,7 @@ from specdec.engine.native.variants import variants_for
 
 ROOT = Path(__file__).parents[3]
 SOURCES = ("pyproject.toml", "setup.py", "README.md", "LICENSE", "specdec", "coordinator", "draft_service")
-SOURCES += ("target_service", "proto")
+SOURCES += ("gateway", "target_service", "proto")
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 

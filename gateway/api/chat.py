@@ -1,0 +1,87 @@
+"""The request of /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from gateway.api.fields import (
+    UNSUPPORTED_IN_ALL,
+    Count,
+    Empty,
+    EmptyObject,
+    NumLogprobs,
+    PositiveCount,
+    RequestModel,
+    SamplingFields,
+)
+
+_NO_MEANING = "Accepted, without meaning here."
+
+
+class TextFormat(RequestModel):
+    """Output as it comes."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(SamplingFields):
+    """A conversation to go on with."""
+
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
+        *("audio", "chat_template", "documents", "function_call", "functions", "media_io_kwargs", "modalities"),
+        *("mm_processor_kwargs", "moderation", "prediction", "response_format", "store", "web_search_options"),
+    }
+
+    messages: list[dict[str, Any]] = Field(
+        min_length=1,
+        description="Oldest first: objects with role (system, developer, user, assistant, tool) and content, which is "
+        "a text or a list of parts of type text.",
+    )
+    max_completion_tokens: PositiveCount | None = Field(None, description="Default: what the context leaves.")
+    max_tokens: PositiveCount | None = Field(None, description="The older name of max_completion_tokens, which wins.")
+    logprobs: bool | None = Field(None, description="Tell log-probabilities of the output.")
+    top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; needs logprobs.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions that may be called.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required or a named function.")
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = Field(None, description="A variable of the chat template, if that reads it.")
+    include_reasoning: bool | None = Field(None, description="Tell what a reasoning model thinks; default true.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: Literal[False] | None = None
+    echo: bool | None = Field(None, description="Begin with the last message, if it is the assistant's.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+
+    metadata: dict[str, Any] | None = Field(None, description=_NO_MEANING)
+    prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=_NO_MEANING)
+    prompt_cache_retention: str | None = Field(None, description=_NO_MEANING)
+    safety_identifier: str | None = Field(None, description=_NO_MEANING)
+    service_tier: str | None = Field(None, description=_NO_MEANING)
+    verbosity: str | None = Field(None, description=_NO_MEANING)
+
+    audio: None = None
+    chat_template: None = None
+    documents: Empty | None = None
+    function_call: None = None
+    functions: Empty | None = None
+    media_io_kwargs: EmptyObject | None = None
+    mm_processor_kwargs: EmptyObject | None = None
+    modalities: list[Literal["text"]] | None = None
+    moderation: None = None
+    prediction: None = None
+    response_format: TextFormat | None = None
+    store: Literal[False] | None = None
+    web_search_options: None = None
+
+    @property
+    def most_tokens(self) -> Count | None:
+        """Most output tokens of a choice; None: what the context leaves."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives per token; None: no log-probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,62 @@
+"""The request of /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from gateway.api.fields import (
+    UNSUPPORTED_IN_ALL,
+    Count,
+    NumLogprobs,
+    PositiveCount,
+    SamplingFields,
+    TokenId,
+)
+
+DEFAULT_MAX_TOKENS = 16
+Prompt = str | list[TokenId]
+Prompts = (
+    str
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+)
+
+
+class CompletionRequest(SamplingFields):
+    """Texts, or token ids, to go on with."""
+
+    unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
+        *("add_special_tokens", "length_penalty", "prompt_embeds", "response_format", "suffix"),
+    }
+
+    prompt: Prompts = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
+    max_tokens: Count | None = Field(
+        None, description="Default 16. With 0 nothing is generated: for log-probabilities of the prompt."
+    )
+    logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no log-probabilities.")
+    echo: bool | None = Field(None, description="Begin with the prompt, and with its log-probabilities.")
+    best_of: PositiveCount | None = Field(None, description="Only what n is.")
+
+    add_special_tokens: Literal[True] | None = None
+    length_penalty: None = None
+    prompt_embeds: None = None
+    response_format: None = None
+    suffix: Literal[""] | None = None
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """All of them; a single one as a list of one."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)
+
+    @property
+    def most_tokens(self) -> int:
+        """Most output tokens of a choice."""
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens

@@ -1,0 +1,126 @@
+"""Errors in OpenAI's form, from whatever went wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from pydantic import BaseModel, Field
+
+from specdec.rpc import errors as rpc
+from specdec.rpc.errors import SpecdecError
+
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+_QUOTA_REASONS = ("QUOTA_EXCEEDED",)
+
+
+class ErrorBody(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str = Field(description="invalid_request_error, requests, tokens, timeout or server_error.")
+    param: str | None = Field(description="The field at fault, if it is one.")
+    code: str | None = Field(description="A stable name of the cause.")
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer with a status of 400 or more, and of the event that ends a stream in an error."""
+
+    error: ErrorBody
+
+
+class ApiError(Exception):
+    """An answer with an HTTP status of 400 or more."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> dict[str, object]:
+        """As `ErrorAnswer`."""
+        told = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": told}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What goes along: when to try again, in whole seconds, at least one."""
+        if self.retry_after_s is None:
+            return {}
+        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def invalid(param: str | None, problem: str, code: str | None = None) -> ApiError:
+    """A request that cannot be served as it is, because of this field."""
+    return ApiError(400, f"{param}: {problem}" if param else problem, param=param, code=code)
+
+
+def unsupported(param: str, what: str = "is not supported by this server") -> ApiError:
+    """A field with a value that this server cannot honour."""
+    return invalid(param, what, "unsupported_parameter")
+
+
+_STATUSES: Mapping[type[SpecdecError], tuple[int, str, str]] = {
+    rpc.Unauthenticated: (401, INVALID_REQUEST, "invalid_api_key"),
+    rpc.PermissionDenied: (403, INVALID_REQUEST, "permission_denied"),
+    rpc.NotFound: (404, INVALID_REQUEST, "not_found"),
+    rpc.RequestExists: (409, INVALID_REQUEST, "request_exists"),
+    rpc.FailedPrecondition: (409, INVALID_REQUEST, "failed_precondition"),
+    rpc.Overloaded: (429, "requests", "rate_limit_exceeded"),
+    rpc.Cancelled: (499, INVALID_REQUEST, "cancelled"),
+    rpc.Unimplemented: (501, SERVER_ERROR, "not_implemented"),
+    rpc.Unavailable: (503, SERVER_ERROR, "service_unavailable"),
+    rpc.DeadlineExceeded: (504, "timeout", "deadline_exceeded"),
+}
+"""Status, type and code. What is missing is 500."""
+
+
+def from_specdec(error: SpecdecError, names: Mapping[str, str]) -> ApiError:
+    """What a coordinator's error is over HTTP.
+
+    Args:
+        error: from a call.
+        names: fields of the HTTP request by those of the gRPC request, where they differ.
+    """
+    if isinstance(error, rpc.InvalidRequest):
+        param = param_of(error.field, names)
+        return ApiError(400, f"{param}: {error.description}", param=param, code="invalid_value")
+    if isinstance(error, rpc.ModelNotFound):
+        return ApiError(404, error.message, param="model", code="model_not_found")
+    for cls, (status, type_, code) in _STATUSES.items():
+        if isinstance(error, cls):
+            if error.reason in _QUOTA_REASONS:
+                type_ = "tokens"
+            retry_after_s = getattr(error, "retry_after_s", None)
+            at_fault = "request_id" if isinstance(error, rpc.RequestExists) else None
+            return ApiError(status, error.message, type=type_, param=at_fault, code=code, retry_after_s=retry_after_s)
+    return ApiError(500, error.message, type=SERVER_ERROR, code="internal_error")
+
+
+def param_of(field: str, names: Mapping[str, str]) -> str:
+    """The path of a field of the HTTP request, from that of the gRPC request, such as sampling.stop[0]."""
+    path = field.removeprefix("sampling.")
+    if path.startswith("messages."):
+        path = path.removeprefix("messages.")
+    head = path
+    while head:
+        if head in names:
+            return names[head] + path[len(head) :]
+        cut = max(head.rfind("."), head.rfind("["))
+        head = head[:cut] if cut > 0 else ""
+    return path

@@ -1,0 +1,135 @@
+"""Fields that several requests have, with the values that each may have."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from specdec.sampling_limits import LOGIT_BIAS, MAX_LOGPROBS, RANGES, Range
+
+MAX_REQUEST_ID_CHARS = 128
+_MOST_COUNT = 2**32 - 1
+
+
+def _within(range_: Range) -> Any:
+    if range_.open_low:
+        return Field(gt=range_.low, le=range_.high)
+    return Field(ge=range_.low, le=range_.high)
+
+
+TokenId = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
+Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
+PositiveCount = Annotated[int, Field(ge=1, le=_MOST_COUNT)]
+Temperature = Annotated[float, _within(RANGES["temperature"])]
+TopP = Annotated[float, _within(RANGES["top_p"])]
+MinP = Annotated[float, _within(RANGES["min_p"])]
+RepetitionPenalty = Annotated[float, _within(RANGES["repetition_penalty"])]
+Penalty = Annotated[float, _within(RANGES["presence_penalty"])]
+Bias = Annotated[float, _within(LOGIT_BIAS)]
+NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Empty = Annotated[list[Any], Field(max_length=0)]
+"""A list that may only be empty: of what is not supported."""
+EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
+
+
+class RequestModel(BaseModel):
+    """A request's body or a part of it. Types are taken as they are: no number is read from a text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+    """Fields that clients send and that have one value here: the one that asks for nothing."""
+
+
+class StreamOptions(RequestModel):
+    """What a stream tells beside the output."""
+
+    include_usage: bool | None = Field(None, description="End with a chunk that has the usage, and no choices.")
+    continuous_usage_stats: bool | None = Field(None, description="With include_usage: the usage so far in each chunk.")
+    include_obfuscation: bool | None = Field(None, description="Accepted; nothing is padded.")
+
+
+class Speculation(RequestModel):
+    """What differs from the deployment's speculation settings. Coupled verification never changes the output."""
+
+    enabled: bool | None = Field(None, description="Speculate at all; default true.")
+    verify_mode: Literal["coupled", "rejection"] | None = Field(None, description="Default: the deployment's.")
+    max_draft_tokens: Count | None = Field(None, description="At most this many draft tokens per step.")
+    time_per_token_ms: Annotated[float, Field(ge=0.001, le=60_000)] | None = Field(
+        None, description="Wanted mean time of an output token after the first."
+    )
+
+
+class SamplingFields(RequestModel):
+    """How tokens are picked, when a choice ends, and what is told: alike for chats and completions."""
+
+    model: str | None = Field(None, description="A name that /v1/models lists; default: the one that is served.")
+    temperature: Temperature | None = Field(None, description="0 is greedy; default 1.")
+    top_p: TopP | None = None
+    top_k: Annotated[int, Field(ge=-1, le=_MOST_COUNT)] | None = Field(None, description="-1 and 0 keep all.")
+    min_p: MinP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: dict[TokenIdText, Bias] | None = Field(None, description="By token id.")
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
+        None, description="The same seed gives the same output while system_fingerprint is the same."
+    )
+    n: PositiveCount | None = Field(None, description="Number of choices; default 1.")
+    stop: str | list[str] | None = Field(None, description="Strings that end a choice.")
+    stop_token_ids: list[TokenId] | None = Field(None, description="Tokens that end a choice.")
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
+    skip_special_tokens: bool | None = Field(None, description="Leave special tokens out of the text; default true.")
+    spaces_between_special_tokens: Literal[True] | None = None
+    truncate_prompt_tokens: PositiveCount | None = Field(None, description="Keep only the prompt's last tokens.")
+    prompt_logprobs: NumLogprobs | None = Field(None, description="Of the prompt's tokens; not for streams.")
+    return_token_ids: bool | None = Field(None, description="Tell the ids of the prompt and of the output.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="In log-probabilities, token_id:ID for texts.")
+    return_token_origins: bool | None = Field(None, description="Tell where each token came from.")
+    speculation: Speculation | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower goes first.")
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Accepted, without meaning here.")
+
+    allowed_token_ids: Empty | None = None
+    bad_words: Empty | None = None
+    cache_salt: None = None
+    logits_processors: Empty | None = None
+    structured_outputs: None = None
+    thinking_token_budget: None = None
+    use_beam_search: Literal[False] | None = None
+    vllm_xargs: EmptyObject | None = None
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        """`n` with its default."""
+        return self.n or 1
+
+    @property
+    def has_usage_chunk(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether all chunks of a stream have the usage."""
+        return self.has_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+UNSUPPORTED_IN_ALL = frozenset(
+    {
+        *("allowed_token_ids", "bad_words", "cache_salt", "logits_processors", "structured_outputs"),
+        *("thinking_token_budget", "use_beam_search", "vllm_xargs", "spaces_between_special_tokens"),
+    }
+)

@@ -1,0 +1,70 @@
+"""From what pydantic found to an error in OpenAI's form, which names the field as the client wrote it."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import pydantic
+
+from gateway.api.errors import ApiError, invalid, unsupported
+from gateway.api.fields import RequestModel
+
+M = TypeVar("M", bound=RequestModel)
+_MOST_SHOWN_CHARS = 100
+
+
+def validated(model: type[M], body: Any) -> M:
+    """The request that a JSON value is. Raises ApiError, of the first field at fault."""
+    if not isinstance(body, dict):
+        raise invalid(None, "the body must be a JSON object", "invalid_type")
+    try:
+        return model.model_validate(body)
+    except pydantic.ValidationError as error:
+        problems = error.errors(include_url=False, include_context=False)
+    raise _first_error(model, body, problems)
+
+
+def _first_error(model: type[RequestModel], body: dict[str, Any], problems: list[Any]) -> ApiError:
+    # A value of several types has a problem for each of them: those that came furthest say the most.
+    problem = max(problems, key=lambda one: (one["loc"][0] == problems[0]["loc"][0], len(_path(body, one))))
+    path = _path(body, problem)
+    head, name = str(problem["loc"][0]), _written(path)
+    if problem["type"] == "extra_forbidden":
+        return invalid_argument(name)
+    if problem["type"] == "missing":
+        return ApiError(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
+    if head in model.unsupported:
+        return unsupported(name, "this value is not supported by this server")
+    shown = repr(problem["input"])
+    shown = shown if len(shown) <= _MOST_SHOWN_CHARS else f"{shown[:_MOST_SHOWN_CHARS]}..."
+    is_type = problem["type"].endswith("_type")
+    message = f"Invalid {'type' if is_type else 'value'} for '{name}': {problem['msg']}, got {shown}."
+    return ApiError(400, message, param=name, code="invalid_type" if is_type else "invalid_value")
+
+
+def invalid_argument(name: str) -> ApiError:
+    """A field that does not exist."""
+    shown = name if len(name) <= _MOST_SHOWN_CHARS else f"{name[:_MOST_SHOWN_CHARS]}..."
+    return ApiError(400, f"Unrecognized request argument supplied: {shown}", param=shown, code="unknown_parameter")
+
+
+def _path(body: dict[str, Any], problem: Any) -> list[str | int]:
+    """The way to the value, without pydantic's names for the types that it tried."""
+    at: Any = body
+    path: list[str | int] = []
+    location = problem["loc"]
+    for number, step in enumerate(location):
+        is_last = number == len(location) - 1
+        if isinstance(step, str) and isinstance(at, dict):
+            if step in at or (is_last and problem["type"] == "missing"):
+                path.append(step)
+                at = at.get(step)
+        elif isinstance(step, int) and isinstance(at, list) and step < len(at):
+            path.append(step)
+            at = at[step]
+    return path
+
+
+def _written(path: list[str | int]) -> str:
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".")

@@ -1,0 +1,64 @@
+"""Requests and answers of /tokenize, /detokenize and /tokenizer_info, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, Field
+
+from gateway.api.fields import Empty, EmptyObject, RequestModel, TokenId
+
+
+class TokenizeBody(RequestModel):
+    """A text (`prompt`) or a conversation (`messages`), one of the two."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset({"chat_template", "mm_processor_kwargs", "documents"})
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = Field(None, description="Default: true for a text, false for a conversation.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    chat_template: None = None
+    mm_processor_kwargs: EmptyObject | None = None
+    documents: Empty | None = None
+
+
+class TokenizeAnswer(BaseModel):
+    """Token ids of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeBody(RequestModel):
+    """Token ids to make text of."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeAnswer(BaseModel):
+    """Text of token ids, special tokens included."""
+
+    prompt: str
+
+
+class TokenizerInfoAnswer(BaseModel):
+    """What clients may want to know of the tokenizer."""
+
+    tokenizer_class: str = Field(description="Always PreTrainedTokenizerFast.")
+    bos_token: str | None = None
+    eos_token: str | None = None
+    unk_token: str | None = None
+    pad_token: str | None = None
+    chat_template: str | None = None
+    vocab_size: int
+    model_max_length: int

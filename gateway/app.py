@@ -1,0 +1,91 @@
+"""The application: all routes, and what becomes of errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from gateway.api.answers import ChatCompletionChunk
+from gateway.api.chat import ChatRequest
+from gateway.api.completions import CompletionRequest
+from gateway.api.errors import ApiError
+from gateway.api.responses import ResponseEvent, ResponsesRequest
+from gateway.api.tokens import DetokenizeBody, TokenizeBody
+from gateway.parts import Parts
+from gateway.routes.answers import error_response
+from gateway.routes.chat import chat_routes
+from gateway.routes.completions import completion_routes
+from gateway.routes.models import model_routes
+from gateway.routes.operations import operation_routes
+from gateway.routes.output import as_api_error
+from gateway.routes.responses import response_routes
+from gateway.routes.tokens import token_routes
+from specdec import __version__
+from specdec.rpc.errors import SpecdecError
+
+_NO_NAMES: Mapping[str, str] = MappingProxyType({})
+_DESCRIBED: tuple[type[BaseModel], ...] = (
+    *(ChatRequest, CompletionRequest, ResponsesRequest, TokenizeBody, DetokenizeBody),
+    *(ChatCompletionChunk, ResponseEvent),
+)
+"""Models that no route of FastAPI's names: bodies, which are read by ours, and events."""
+_COMPONENT = "#/components/schemas/{model}"
+
+
+def build_app(parts: Parts) -> FastAPI:
+    """The application of these parts."""
+    app = FastAPI(title="specdec gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, operation_routes):
+        app.include_router(routes(parts))
+    app.add_exception_handler(ApiError, _on_error)
+    app.add_exception_handler(SpecdecError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(ClientDisconnect, _on_gone)
+    app.add_exception_handler(Exception, _on_error)
+    described = _openapi(app)
+    app.openapi = lambda: described  # type: ignore[method-assign]
+    return app
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error, getattr(request.state, "field_names", _NO_NAMES)))
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    """What the router refuses."""
+    if not isinstance(error, HTTPException):
+        raise error
+    path = f"{request.method} {request.url.path}"
+    message = f"Unknown request URL: {path}." if error.status_code == 404 else f"Not allowed to {path}."
+    codes = {404: "unknown_url", 405: "method_not_allowed"}
+    told = ApiError(error.status_code, message, code=codes.get(error.status_code))
+    return error_response(told, dict(error.headers or {}))
+
+
+async def _on_gone(request: Request, _error: Exception) -> Response:
+    """Nobody reads it."""
+    request.state.is_client_gone = True
+    return Response(status_code=499)
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The description, with the bodies that routes read themselves, and without answers that FastAPI makes up."""
+    described = FastAPI.openapi(app)
+    _, schemas = models_json_schema([(model, "validation") for model in _DESCRIBED], ref_template=_COMPONENT)
+    components = described.setdefault("components", {}).setdefault("schemas", {})
+    for name, schema in schemas.get("$defs", {}).items():
+        components.setdefault(name, schema)
+    for made_up in ("HTTPValidationError", "ValidationError"):
+        components.pop(made_up, None)
+    for path in described["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    return described

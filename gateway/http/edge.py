@@ -1,0 +1,184 @@
+"""What every request goes through: its id, its place, its figures, its span and its line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from typing import Any
+
+import structlog
+from opentelemetry.trace import Span, SpanKind
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.api.errors import SERVER_ERROR, ApiError
+from gateway.upstream.coordinators import Metadata
+from gateway.upstream.health import Health
+from specdec.telemetry import GatewayMetrics
+from specdec.telemetry.tracing import Tracing, traceparent_of
+
+_ID_HEADER = "x-request-id"
+_ID = re.compile(r"[!-~]{1,128}")
+_PRINTABLE = re.compile(r"[ -~]*")
+_PASSED_ON = ("authorization", "specdec-tenant")
+_TRACE = ("traceparent", "tracestate")
+_UNCOUNTED = ("/health", "/ping", "/metrics", "/version")
+_GONE = 499
+_log = structlog.get_logger(__name__)
+
+
+class Edge:
+    """An ASGI application around another."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        metrics: GatewayMetrics,
+        health: Health,
+        tracing: Tracing,
+        max_concurrent: int,
+        logs_access: bool,
+        answer: Any,
+    ) -> None:
+        """Answer nothing yet.
+
+        Args:
+            app: what answers.
+            metrics: what is counted.
+            health: whether new requests are taken.
+            tracing: where spans go.
+            max_concurrent: most requests at once; those of operators are not counted.
+            logs_access: log each request that ended.
+            answer: makes a response of an ApiError.
+        """
+        self._app = app
+        self._metrics = metrics
+        self._health = health
+        self._tracing = tracing
+        self._max_concurrent = max_concurrent
+        self._logs_access = logs_access
+        self._answer = answer
+        self._running: set[asyncio.Task[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run, those of operators left out."""
+        return len(self._running)
+
+    async def wait_idle(self) -> None:
+        """Returns when none runs."""
+        await self._idle.wait()
+
+    def cut_off(self) -> None:
+        """Cancel all that run; streams end with an error first."""
+        for task in self._running:
+            task.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        headers = Headers(scope=scope)
+        wanted = headers.get(_ID_HEADER, "")
+        request_id = wanted if _ID.fullmatch(wanted) else uuid.uuid4().hex
+        began_s, sent = time.perf_counter(), _Sent(send, request_id)
+        state = scope.setdefault("state", {})
+        with self._span(scope, headers) as span:
+            state.update(request_id=request_id, is_client_gone=False, metadata=self._metadata(headers, span))
+            await self._within_limits(scope, receive, sent)
+            self._record(scope, sent, began_s, request_id, span)
+
+    async def _within_limits(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
+        if scope["path"] in _UNCOUNTED:
+            await self._answered(scope, receive, sent)
+            return
+        if (refusal := self._refusal()) is not None:
+            response: Response = self._answer(refusal)
+            await response(scope, receive, sent)
+            return
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("requests are answered in tasks")
+        self._running.add(task)
+        self._idle.clear()
+        self._metrics.running.set(len(self._running))
+        try:
+            await self._answered(scope, receive, sent)
+        finally:
+            self._running.discard(task)
+            self._metrics.running.set(len(self._running))
+            if not self._running:
+                self._idle.set()
+
+    def _refusal(self) -> ApiError | None:
+        if self._health.is_draining:
+            message = "the gateway is shutting down"
+            return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
+        if len(self._running) >= self._max_concurrent:
+            message = f"{self._max_concurrent} requests are running"
+            return ApiError(429, message, type="requests", code="rate_limit_exceeded", retry_after_s=1.0)
+        return None
+
+    async def _answered(self, scope: Scope, receive: Receive, sent: _Sent) -> None:
+        try:
+            await self._app(scope, receive, sent)
+        except asyncio.CancelledError:
+            # Cut off by a drain that took too long, or by the server.
+            if not sent.status:
+                await self._answer(self._refusal() or ApiError(503, "cut off", type=SERVER_ERROR))(scope, receive, sent)
+        except Exception as error:  # it has been answered and logged (gateway.app)
+            _log.debug("request_failed", error=repr(error))
+
+    def _span(self, scope: Scope, headers: Headers) -> Any:
+        parent = self._tracing.parent({name: headers[name] for name in _TRACE if name in headers})
+        name = f"{scope['method']} {scope['path']}" if scope["path"].startswith("/v1/") else scope["method"]
+        return self._tracing.tracer.start_as_current_span(name, parent, SpanKind.SERVER)
+
+    def _metadata(self, headers: Headers, span: Span) -> Metadata:
+        """What goes along with calls: the client's key and tenant, and the trace that the request belongs to."""
+        told = [(name, headers[name]) for name in _PASSED_ON if name in headers and _PRINTABLE.fullmatch(headers[name])]
+        if own := traceparent_of(span):
+            return (*told, ("traceparent", own))
+        return (*told, *((name, headers[name]) for name in _TRACE if _PRINTABLE.fullmatch(headers.get(name, "\n"))))
+
+    def _record(self, scope: Scope, sent: _Sent, began_s: float, request_id: str, span: Span) -> None:
+        route = getattr(scope.get("route"), "path_format", "other")
+        seconds, is_gone = time.perf_counter() - began_s, scope["state"]["is_client_gone"]
+        status = sent.status or _GONE
+        self._metrics.requests.labels(route, status).inc()
+        self._metrics.request_seconds.labels(route).observe(seconds)
+        if is_gone:
+            self._metrics.clients_gone.inc()
+        span.set_attributes({"http.route": route, "http.response.status_code": status, "request.id": request_id})
+        if self._logs_access:
+            _log.info(
+                "request",
+                method=scope["method"],
+                path=scope["path"],
+                status=status,
+                seconds=round(seconds, 6),
+                request_id=request_id,
+                client_gone=is_gone,
+            )
+
+
+class _Sent:
+    """Sends, adds the request's id, and remembers the status."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status = 0
+
+    async def __call__(self, message: Message) -> None:
+        """Send."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)[_ID_HEADER] = self._request_id
+        await self._send(message)

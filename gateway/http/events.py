@@ -1,0 +1,120 @@
+"""Streams of server-sent events, as OpenAI frames them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.errors import SERVER_ERROR, ApiError
+from gateway.http.connected import while_connected
+
+DONE = b"data: [DONE]\n\n"
+_LAST_WORDS_S = 0.5
+Event = Mapping[str, Any]
+
+
+def framed(event: Event) -> bytes:
+    """One event. JSON has no line breaks of its own."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+def framed_by_name(event: Event) -> bytes:
+    """One event that says its type twice, as /v1/responses has them."""
+    return b"event: " + str(event["type"]).encode() + b"\n" + framed(event)
+
+
+class EventStream(Response):
+    """Sends what a generator yields, each list of events in one piece, as fast as the client reads.
+
+    Nothing is taken from the generator while what it gave has not left. It is closed whatever ends the stream: its
+    own end, the client's, or the process's.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        batches: AsyncGenerator[list[Event], None],
+        *,
+        on_error: Callable[[BaseException], ApiError],
+        frame: Callable[[Event], bytes] = framed,
+        frame_error: Callable[[ApiError], bytes] | None = None,
+        last: bytes = DONE,
+    ) -> None:
+        """Send nothing yet.
+
+        Args:
+            batches: what to send; its first has been looked at for errors.
+            on_error: what the client is told, as the last event, of what `batches` raised.
+            frame: makes bytes of an event.
+            frame_error: makes bytes of an error; None: those of an event with `error`.
+            last: what follows the last event.
+        """
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._batches = batches
+        self._on_error = on_error
+        self._frame = frame
+        self._frame_error = frame_error or (lambda error: framed(error.body))
+        self._last = last
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send all; returns when the client has left, too."""
+        try:
+            await while_connected(receive, self._send(send))
+        except ClientDisconnect:
+            scope["state"]["is_client_gone"] = True
+        finally:
+            await self._batches.aclose()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with contextlib.aclosing(self._batches) as batches:
+                async for events in batches:
+                    body = b"".join(map(self._frame, events))
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+        except Exception as error:
+            await self._send_last(send, self._frame_error(self._on_error(error)))
+        except asyncio.CancelledError:
+            # The client is gone, and nothing is sent, or the process is about to end.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LAST_WORDS_S):
+                    await self._send_last(send, self._frame_error(self._on_error(_cut_off())))
+            raise
+        else:
+            await self._send_last(send, b"")
+
+    async def _send_last(self, send: Send, body: bytes) -> None:
+        await send({"type": "http.response.body", "body": body + self._last, "more_body": False})
+
+
+def _cut_off() -> ApiError:
+    message = "the gateway is shutting down"
+    return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
+
+
+async def begun(batches: AsyncGenerator[list[Event], None]) -> AsyncGenerator[list[Event], None]:
+    """The same batches, once the first is there: what goes wrong before it can still be an answer with a status."""
+    try:
+        first = await anext(batches)
+    except BaseException:
+        await batches.aclose()
+        raise
+    return _with_first(first, batches)
+
+
+async def _with_first(first: list[Event], rest: AsyncGenerator[list[Event], None]) -> AsyncGenerator[list[Event], None]:
+    try:
+        yield first
+        async for events in rest:
+            yield events
+    finally:
+        await rest.aclose()

@@ -1,0 +1,83 @@
+"""uvicorn's protocol, for clients that send slowly or too much before their body."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_HEADER_BYTES = 64 * 1024
+_REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+_NOT_HTTP_BODY = (
+    b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,"code":"invalid_http"}}'
+)
+_NOT_HTTP = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: "
+    + str(len(_NOT_HTTP_BODY)).encode()
+    + b"\r\n\r\n"
+    + _NOT_HTTP_BODY
+)
+
+
+def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
+    """A protocol that closes connections whose request has not all its headers within `header_s`.
+
+    The time runs from the connection's start, and from the first byte of each request after the first.
+    """
+
+    class BoundedProtocol(HttpToolsProtocol):
+        """Counts the bytes and the time of headers."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._header_timer: asyncio.TimerHandle | None = None
+            self._num_header_bytes = 0
+            self._in_headers = True
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._arm()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._in_headers:
+                # Counted for all that came in one piece: a body that came along is no more than that piece.
+                self._num_header_bytes += len(data)
+            super().data_received(data)
+            if self._in_headers and self._num_header_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
+                self.transport.write(_REFUSAL)
+                self.transport.close()
+
+        def on_message_begin(self) -> None:
+            self._in_headers = True
+            if self._header_timer is None:
+                self._arm()
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._disarm()
+            self._in_headers, self._num_header_bytes = False, 0
+            super().on_headers_complete()
+
+        def send_400_response(self, msg: str) -> None:
+            self.transport.write(_NOT_HTTP)
+            self.transport.close()
+
+        def _arm(self) -> None:
+            self._header_timer = self.loop.call_later(header_s, self._too_slow)
+
+        def _disarm(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+
+        def _too_slow(self) -> None:
+            self._header_timer = None
+            if not self.transport.is_closing():
+                self.transport.close()
+
+    return BoundedProtocol

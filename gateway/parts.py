@@ -1,0 +1,48 @@
+"""What all routes of a gateway share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+from starlette.requests import Request
+
+from gateway.http.body import BodyReader
+from gateway.settings import GatewaySettings
+from gateway.upstream.coordinators import Caller, Coordinators
+from gateway.upstream.health import Health
+from gateway.upstream.vocabulary import Vocabulary
+from specdec.telemetry import GatewayMetrics, VllmMetrics
+from specdec.v1 import coordinator_pb2 as api
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of one gateway."""
+
+    settings: GatewaySettings
+    coordinators: Coordinators
+    health: Health
+    reader: BodyReader
+    registry: CollectorRegistry
+    metrics: GatewayMetrics
+    vllm: VllmMetrics
+    vocabulary: Vocabulary = field(default_factory=Vocabulary)
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    """When it was made, since 1970: what it tells as the age of its models."""
+
+    def caller(self, request: Request) -> Caller:
+        """The coordinators for the client of a request, with its key and its trace."""
+        return self.coordinators.caller(request.state.metadata)
+
+    def on_finished(self, finished: api.GenerateFinished) -> None:
+        """Count what a request used."""
+        usage, stats = finished.usage, finished.stats
+        self.metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self.metrics.output_tokens.inc(usage.completion_tokens)
+        self.vllm.drafts.inc(stats.num_verify_steps)
+        self.vllm.draft_tokens.inc(stats.num_proposed)
+        self.vllm.accepted_tokens.inc(stats.num_accepted)
+        for position, num_accepted in enumerate(stats.accepted_by_depth):
+            self.vllm.accepted_per_position.labels(position).inc(num_accepted)

@@ -1,0 +1,1 @@
+"""What is answered at which path: thin, between HTTP and translation."""

@@ -1,0 +1,79 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.answers import ChatCompletion, ChatCompletionChunk
+from gateway.api.chat import ChatRequest
+from gateway.http.connected import while_connected
+from gateway.http.events import Event, EventStream, begun
+from gateway.parts import Parts
+from gateway.routes.answers import JsonResponse, body_of, errors, streams
+from gateway.routes.output import new_id, output, stream_error, whole_output
+from gateway.translation.chat_answer import ChatEvents, ChatWhole
+from gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate, echoed, parsers
+from gateway.translation.head import Head
+from gateway.upstream.coordinators import Caller
+from specdec.v1 import coordinator_pb2 as api
+
+
+def chat_routes(parts: Parts) -> APIRouter:
+    """The route of chats."""
+    router = APIRouter(tags=["chat"])
+
+    @router.post(
+        "/v1/chat/completions",
+        responses={**streams(ChatCompletion, ChatCompletionChunk), **errors(has_body=True)},
+        openapi_extra=body_of(ChatRequest),
+    )
+    async def create_chat_completion(request: Request) -> Response:
+        """Go on with a conversation."""
+        asked = await parts.reader.read(request, ChatRequest)
+        request.state.field_names = CHAT_FIELD_NAMES
+        make_parser = parsers(asked, parts.settings.reasoning_parser, parts.settings.tool_parser)
+        body = chat_to_generate(asked, parts.settings.tool_parser)
+        body.request_id = new_id(asked.request_id)
+        head = Head(f"chatcmpl-{body.request_id}", int(time.time()))
+        caller = parts.caller(request)
+        if asked.stream:
+            events = ChatEvents(asked, head, make_parser, echoed(asked))
+            batches = await while_connected(request.receive, begun(_batches(parts, caller, asked, body, events)))
+            return EventStream(batches, on_error=stream_error(parts, CHAT_FIELD_NAMES))
+        whole = ChatWhole(asked, head, make_parser, echoed(asked))
+        return JsonResponse(await while_connected(request.receive, _answer(parts, caller, asked, body, head, whole)))
+
+    return router
+
+
+async def _batches(
+    parts: Parts, caller: Caller, asked: ChatRequest, body: api.GenerateRequest, events: ChatEvents
+) -> AsyncGenerator[list[Event], None]:
+    if asked.return_token_ids:
+        events.tell_prompt(await _prompt_ids(caller, asked, body))
+    async with aclosing(output(parts, caller, body)) as told:
+        async for chunk, texts in told:
+            if batch := events.add(chunk, texts):
+                yield list(batch)
+
+
+async def _answer(
+    parts: Parts, caller: Caller, asked: ChatRequest, body: api.GenerateRequest, head: Head, whole: ChatWhole
+) -> dict[str, object]:
+    result = await whole_output(parts, caller, body)
+    head.take(result.started)
+    answer = whole.answer(result.choices, result.prompt_logprobs, result.texts, result.finished)
+    if asked.return_token_ids:
+        answer["prompt_token_ids"] = await _prompt_ids(caller, asked, body)
+    return answer
+
+
+async def _prompt_ids(caller: Caller, asked: ChatRequest, body: api.GenerateRequest) -> list[int]:
+    answer = await caller.call("Tokenize", api.TokenizeRequest(model=body.model, messages=body.messages))
+    return list(answer.token_ids)[-(asked.truncate_prompt_tokens or 0) :]

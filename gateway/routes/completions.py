@@ -1,0 +1,131 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.answers import TextCompletion
+from gateway.api.completions import CompletionRequest
+from gateway.http.connected import while_connected
+from gateway.http.events import Event, EventStream, begun
+from gateway.parts import Parts
+from gateway.routes.answers import JsonResponse, body_of, errors, streams
+from gateway.routes.merging import all_of, merged
+from gateway.routes.output import WholeOutput, new_id, output, stream_error, whole_output
+from gateway.translation.completion_answer import (
+    KIND,
+    CompletionEvents,
+    CompletionWhole,
+    PromptTold,
+    completion_usage,
+)
+from gateway.translation.completion_request import COMPLETION_FIELD_NAMES, completion_to_generate
+from gateway.translation.head import Head
+from gateway.upstream.coordinators import Caller
+from specdec.v1 import coordinator_pb2 as api
+
+
+def completion_routes(parts: Parts) -> APIRouter:
+    """The route of completions."""
+    router = APIRouter(tags=["completions"])
+
+    @router.post(
+        "/v1/completions",
+        responses={**streams(TextCompletion, TextCompletion), **errors(has_body=True)},
+        openapi_extra=body_of(CompletionRequest),
+    )
+    async def create_completion(request: Request) -> Response:
+        """Go on with texts or token ids."""
+        asked = await parts.reader.read(request, CompletionRequest)
+        request.state.field_names = COMPLETION_FIELD_NAMES
+        bodies = completion_to_generate(asked, parts.settings.max_prompts)
+        id_ = new_id(asked.request_id)
+        for number, body in enumerate(bodies):
+            body.request_id = id_ if len(bodies) == 1 else f"{id_}-{number}"
+        run = _Run(parts, parts.caller(request), asked, bodies, Head(f"cmpl-{id_}", int(time.time())))
+        if asked.stream:
+            batches = await while_connected(request.receive, begun(run.batches()))
+            return EventStream(batches, on_error=stream_error(parts, COMPLETION_FIELD_NAMES))
+        return JsonResponse(await while_connected(request.receive, run.answer()))
+
+    return router
+
+
+class _Run:
+    """One request."""
+
+    def __init__(
+        self, parts: Parts, caller: Caller, asked: CompletionRequest, bodies: list[api.GenerateRequest], head: Head
+    ) -> None:
+        self._parts = parts
+        self._caller = caller
+        self._asked = asked
+        self._bodies = bodies
+        self._head = head
+        self._places = asyncio.Semaphore(parts.settings.max_concurrent_prompts)
+
+    async def answer(self) -> dict[str, object]:
+        """As `TextCompletion`."""
+        results = await all_of([self._whole(number) for number in range(len(self._bodies))])
+        self._head.take(results[0][0].started)
+        choices = [
+            choice
+            for number, (result, told) in enumerate(results)
+            for choice in CompletionWhole(self._asked, self._head, number, told).choices(
+                result.choices, result.prompt_logprobs, result.texts
+            )
+        ]
+        usage = completion_usage(self._asked, [result.finished for result, _ in results])
+        return {**self._head.fields(KIND), "choices": choices, **usage}
+
+    async def batches(self) -> AsyncGenerator[list[Event], None]:
+        """The events of all prompts as they come, and at the end of all the usage, if it is wanted."""
+        answers: list[CompletionEvents] = []
+        streams_of = [self._events(number, answers) for number in range(len(self._bodies))]
+        whole = streams_of[0] if len(streams_of) == 1 else merged(streams_of)
+        async with aclosing(whole) as batches:
+            async for batch in batches:
+                yield batch
+        finished = [answer.finished for answer in answers if answer.finished is not None]
+        if self._asked.has_usage_chunk:
+            yield [{**self._head.fields(KIND), "choices": [], **completion_usage(self._asked, finished)}]
+
+    async def _whole(self, number: int) -> tuple[WholeOutput, PromptTold]:
+        async with self._places:
+            told = await self._told(number)
+            return await whole_output(self._parts, self._caller, self._bodies[number]), told
+
+    async def _events(self, number: int, answers: list[CompletionEvents]) -> AsyncGenerator[list[Event], None]:
+        async with self._places:
+            answer = CompletionEvents(self._asked, self._head, number, await self._told(number))
+            answers.append(answer)
+            async with aclosing(output(self._parts, self._caller, self._bodies[number])) as told:
+                async for chunk, texts in told:
+                    if batch := answer.add(chunk, texts):
+                        yield list(batch)
+
+    async def _told(self, number: int) -> PromptTold:
+        """What is told of a prompt: what the client did not send itself is asked for."""
+        body, asked = self._bodies[number], self._asked
+        text, ids = "", None
+        is_text = body.WhichOneof("input") == "prompt"
+        if asked.echo and is_text:
+            text = body.prompt
+        elif asked.echo:
+            skips = asked.skip_special_tokens is not False
+            wanted = api.DetokenizeRequest(token_ids=body.prompt_token_ids.token_ids, skip_special_tokens=skips)
+            text = (await self._caller.call("Detokenize", wanted)).text
+        if asked.return_token_ids and is_text:
+            ids = list((await self._caller.call("Tokenize", api.TokenizeRequest(text=body.prompt))).token_ids)
+        elif asked.return_token_ids:
+            ids = list(body.prompt_token_ids.token_ids)
+        if ids is not None:
+            ids = ids[-(asked.truncate_prompt_tokens or 0) :]
+        return PromptTold(text, ids)

@@ -1,0 +1,47 @@
+"""GET /v1/models and /v1/models/ID."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from gateway.api.answers import ModelCard, ModelList
+from gateway.api.errors import ApiError
+from gateway.parts import Parts
+from gateway.routes.answers import JsonResponse, errors
+from specdec.v1 import coordinator_pb2 as api
+
+
+def model_routes(parts: Parts) -> APIRouter:
+    """The routes of what is served."""
+    router = APIRouter(tags=["models"])
+
+    @router.get("/v1/models", responses={200: {"model": ModelList}, **errors(has_body=False)})
+    async def list_models(request: Request) -> JsonResponse:
+        """The model that is served."""
+        return JsonResponse({"object": "list", "data": [await _card(parts, request)]})
+
+    @router.get("/v1/models/{model:path}", responses={200: {"model": ModelCard}, **errors(has_body=False)})
+    async def retrieve_model(request: Request, model: str) -> JsonResponse:
+        """One model."""
+        card = await _card(parts, request)
+        if card["id"] != model:
+            raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
+        return JsonResponse(card)
+
+    return router
+
+
+async def _card(parts: Parts, request: Request) -> dict[str, Any]:
+    info = await parts.caller(request).call("GetModelInfo", api.GetModelInfoRequest())
+    return {
+        "id": info.target.name,
+        "object": "model",
+        "created": parts.created_s,
+        "owned_by": "specdec",
+        "root": info.target.name,
+        "parent": None,
+        "max_model_len": info.max_model_len,
+    }

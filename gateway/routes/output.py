@@ -1,0 +1,89 @@
+"""The way of output from the coordinators to an answer."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from gateway.api.errors import SERVER_ERROR, ApiError, from_specdec
+from gateway.parts import Parts
+from gateway.translation.chat_answer import ChoiceOutput
+from gateway.translation.logprobs import ids_in
+from gateway.upstream.coordinators import Caller
+from gateway.upstream.vocabulary import TokenTexts
+from specdec.client import Completion
+from specdec.rpc.errors import SpecdecError, internal_error
+from specdec.v1 import coordinator_pb2 as api
+
+Told = tuple[api.GenerateResponse, TokenTexts]
+"""A chunk, and the texts of the tokens that its log-probabilities name."""
+
+
+async def output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> AsyncGenerator[Told, None]:
+    """The chunks of a request. To be closed, which cancels it. Raises SpecdecError."""
+    began_s, has_output, digest = time.perf_counter(), False, ""
+    async with aclosing(caller.stream(body)) as chunks:
+        async for chunk in chunks:
+            kind = chunk.WhichOneof("chunk")
+            if kind == "started":
+                digest = chunk.started.model.tokenizer_digest
+            elif kind == "finished":
+                parts.on_finished(chunk.finished)
+            elif not has_output:
+                has_output = True
+                parts.metrics.first_token_seconds.observe(time.perf_counter() - began_s)
+            yield chunk, await parts.vocabulary.learn(caller, digest, ids_in(chunk))
+
+
+@dataclass(slots=True)
+class WholeOutput:
+    """All that came of one prompt."""
+
+    started: api.GenerateStarted
+    finished: api.GenerateFinished
+    choices: dict[int, ChoiceOutput]
+    prompt_logprobs: api.PromptLogprobs | None
+    texts: TokenTexts
+
+
+async def whole_output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> WholeOutput:
+    """Everything, at the end. Raises SpecdecError."""
+    completion, texts = Completion(), TokenTexts({})
+    async with aclosing(output(parts, caller, body)) as told:
+        async for chunk, known in told:
+            completion.add(chunk)
+            texts = known
+    finished = completion.require_finished()
+    choices = {
+        index: ChoiceOutput(choice.text, choice.tokens, choice.finished or api.ChoiceFinished(index=index))
+        for index, choice in completion.choices.items()
+    }
+    started = completion.started or api.GenerateStarted()
+    return WholeOutput(started, finished, choices, completion.prompt_logprobs, texts)
+
+
+def new_id(wanted: str | None) -> str:
+    """The id that the client wants, or one made up."""
+    return wanted or uuid.uuid4().hex
+
+
+def stream_error(parts: Parts, names: Mapping[str, str]) -> Callable[[BaseException], ApiError]:
+    """Counts an error that ends a stream, and makes of it what the client is told."""
+
+    def told(error: BaseException) -> ApiError:
+        parts.metrics.stream_errors.inc()
+        return as_api_error(error, names)
+
+    return told
+
+
+def as_api_error(error: BaseException, names: Mapping[str, str]) -> ApiError:
+    """What a client is told of an error; of one that is not expected an id, under which the log has it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, SpecdecError):
+        return from_specdec(error, names)
+    return ApiError(500, internal_error(error).message, type=SERVER_ERROR, code="internal_error")

@@ -1,0 +1,87 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from types import MappingProxyType
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.api.errors import ApiError
+from gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
+from gateway.http.connected import while_connected
+from gateway.http.events import Event, EventStream, begun, framed_by_name
+from gateway.parts import Parts
+from gateway.routes.answers import JsonResponse, body_of, errors, streams
+from gateway.routes.output import new_id, output, stream_error
+from gateway.translation.chat_request import CHAT_FIELD_NAMES, parsers
+from gateway.translation.head import Head
+from gateway.translation.response_answer import ResponseEvents
+from gateway.translation.response_request import response_to_chat, response_to_generate
+from gateway.upstream.coordinators import Caller
+from specdec.v1 import coordinator_pb2 as api
+
+_NAMES = MappingProxyType({**CHAT_FIELD_NAMES, "max_tokens": "max_output_tokens", "messages": "input"})
+
+
+def response_routes(parts: Parts) -> APIRouter:
+    """The route of responses."""
+    router = APIRouter(tags=["responses"])
+
+    @router.post(
+        "/v1/responses",
+        responses={**streams(ResponseAnswer, ResponseEvent), **errors(has_body=True)},
+        openapi_extra=body_of(ResponsesRequest),
+    )
+    async def create_response(request: Request) -> Response:
+        """Answer a text or a conversation."""
+        asked = await parts.reader.read(request, ResponsesRequest)
+        request.state.field_names = _NAMES
+        chat = response_to_chat(asked)
+        body = response_to_generate(asked, chat)
+        body.request_id = new_id(None)
+        make_parser = parsers(chat, parts.settings.reasoning_parser, "none")
+        events = ResponseEvents(asked, Head(f"resp_{body.request_id}", int(time.time())), make_parser())
+        batches = _batches(parts, parts.caller(request), body, events)
+        if not asked.stream:
+            return JsonResponse(await while_connected(request.receive, _last(batches)))
+
+        def framed_error(error: ApiError) -> bytes:
+            told = {"code": error.code, "message": error.message, "param": error.param}
+            return framed_by_name({"type": "error", "sequence_number": events.num_events, **told})
+
+        return EventStream(
+            await while_connected(request.receive, begun(batches)),
+            on_error=stream_error(parts, _NAMES),
+            frame=framed_by_name,
+            frame_error=framed_error,
+            last=b"",
+        )
+
+    return router
+
+
+async def _batches(
+    parts: Parts, caller: Caller, body: api.GenerateRequest, events: ResponseEvents
+) -> AsyncGenerator[list[Event], None]:
+    held: list[Event] = []
+    async with aclosing(output(parts, caller, body)) as told:
+        async for chunk, texts in told:
+            held += events.add(chunk, texts)
+            # What is told before any output waits for it: errors until then are answers with a status.
+            if held and chunk.WhichOneof("chunk") != "started":
+                yield held
+                held = []
+
+
+async def _last(batches: AsyncGenerator[list[Event], None]) -> object:
+    """The whole answer, which the last event has."""
+    whole: object = None
+    async with aclosing(batches) as all_of:
+        async for events in all_of:
+            whole = events[-1].get("response", whole)
+    return whole

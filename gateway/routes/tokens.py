@@ -1,0 +1,93 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from gateway.api.errors import invalid
+from gateway.api.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfoAnswer
+from gateway.chat.messages import to_chat_messages
+from gateway.http.connected import while_connected
+from gateway.parts import Parts
+from gateway.routes.answers import JsonResponse, body_of, errors
+from gateway.upstream.coordinators import Caller
+from specdec.v1 import coordinator_pb2 as api
+
+_TOKENIZE_NAMES = MappingProxyType({"text": "prompt"})
+_DETOKENIZE_NAMES = MappingProxyType({"token_ids": "tokens"})
+
+
+def token_routes(parts: Parts) -> APIRouter:
+    """The routes of the tokenizer."""
+    router = APIRouter(tags=["tokens"])
+
+    @router.post(
+        "/tokenize",
+        responses={200: {"model": TokenizeAnswer}, **errors(has_body=True)},
+        openapi_extra=body_of(TokenizeBody),
+    )
+    async def tokenize(request: Request) -> JsonResponse:
+        """Token ids of a text or a conversation."""
+        asked = await parts.reader.read(request, TokenizeBody)
+        request.state.field_names = _TOKENIZE_NAMES
+        return JsonResponse(await while_connected(request.receive, _tokenize(parts.caller(request), asked)))
+
+    @router.post(
+        "/detokenize",
+        responses={200: {"model": DetokenizeAnswer}, **errors(has_body=True)},
+        openapi_extra=body_of(DetokenizeBody),
+    )
+    async def detokenize(request: Request) -> JsonResponse:
+        """Text of token ids."""
+        asked = await parts.reader.read(request, DetokenizeBody)
+        request.state.field_names = _DETOKENIZE_NAMES
+        body = api.DetokenizeRequest(model=asked.model or "", token_ids=asked.tokens, skip_special_tokens=False)
+        return JsonResponse({"prompt": (await parts.caller(request).call("Detokenize", body)).text})
+
+    @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfoAnswer}, **errors(has_body=False)})
+    async def tokenizer_info(request: Request) -> JsonResponse:
+        """The tokenizer's special tokens and its chat template."""
+        info = await parts.caller(request).call("GetModelInfo", api.GetModelInfoRequest(with_tokenizer=True))
+        names = ("bos_token", "eos_token", "unk_token", "pad_token", "chat_template")
+        told = {name: getattr(info.tokenizer, name) for name in names if info.tokenizer.HasField(name)}
+        return JsonResponse(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                **told,
+                "vocab_size": info.tokenizer.vocab_size or info.target.vocab_size,
+                "model_max_length": info.max_model_len,
+            }
+        )
+
+    return router
+
+
+async def _tokenize(caller: Caller, asked: TokenizeBody) -> dict[str, object]:
+    body = api.TokenizeRequest(model=asked.model or "", add_special_tokens=asked.add_special_tokens)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise invalid("prompt", "one of prompt and messages is required")
+    if asked.messages is None:
+        body.text = asked.prompt or ""
+    else:
+        body.messages.CopyFrom(
+            to_chat_messages(
+                asked.messages,
+                asked.tools,
+                add_generation_prompt=asked.add_generation_prompt,
+                continue_final_message=bool(asked.continue_final_message),
+                template_variables=asked.chat_template_kwargs,
+            )
+        )
+    answer = await caller.call("Tokenize", body)
+    info = await caller.call("GetModelInfo", api.GetModelInfoRequest())
+    told: dict[str, object] = {
+        "count": len(answer.token_ids),
+        "max_model_len": info.max_model_len,
+        "tokens": list(answer.token_ids),
+    }
+    if asked.return_token_strs:
+        told["token_strs"] = list(answer.tokens)
+    return told

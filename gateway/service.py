@@ -1,0 +1,188 @@
+"""Builds a gateway from its settings, and its life: listen, serve, drain, stop.
+
+listening    /version and /metrics answer; /health says 503 until a coordinator serves
+draining     SIGTERM or SIGINT: /health says 503, new requests are refused, running ones go on
+stopped      what still runs after drain_s is cut off; a second signal comes straight here
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from gateway.app import build_app
+from gateway.http.body import BodyLimits, BodyReader
+from gateway.http.edge import Edge
+from gateway.http.server import HttpServer
+from gateway.parts import Parts
+from gateway.routes.answers import error_response
+from gateway.settings import GatewaySettings
+from gateway.upstream.coordinators import Coordinators
+from gateway.upstream.health import Health
+from specdec import __version__
+from specdec.client import Client, ClientSettings
+from specdec.rpc.listening import bound_sockets
+from specdec.rpc.server import install_signals
+from specdec.rpc.startup import StartupFailed
+from specdec.rpc.tls_watch import INTERVAL_S, TlsWatch
+from specdec.telemetry import BuildInfo, GatewayMetrics, TlsMetrics, VllmMetrics
+from specdec.telemetry.tracing import Tracing
+from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context, server_context
+
+_log = structlog.get_logger(__name__)
+
+
+class Gateway:
+    """A gateway inside a running event loop."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        """Build all parts; nothing listens yet. Raises TlsFilesBroken."""
+        self._settings = settings
+        self._registry = registry = CollectorRegistry()
+        BuildInfo(registry, "gateway")
+        self._server_tls = _server_tls(settings)
+        self._coordinator_tls = _coordinator_tls(settings)
+        self._tracing = Tracing(settings, "gateway", settings.trace_sample_ratio)
+        metrics = GatewayMetrics(registry)
+        self._coordinators = Coordinators(self._connect, settings.coordinators, metrics.failovers.inc)
+        self._health = Health(self._coordinators)
+        self.parts = Parts(
+            settings=settings,
+            coordinators=self._coordinators,
+            health=self._health,
+            reader=BodyReader(BodyLimits(settings.max_body_bytes, settings.body_read_s)),
+            registry=registry,
+            metrics=metrics,
+            vllm=VllmMetrics(registry),
+        )
+        self.edge = Edge(
+            build_app(self.parts),
+            metrics=metrics,
+            health=self._health,
+            tracing=self._tracing,
+            max_concurrent=settings.max_concurrent_requests,
+            logs_access=settings.access_log,
+            answer=error_response,
+        )
+        self._server = HttpServer(self.edge, tls=self._server_tls, header_s=settings.header_read_s)
+        self._tasks: list[asyncio.Task[None]] = []
+        self.port = 0
+        """Where it listens, once it does."""
+
+    async def start(self) -> None:
+        """Listen. Raises StartupFailed."""
+        settings = self._settings
+        try:
+            sockets = bound_sockets(settings.host, settings.port, socket.SO_REUSEADDR)
+        except OSError as error:
+            raise StartupFailed(f"host, port: cannot listen on {settings.host}:{settings.port}: {error}") from error
+        self.port = sockets[0].getsockname()[1]
+        await self._server.start(sockets)
+        uses = {"server": self._server_tls, "coordinators": self._coordinator_tls}
+        watch = TlsWatch(TlsMetrics(self._registry), lambda: uses)
+        self._tasks.append(asyncio.create_task(watch.run(), name="tls-watch"))
+        if self._coordinator_tls is not None:
+            self._tasks.append(asyncio.create_task(self._renew(self._coordinator_tls), name="tls-renewal"))
+        _log.info(
+            "listening", host=settings.host, port=self.port, tls=self._server_tls is not None, version=__version__
+        )
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, let running ones end, and cut off those that have not after `timeout_s`."""
+        self._health.is_draining = True
+        _log.info("draining", drain_s=timeout_s, num_running=self.edge.num_running)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.edge.wait_idle()
+        except TimeoutError:
+            _log.warning("requests_cut_off", num_requests=self.edge.num_running)
+            self.edge.cut_off()
+
+    async def stop(self, grace_s: float) -> None:
+        """Close everything. Called once, whatever happened before."""
+        self._health.is_draining = True
+        await self._server.stop(grace_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._coordinators.close()
+        await self._tracing.close()
+
+    def _connect(self, address: str) -> Client:
+        settings, files = self._settings, self._coordinator_tls
+        tls = None if files is None else files.current()
+        pair = None if tls is None or tls.key is None or tls.chain is None else (tls.key, tls.chain)
+        return Client(
+            address,
+            ClientSettings(
+                keepalive_s=settings.keepalive_time_s,
+                keepalive_timeout_s=settings.keepalive_timeout_s,
+                max_message_bytes=settings.max_message_bytes,
+                tls=settings.coordinator_tls,
+                root_certificates=None if tls is None else tls.authorities,
+                client_certificate=pair,
+            ),
+        )
+
+    async def _renew(self, files: TlsFiles) -> None:
+        """Exchange connections when files have changed; gRPC's keep the certificate that they were opened with."""
+        used = files.current()
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            latest = await asyncio.to_thread(files.current)
+            if latest is not used:
+                used = latest
+                await self._coordinators.renew(self._connect)
+
+
+async def run_gateway(settings: GatewaySettings) -> int:
+    """Run a gateway in this process until a signal ends it; returns the exit code."""
+    stopping, aborting = asyncio.Event(), asyncio.Event()
+    install_signals(stopping, aborting)
+    try:
+        gateway = Gateway(settings)
+    except TlsFilesBroken as error:
+        _log.error("startup_failed", reason=str(error))
+        return 1
+    exit_code = 0
+    try:
+        await gateway.start()
+        await stopping.wait()
+        drain = asyncio.create_task(gateway.drain(settings.drain_s))
+        abort = asyncio.create_task(aborting.wait())
+        await asyncio.wait({drain, abort}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (drain, abort):
+            task.cancel()
+    except StartupFailed as error:
+        _log.error("startup_failed", reason=str(error))
+        exit_code = 1
+    with contextlib.suppress(asyncio.CancelledError):
+        await gateway.stop(0 if aborting.is_set() else settings.stop_grace_s)
+    _log.info("stopping", exit_code=exit_code)
+    return exit_code
+
+
+def _server_tls(settings: GatewaySettings) -> TlsFiles | None:
+    if settings.tls_cert_file is None:
+        return None
+    return TlsFiles(
+        server_context,
+        certificate=TlsFile("tls_cert_file", settings.tls_cert_file),
+        key=TlsFile.of("tls_key_file", settings.tls_key_file),
+        authorities=TlsFile.of("tls_client_ca_file", settings.tls_client_ca_file),
+    )
+
+
+def _coordinator_tls(settings: GatewaySettings) -> TlsFiles | None:
+    if not settings.coordinator_tls:
+        return None
+    return TlsFiles(
+        client_context,
+        certificate=TlsFile.of("coordinator_tls_cert_file", settings.coordinator_tls_cert_file),
+        key=TlsFile.of("coordinator_tls_key_file", settings.coordinator_tls_key_file),
+        authorities=TlsFile.of("coordinator_tls_ca_file", settings.coordinator_tls_ca_file),
+    )

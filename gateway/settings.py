@@ -1,0 +1,115 @@
+"""The settings of a gateway, read as those of the other services are (`specdec.settings_sources`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic_settings import NoDecode
+
+from gateway.chat.reasoning import REASONING_PARSERS
+from gateway.chat.tool_calls.families import TOOL_PARSERS
+from specdec.addresses import check_address
+from specdec.rpc.settings import WireSettings
+from specdec.telemetry.tracing_settings import TracingSettings
+
+
+def _split_commas(value: Any) -> Any:
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    return value
+
+
+Addresses = Annotated[
+    tuple[Annotated[str, BeforeValidator(check_address)], ...], NoDecode, BeforeValidator(_split_commas)
+]
+
+
+def _one_of(names: tuple[str, ...]) -> AfterValidator:
+    def check(name: str) -> str:
+        if name not in names:
+            raise ValueError(f"must be one of {', '.join(names)}")
+        return name
+
+    return AfterValidator(check)
+
+
+ReasoningParserName = Annotated[str, _one_of(REASONING_PARSERS)]
+ToolParserName = Annotated[str, _one_of(TOOL_PARSERS)]
+
+
+class GatewaySettings(WireSettings, TracingSettings):
+    """Settings of a gateway."""
+
+    env_prefix: ClassVar[str] = "SPECDEC_GATEWAY_"
+
+    coordinators: Addresses = Field(
+        min_length=1,
+        description="Coordinators, host:port or dns:///name:port, separated by commas. Several that share a Redis and "
+        "a resume_secret take up each other's streams.",
+    )
+    host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
+    port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
+    log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
+    access_log: bool = Field(default=False, description="Log each request that ended.")
+
+    drain_s: float = Field(
+        default=30.0, ge=0, description="On SIGTERM: how long running requests may go on before they are cut off."
+    )
+    stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long connections may still take.")
+
+    max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024, description="Largest body of a request.")
+    body_read_s: float = Field(default=60.0, gt=0, description="How long a client may take to send a body.")
+    header_read_s: float = Field(default=20.0, gt=0, description="How long a client may take to send headers.")
+    max_concurrent_requests: int = Field(
+        default=4096, ge=1, description="Most requests at once; above, they are refused with 429."
+    )
+    max_prompts: int = Field(default=256, ge=1, description="Most prompts of a completion request.")
+    max_concurrent_prompts: int = Field(
+        default=16, ge=1, description="Most prompts of one request that run at once; the others wait for them."
+    )
+    reasoning_parser: ReasoningParserName = Field(
+        default="none", description=f"How a model marks its thoughts in chats: {', '.join(REASONING_PARSERS)}."
+    )
+    tool_parser: ToolParserName = Field(
+        default="none", description=f"How a model calls tools in chats: {', '.join(TOOL_PARSERS)}; none: it cannot."
+    )
+
+    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set it to serve HTTPS.")
+    tls_key_file: Path | None = Field(default=None, description="PEM private key of the certificate.")
+    tls_client_ca_file: Path | None = Field(
+        default=None, description="PEM authorities; set it to demand and verify client certificates (mTLS)."
+    )
+    coordinator_tls: bool = Field(default=False, description="Call coordinators over TLS.")
+    coordinator_tls_ca_file: Path | None = Field(
+        default=None,
+        description="PEM authorities that coordinators' certificates must come from; null: those gRPC trusts.",
+    )
+    coordinator_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
+    coordinator_tls_key_file: Path | None = Field(
+        default=None, description="PEM private key of the client certificate."
+    )
+    trace_sample_ratio: float = Field(
+        default=1.0,
+        ge=0,
+        le=1,
+        description="Share of requests that are traced, of those whose caller did not decide (needs otlp_endpoint).",
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        for side in ("tls", "coordinator_tls"):
+            cert, key = getattr(self, f"{side}_cert_file"), getattr(self, f"{side}_key_file")
+            if (cert is None) != (key is None):
+                raise ValueError(f"{side}_cert_file and {side}_key_file must be set together")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if not self.coordinator_tls and (self.coordinator_tls_ca_file or self.coordinator_tls_cert_file):
+            raise ValueError("coordinator_tls_ca_file and coordinator_tls_cert_file need coordinator_tls")
+        for name in type(self).model_fields:
+            path = getattr(self, name)
+            if name.endswith("_file") and name != "otlp_ca_file" and path is not None and not path.is_file():
+                raise ValueError(f"{name}: no such file: {path}")
+        return self

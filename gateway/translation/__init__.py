@@ -1,0 +1,1 @@
+"""From OpenAI's requests to gRPC's, and from what comes back to OpenAI's objects: pure functions."""

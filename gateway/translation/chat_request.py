@@ -1,0 +1,92 @@
+"""From a chat request to the gRPC request, with the checks that take several fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from gateway.api.chat import ChatRequest
+from gateway.api.errors import invalid, unsupported
+from gateway.chat.deltas import StreamingParser
+from gateway.chat.messages import ToolChoice, to_chat_messages
+from gateway.chat.parsing import make_message_parser
+from gateway.chat.tool_calls.families import marks_are_special_tokens
+from gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
+from specdec.v1 import coordinator_pb2 as api
+
+CHAT_FIELD_NAMES = MappingProxyType(
+    {
+        **FIELD_NAMES,
+        "logprobs": "top_logprobs",
+        "tools_json": "tools",
+        "template_variables_json": "chat_template_kwargs",
+    }
+)
+"""Fields of the HTTP request by those of the gRPC request, where they differ."""
+
+
+def chat_to_generate(request: ChatRequest, tool_parser: str = "none") -> api.GenerateRequest:
+    """The gRPC request without an id. `tool_parser` reads its output. Raises ApiError and InvalidRequest."""
+    _check(request)
+    sampling = sampling_params(request, max_tokens=request.most_tokens, logprobs=request.num_logprobs)
+    body = generate_request(request, sampling)
+    body.messages.CopyFrom(
+        to_chat_messages(
+            request.messages,
+            request.tools,
+            tool_choice=request.tool_choice,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            template_variables=template_variables(request.chat_template_kwargs, request.reasoning_effort),
+        )
+    )
+    if calls_tools(request) and request.skip_special_tokens is None and marks_are_special_tokens(tool_parser):
+        body.sampling.skip_special_tokens = False
+    return body
+
+
+def template_variables(given: Mapping[str, Any] | None, reasoning_effort: str | None) -> dict[str, Any] | None:
+    """What the template is told besides; None: nothing."""
+    effort = {} if reasoning_effort is None else {"reasoning_effort": reasoning_effort}
+    return {**effort, **(given or {})} or None
+
+
+def calls_tools(request: ChatRequest) -> bool:
+    """Whether the output may call tools."""
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Callable[[], StreamingParser]:
+    """Makes a parser for each choice. Raises ApiError where tools cannot be read."""
+    if calls_tools(request) and tool_parser == "none":
+        raise unsupported("tools", "this gateway reads no calls of tools (its setting tool_parser is none)")
+    choice: ToolChoice = request.tool_choice
+    told = request.chat_template_kwargs or {}
+    thinking = told.get("enable_thinking", told.get("thinking"))
+
+    def make() -> StreamingParser:
+        return make_message_parser(
+            reasoning_parser,
+            tool_parser,
+            has_tools=bool(request.tools),
+            tool_choice=choice,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            thinking=thinking if isinstance(thinking, bool) else None,
+        )
+
+    return make
+
+
+def echoed(request: ChatRequest) -> str:
+    """What the answer begins with: the assistant's words that it continues, if they are wanted."""
+    last = request.messages[-1]
+    content = last.get("content")
+    is_wanted = request.echo and last.get("role") == "assistant" and isinstance(content, str)
+    return str(content) if is_wanted else ""
+
+
+def _check(request: ChatRequest) -> None:
+    if request.top_logprobs is not None and not request.logprobs:
+        raise invalid("top_logprobs", "needs logprobs to be true")
+    check_stream(request)

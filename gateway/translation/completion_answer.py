@@ -1,0 +1,210 @@
+"""From the chunks of a stream to OpenAI's completion objects: events as they come, or choices at the end.
+
+A request of several prompts is one object: the choices of the prompt with index p are those from p * n on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.api.completions import CompletionRequest
+from gateway.translation.chat_answer import ChoiceOutput
+from gateway.translation.completion_request import tells_prompt_logprobs
+from gateway.translation.endings import finish_reason, stop_reason
+from gateway.translation.head import Head
+from gateway.translation.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from gateway.translation.origins import OriginCounter
+from gateway.translation.usage import metrics_of, usage_of, usage_so_far
+from gateway.upstream.vocabulary import TokenTexts
+from specdec.v1 import coordinator_pb2 as api
+
+KIND = "text_completion"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTold:
+    """What is told of a prompt beside its log-probabilities."""
+
+    text: str = ""
+    """To begin with; empty: do not echo it."""
+    token_ids: list[int] | None = None
+
+
+@dataclass(slots=True)
+class _Choice:
+    """What is known of one choice while its output comes."""
+
+    logprobs: CompletionLogprobs | None
+    origins: OriginCounter = field(default_factory=OriginCounter)
+    has_begun: bool = False
+
+
+class _PromptAnswer:
+    """What events and whole answers of one prompt have in common."""
+
+    def __init__(self, request: CompletionRequest, head: Head, number: int, told: PromptTold) -> None:
+        """Begin the answer to the prompt with this number."""
+        self._request = request
+        self._head = head
+        self._base = number * request.num_choices
+        self._told = told
+
+    def _texts(self, texts: TokenTexts) -> TokenTexts:
+        return texts.named_by_id() if self._request.return_tokens_as_token_ids else texts
+
+    def _choice(self, texts: TokenTexts) -> _Choice:
+        wants = self._request.logprobs is not None
+        return _Choice(CompletionLogprobs(self._texts(texts)) if wants else None)
+
+    def _output_tokens(self, tokens: list[api.OutputToken]) -> list[api.OutputToken]:
+        return tokens if self._request.most_tokens else []
+
+    def _details(self, choice: _Choice, tokens: list[api.OutputToken]) -> dict[str, Any]:
+        told: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            told["token_ids"] = [token.id for token in tokens]
+        if self._request.return_token_origins:
+            told["token_origins"] = choice.origins.told(tokens)
+        return told
+
+    def _prompt_part(self, choice: _Choice, prompt: api.PromptLogprobs | None) -> list[dict[str, Any]]:
+        """The log-probabilities to begin with, if any."""
+        if choice.logprobs is None or not self._request.echo:
+            return []
+        if prompt is None:
+            choice.logprobs.skip(len(self._told.text))
+            return []
+        return [choice.logprobs.of_prompt(prompt, self._told.text)]
+
+    def _ending(self, finished: api.ChoiceFinished) -> dict[str, Any]:
+        if not self._request.most_tokens:
+            return {"finish_reason": "length", "stop_reason": None}
+        reason = stop_reason(finished, self._request.stop_token_ids)
+        return {"finish_reason": finish_reason(finished), "stop_reason": reason}
+
+
+class CompletionWhole(_PromptAnswer):
+    """The choices of one prompt at the end."""
+
+    def choices(
+        self, outputs: dict[int, ChoiceOutput], prompt: api.PromptLogprobs | None, texts: TokenTexts
+    ) -> list[dict[str, Any]]:
+        """As `CompletionChoice`."""
+        return [self._whole(index, outputs[index], prompt, texts) for index in sorted(outputs)]
+
+    def _whole(
+        self, index: int, output: ChoiceOutput, prompt: api.PromptLogprobs | None, texts: TokenTexts
+    ) -> dict[str, Any]:
+        choice, tokens = self._choice(texts), self._output_tokens(output.tokens)
+        parts = self._prompt_part(choice, prompt if tells_prompt_logprobs(self._request) else None)
+        if choice.logprobs is not None and tokens:
+            parts.append(choice.logprobs.of_output(tokens))
+        told: dict[str, Any] = {
+            "index": self._base + index,
+            "text": self._told.text + (output.text if self._request.most_tokens else ""),
+            "logprobs": joined(parts),
+            **self._details(choice, tokens),
+            **self._ending(output.finished),
+        }
+        if self._told.token_ids is not None:
+            told["prompt_token_ids"] = self._told.token_ids
+        if self._request.prompt_logprobs is not None and prompt is not None:
+            told["prompt_logprobs"] = prompt_logprobs(prompt, self._texts(texts))
+        return told
+
+
+class CompletionEvents(_PromptAnswer):
+    """Events of the streamed answer to one prompt."""
+
+    def __init__(self, request: CompletionRequest, head: Head, number: int, told: PromptTold) -> None:
+        super().__init__(request, head, number, told)
+        self.num_prompt = 0
+        self.num_output = 0
+        self.finished: api.GenerateFinished | None = None
+        self._open: dict[int, _Choice] = {}
+        self._prompt: api.PromptLogprobs | None = None
+        self._held: list[api.GenerateResponse] = []
+        """Output that came before all of the prompt's log-probabilities, which it follows."""
+
+    def add(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[dict[str, Any]]:
+        """The events that a chunk is; `texts` knows the tokens of its log-probabilities."""
+        match chunk.WhichOneof("chunk"):
+            case "started":
+                self._head.take(chunk.started)
+                self.num_prompt = chunk.started.num_prompt_tokens
+            case "prompt_logprobs":
+                self._add_prompt(chunk.prompt_logprobs)
+            case "finished":
+                self.finished = chunk.finished
+                return []
+            case _:
+                self._held.append(chunk)
+        if self._lacks_prompt:
+            return []
+        held, self._held = self._held, []
+        return [event for one in held for event in self._told_of(one, texts)]
+
+    @property
+    def _lacks_prompt(self) -> bool:
+        if not tells_prompt_logprobs(self._request):
+            return False
+        return self._prompt is None or len(self._prompt.token_ids) < self.num_prompt
+
+    def _add_prompt(self, more: api.PromptLogprobs) -> None:
+        if self._prompt is None:
+            self._prompt = api.PromptLogprobs()
+        self._prompt.token_ids.extend(more.token_ids)
+        self._prompt.positions.extend(more.positions)
+
+    def _told_of(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[dict[str, Any]]:
+        no_end = {"finish_reason": None, "stop_reason": None}
+        if chunk.WhichOneof("chunk") == "choice_finished":
+            finished = chunk.choice_finished
+            begin = self._begin(finished.index, texts)
+            return [
+                *begin,
+                self._event(
+                    finished.index, "", None, self._details(self._open[finished.index], []), self._ending(finished)
+                ),
+            ]
+        delta, tokens = chunk.delta, self._output_tokens(list(chunk.delta.tokens))
+        begin = self._begin(delta.index, texts)
+        text = delta.text if self._request.most_tokens else ""
+        if not text and not tokens:
+            return begin
+        choice = self._open[delta.index]
+        self.num_output += len(tokens)
+        logprobs = choice.logprobs.of_output(tokens) if choice.logprobs is not None and tokens else None
+        return [*begin, self._event(delta.index, text, logprobs, self._details(choice, tokens), no_end)]
+
+    def _begin(self, index: int, texts: TokenTexts) -> list[dict[str, Any]]:
+        if index in self._open:
+            return []
+        choice = self._open[index] = self._choice(texts)
+        parts = self._prompt_part(choice, self._prompt)
+        if not self._told.text and not parts and self._told.token_ids is None:
+            return []
+        details = self._details(choice, [])
+        if self._told.token_ids is not None:
+            details["prompt_token_ids"] = self._told.token_ids
+        no_end = {"finish_reason": None, "stop_reason": None}
+        return [self._event(index, self._told.text, joined(parts), details, no_end)]
+
+    def _event(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, details: dict[str, Any], ending: dict[str, Any]
+    ) -> dict[str, Any]:
+        choice = {"index": self._base + index, "text": text, "logprobs": logprobs, **details, **ending}
+        event = {**self._head.fields(KIND), "choices": [choice]}
+        if self._request.has_usage_chunk:
+            continuous = self._request.has_continuous_usage
+            event["usage"] = usage_so_far(self.num_prompt, self.num_output) if continuous else None
+        return event
+
+
+def completion_usage(request: CompletionRequest, finished: list[api.GenerateFinished]) -> dict[str, Any]:
+    """The usage and metrics of all prompts, as fields of `TextCompletion`."""
+    usages = [one.usage for one in finished]
+    if not request.most_tokens:
+        usages = [api.Usage(prompt_tokens=usage.prompt_tokens, cached_tokens=usage.cached_tokens) for usage in usages]
+    return {"usage": usage_of(usages), "metrics": metrics_of([one.stats for one in finished])}

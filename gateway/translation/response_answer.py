@@ -1,0 +1,140 @@
+"""From the chunks of a stream to the objects of /v1/responses: one message with one text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.api.responses import ResponsesRequest
+from gateway.chat.deltas import MessageDelta, StreamingParser
+from gateway.translation.head import Head
+from gateway.translation.logprobs import chat_logprobs
+from gateway.translation.usage import metrics_of
+from gateway.upstream.vocabulary import TokenTexts
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+Event = dict[str, Any]
+
+
+class ResponseEvents:
+    """The events of one answer. The last one has the whole answer, which is what is told without a stream."""
+
+    def __init__(self, request: ResponsesRequest, head: Head, parser: StreamingParser) -> None:
+        self._request = request
+        self._head = head
+        self._parser = parser
+        self._item_id = f"msg_{head.id}"
+        self._text = ""
+        self._logprobs: list[dict[str, Any]] = []
+        self._is_cut = False
+        self._num_events = 0
+
+    @property
+    def num_events(self) -> int:
+        """Events so far: the number of the next one."""
+        return self._num_events
+
+    def add(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[Event]:
+        """The events that a chunk is; `texts` knows the tokens of its log-probabilities."""
+        match chunk.WhichOneof("chunk"):
+            case "started":
+                self._head.take(chunk.started)
+                return self._begin()
+            case "delta":
+                logprobs: list[dict[str, Any]] = []
+                if self._request.top_logprobs is not None and chunk.delta.tokens:
+                    logprobs = chat_logprobs(chunk.delta.tokens, texts)["content"]
+                return self._deltas(self._parser.push(chunk.delta.text), logprobs)
+            case "choice_finished":
+                self._is_cut = chunk.choice_finished.reason == pb.FINISH_REASON_LENGTH
+                return self._deltas(self._parser.finish(), [])
+            case "finished":
+                return self._end(chunk.finished)
+        return []
+
+    def _begin(self) -> list[Event]:
+        running = self._response("in_progress", [], None)
+        return [
+            self._event("response.created", response=running),
+            self._event("response.in_progress", response=running),
+            self._event("response.output_item.added", output_index=0, item=self._item("in_progress", [])),
+            self._event("response.content_part.added", **self._at, part=self._part("", [])),
+        ]
+
+    def _deltas(self, deltas: list[MessageDelta], logprobs: list[dict[str, Any]]) -> list[Event]:
+        text = "".join(delta.content for delta in deltas)
+        self._text += text
+        self._logprobs += logprobs
+        if not text and not logprobs:
+            return []
+        return [self._event("response.output_text.delta", **self._at, delta=text, logprobs=logprobs)]
+
+    def _end(self, finished: api.GenerateFinished) -> list[Event]:
+        status = "incomplete" if self._is_cut else "completed"
+        part = self._part(self._text, self._logprobs)
+        item = self._item(status, [part])
+        whole = self._response(status, [item], finished)
+        return [
+            self._event("response.output_text.done", **self._at, text=self._text, logprobs=self._logprobs),
+            self._event("response.content_part.done", **self._at, part=part),
+            self._event("response.output_item.done", output_index=0, item=item),
+            self._event(f"response.{status}", response=whole),
+        ]
+
+    @property
+    def _at(self) -> dict[str, Any]:
+        return {"item_id": self._item_id, "output_index": 0, "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        event = {"type": kind, "sequence_number": self._num_events, **fields}
+        self._num_events += 1
+        return event
+
+    def _part(self, text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    def _item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": parts}
+
+    def _response(
+        self, status: str, output: list[dict[str, Any]], finished: api.GenerateFinished | None
+    ) -> dict[str, Any]:
+        request = self._request
+        effort = None if request.reasoning is None else request.reasoning.effort
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created_s,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._head.model,
+            "output": output,
+            "parallel_tool_calls": True,
+            "previous_response_id": None,
+            "reasoning": {"effort": effort, "summary": None},
+            "store": False,
+            "system_fingerprint": self._head.fingerprint,
+            "temperature": 1.0 if request.temperature is None else request.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "auto",
+            "tools": [],
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": None if finished is None else _usage(finished.usage),
+            "metrics": None if finished is None else metrics_of([finished.stats]),
+            "user": request.user,
+        }
+
+
+def _usage(usage: api.Usage) -> dict[str, Any]:
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

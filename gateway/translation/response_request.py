@@ -1,0 +1,62 @@
+"""From a request of /v1/responses to the chat that it is."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from gateway.api.chat import ChatRequest
+from gateway.api.errors import ApiError, invalid, unsupported
+from gateway.api.responses import ResponsesRequest
+from gateway.translation.chat_request import chat_to_generate
+from specdec.rpc.errors import InvalidRequest
+from specdec.v1 import coordinator_pb2 as api
+
+_INDEX = re.compile(r"messages\[(\d+)\]")
+_SAME_NAMES = (
+    *("model", "temperature", "top_p", "top_logprobs", "stream", "seed", "top_k", "min_p", "stop"),
+    *("speculation", "chat_template_kwargs"),
+)
+
+
+def response_to_chat(request: ResponsesRequest) -> ChatRequest:
+    """The chat with the same output. Raises ApiError."""
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _SAME_NAMES}
+    return ChatRequest.model_construct(
+        **fields,
+        messages=_messages(request),
+        max_completion_tokens=request.max_output_tokens,
+        logprobs=request.top_logprobs is not None,
+        reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+        include_reasoning=False,
+    )
+
+
+def response_to_generate(request: ResponsesRequest, chat: ChatRequest) -> api.GenerateRequest:
+    """The gRPC request without an id. Raises ApiError, which names the field of the response's request."""
+    try:
+        return chat_to_generate(chat)
+    except InvalidRequest as error:
+        raise _as_written(request, error) from None
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    own = [] if request.instructions is None else [{"role": "system", "content": request.instructions}]
+    if isinstance(request.input, str):
+        return [*own, {"role": "user", "content": request.input}]
+    for index, item in enumerate(request.input):
+        if item.get("type", "message") != "message":
+            raise unsupported(f"input[{index}].type", "only messages are supported")
+    return [*own, *request.input]
+
+
+def _as_written(request: ResponsesRequest, error: InvalidRequest) -> ApiError:
+    shift = request.instructions is not None
+
+    def renamed(match: re.Match[str]) -> str:
+        index = int(match[1]) - shift
+        if index < 0:
+            return "instructions"
+        return "input" if isinstance(request.input, str) else f"input[{index}]"
+
+    return invalid(_INDEX.sub(renamed, error.field), error.description, "invalid_value")

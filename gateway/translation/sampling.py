@@ -1,0 +1,71 @@
+"""Sampling and speculation parameters, from the HTTP request's to the gRPC request's."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from gateway.api.errors import invalid
+from gateway.api.fields import SamplingFields, Speculation
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+_MODES = MappingProxyType(
+    {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION, None: pb.VERIFY_MODE_UNSPECIFIED}
+)
+_SAME_NAMES = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("n", "min_tokens", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
+)
+FIELD_NAMES = MappingProxyType({"include_stop_in_output": "include_stop_str_in_output"})
+"""Fields of the HTTP request by those of the gRPC request, where they differ."""
+
+
+def sampling_params(request: SamplingFields, *, max_tokens: int | None, logprobs: int | None) -> api.SamplingParams:
+    """What the request asks for; what it leaves open stays open."""
+    params = api.SamplingParams(
+        stop=request.stop_strings,
+        stop_token_ids=request.stop_token_ids or (),
+        logit_bias={int(token_id): bias for token_id, bias in (request.logit_bias or {}).items()},
+        max_tokens=max_tokens,
+        logprobs=logprobs,
+        include_stop_in_output=request.include_stop_str_in_output,
+    )
+    for name in _SAME_NAMES:
+        if (value := getattr(request, name)) is not None:
+            setattr(params, name, value)
+    if request.top_k is not None:
+        params.top_k = max(0, request.top_k)
+    if request.seed is not None:
+        params.seed = request.seed % 2**64  # negative seeds are as good as others
+    return params
+
+
+def speculation_params(speculation: Speculation | None) -> api.SpeculationParams | None:
+    """What the request says of speculation; None: nothing."""
+    if speculation is None:
+        return None
+    return api.SpeculationParams(
+        enabled=speculation.enabled,
+        verify_mode=_MODES[speculation.verify_mode],
+        max_draft_tokens=speculation.max_draft_tokens,
+        time_per_token_ms=speculation.time_per_token_ms,
+    )
+
+
+def generate_request(request: SamplingFields, sampling: api.SamplingParams) -> api.GenerateRequest:
+    """The gRPC request, but for its prompt and id."""
+    return api.GenerateRequest(
+        model=request.model or "",
+        sampling=sampling,
+        speculation=speculation_params(request.speculation),
+        priority=request.priority or 0,
+        prompt_logprobs_in_parts=True,
+    )
+
+
+def check_stream(request: SamplingFields) -> None:
+    """What only streams have, and what they do not have. Raises ApiError."""
+    if request.stream_options is not None and not request.stream:
+        raise invalid("stream_options", "needs stream to be true")
+    if request.stream and request.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "is not available in streams")

@@ -1,0 +1,1 @@
+"""The coordinators behind a gateway, and what is known of the model they serve."""

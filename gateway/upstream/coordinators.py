@@ -1,0 +1,130 @@
+"""Any number of coordinators as one: calls take turns among them, and go to another where one does not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+from google.protobuf.message import Message
+
+from specdec.client import Client, ResumePolicy, generate_resuming
+from specdec.rpc.errors import Unavailable
+from specdec.v1 import coordinator_pb2 as api
+
+_AVOID_S = 2.0
+"""A coordinator that did not answer is asked last for so long."""
+_log = structlog.get_logger(__name__)
+Metadata = tuple[tuple[str, str], ...]
+"""What goes along with a caller's calls: its key, its trace."""
+
+
+@dataclass(slots=True)
+class _Member:
+    client: Client
+    avoid_until_s: float = 0.0
+    """On the monotonic clock."""
+
+
+@dataclass(slots=True)
+class _Turns:
+    members: Sequence[_Member]
+    turn: int = field(default=0)
+
+    def order(self) -> list[_Member]:
+        """All members, the next one first, and those that did not answer lately last."""
+        self.turn = (self.turn + 1) % len(self.members)
+        rotated = [*self.members[self.turn :], *self.members[: self.turn]]
+        now_s = time.monotonic()
+        return sorted(rotated, key=lambda member: member.avoid_until_s > now_s)
+
+
+class Coordinators:
+    """All coordinators, each behind a connection of its own. They are opened by `connect` alone."""
+
+    def __init__(
+        self, connect: Callable[[str], Client], addresses: Sequence[str], on_failover: Callable[[], None]
+    ) -> None:
+        """Connect lazily.
+
+        Args:
+            connect: makes a client of an address, inside the event loop.
+            addresses: host:port, or dns:///name:port; one at least.
+            on_failover: called whenever a call goes on at another coordinator.
+        """
+        self._connect = connect
+        self._turns = _Turns([_Member(connect(address)) for address in addresses])
+        self._on_failover = on_failover
+
+    def caller(self, metadata: Metadata) -> Caller:
+        """The coordinators for one caller."""
+        return Caller(self._turns, metadata, self._on_failover)
+
+    async def any_serves(self) -> bool:
+        """Whether some coordinator says that it serves; takes about a second at most."""
+        answers = await asyncio.gather(*(member.client.is_serving() for member in self._turns.members))
+        return any(answers)
+
+    async def renew(self, connect: Callable[[str], Client]) -> None:
+        """Exchange all connections, as when TLS files have changed. Streams of the old ones are taken up again."""
+        for member in self._turns.members:
+            former, member.client = member.client, connect(member.client.address)
+            await former.close()
+
+    async def close(self) -> None:
+        """Close all connections; running calls are cancelled."""
+        for member in self._turns.members:
+            await member.client.close()
+
+
+class Caller:
+    """Calls of one caller. Every method raises the typed errors of `specdec.rpc.errors`."""
+
+    def __init__(self, turns: _Turns, metadata: Metadata, on_failover: Callable[[], None]) -> None:
+        self._turns = turns
+        self._metadata = metadata
+        self._on_failover = on_failover
+
+    def stream(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
+        """The chunks of a request, as if no coordinator had ever gone. To be closed, which cancels the request."""
+        return generate_resuming(self, request, ResumePolicy())
+
+    async def generate(self, request: api.GenerateRequest) -> AsyncGenerator[api.GenerateResponse, None]:
+        """The chunks of one attempt: of the first coordinator that answers at all."""
+        members = self._turns.order()
+        for number, member in enumerate(members):
+            has_begun = False
+            try:
+                async with aclosing(self._client(member).generate(request)) as chunks:
+                    async for chunk in chunks:
+                        has_begun = True
+                        yield chunk
+                return
+            except Unavailable as error:
+                self._avoid(member, error)
+                if has_begun or error.has_waited or number == len(members) - 1:
+                    raise
+
+    async def call(self, method: str, request: Message) -> Any:
+        """The answer to a method that answers once, of the first coordinator that does."""
+        members = self._turns.order()
+        for member in members[:-1]:
+            try:
+                return await self._client(member).call(method, request)
+            except Unavailable as error:
+                self._avoid(member, error)
+                if error.has_waited:
+                    raise
+        return await self._client(members[-1]).call(method, request)
+
+    def _client(self, member: _Member) -> Client:
+        return member.client.on_behalf_of(self._metadata)
+
+    def _avoid(self, member: _Member, error: Unavailable) -> None:
+        member.avoid_until_s = time.monotonic() + _AVOID_S
+        _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
+        self._on_failover()
