@@ -25,7 +25,7 @@ def test_the_shipped_pair_is_measured_with_its_own_prompts(shipped_cluster: Clus
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
     found = json.loads((tmp_path / "specdec-bench.json").read_text())
-    assert "models/prompts.json" in found["prompts"]
+    assert "prompts.json" in found["prompts"]
     for row in found["bench"]:
         assert (row["num_requests"], row["num_failed"]) == (2, 0)
         assert row["tokens_per_s"]["median"] > 0

@@ -36,7 +36,7 @@ def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
 
 
 def grow(client: WorkerClient, **policy: float) -> None:
-    client.pair.drafter._growth = GrowthPolicy(MAX_AHEAD, 64, **policy)  # type: ignore[arg-type]
+    client.pair.drafter.growth = GrowthPolicy(MAX_AHEAD, 64, **policy)  # type: ignore[arg-type]
 
 
 def a_session(max_tokens: int = 60, *, body: dict[str, object] | None = None, **sampling: object) -> pb.OpenSession:
@@ -398,7 +398,7 @@ def test_what_branches_draft_is_what_a_fresh_session_drafts(client: WorkerClient
 
 
 def test_no_tree_outgrows_what_a_proposal_may_carry(client: WorkerClient) -> None:
-    client.pair.drafter._growth = GrowthPolicy(64, 64, max_heads=8, min_path_score=0.0, min_branch_score=0.0)
+    client.pair.drafter.growth = GrowthPolicy(64, 64, max_heads=8, min_path_score=0.0, min_branch_score=0.0)
     drafting(client, a_session(temperature=1.0, max_tokens=200), turns=80)
     assert 50 < len(client.session().tree) <= 64
     assert all(len(proposal.token_ids) <= 64 for proposal in proposals(client))

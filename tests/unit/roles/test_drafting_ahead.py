@@ -72,7 +72,7 @@ def client_of(pair: LocalPair, *, is_ahead: bool, max_heads: int, **policy: floa
     """A draft at which nothing is open; `is_ahead`: it draws several tokens per call."""
     client = WorkerClient(pair, "draft")
     evict_all(client.engine.block_pool)
-    pair.drafter._growth = GrowthPolicy(MAX_AHEAD, 64, max_heads, **policy)  # type: ignore[arg-type]
+    pair.drafter.growth = GrowthPolicy(MAX_AHEAD, 64, max_heads, **policy)  # type: ignore[arg-type]
     if not is_ahead:
         pair.drafter._ahead.drawing = None
     client.attach()
