@@ -63,7 +63,8 @@ class Commits:
         self._tell(session, verdict, num_stale)
         start = session.num_tokens
         self._take(decision)
-        self._own_draft.decided(session, start, decision.walk.token_ids, is_suspended=is_suspended)
+        if not decision.walk.finish_reason:
+            self._own_draft.decided(session, start, decision.walk.token_ids, is_suspended=is_suspended)
         self._go_on(session, decision.walk.finish_reason)
 
     def _tell(self, session: TargetSession, verdict: pb.Verdict, num_stale: int) -> None:

@@ -105,7 +105,6 @@ class Verifier:
             self._forks.wait(session)
         else:
             self._start(session)
-        self._own_draft.opened(session)
         return session
 
     def position(self, session: TargetSession) -> int:

@@ -67,25 +67,35 @@ class OwnDraft:
         self.draft = draft
         self._most_tokens = most_tokens
         self._rate = 0.0
+        self._known: set[str] = set()
+        """Sessions that were opened at the draft."""
 
     @property
     def is_there(self) -> bool:
         """Sessions have their drafts here, and proposals from elsewhere are not used."""
         return self.draft is not None
 
-    def opened(self, session: TargetSession) -> None:
-        """A session begins."""
-        if self.draft is not None and session.max_nodes > 0:
-            self.draft.open(session.session_id, session.epoch, session.body)
-
     def decided(self, session: TargetSession, start: int, token_ids: Sequence[int], *, is_suspended: bool) -> None:
-        """Tokens from position `start` are final."""
-        if self.draft is not None and session.max_nodes > 0:
+        """Tokens from position `start` are final, and the session goes on.
+
+        It is opened at the draft when proposals are first of use: one that is suspended from the start costs nothing.
+        A draft that a session has lost it does not get again.
+        """
+        if self.draft is None or session.max_nodes == 0:
+            return
+        if session.session_id in self._known:
             self.draft.commit(session.session_id, start, token_ids, suspend=is_suspended)
+        elif not is_suspended:
+            self._known.add(session.session_id)
+            body = pb.OpenSession()
+            body.CopyFrom(session.body)
+            body.token_ids[:] = session.token_ids
+            self.draft.open(session.session_id, session.epoch, body)
 
     def closed(self, session: TargetSession) -> None:
         """A session has ended."""
         if self.draft is not None:
+            self._known.discard(session.session_id)
             self.draft.close(session.session_id)
 
     def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:

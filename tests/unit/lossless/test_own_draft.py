@@ -15,6 +15,7 @@ from specdec.drafting.local import LocalDraft
 from specdec.engine.errors import KVInvariantError
 from specdec.engine.outputs import StepOutput
 from specdec.v1 import common_pb2 as pb
+from target_service.policy.gate_state import GateState
 from tests.support.engine.fickle_gates import Erratic, Spiteful
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.rejection import REJECTION, check_distribution
@@ -148,3 +149,14 @@ def test_what_is_not_known_of_a_session_is_no_fault(own: LocalPair) -> None:
     draft.commit("unknown", 0, [1], suspend=False)
     draft.close("unknown")
     assert not draft.is_off
+
+
+def test_a_session_that_is_suspended_from_the_start_is_never_opened_at_the_draft(own: LocalPair) -> None:
+    class Closed(Spiteful):
+        def is_open(self, state: GateState | None) -> bool:
+            return False
+
+    before = own.draft_built.engine.stats().prefix_query_tokens
+    opens = {str(i): open_session(prompts()[i][:40], max_tokens=24, ignore_eos=True) for i in range(3)}
+    assert all(outcome.num_verified == 0 for outcome in own.run(opens, gate=Closed()).values())
+    assert own.draft_built.engine.stats().prefix_query_tokens == before
