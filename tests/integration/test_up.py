@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from specdec.cli.local.placement import choose_placement
+from specdec.cli.local.plan import LocalPlan
 from specdec.client import Client, Completion, generate_resuming
 from tests.support.services.faults import CREDIT_WINDOW, held_back, make_request
 from tests.support.services.tiny_pair import ModelPair
@@ -104,6 +106,7 @@ def test_where_the_draft_runs_is_measured_once_and_remembered(tiny_pair: ModelPa
         assert "tokens/s measured here: apart " in first
         placement = first.split()[1]
         assert len(up.children()) == (5 if placement == "apart" else 3)
-    assert len(list(tmp_path.glob("specdec/placement/*.json"))) == 1
-    with running_up(tiny_pair, variables=variables) as up:
-        assert f"placement: {placement} (tokens/s measured here before: apart " in up.wait_line("placement: ")
+    plan = LocalPlan(target_model=str(tiny_pair.target), draft_model=str(tiny_pair.draft), device="cpu")
+    said: list[str] = []
+    again = choose_placement(plan, said.append, tmp_path / "specdec" / "placement")
+    assert (again.placement, again.is_new, said) == (placement, False, [])
