@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated
+import os
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -13,7 +14,8 @@ from rich.text import Text
 
 from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.generate import Display, run_request
-from specdec.cli.local.plan import LocalPlan, shipped_model
+from specdec.cli.local.devices import count_gpus
+from specdec.cli.local.plan import LocalPlan, shipped_model, usual_placement
 from specdec.cli.up import Device, DraftModel, TargetModel, running_cluster, stop_on_signals
 from specdec.client import ClientSettings
 from specdec.shipped_pair import shipped_pair
@@ -24,6 +26,13 @@ def demo(
     target: TargetModel = None,
     draft: DraftModel = None,
     device: Device = "auto",
+    placement: Annotated[
+        Literal["apart", "together"] | None,
+        typer.Option(
+            help="A draft service, or a draft that the target runs (default: together on one or two CPU cores).",
+            show_default=False,
+        ),
+    ] = None,
     prompt: Annotated[
         str | None,
         typer.Option(help="What to complete (default: a held-out one of the pair's language).", show_default=False),
@@ -41,6 +50,7 @@ def demo(
             draft_model=draft or shipped_model("draft"),
             device=device,
             free_ports=True,
+            placement=placement or usual_placement(_device(device), sorted(os.sched_getaffinity(0))),
         )
         request = coordinator_pb2.GenerateRequest(prompt=prompt or held_out_prompt(prompt_id))
         request.sampling.temperature = temperature
@@ -56,6 +66,10 @@ def demo(
                 console.print(
                     "The lower the temperature, the more guesses are right: try --temperature 0.", style="dim"
                 )
+
+
+def _device(wish: str) -> str:
+    return ("cuda" if count_gpus() else "cpu") if wish == "auto" else wish
 
 
 def held_out_prompt(prompt_id: str | None = None) -> str:

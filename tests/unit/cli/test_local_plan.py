@@ -7,7 +7,7 @@ import pytest
 from specdec.cli.errors import ClusterFailed
 from specdec.cli.local import devices
 from specdec.cli.local.cores import CoreAssignment, assign_cores, share_cores
-from specdec.cli.local.plan import LocalPlan, describe_placement, plan_services, split_evenly
+from specdec.cli.local.plan import LocalPlan, describe_placement, plan_services, split_evenly, usual_placement
 from specdec.cli.local.service_process import ServiceSpec
 from specdec.config import TargetSettings, load_settings
 
@@ -142,6 +142,12 @@ def test_placement_is_told_by_cores_or_device() -> None:
     rows = describe_placement(plan())
     assert rows[0] == ("target", "127.0.0.1:50052", "cores 0,1")
     assert rows[2] == ("coordinator", "127.0.0.1:50051", "")
+    assert describe_placement(plan(placement="together"))[0][2] == "cores 0,1,2, runs the draft, too"
+
+
+def test_without_a_measurement_few_cores_are_shared() -> None:
+    assert [usual_placement("cpu", range(n)) for n in (1, 2, 3)] == ["together", "together", "apart"]
+    assert usual_placement("cuda", range(2)) == "apart"
 
 
 def test_a_missing_gpu_is_told_as_a_failure_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
