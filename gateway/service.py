@@ -28,10 +28,11 @@ from specdec.client import Client, ClientSettings
 from specdec.rpc.listening import bound_sockets
 from specdec.rpc.server import install_signals
 from specdec.rpc.startup import StartupFailed
+from specdec.rpc.tls import server_tls_files
 from specdec.rpc.tls_watch import INTERVAL_S, TlsWatch
 from specdec.telemetry import BuildInfo, GatewayMetrics, TlsMetrics, VllmMetrics
 from specdec.telemetry.tracing import Tracing
-from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context, server_context
+from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
 
 _log = structlog.get_logger(__name__)
 
@@ -44,7 +45,7 @@ class Gateway:
         self._settings = settings
         self._registry = registry = CollectorRegistry()
         BuildInfo(registry, "gateway")
-        self._server_tls = _server_tls(settings)
+        self._server_tls = server_tls_files(settings)
         self._coordinator_tls = _coordinator_tls(settings)
         self._tracing = Tracing(settings, "gateway", settings.trace_sample_ratio)
         metrics = GatewayMetrics(registry)
@@ -164,17 +165,6 @@ async def run_gateway(settings: GatewaySettings) -> int:
         await gateway.stop(0 if aborting.is_set() else settings.stop_grace_s)
     _log.info("stopping", exit_code=exit_code)
     return exit_code
-
-
-def _server_tls(settings: GatewaySettings) -> TlsFiles | None:
-    if settings.tls_cert_file is None:
-        return None
-    return TlsFiles(
-        server_context,
-        certificate=TlsFile("tls_cert_file", settings.tls_cert_file),
-        key=TlsFile.of("tls_key_file", settings.tls_key_file),
-        authorities=TlsFile.of("tls_client_ca_file", settings.tls_client_ca_file),
-    )
 
 
 def _coordinator_tls(settings: GatewaySettings) -> TlsFiles | None:

@@ -184,7 +184,8 @@ class Verifier:
     def absorb_proposals(self, now_s: float) -> None:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
         self._due_at_s = now_s
-        self._own_draft.propose([s for s in self._ready() if s.state is SessionState.DECIDED], self.pacing)
+        if self._own_draft.is_there:
+            self._own_draft.propose([s for s in self._ready() if s.state is SessionState.DECIDED], self.pacing)
         self._turn_began_s = time.monotonic()
         for session in self._ready():
             if session.arrived is not None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.generate import Display, run_request
-from specdec.cli.local.devices import count_gpus
+from specdec.cli.local.devices import device_kind
 from specdec.cli.local.plan import LocalPlan, shipped_model, usual_placement
 from specdec.cli.up import Device, DraftModel, TargetModel, running_cluster, stop_on_signals
 from specdec.client import ClientSettings
@@ -50,7 +50,7 @@ def demo(
             draft_model=draft or shipped_model("draft"),
             device=device,
             free_ports=True,
-            placement=placement or usual_placement(_device(device), sorted(os.sched_getaffinity(0))),
+            placement=placement or usual_placement(device_kind(device), sorted(os.sched_getaffinity(0))),
         )
         request = coordinator_pb2.GenerateRequest(prompt=prompt or held_out_prompt(prompt_id))
         request.sampling.temperature = temperature
@@ -66,10 +66,6 @@ def demo(
                 console.print(
                     "The lower the temperature, the more guesses are right: try --temperature 0.", style="dim"
                 )
-
-
-def _device(wish: str) -> str:
-    return ("cuda" if count_gpus() else "cpu") if wish == "auto" else wish
 
 
 def held_out_prompt(prompt_id: str | None = None) -> str:

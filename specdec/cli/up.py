@@ -18,7 +18,7 @@ from rich.markup import escape
 from specdec.cli.errors import reported_errors
 from specdec.cli.inputs.config_file import by_parameter, read_config
 from specdec.cli.local.cluster import Cluster
-from specdec.cli.local.devices import count_gpus
+from specdec.cli.local.devices import device_kind
 from specdec.cli.local.log_view import LogView
 from specdec.cli.local.placement import choose_placement
 from specdec.cli.local.plan import (
@@ -142,8 +142,7 @@ def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, cons
     """Measures where that is asked for and says something: one target and one draft, both on CPU."""
     if wish != "auto":
         return wish
-    is_cpu = plan.device == "cpu" or (plan.device == "auto" and count_gpus() == 0)
-    if not is_cpu or plan.num_targets != 1 or plan.num_drafts != 1:
+    if device_kind(plan.device) != "cpu" or plan.num_targets != 1 or plan.num_drafts != 1:
         return "apart"
     with console.status("measuring") as status:
 

@@ -9,21 +9,35 @@ import contextlib
 import functools
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import grpc
 import structlog
 
 from specdec.rpc.abort import abort_with
 from specdec.rpc.errors import PermissionDenied
-from specdec.rpc.settings import ClientSettings, ServiceSettings
+from specdec.rpc.settings import ClientSettings
 from specdec.tls_files import TlsFile, TlsFiles, TlsMaterial, client_context, server_context
 
 _HEALTH = "/grpc.health.v1.Health/"
 _log = structlog.get_logger(__name__)
 
 
-def server_tls_files(settings: ServiceSettings) -> TlsFiles | None:
+class ServesTls(Protocol):
+    """Settings with the files of a server."""
+
+    @property
+    def tls_cert_file(self) -> Path | None: ...
+
+    @property
+    def tls_key_file(self) -> Path | None: ...
+
+    @property
+    def tls_client_ca_file(self) -> Path | None: ...
+
+
+def server_tls_files(settings: ServesTls) -> TlsFiles | None:
     """The files that a service's settings name; None without TLS. Raises TlsFilesBroken."""
     if settings.tls_cert_file is None:
         return None

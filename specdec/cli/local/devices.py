@@ -22,6 +22,11 @@ TARGET_KV_SHARE = 0.65
 DRAFT_KV_SHARE = 0.15
 
 
+def device_kind(wish: str) -> str:
+    """`cpu` or `cuda`: what `auto` comes to here, and any other wish as it is."""
+    return ("cuda" if count_gpus() else "cpu") if wish == "auto" else wish
+
+
 def plan_devices(device: str, num_gpus: int) -> DevicePlan:
     """Return each role's device; memory of a shared GPU is not divided yet (see `divide_memory`).
 

@@ -57,7 +57,9 @@ class Choice:
 def choose_placement(plan: LocalPlan, tell: Callable[[str], None], cache: Path | None = None) -> Choice:
     """Return what is faster for a plan of one target and one draft, both on CPU; measures it the first time.
 
-    `tell` is called with what is going on. Raises ClusterFailed and the typed errors of `specdec.rpc.errors`.
+    `tell` is called with what is going on. Where too little comes in time to compare, it is apart, and not remembered.
+
+    Raises ClusterFailed and the typed errors of `specdec.rpc.errors`.
     """
     file = (cache or _cache()) / f"{_key(plan)}.json"
     known = _read(file)
@@ -66,6 +68,9 @@ def choose_placement(plan: LocalPlan, tell: Callable[[str], None], cache: Path |
     speeds: dict[str, float] = {}
     for name in _PLACEMENTS:
         speeds[name] = _speed(dataclasses.replace(plan, placement=name), tell)
+    if not all(speeds.values()):
+        tell("too few tokens came to tell which is faster")
+        return Choice("apart", speeds, is_new=True)
     choice = Choice(max(_PLACEMENTS, key=lambda name: speeds[name]), speeds, is_new=True)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +103,7 @@ def _speed(plan: LocalPlan, tell: Callable[[str], None]) -> float:
                 num_requests=_NUM_PROMPTS,
             )
             speeds += asyncio.run(_measure(cluster.address, wishes, say))
-    return math.exp(sum(map(math.log, speeds)) / len(speeds))
+    return math.exp(sum(map(math.log, speeds)) / len(speeds)) if all(speeds) else 0.0
 
 
 async def _measure(address: str, wishes: Wishes, tell: Callable[[str], None]) -> list[float]:
@@ -114,7 +119,7 @@ async def _measure(address: str, wishes: Wishes, tell: Callable[[str], None]) ->
             pass
         gaps_s = [gap for stream in passes[0].streams for gap in stream.gaps_s]
         # Of the decoding alone: prompts take the same however a draft is placed.
-        speeds.append(load.concurrency * len(gaps_s) / sum(gaps_s) if gaps_s else 1 / _MOST_S)
+        speeds.append(load.concurrency * len(gaps_s) / sum(gaps_s) if gaps_s else 0.0)
     return speeds
 
 
