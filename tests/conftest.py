@@ -12,7 +12,7 @@ import structlog
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-pytest_plugins = ["tests.support.services.cluster_fixtures"]
+pytest_plugins = ["tests.support.services.cluster_fixtures", "tests.support.fork_server.plugin"]
 FOLDERS_WITH_CLUSTERS = ("tests/chaos", "tests/e2e", "tests/upgrade")
 PROCESS_FOLDERS = [Path(__file__).parent / name for name in ("integration", "e2e", "chaos", "upgrade", "security")]
 

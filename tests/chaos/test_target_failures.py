@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import grpc
-import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.cli.local.cluster import Cluster
 from specdec.rpc.errors import Unavailable
+from tests.support.services.engine_processes import engine_of
 from tests.support.services.faults import (
     CREDIT_WINDOW,
     Reading,
@@ -95,11 +95,7 @@ async def test_a_target_that_stays_away_ends_the_stream_so_that_it_can_be_resume
 async def test_a_replica_whose_engine_dies_stops_serving_until_it_has_another(whole: Cluster) -> None:
     service = whole.services["target"]
     assert service.pid is not None
-    [engine] = [
-        child
-        for child in psutil.Process(service.pid).children()
-        if "specdec.rpc.bridge.engine_child" in child.cmdline()
-    ]
+    engine = engine_of(whole, "target")
     async with grpc.aio.insecure_channel(service.spec.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 
-import psutil
 import pytest
 
 from specdec.cli.local.cluster import Cluster
@@ -13,6 +12,7 @@ from specdec.client import Client, Completion, generate_resuming
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.clusters import start_cluster
+from tests.support.services.engine_processes import engine_of
 from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = pytest.mark.integration
@@ -70,8 +70,6 @@ async def test_a_stream_goes_on_exactly_when_the_engine_with_both_models_is_kill
             completion.add(chunk)
             if not is_killed and completion.num_tokens > 50:
                 is_killed = True
-                target = psutil.Process(cluster.services["target"].pid)
-                (engine,) = target.children()
-                engine.kill()
+                engine_of(cluster, "target").kill()
     assert is_killed
     assert completion.identity == undisturbed.identity

@@ -11,6 +11,7 @@ import pytest
 
 from specdec.cli.local.cluster import Cluster
 from tests.support.services.clusters import MakeCluster
+from tests.support.services.engine_processes import engine_of
 from tests.support.services.faults import (
     CREDIT_WINDOW,
     Reading,
@@ -28,15 +29,6 @@ WITHIN_S = 10.0
 BEFORE = 20
 NUM_TOKENS = 300
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
-
-
-def engine_of(cluster: Cluster, name: str) -> psutil.Process:
-    [engine] = [
-        child
-        for child in psutil.Process(cluster.services[name].pid).children()
-        if "specdec.rpc.bridge.engine_child" in child.cmdline()
-    ]
-    return engine
 
 
 async def is_replaced(cluster: Cluster, name: str, stopped: psutil.Process) -> None:

@@ -23,6 +23,7 @@ from specdec.v1 import coordinator_pb2 as api
 from tests.support.engine import paged_scenarios as play
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.services.clusters import start_cluster
+from tests.support.services.engine_processes import engine_of
 from tests.support.services.faults import (
     CREDIT_WINDOW,
     Reading,
@@ -247,7 +248,7 @@ async def test_a_replica_of_two_ranks_drains_and_exits_with_0(split_cluster: Clu
 def processes_of(cluster: Cluster) -> tuple[psutil.Process, psutil.Process, psutil.Process]:
     """The target's servicer, its engine, which is rank 0, and rank 1."""
     servicer = psutil.Process(cluster.services["target"].pid)
-    (engine,) = (p for p in servicer.children() if "specdec.rpc.bridge.engine_child" in p.cmdline())
+    engine = engine_of(cluster, "target")
     return servicer, engine, rank_of(engine)
 
 

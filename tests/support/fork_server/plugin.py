@@ -1,0 +1,49 @@
+"""Has templates make the services and engines of tests, in this pytest process.
+
+`--cold-starts` has each executed and import everything itself, as services of users do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from specdec.cli.local import service_process
+from specdec.rpc.bridge import engine_launch
+from tests.support.fork_server.popen import Forking, Template
+
+_KINDS = {
+    "coordinator": "service",
+    "gateway": "gateway",
+    "target_service": "engine",
+    "draft_service": "engine",
+    "specdec.rpc.bridge.engine_child": "engine",
+}
+"""The template for each module; another module is executed."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--cold-starts", action="store_true", help="execute services and engines instead of forking them")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_starts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Templates are started when they are first needed, and end with this process."""
+    if request.config.getoption("--cold-starts"):
+        yield
+        return
+    templates: dict[str, Template] = {}
+
+    def find(module: str) -> Template | None:
+        kind = _KINDS.get(module)
+        if kind is None:
+            return None
+        if kind not in templates:
+            templates[kind] = Template.start(kind)
+        return templates[kind]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service_process, "subprocess", Forking(find))
+        patch.setattr(engine_launch, "subprocess", Forking(find))
+        yield

@@ -1,0 +1,110 @@
+"""subprocess.Popen over templates."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tests.support.fork_server.jobs import STARTER, Job
+from tests.support.fork_server.wire import send_job
+
+_PR_SET_CHILD_SUBREAPER = 36
+_OWN_ENVIRONMENT = ("SPECDEC_", "PYTHONUNBUFFERED", "PROMETHEUS_MULTIPROC_DIR", "PYTHONPATH", "PYTEST_CURRENT_TEST")
+"""Variables that nothing a template has imported reads; a process with others of its own is started afresh."""
+_ARGUMENT_ROOM = 4096
+_spawning = threading.Lock()
+
+
+class Template:
+    """The way to a template, from the process whose children it makes."""
+
+    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
+        """`environment`: what it was started with."""
+        self._connection = connection
+        self._environment = environment
+
+    def can_make(self, environment: Mapping[str, str]) -> bool:
+        """Whether a process with this environment would have imported the same."""
+        names = {*environment, *self._environment}
+        return all(
+            name.startswith(_OWN_ENVIRONMENT) for name in names if environment.get(name) != self._environment.get(name)
+        )
+
+    def make(self, job: Job, files: list[int]) -> int:
+        """Start a process as a child of this one; returns its id."""
+        with _spawning, _adopting():
+            return send_job(self._connection, job, files)
+
+    @classmethod
+    def start(cls, kind: str) -> Template:
+        """Start one of a kind; it ends with this process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            words = [kind, str(theirs.fileno()), str(os.getpid()), "." * _ARGUMENT_ROOM]
+            command = [sys.executable, "-m", f"{__package__}.template", *words]
+            subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
+        return cls(ours, dict(os.environ))
+
+
+class ForkedPopen(subprocess.Popen[bytes]):
+    """A Popen whose process a template makes. Only for what `python -m` runs, with pipes or files."""
+
+    def __init__(self, template: Template, command: list[str], **options: Any) -> None:
+        self._template = template
+        super().__init__(command, **options)
+
+    def _execute_child(  # type: ignore[no-untyped-def]  # the method that forks and executes, in CPython since 3.2
+        self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+        start_new_session, process_group,
+    ) -> None:  # fmt: skip
+        standard = [
+            p2cread if p2cread != -1 else 0,
+            c2pwrite if c2pwrite != -1 else 1,
+            errwrite if errwrite != -1 else 2,
+        ]
+        environment = dict(os.environ if env is None else env)
+        numbers = (0, 1, 2, *pass_fds)
+        job = Job(tuple(args[1:]), environment, cwd or os.getcwd(), numbers, os.getpid(), bool(start_new_session))
+        self.pid = self._template.make(job, [*standard, *pass_fds])
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+class Forking:
+    """The subprocess module, except that its Popen has templates make what they can make."""
+
+    def __init__(self, find: Callable[[str], Template | None]) -> None:
+        """`find`: the template for a module that is to be run."""
+        self._find = find
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:  # its name there
+        """As there. What is no module, or has an environment that no template has, is executed."""
+        environment = os.environ if options.get("env") is None else options["env"]
+        if command[:2] == [sys.executable, "-m"]:
+            module = command[5] if command[2] == STARTER else command[2]
+            template = self._find(module)
+            if template is not None and template.can_make(environment):
+                return ForkedPopen(template, command, **options)
+        return subprocess.Popen(command, **options)
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Orphans among this process's descendants become its children, and not those of init."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

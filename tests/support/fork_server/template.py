@@ -1,0 +1,104 @@
+"""The process that forks: `python -m tests.support.fork_server.template KIND SOCKET_FD PADDING`.
+
+Reads one job after another from its socket, and ends with it. Has one thread, and opens nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+
+from specdec.parent_process import die_with_parent
+from tests.support.fork_server import jobs
+from tests.support.fork_server.wire import receive_job
+
+_SERVICE_PACKAGES = ("asyncio", "google.protobuf.json_format", "google.rpc.status_pb2", "grpc.aio", "jinja2", "psutil")
+_SERVICE_PACKAGES += ("pydantic_settings", "redis.asyncio", "rich.console", "structlog", "tokenizers", "yaml")
+_ENGINE_PACKAGES = ("torch", "numpy", "safetensors.torch", "transformers", "transformers.modeling_utils")
+_ENGINE_PACKAGES += ("transformers.models.auto.modeling_auto", "transformers.models.llama.modeling_llama")
+PACKAGES = {
+    "service": _SERVICE_PACKAGES,
+    "gateway": (*_SERVICE_PACKAGES, "fastapi", "uvicorn"),
+    "engine": (*_SERVICE_PACKAGES, *_ENGINE_PACKAGES),
+}
+"""What each kind of template has imported. None reads the environment again, as prometheus_client would."""
+ENGINE = "specdec.rpc.bridge.engine_child"
+
+
+def serve(connection: socket.socket) -> tuple[jobs.Job, list[int]] | None:
+    """Fork for each job that comes. Returns in the forked process, with its job, and here when nobody asks any more."""
+    while (request := receive_job(connection)) is not None:
+        job, files = request
+        read_end, write_end = os.pipe()
+        middle = os.fork()
+        if middle == 0:
+            if os.fork():
+                os._exit(0)
+            jobs.show_arguments([sys.executable, *job.argv])
+            os.write(write_end, str(os.getpid()).encode())
+            return job, files
+        os.waitpid(middle, 0)  # from here on the child is an orphan, and who asked has adopted it
+        connection.send(os.read(read_end, 64))
+        for fd in (read_end, write_end, *files):
+            os.close(fd)
+    return None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Import, fork, and in what was forked: run the job."""
+    kind, fd, parent, *_ = argv
+    die_with_parent(int(parent))
+    for name in PACKAGES[kind]:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    with socket.socket(fileno=int(fd)) as connection:
+        request = serve(connection)
+        if request is None:
+            return
+    job, files = request
+    jobs.become(job, files)
+    if kind == "engine" and ENGINE not in job.argv:
+        _start_engines_from_here()
+    jobs.run(job.argv)
+
+
+def _start_engines_from_here() -> None:
+    """A service starts its engine as its own child: from a template that is a child of the service."""
+    from specdec.rpc.bridge import engine_launch
+    from tests.support.fork_server.popen import Forking, Template
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    service = os.getpid()
+    pid = os.fork()
+    if pid:
+        theirs.close()
+        template = Template(ours, dict(os.environ))
+        engine_launch.subprocess = Forking(lambda _: template)  # type: ignore[attr-defined]
+        return
+    ours.close()
+    die_with_parent(service)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # it leaves with the service, and forks while that drains
+    for fd in (0, 1, 2):
+        os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+    jobs.show_arguments(["template of engines"])
+    request = serve(theirs)
+    theirs.detach()
+    if request is None:
+        os._exit(0)
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+        signal.signal(number, handler)
+    jobs.become(*request)
+    jobs.run(request[0].argv)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

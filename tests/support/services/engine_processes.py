@@ -1,0 +1,15 @@
+"""The engines of running services."""
+
+from __future__ import annotations
+
+import psutil
+
+from specdec.cli.local.cluster import Cluster
+
+_MODULE = "specdec.rpc.bridge.engine_child"
+
+
+def engine_of(cluster: Cluster, name: str) -> psutil.Process:
+    """The engine process of a replica, which has one."""
+    (engine,) = (p for p in psutil.Process(cluster.services[name].pid).children() if _MODULE in p.cmdline())
+    return engine
