@@ -299,11 +299,16 @@ async def test_a_gateway_that_drains_ends_its_streams_whole_and_then_itself(whol
 
 async def test_a_gateway_told_twice_to_end_says_so_in_the_stream(whole: Fleet) -> None:
     service = whole.front.services["gateway"]
-    asked = body(16, stream=True)
+    asked = body(16, stream=True, max_tokens=3000)
     async with whole.http() as client, client.stream("POST", "/v1/completions", json=asked) as response:
         lines = response.aiter_lines()
         await Stream(lines).until(NUM_BEFORE)
         whole.front.signal("gateway", signal.SIGTERM)
+
+        async def is_draining() -> bool:  # Signals of one kind that come together are one.
+            return (await client.get("/health")).status_code == 503
+
+        await eventually(is_draining, "it has heard the first")
         whole.front.signal("gateway", signal.SIGTERM)
         last = [line async for line in lines if line][-2:]
     assert json.loads(last[0].removeprefix("data: "))["error"]["code"] == "service_unavailable"
