@@ -15,7 +15,7 @@ TYPESCRIPT_VERSION := 5.9.3
 CHECKOV_VERSION := 3.3.30
 SCHEMATHESIS_VERSION := 4.32.5
 # The CRDs of operators, as code.
-CRD_PACKAGES := @kubernetes-models/cert-manager@4.4.4 @kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0
+CRD_PACKAGES := @kubernetes-models/cert-manager@4.4.4 @kubernetes-models/gateway-api@0.5.1 @kubernetes-models/keda@0.4.2 @kubernetes-models/prometheus-operator@6.0.0
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=

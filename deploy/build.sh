@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds images with docker or buildah: deploy/build.sh [coordinator|engine-cpu|engine-cuda ...]
+# Builds images with docker or buildah: deploy/build.sh [coordinator|gateway|engine-cpu|engine-cuda ...]
 # All when none is named. BUILDER is the command that builds (default: docker build), TAG the tag (default: the
 # version of specdec). With ATTEST=1 BuildKit adds a bill of materials and the build's provenance to each image, which a
 # registry keeps (BUILDER="docker buildx build --push"). The Dockerfile's arguments are taken from variables of the same names where these are set.
@@ -20,7 +20,7 @@ if [[ ${ATTEST:-0} != 0 ]]; then
 fi
 targets=("$@")
 if [[ ${#targets[@]} -eq 0 ]]; then
-    targets=(coordinator engine-cpu engine-cuda)
+    targets=(coordinator gateway engine-cpu engine-cuda)
 fi
 for target in "${targets[@]}"; do
     "${builder[@]}" --file deploy/Dockerfile --target "$target" --tag "specdec-$target:${TAG:-$version}" \

@@ -24,7 +24,7 @@ from gateway.routes.answers import error_response
 from gateway.routes.chat import chat_routes
 from gateway.routes.completions import completion_routes
 from gateway.routes.models import model_routes
-from gateway.routes.operations import operation_routes
+from gateway.routes.operations import health_routes, metrics_routes
 from gateway.routes.output import as_api_error
 from gateway.routes.responses import response_routes
 from gateway.routes.tokens import token_routes
@@ -43,16 +43,30 @@ _COMPONENT = "#/components/schemas/{model}"
 def build_app(parts: Parts) -> FastAPI:
     """The application of these parts."""
     app = FastAPI(title="specdec gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, operation_routes):
+    for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, health_routes):
         app.include_router(routes(parts))
+    if parts.settings.public_metrics:
+        app.include_router(metrics_routes(parts))
+    _answer_errors(app)
+    described = _openapi(app)
+    app.openapi = lambda: described  # type: ignore[method-assign]
+    return app
+
+
+def build_health_app(parts: Parts) -> FastAPI:
+    """The application of the port for probes."""
+    app = FastAPI(title="specdec gateway health", openapi_url=None, redirect_slashes=False)
+    app.include_router(health_routes(parts))
+    _answer_errors(app)
+    return app
+
+
+def _answer_errors(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(SpecdecError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(ClientDisconnect, _on_gone)
     app.add_exception_handler(Exception, _on_error)
-    described = _openapi(app)
-    app.openapi = lambda: described  # type: ignore[method-assign]
-    return app
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -14,7 +14,7 @@ import socket
 import structlog
 from prometheus_client import CollectorRegistry
 
-from gateway.app import build_app
+from gateway.app import build_app, build_health_app
 from gateway.http.body import BodyLimits, BodyReader
 from gateway.http.edge import Edge
 from gateway.http.server import HttpServer
@@ -26,6 +26,7 @@ from gateway.upstream.health import Health
 from specdec import __version__
 from specdec.client import Client, ClientSettings
 from specdec.rpc.listening import bound_sockets
+from specdec.rpc.metrics_endpoint import metrics_endpoint
 from specdec.rpc.server import install_signals
 from specdec.rpc.startup import StartupFailed
 from specdec.rpc.tls import server_tls_files
@@ -69,28 +70,39 @@ class Gateway:
             logs_access=settings.access_log,
             answer=error_response,
         )
-        self._server = HttpServer(self.edge, tls=self._server_tls, header_s=settings.header_read_s)
+        header_s = settings.header_read_s
+        self._server = HttpServer(self.edge, tls=self._server_tls, header_s=header_s)
+        self._probed = HttpServer(build_health_app(self.parts), tls=None, header_s=header_s)
+        self._endpoints = contextlib.ExitStack()
         self._tasks: list[asyncio.Task[None]] = []
         self.port = 0
         """Where it listens, once it does."""
+        self.metrics_port: int | None = None
+        """Where its metrics are, besides; None: nowhere."""
+        self.health_port: int | None = None
+        """Where it answers probes in plaintext; None: nowhere."""
 
     async def start(self) -> None:
         """Listen. Raises StartupFailed."""
         settings = self._settings
-        try:
-            sockets = bound_sockets(settings.host, settings.port, socket.SO_REUSEADDR)
-        except OSError as error:
-            raise StartupFailed(f"host, port: cannot listen on {settings.host}:{settings.port}: {error}") from error
+        sockets = self._bound("port", settings.port)
+        probed = [] if settings.health_port is None else self._bound("health_port", settings.health_port)
+        endpoint = metrics_endpoint(settings, self._registry, self._server_tls)
+        self.metrics_port = self._endpoints.enter_context(endpoint)
         self.port = sockets[0].getsockname()[1]
         await self._server.start(sockets)
+        if probed:
+            self.health_port = probed[0].getsockname()[1]
+            await self._probed.start(probed)
         uses = {"server": self._server_tls, "coordinators": self._coordinator_tls}
         watch = TlsWatch(TlsMetrics(self._registry), lambda: uses)
         self._tasks.append(asyncio.create_task(watch.run(), name="tls-watch"))
         if self._coordinator_tls is not None:
             self._tasks.append(asyncio.create_task(self._renew(self._coordinator_tls), name="tls-renewal"))
         _log.info(
-            "listening", host=settings.host, port=self.port, tls=self._server_tls is not None, version=__version__
-        )
+            "listening", host=settings.host, port=self.port, metrics_port=self.metrics_port,
+            health_port=self.health_port, tls=self._server_tls is not None, version=__version__,
+        )  # fmt: skip
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, let running ones end, and cut off those that have not after `timeout_s`."""
@@ -107,11 +119,19 @@ class Gateway:
         """Close everything. Called once, whatever happened before."""
         self._health.is_draining = True
         await self._server.stop(grace_s)
+        await self._probed.stop(0)
+        self._endpoints.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._coordinators.close()
         await self._tracing.close()
+
+    def _bound(self, name: str, port: int) -> list[socket.socket]:
+        try:
+            return bound_sockets(self._settings.host, port, socket.SO_REUSEADDR)
+        except OSError as error:
+            raise StartupFailed(f"host, {name}: cannot listen on {self._settings.host}:{port}: {error}") from error
 
     def _connect(self, address: str) -> Client:
         settings, files = self._settings, self._coordinator_tls

@@ -51,6 +51,24 @@ class GatewaySettings(WireSettings, TracingSettings):
     )
     host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
     port: int = Field(default=8000, ge=0, le=65535, description="Port of the HTTP server; 0 takes a free one.")
+    metrics_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="One more port with Prometheus /metrics only; 0 takes a free one, null is off.",
+    )
+    metrics_tls: bool = Field(
+        default=False, description="Serve metrics_port over TLS, with the same certificate and client check."
+    )
+    public_metrics: bool = Field(
+        default=True, description="Serve /metrics on the main port, too, to whoever reaches it."
+    )
+    health_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Plaintext HTTP port with /health, /ping and /version only, for probes; null is off.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
     log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
     access_log: bool = Field(default=False, description="Log each request that ended.")
@@ -106,6 +124,8 @@ class GatewaySettings(WireSettings, TracingSettings):
                 raise ValueError(f"{side}_cert_file and {side}_key_file must be set together")
         if self.tls_client_ca_file is not None and self.tls_cert_file is None:
             raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if self.metrics_tls and self.tls_cert_file is None:
+            raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
         if not self.coordinator_tls and (self.coordinator_tls_ca_file or self.coordinator_tls_cert_file):
             raise ValueError("coordinator_tls_ca_file and coordinator_tls_cert_file need coordinator_tls")
         for name in type(self).model_fields:

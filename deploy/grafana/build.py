@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from coordinator_page import coordinator
+from gateway_page import gateway
 from overview_page import overview
 from speculation_page import speculation
 from tier_pages import draft, target
@@ -23,7 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a file is out of date")
     is_check = parser.parse_args().check
-    pages = {page.__name__: page() for page in (overview, speculation, coordinator, target, draft)}
+    pages = {page.__name__: page() for page in (overview, gateway, speculation, coordinator, target, draft)}
     texts = {FOLDER / f"{name}.json": json.dumps(page, indent=2) + "\n" for name, page in pages.items()}
     if is_check:
         stale = {path.name for path, text in texts.items() if not path.exists() or path.read_text() != text}

@@ -19,8 +19,8 @@ _NOT_READY: dict[int | str, dict[str, Any]] = {
 }
 
 
-def operation_routes(parts: Parts) -> APIRouter:
-    """The routes of operation."""
+def health_routes(parts: Parts) -> APIRouter:
+    """What probes ask for."""
     router = APIRouter(tags=["operation"])
 
     @router.get("/health", response_class=Response, responses=_NOT_READY)
@@ -37,6 +37,13 @@ def operation_routes(parts: Parts) -> APIRouter:
     async def version() -> JsonResponse:
         """The software's version."""
         return JsonResponse({"version": __version__})
+
+    return router
+
+
+def metrics_routes(parts: Parts) -> APIRouter:
+    """What Prometheus asks for."""
+    router = APIRouter(tags=["operation"])
 
     @router.get(
         "/metrics",

@@ -6,22 +6,35 @@ import contextlib
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
 from specdec.addresses import join_address
 from specdec.rpc.listening import bound_sockets
 from specdec.rpc.metrics_server import MetricsServer
-from specdec.rpc.settings import ServiceSettings
 from specdec.rpc.startup import StartupFailed
-from specdec.rpc.tls import server_tls_files
+from specdec.rpc.tls import ServesTls, server_tls_files
 from specdec.telemetry import scrape_registry
 from specdec.tls_files import TlsFiles
 
 
+class ServesMetrics(ServesTls, Protocol):
+    """Settings with a page of metrics."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def metrics_port(self) -> int | None: ...
+
+    @property
+    def metrics_tls(self) -> bool: ...
+
+
 @contextlib.contextmanager
 def metrics_endpoint(
-    settings: ServiceSettings, registry: CollectorRegistry, tls: TlsFiles | None = None
+    settings: ServesMetrics, registry: CollectorRegistry, tls: TlsFiles | None = None
 ) -> Iterator[int | None]:
     """Serve /metrics where the settings say; yields the port, None if metrics are off. Raises StartupFailed.
 

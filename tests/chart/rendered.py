@@ -9,15 +9,22 @@ from typing import Any
 
 import yaml
 
+from gateway.settings import GatewaySettings
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from tests.chart.toggles import toggle_cases
 
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm" / "specdec"
 CASES: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text()) | toggle_cases()
-SETTINGS: dict[str, type[Any]] = {"coordinator": CoordinatorSettings, "target": TargetSettings, "draft": DraftSettings}
+SETTINGS: dict[str, type[Any]] = {
+    "coordinator": CoordinatorSettings,
+    "gateway": GatewaySettings,
+    "target": TargetSettings,
+    "draft": DraftSettings,
+}
+WITH_REDIS = ("coordinator", "target", "draft")
 # Kinds of operators, whose schemas Kubernetes has not.
-CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor", "Certificate", "PrometheusRule"}
+CUSTOM_KINDS = {"ScaledObject", "ServiceMonitor", "Certificate", "PrometheusRule", "HTTPRoute"}
 
 Document = dict[str, Any]
 Helm = Callable[..., subprocess.CompletedProcess[str]]

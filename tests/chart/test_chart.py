@@ -27,6 +27,7 @@ from tests.chart.rendered import (
     CHART,
     CUSTOM_KINDS,
     SETTINGS,
+    WITH_REDIS,
     Helm,
     Render,
     case_files,
@@ -98,12 +99,12 @@ def test_commands_start_a_role_with_settings_it_has(case: str, render: Render) -
         assert len(names) == len(set(names))
         for variable in container["env"]:
             if variable["name"] == "SPECDEC_HEALTH_ADDRESS":
-                assert variable["value"] == "127.0.0.1:8081"
+                assert variable["value"] == f"{'http://' if role == 'gateway' else ''}127.0.0.1:8081"
             elif variable["name"].startswith("SPECDEC_"):
                 prefix = SETTINGS[role].env_prefix
                 assert variable["name"].startswith(prefix)
                 assert variable["name"].removeprefix(prefix).lower() in fields
-    assert roles == ({"coordinator", "target"} if case == "without-drafts" else set(SETTINGS))
+    assert roles == set(SETTINGS) - {{"without-drafts": "draft", "without-gateways": "gateway"}.get(case)}
 
 
 @every_case
@@ -129,14 +130,14 @@ def test_the_services_accept_the_flags_as_rendered(
         settings = load_settings(cls, args, env_prefix=cls.env_prefix, prog=role)
         assert settings.health_port == 8081
         assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
-            "grpc": settings.port,
+            "http" if role == "gateway" else "grpc": settings.port,
             "metrics": settings.metrics_port,
             "health": settings.health_port,
         }
 
 
 @every_case
-def test_coordinators_discover_replicas_through_services_that_exist(case: str, render: Render) -> None:
+def test_what_is_found_by_name_is_found_through_services_that_exist(case: str, render: Render) -> None:
     documents = render(case)
     ports = {
         f"{document['metadata']['name']}:{port['port']}"
@@ -148,11 +149,21 @@ def test_coordinators_discover_replicas_through_services_that_exist(case: str, r
     called = [flag.partition("=dns:///")[2] for flag in args if flag.startswith(("--targets=", "--drafts="))]
     assert len(called) == (1 if case == "without-drafts" else 2)
     assert set(called) <= ports
+    for role, _, container in containers(documents):
+        if role == "gateway":
+            (named,) = [flag for flag in container["args"] if flag.startswith("--coordinators=dns:///")]
+            assert named.partition("=dns:///")[2] in ports
 
 
 @every_case
 def test_probes_ask_for_the_service_that_the_role_serves(case: str, render: Render) -> None:
     for role, _, container in containers(render(case)):
+        if role == "gateway":
+            probes = [container[probe]["httpGet"] for probe in ("startupProbe", "readinessProbe", "livenessProbe")]
+            # Only readiness depends on coordinators: without one a restart would change nothing.
+            assert [probe["path"] for probe in probes] == ["/version", "/health", "/version"]
+            assert {probe["port"] for probe in probes} == {8081}
+            continue
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             assert container[probe]["grpc"] == {"port": 8081, "service": GRPC_NAMES[role]}
 
@@ -169,10 +180,12 @@ def test_a_pod_may_take_as_long_to_start_and_to_end_as_its_settings_say(case: st
         startup = container["startupProbe"]
         budgets[role] = startup["failureThreshold"] * startup["periodSeconds"]
         deadlines[role] = pod["terminationGracePeriodSeconds"] + budgets[role]
-        if role != "coordinator":
+        if "load-timeout-s" in flags:
             assert budgets[role] >= float(flags["load-timeout-s"])
     # It is ready when it has a target, which may have begun to load with it.
     assert budgets["coordinator"] >= budgets["target"]
+    if "gateway" in deadlines:  # It is ready when a coordinator is.
+        deadlines["gateway"] += budgets["coordinator"]
     for deployment in (d for d in documents if d["kind"] == "Deployment" and component(d) in SETTINGS):
         assert deployment["spec"]["progressDeadlineSeconds"] > deadlines[component(deployment)]
 
@@ -190,7 +203,7 @@ def test_an_update_goes_on_only_when_coordinators_have_found_the_new_replica(ren
 def test_pods_are_restricted(case: str, render: Render) -> None:
     documents = render(case)
     pods = [document["spec"] for document in documents if document["kind"] == "Pod"]
-    assert len(pods) == (0 if case == "everything" else 1)
+    assert len(pods) == {"everything": 0, "without-gateways": 1}.get(case, 2)
     pods += [document["spec"]["template"]["spec"] for document in documents if document["kind"] == "Deployment"]
     for pod in pods:
         assert pod["automountServiceAccountToken"] is False
@@ -258,11 +271,15 @@ def test_the_production_example_has_tls_on_every_hop(render: Render) -> None:
     documents = render("production")
     for role, _, container in containers(documents):
         flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in container["args"])
-        assert {"tls-cert-file", "tls-key-file", "tls-client-ca-file", "metrics-tls"} <= flags.keys()
-        assert {"redis-tls-ca-file", "redis-tls-cert-file", "redis-tls-key-file"} <= flags.keys()
+        assert {"tls-cert-file", "tls-key-file", "metrics-tls"} <= flags.keys()
+        assert ("tls-client-ca-file" in flags) == (role != "gateway"), "OpenAI's clients show no certificates"
+        if role in WITH_REDIS:
+            assert {"redis-tls-ca-file", "redis-tls-cert-file", "redis-tls-key-file"} <= flags.keys()
         assert flags["otlp-endpoint"].startswith("https://") and "otlp-ca-file" in flags
         if role == "coordinator":
             assert {"replica-tls", "replica-tls-ca-file", "replica-tls-cert-file"} <= flags.keys()
+        elif role == "gateway":
+            assert {"coordinator-tls", "coordinator-tls-ca-file", "coordinator-tls-cert-file"} <= flags.keys()
         else:
             (certificate,) = [
                 d for d in documents if d["kind"] == "Certificate" and d["metadata"]["name"].endswith("-coordinator")
@@ -272,7 +289,8 @@ def test_the_production_example_has_tls_on_every_hop(render: Render) -> None:
     assert len(monitors) == len(SETTINGS)
     for monitor in monitors:
         (endpoint,) = monitor["spec"]["endpoints"]
-        assert endpoint["scheme"] == "https" and {"ca", "cert", "keySecret"} <= endpoint["tlsConfig"].keys()
+        shown = set() if component(monitor) == "gateway" else {"cert", "keySecret"}
+        assert endpoint["scheme"] == "https" and {"ca", *shown} <= endpoint["tlsConfig"].keys()
 
 
 @every_case
@@ -283,7 +301,10 @@ def test_certificates_name_what_is_called(case: str, render: Render) -> None:
         flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in container["args"])
         if names and role == "coordinator":
             assert flags["replica-tls-server-name"] in names["target"] & names.get("draft", names["target"])
-        if "redis" in names:
+        if names and role == "gateway":
+            host = flags["coordinators"].removeprefix("dns:///").partition(":")[0]
+            assert host in names["coordinator"]
+        if "redis" in names and role in WITH_REDIS:
             host = flags["redis-url"].partition("//")[2].partition(":")[0]
             assert host in names["redis"]
     for monitor in (d for d in documents if d["kind"] == "ServiceMonitor" and names):
@@ -294,19 +315,22 @@ def test_certificates_name_what_is_called(case: str, render: Render) -> None:
 
 @every_case
 def test_the_test_hook_calls_the_client_with_flags_it_has(case: str, render: Render) -> None:
-    pods = [d for d in render(case) if d["kind"] == "Pod"]
+    documents = render(case)
+    pods = {d["metadata"]["name"].rpartition("-")[2]: d for d in documents if d["kind"] == "Pod"}
     if case == "everything":  # It has API keys, and none for the test.
         assert not pods
         return
-    (pod,) = pods
-    (container,) = pod["spec"]["containers"]
-    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    assert pods.keys() == {"generate"} | ({"complete"} if case != "without-gateways" else set())
+    (container,) = pods["generate"]["spec"]["containers"]
     assert container["command"] == ["specdec", "generate"]
     command = typer.main.get_command(app).commands["generate"]  # type: ignore[attr-defined]
     options = {option for parameter in command.params for option in parameter.opts}
     flags, prompt = container["args"][:-1], container["args"][-1]
     assert {flag.partition("=")[0] for flag in flags} <= options
     assert prompt and not prompt.startswith("-")
-    coordinator = next(container for role, _, container in containers(render(case)) if role == "coordinator")
+    coordinator = next(container for role, _, container in containers(documents) if role == "coordinator")
     demands_key = any(flag.startswith("--api-keys-file=") for flag in coordinator["args"])
-    assert (API_KEY_VARIABLE in {variable["name"] for variable in container["env"]}) == demands_key
+    for pod in pods.values():
+        assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+        (container,) = pod["spec"]["containers"]
+        assert (API_KEY_VARIABLE in {variable["name"] for variable in container["env"]}) == demands_key

@@ -19,7 +19,12 @@ from tests.chart.rendered import CASES, CHART, CUSTOM_KINDS, ROOT, Document, Ren
 
 NODE_MODULES = ROOT / ".tools/node_modules"
 CHECKOV = ROOT / ".tools/checkov/bin/checkov"
-GROUPS = {"cert-manager.io": "cert-manager", "keda.sh": "keda", "monitoring.coreos.com": "prometheus-operator"}
+GROUPS = {
+    "cert-manager.io": "cert-manager",
+    "gateway.networking.k8s.io": "gateway-api",
+    "keda.sh": "keda",
+    "monitoring.coreos.com": "prometheus-operator",
+}
 # The SDK cannot be told which Kubernetes to render for and takes its own, which is newer than all the chart asks about.
 HELM_4_KUBERNETES = "1.37.0"
 every_case = pytest.mark.parametrize("case", CASES)

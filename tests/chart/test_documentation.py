@@ -97,6 +97,10 @@ def test_alerts_and_panels_lead_to_the_runbooks_of_the_operator() -> None:
 @pytest.mark.parametrize(
     ("values", "warnings"),
     [
+        (
+            {"tls": {"enabled": True, "https": False, "certManager": {"enabled": True, "issuerRef": {"name": "i"}}}},
+            {"tls.https", "apiKeys.existingSecret"},
+        ),
         ({}, {"tls.enabled", "apiKeys.existingSecret"}),
         ({"coordinator": {"replicas": 2}}, {"several coordinators", "tls.enabled", "apiKeys.existingSecret"}),
         ({"coordinator": {"autoscaling": {"enabled": True}}, "redis": {"mode": "bundled"}}, {"tls.", "apiKeys."}),
@@ -138,7 +142,7 @@ def test_the_notes_name_objects_that_exist_and_commands_that_run(case: str, rend
         for port in d["spec"]["ports"]
     }
     called = re.findall(r"[\w-]+\.llm\.svc:\d+", notes)
-    assert len(called) == 2 and set(called) <= ports
+    assert len(called) == 3 and set(called) <= ports
     commands = re.findall(r"(?:^  |-- )specdec (.+)$", notes, re.MULTILINE)
     assert commands
     for command in commands:

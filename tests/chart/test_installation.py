@@ -23,7 +23,7 @@ from pydantic import SecretStr
 from specdec.cli.local.cluster import free_port
 from specdec.store.urls import RedisOptions, connect
 from tests.chart.redis_process import started, until_up
-from tests.chart.rendered import ROOT, SETTINGS, Document, Render, component, containers
+from tests.chart.rendered import ROOT, SETTINGS, WITH_REDIS, Document, Render, component, containers
 from tests.support.servers.certificates import Authority, SecretVolume
 from tests.support.services.faults import eventually
 
@@ -63,13 +63,18 @@ class Installation:
             "demo-specdec-redis:6379": f"127.0.0.1:{redis_port}",
         }
         for port in container.get("ports", []):
-            option = {"grpc": "--port", "metrics": "--metrics-port", "health": "--health-port"}[port["name"]]
+            option = {"grpc": "--port", "http": "--port", "metrics": "--metrics-port", "health": "--health-port"}[
+                port["name"]
+            ]
             places[f"{option}={port['containerPort']}"] = f"{option}={self.ports[role, port['name']]}"
         for replica, port_number in (("target", 50052), ("draft", 50053)):
             address = f"127.0.0.1:{self.ports[replica, 'grpc']}"
             places[f"dns:///demo-specdec-{replica}-headless:{port_number}"] = address
+        places["dns:///demo-specdec-coordinator-headless:50051"] = f"localhost:{self.ports['coordinator', 'grpc']}"
+        places["demo-specdec-gateway:8000"] = f"localhost:{self.ports['gateway', 'http']}"
         places["demo-specdec-coordinator:50051"] = f"localhost:{self.ports['coordinator', 'grpc']}"
-        places[f"127.0.0.1:{SETTINGS[role].model_fields['port'].default}"] = f"127.0.0.1:{self.ports[role, 'grpc']}"
+        if role in WITH_REDIS:  # What it registers.
+            places[f"127.0.0.1:{SETTINGS[role].model_fields['port'].default}"] = f"127.0.0.1:{self.ports[role, 'grpc']}"
         names = {volume["name"]: volume["secret"]["secretName"] for volume in pod["volumes"] if "secret" in volume}
         for mount in container["volumeMounts"]:
             if mount["name"] in names:
@@ -100,6 +105,22 @@ class Installation:
 
     async def until_ready(self, role: str, container: Document) -> None:
         """Waits as the kubelet does, by the readiness probe."""
+        log = self.folder / f"{role}.log"
+        if "httpGet" in container["readinessProbe"]:
+            path = container["readinessProbe"]["httpGet"]["path"]
+            url = f"http://127.0.0.1:{self.ports[role, 'health']}{path}"
+
+            async def answers() -> bool:
+                try:
+                    return await asyncio.to_thread(urllib.request.urlopen, url, timeout=3) is not None
+                except OSError:
+                    return False
+
+            try:
+                await eventually(answers, f"{role} is ready", timeout_s=120.0)
+            except AssertionError:
+                pytest.fail(log.read_text()[-5000:])
+            return
         probe = container["readinessProbe"]["grpc"]
         (name,) = [port["name"] for port in container["ports"] if port["containerPort"] == probe["port"]]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{self.ports[role, name]}") as channel:
@@ -113,7 +134,6 @@ class Installation:
                     return False
                 return response.status == health_pb2.HealthCheckResponse.SERVING
 
-            log = self.folder / f"{role}.log"
             try:
                 await eventually(is_serving, f"{role} is ready", timeout_s=120.0)
             except AssertionError:
@@ -157,7 +177,8 @@ async def test_what_the_chart_renders_starts_registers_generates_and_is_scraped(
     installation: tuple[Installation, int],
 ) -> None:
     installed, redis_port = installation
-    (pod,) = [document["spec"] for document in installed.documents if document["kind"] == "Pod"]
+    pods = {d["metadata"]["name"]: d["spec"] for d in installed.documents if d["kind"] == "Pod"}
+    pod, over_http = pods["demo-specdec-generate"], pods["demo-specdec-complete"]
     (container,) = pod["containers"]
     arguments = installed.arguments("coordinator", pod, container, redis_port)
     command = [SPECDEC, *container["command"][1:], *arguments]
@@ -171,10 +192,18 @@ async def test_what_the_chart_renders_starts_registers_generates_and_is_scraped(
     assert refused.returncode != 0
     assert "UNAUTHENTICATED" in refused.stdout + refused.stderr
 
+    (container,) = over_http["containers"]
+    arguments = installed.arguments("gateway", over_http, container, redis_port)
+    asked = [sys.executable, *container["command"][1:], *arguments]
+    for key, status, said in ((installed.api_key, 0, r"\w{3,}"), ("not a key", 1, "invalid_api_key")):
+        environment["SPECDEC_API_KEY"] = key
+        done = await asyncio.to_thread(subprocess.run, asked, env=environment, capture_output=True, text=True)
+        assert (done.returncode, bool(re.search(said, done.stdout + done.stderr))) == (status, True), done.stderr
+
     authority = installed.secret("demo-specdec-redis-tls") / "ca.crt"
     options = RedisOptions(password=SecretStr(SECRET), tls_ca_file=authority, timeout_s=5.0)
     store = connect(f"rediss://127.0.0.1:{redis_port}/0", options)
-    addresses = {(role, f"127.0.0.1:{installed.ports[role, 'grpc']}") for role in SETTINGS}
+    addresses = {(role, f"127.0.0.1:{installed.ports[role, 'grpc']}") for role in WITH_REDIS}
 
     async def are_registered() -> bool:
         return {(record.role, record.address) for record in await store.replicas()} == addresses

@@ -7,7 +7,7 @@ import re
 import pytest
 import yaml
 
-from tests.chart.rendered import CASES, CHART, Document, Helm, Render, component, containers
+from tests.chart.rendered import CASES, CHART, WITH_REDIS, Document, Helm, Render, component, containers
 
 every_case = pytest.mark.parametrize("case", CASES)
 
@@ -44,7 +44,7 @@ def test_only_coordinators_reach_replicas_and_only_prometheus_reaches_metrics(ca
         health, metrics, grpc = policies[role]["ingress"]
         assert "from" not in health and _ports(health) == [8081]
         assert metrics["from"]
-        if role != "coordinator":
+        if role in ("target", "draft"):
             assert _peers(grpc, "from") == ["coordinator"]
 
 
@@ -54,7 +54,7 @@ def test_only_the_services_reach_the_bundled_redis_and_it_calls_nobody(case: str
     policies = _policies(documents)
     if "redis" in policies:
         (rule,) = policies["redis"]["ingress"]
-        assert set(_peers(rule, "from")) == {role for role, _, _ in containers(documents)}
+        assert set(_peers(rule, "from")) == {role for role, _, _ in containers(documents)} - {"gateway"}
         assert policies["redis"]["policyTypes"] == ["Ingress", "Egress"]
         assert "egress" not in policies["redis"]
 
@@ -71,7 +71,7 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
         called = {53}
         for flag in container["args"]:
             name, _, value = flag.partition("=")
-            if name in ("--targets", "--drafts", "--otlp-endpoint"):
+            if name in ("--coordinators", "--targets", "--drafts", "--otlp-endpoint"):
                 called.add(int(value.rpartition(":")[2]))
             elif name == "--redis-url" and not _has_bundled_redis(documents):
                 called |= {int(port) for port in re.findall(r":(\d+)\b", value)}
@@ -81,9 +81,9 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
                 called.add(443)
         assert {port for rule in rules for port in _ports(rule)} == called
         inside = {name for rule in rules if rule.get("to") for name in _inside(rule)}
-        assert inside == ({"target", "draft"} if role == "coordinator" else set()) | (
-            {"redis"} if _has_bundled_redis(documents) else set()
-        )
+        called_inside = {"coordinator": {"target", "draft"}, "gateway": {"coordinator"}}.get(role, set())
+        uses_redis = role in WITH_REDIS and _has_bundled_redis(documents)
+        assert inside == called_inside | ({"redis"} if uses_redis else set())
 
 
 @every_case
@@ -93,9 +93,10 @@ def test_with_egress_policies_the_test_pod_still_reaches_coordinators(case: str,
         assert "egress" not in policies.get("test", {})
         return
     assert policies["test"]["policyTypes"] == ["Ingress", "Egress"]
-    dns, coordinators = policies["test"]["egress"]
+    dns, coordinators, *gateways = policies["test"]["egress"]
     assert set(_ports(dns)) == {53}
     assert (_peers(coordinators, "to"), _ports(coordinators)) == (["coordinator"], [50051])
+    assert [(_peers(rule, "to"), _ports(rule)) for rule in gateways] == [(["gateway"], [8000])]
 
 
 def test_egress_policies_open_the_ports_that_urls_name(helm: Helm) -> None:

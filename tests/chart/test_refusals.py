@@ -27,6 +27,14 @@ from tests.chart.rendered import CHART, Document, Helm
         ({"coordinator": {"drainSeconds": -1}}, "coordinator.drainSeconds"),
         ({"coordinator": {"image": {"pullPolicy": "always"}}}, "coordinator.image.pullPolicy"),
         ({"coordinator": {"image": {"digest": "abc"}}}, "coordinator.image.digest"),
+        ({"gateway": {"settings": {"coordinators": "x:1"}}}, 'Property name of "coordinators"'),
+        ({"gateway": {"cache": {}}}, "cache"),
+        ({"gateway": {"service": {"port": 0}}}, "gateway.service.port"),
+        ({"gateway": {"ingress": {"path": "v1"}}}, "gateway.ingress.path"),
+        ({"gateway": {"ingress": {"hosts": ["HTTP://x"]}}}, "gateway.ingress.hosts.0"),
+        ({"gateway": {"enabled": False, "ingress": {"enabled": True}}}, "gateway.enabled is needed"),
+        ({"gateway": {"httpRoute": {"enabled": True}}}, "gateway.httpRoute.parentRefs is needed"),
+        ({"gateway": {"httpRoute": {"requestTimeout": "1 day"}}}, "gateway.httpRoute.requestTimeout"),
         ({"coordinator": {"service": {"type": "Ingress"}}}, "coordinator.service.type"),
         ({"coordinator": {"model": {}}}, "model"),
         ({"coordinator": {"podDisruptionBudget": {"maxUnavailable": "all"}}}, "podDisruptionBudget.maxUnavailable"),
@@ -77,7 +85,10 @@ from tests.chart.rendered import CHART, Document, Helm
         (
             {
                 "redis": {"mode": "bundled"},
-                "tls": {"enabled": True, "existingSecrets": {"coordinator": "c", "target": "t", "draft": "d"}},
+                "tls": {
+                    "enabled": True,
+                    "existingSecrets": {"coordinator": "c", "gateway": "g", "target": "t", "draft": "d"},
+                },
             },
             "tls.existingSecrets.redis",
         ),

@@ -10,7 +10,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.chart.rendered import CHART, CUSTOM_KINDS, SETTINGS, Document, Helm, component, containers
+from tests.chart.rendered import CHART, CUSTOM_KINDS, SETTINGS, WITH_REDIS, Document, Helm, containers
 
 # All that is made by default, and what has names of its own.
 VALUES: Document = {
@@ -83,6 +83,8 @@ def test_releases_that_share_an_external_redis_or_an_authority_are_told_apart(he
     for release, namespace in (("demo", "llm"), ("demo", "n" * 63), ("other", "llm")):
         documents = _rendered(helm, release, values, namespace=namespace)
         for role, _, container in containers(documents):
+            if role == "gateway":
+                continue
             flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in container["args"])
             names = (
                 "redis-key-prefix",
@@ -91,7 +93,7 @@ def test_releases_that_share_an_external_redis_or_an_authority_are_told_apart(he
             for name in names:
                 told.setdefault(f"{role} {name}", []).append(flags[name])
             assert len(flags["redis-key-prefix"]) <= 64
-    assert len(told) == 2 * len(SETTINGS)
+    assert len(told) == 2 * len(WITH_REDIS)
     assert all(len(set(values)) == 3 for values in told.values())
 
 
@@ -142,7 +144,7 @@ def test_user_and_groups_can_be_left_to_the_cluster(helm: Helm) -> None:
         for document in _rendered(helm, "demo", values)
         if document["kind"] in ("Deployment", "Pod")
     ]
-    assert len(pods) == len(SETTINGS) + 2
+    assert len(pods) == len(SETTINGS) + 3  # Redis, and two of helm test.
     for pod in pods:
         assert pod["securityContext"] == {
             "runAsNonRoot": True,
@@ -151,11 +153,14 @@ def test_user_and_groups_can_be_left_to_the_cluster(helm: Helm) -> None:
         }
 
 
-def test_the_test_pod_runs_where_coordinators_run_and_is_kept_for_its_logs(helm: Helm) -> None:
+def test_the_test_pods_run_where_what_they_call_runs_and_are_kept_for_its_logs(helm: Helm) -> None:
     where = {"nodeSelector": {"pool": "cpu"}, "tolerations": [{"key": "cpu", "operator": "Exists"}]}
-    (pod,) = [
-        d for d in _rendered(helm, "demo", {"coordinator": where}) if component(d) == "test" and d["kind"] == "Pod"
-    ]
-    assert {key: pod["spec"][key] for key in where} == where
-    # helm 3 deletes what "succeeded" before it reads the logs that --logs asks for.
-    assert "succeeded" not in json.dumps(pod["metadata"]["annotations"])
+    for role, name in (("coordinator", "generate"), ("gateway", "complete")):
+        (pod,) = [
+            d
+            for d in _rendered(helm, "demo", {role: where})
+            if d["kind"] == "Pod" and d["metadata"]["name"].endswith(f"-{name}")
+        ]
+        assert {key: pod["spec"][key] for key in where} == where
+        # helm 3 deletes what "succeeded" before it reads the logs that --logs asks for.
+        assert "succeeded" not in json.dumps(pod["metadata"]["annotations"])

@@ -8,7 +8,9 @@ from tests.support.pairwise import pairwise_cases
 
 Values = dict[str, Any]
 
-_CERTIFICATES = {"coordinator": "c-tls", "target": "t-tls", "draft": "d-tls", "redis": "r-tls", "prometheus": "p-tls"}
+_CERTIFICATES = {
+    name: f"{name[0]}-tls" for name in ("coordinator", "gateway", "target", "draft", "redis", "prometheus")
+}
 _SWITCHES: dict[str, dict[str, Values]] = {
     "redis": {
         "none": {},
@@ -47,7 +49,7 @@ _SWITCHES: dict[str, dict[str, Values]] = {
     },
     "network-policy": {
         "off": {"networkPolicy": {"enabled": False}},
-        "ingress": {"networkPolicy": {"clients": [{"podSelector": {}}]}},
+        "ingress": {"networkPolicy": {"clients": [{"podSelector": {}}], "httpClients": [{"podSelector": {}}]}},
         "egress": {"networkPolicy": {"egress": {"enabled": True}}},
     },
     "monitoring": {
@@ -63,6 +65,7 @@ _SWITCHES: dict[str, dict[str, Values]] = {
         "off": {},
         "on": {
             "coordinator": {"autoscaling": {"enabled": True}},
+            "gateway": {"autoscaling": {"enabled": True}},
             "target": {"autoscaling": {"enabled": True, "prometheusAddress": "http://prometheus:9090"}},
             "draft": {"autoscaling": {"enabled": True, "prometheusAddress": "http://prometheus:9090"}},
         },

@@ -5,6 +5,7 @@ import { pathToFileURL } from "node:url";
 
 const packages = {
   "cert-manager.io": "cert-manager",
+  "gateway.networking.k8s.io": "gateway-api",
   "keda.sh": "keda",
   "monitoring.coreos.com": "prometheus-operator",
 };

@@ -8,10 +8,13 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
+from typer.testing import CliRunner
 
 from gateway.api.answers import ModelList, TextCompletion
+from specdec.cli.app import app
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.shared_redis import coordinators
@@ -308,3 +311,24 @@ async def test_figures_count_what_speculation_did_under_vllms_names() -> None:
     assert "\nvllm:spec_decode_num_drafts_total " in page
     assert "\nspecdec_gateway_output_tokens_total 4.0\n" in page
     assert 'specdec_gateway_requests_total{route="/v1/completions",status="200"} 1.0' in page
+
+
+async def test_probes_and_scrapers_have_ports_of_their_own() -> None:
+    async with (
+        gateway("127.0.0.1:1", metrics_port=0, health_port=0, public_metrics=False) as one,
+        one.http() as client,
+        httpx2.AsyncClient() as prober,
+    ):
+        metrics, health = (f"http://127.0.0.1:{port}" for port in (one.metrics_port, one.health_port))
+        assert (await client.get("/metrics")).status_code == 404
+        assert "/metrics" not in (await client.get("/openapi.json")).json()["paths"]
+        assert "specdec_gateway_requests_running" in (await prober.get(f"{metrics}/metrics")).text
+        assert (await prober.get(f"{health}/version")).status_code == 200
+        assert (await prober.get(f"{health}/health")).status_code == 503
+        for path in ("/metrics", "/v1/models", "/openapi.json", "/docs"):
+            assert (await prober.get(f"{health}{path}")).status_code == 404
+        asked = ["health", "--address", f"http://127.0.0.1:{one.health_port}"]
+        done = await asyncio.to_thread(CliRunner().invoke, app, asked)
+        assert (done.exit_code, "NOT_SERVING (503)" in done.stdout) == (1, True)
+    done = await asyncio.to_thread(CliRunner().invoke, app, asked)
+    assert (done.exit_code, "UNAVAILABLE" in done.stderr) == (6, True)

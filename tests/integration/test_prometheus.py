@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx2
 import promql_parser
 import pytest
 import yaml
@@ -27,6 +29,7 @@ from tests.support.services.secured import secure
 DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
 RENDERS = Path(__file__).parents[1] / "chart" / "golden"
 CLUSTER_LABELS = re.compile(r'{namespace="[^"]*",service="[^"]*"}')
+JOBS = ("coordinator", "gateway", "target", "draft")
 MAX_RUNNING = 4
 BURST = 16
 LOAD_S = 200.0
@@ -89,10 +92,20 @@ async def work(client: Client) -> None:
             await asyncio.sleep(0)
 
 
-async def load(cluster: Cluster, server: PrometheusServer, redis_server: RedisServer) -> None:
+async def work_over_http(url: str) -> None:
+    """The same through the gateway."""
+    async with httpx2.AsyncClient(base_url=url, timeout=60.0) as client:
+        while True:
+            body = {"prompt": "Once upon a time", "max_tokens": 32, "ignore_eos": True}
+            with contextlib.suppress(httpx2.HTTPError):
+                await client.post("/v1/completions", json=body)
+
+
+async def load(cluster: Cluster, url: str, server: PrometheusServer, redis_server: RedisServer) -> None:
     """Use all that the services count: requests, more than may wait, replicas and a Redis that go and come back."""
     async with Client(cluster.address) as client:
         workers = [asyncio.create_task(work(client)) for _ in range(MAX_RUNNING)]
+        workers.append(asyncio.create_task(work_over_http(url)))
         try:
             await asyncio.to_thread(server.wait_for, "rate(specdec_target_verified_nodes_total[1m]) > 0")
             await asyncio.to_thread(cluster.kill, "draft")
@@ -108,10 +121,11 @@ async def load(cluster: Cluster, server: PrometheusServer, redis_server: RedisSe
             for counter in ("draft_fallbacks", "stream_reconnects", "admission_rejects", "requests", "store_errors"):
                 # Two samples at least, so that there is a rate.
                 await asyncio.to_thread(server.wait_for, f"rate(specdec_coordinator_{counter}_total[1m])")
+            await asyncio.to_thread(server.wait_for, "rate(specdec_gateway_output_tokens_total[1m]) > 0")
             await asyncio.to_thread(server.wait_for, "rate(specdec_draft_committed_tokens_total[1m]) > 0")
             # A scrape may time out where processors are short: look at a moment at which none had. Here, because the
             # services that were started again end with the loop's threads.
-            server.moment_s = await asyncio.to_thread(server.wait_for, "count(up == 1) == 3")
+            server.moment_s = await asyncio.to_thread(server.wait_for, f"count(up == 1) == {len(JOBS)}")
         finally:
             for worker in workers:
                 worker.cancel()
@@ -139,7 +153,7 @@ def scraped(
 ) -> Iterator[PrometheusServer]:
     """A Prometheus that has scraped a cluster under load."""
     folder = tmp_path_factory.mktemp("prometheus")
-    ports = {role: free_port() for role in ("coordinator", "target", "draft")}
+    ports = {job: free_port() for job in JOBS}
     with (
         start_cluster(
             tiny_pair,
@@ -155,10 +169,13 @@ def scraped(
                 # Their page is made of those of two processes, and of what only their supervisor counts.
                 "num_processes": 2,
             },
+            gateway=True,
+            gateway_settings={"metrics_port": ports["gateway"]},
         ) as cluster,
         prometheus_server(folder / "server", ports) as server,
     ):
-        asyncio.run(asyncio.wait_for(load(cluster, server, redis_server), LOAD_S))
+        url = f"http://{cluster.services['gateway'].spec.address}"
+        asyncio.run(asyncio.wait_for(load(cluster, url, server, redis_server), LOAD_S))
         yield server
 
 
@@ -267,6 +284,6 @@ def test_prometheus_evaluates_every_rule(scraped: PrometheusServer) -> None:
 
 
 def test_the_job_is_the_service(scraped: PrometheusServer) -> None:
-    assert {one["metric"]["job"] for one in scraped.query("up == 1")} == {"coordinator", "target", "draft"}
+    assert {one["metric"]["job"] for one in scraped.query("up == 1")} == set(JOBS)
     jobs = {path["job_name"] for path in yaml.safe_load((RULES / "prometheus.yml").read_text())["scrape_configs"]}
-    assert jobs == {"coordinator", "target", "draft"}
+    assert jobs == set(JOBS)

@@ -16,15 +16,19 @@
 {{- define "specdec.chartEnvironment" -}}
 {{- $root := .root }}
 {{- $values := index $root.Values .name }}
+{{- if eq .name "gateway" }}
+- {name: HOME, value: /tmp}
+{{- else }}
 - {name: HOME, value: /var/cache/specdec}
 - {name: XDG_CACHE_HOME, value: /var/cache/specdec}
+{{- end }}
 # For `kubectl exec POD -- specdec health`.
-- {name: SPECDEC_HEALTH_ADDRESS, value: "127.0.0.1:8081"}
+- {name: SPECDEC_HEALTH_ADDRESS, value: "{{ if eq .name "gateway" }}http://{{ end }}127.0.0.1:8081"}
 {{- if eq .name "coordinator" }}
 - name: SPECDEC_COORDINATOR_RESUME_SECRET
   valueFrom:
     secretKeyRef: {name: {{ include "specdec.resumeSecretName" $root | quote }}, key: {{ $root.Values.resumeSecret.key | quote }}}
-{{- else }}
+{{- else if ne .name "gateway" }}
 - {name: HF_HOME, value: /var/cache/specdec/huggingface}
 - {name: TRITON_CACHE_DIR, value: /var/cache/specdec/triton}
 - {name: TORCHINDUCTOR_CACHE_DIR, value: /var/cache/specdec/inductor}

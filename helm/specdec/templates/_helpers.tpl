@@ -37,6 +37,9 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{/* The roles that are deployed, as a YAML list; fixed facts of the code are here and nowhere else. */}}
 {{- define "specdec.roles" -}}
 - {name: coordinator, port: 50051, metricsPort: 9090, grpcService: specdec.v1.CoordinatorService}
+{{- if .Values.gateway.enabled }}
+- {name: gateway, port: 8000, metricsPort: 9094}
+{{- end }}
 - {name: target, port: 50052, metricsPort: 9092, grpcService: specdec.v1.TargetService}
 {{- if .Values.draft.enabled }}
 - {name: draft, port: 50053, metricsPort: 9093, grpcService: specdec.v1.DraftService}
@@ -47,10 +50,10 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version | replace 
 {{ include "specdec.fullname" .root }}-{{ .name }}-headless
 {{- end -}}
 
-{{/* Coordinators are called through a load-balanced Service, replicas one by one through a headless one. */}}
+{{/* Coordinators and gateways are called through a load-balanced Service, replicas one by one through a headless one. */}}
 {{- define "specdec.serviceName" -}}
-{{- if eq .name "coordinator" -}}
-{{ include "specdec.fullname" .root }}-coordinator
+{{- if has .name (list "coordinator" "gateway") -}}
+{{ include "specdec.fullname" .root }}-{{ .name }}
 {{- else -}}
 {{ include "specdec.headlessName" . }}
 {{- end -}}
@@ -147,10 +150,17 @@ seccompProfile:
 {{- end }}
 {{- end -}}
 
+{{/* Not empty when the role's port has TLS. Argument: {root, name}. */}}
+{{- define "specdec.servesTls" -}}
+{{- $tls := .root.Values.tls -}}
+{{- if and $tls.enabled (or $tls.https (ne .name "gateway")) }}true{{ end -}}
+{{- end -}}
+
 {{/* Not empty when callers of the role, readers of its metrics included, must show a certificate. Argument: {root, name}. */}}
 {{- define "specdec.demandsCertificate" -}}
 {{- $tls := .root.Values.tls -}}
-{{- if and $tls.enabled (ternary $tls.verifyClients $tls.mutual (eq .name "coordinator")) }}true{{ end -}}
+{{- $demands := dict "coordinator" $tls.verifyClients "gateway" $tls.verifyHttpClients -}}
+{{- if and (include "specdec.servesTls" .) (get $demands .name | default false | ternary true (and $tls.mutual (not (hasKey $demands .name)))) }}true{{ end -}}
 {{- end -}}
 
 {{/* The name that a certificate must have to call targets and drafts; empty: any of the authority's. */}}
@@ -161,7 +171,7 @@ seccompProfile:
 
 {{/* Not empty when Prometheus must show a certificate to some role. */}}
 {{- define "specdec.scraperCertificate" -}}
-{{- if and .Values.serviceMonitor.enabled .Values.tls.metrics (or .Values.tls.mutual .Values.tls.verifyClients) }}true{{ end -}}
+{{- if and .Values.serviceMonitor.enabled .Values.tls.metrics (or .Values.tls.mutual .Values.tls.verifyClients .Values.tls.verifyHttpClients) }}true{{ end -}}
 {{- end -}}
 
 {{/* Flags of tracing. Argument: {root, name}. */}}
@@ -172,8 +182,10 @@ seccompProfile:
 {{- if $tracing.caSecret }}
 - --otlp-ca-file=/etc/specdec/otlp/{{ $tracing.caSecret.key }}
 {{- end }}
-{{- if eq .name "coordinator" }}
+{{- if has .name (list "coordinator" "gateway") }}
 - --trace-sample-ratio={{ $tracing.sampleRatio }}
+{{- end }}
+{{- if eq .name "coordinator" }}
 - --{{ if not $tracing.content }}no-{{ end }}trace-content
 {{- end }}
 {{- end -}}
@@ -184,11 +196,18 @@ seccompProfile:
 {{ add .preStopSeconds .drainSeconds .stopGraceSeconds 10 }}
 {{- end -}}
 
-{{/* Longest a pod of the role may take to be ready. A coordinator waits for a target, which may start when it does.
+{{/* Longest a pod of the role may take to start. A coordinator waits for a target, which may start when it does.
      Argument: {root, name}. */}}
 {{- define "specdec.startupSeconds" -}}
 {{- $seconds := int (index .root.Values .name).startupSeconds -}}
 {{ eq .name "coordinator" | ternary (max $seconds (int .root.Values.target.startupSeconds)) $seconds }}
+{{- end -}}
+
+{{/* Longest a pod of the role may take to be ready: a gateway has started by itself, and waits for a coordinator.
+     Argument: {root, name}. */}}
+{{- define "specdec.readySeconds" -}}
+{{- $own := int (include "specdec.startupSeconds" .) -}}
+{{ eq .name "gateway" | ternary (int (include "specdec.startupSeconds" (dict "root" .root "name" "coordinator")) | add $own) $own }}
 {{- end -}}
 
 {{/* The claim that holds a component's model; empty for other sources. */}}

@@ -29,10 +29,10 @@ specdec
 {{- end -}}
 {{- end -}}
 
-{{/* Flags of a service. Argument: {root, port}. */}}
+{{/* Flags of a service; a gateway has no use for Redis. Argument: {root, name, port}. */}}
 {{- define "specdec.redisArgs" -}}
 {{- $redis := .root.Values.redis -}}
-{{- if ne $redis.mode "none" -}}
+{{- if and (ne $redis.mode "none") (ne .name "gateway") -}}
 {{- if eq $redis.mode "bundled" }}
 - --redis-url={{ ternary "rediss" "redis" .root.Values.tls.enabled }}://{{ include "specdec.redisName" .root }}:6379/0
 {{- else if $redis.external.url }}
@@ -56,12 +56,14 @@ specdec
 {{- define "specdec.redisEnv" -}}
 {{- $redis := .root.Values.redis -}}
 {{- $prefix := printf "SPECDEC_%s_REDIS_" (upper .name) -}}
-{{- if ne $redis.mode "none" }}
+{{- if eq .name "gateway" }}
+{{- else if ne $redis.mode "none" }}
 - name: POD_IP
   valueFrom:
     fieldRef: {fieldPath: status.podIP}
 {{- end }}
-{{- if eq $redis.mode "bundled" }}
+{{- if eq .name "gateway" }}
+{{- else if eq $redis.mode "bundled" }}
 - name: {{ $prefix }}PASSWORD
   valueFrom:
     secretKeyRef: {name: {{ include "specdec.redisSecretName" .root }}, key: {{ .root.Values.redis.bundled.passwordKey }}}

@@ -12,21 +12,29 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from gateway.settings import GatewaySettings
 from specdec.cli.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 DOCKER_COMPOSE = DEPLOY.parent / ".tools" / "docker-compose"
-SETTINGS = {"coordinator": CoordinatorSettings, "target": TargetSettings, "draft": DraftSettings}
+SETTINGS: dict[str, type[Any]] = {
+    "coordinator": CoordinatorSettings,
+    "gateway": GatewaySettings,
+    "target": TargetSettings,
+    "draft": DraftSettings,
+}
+WITH_REDIS = ("coordinator", "target", "draft")
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
 GPU: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text(encoding="utf-8"))
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 
 
 def role_and_arguments(service: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """What `specdec serve` gets: the coordinator image's entrypoint has the role already."""
+    """What `specdec serve` gets: the entrypoints of the images without an engine have the role already."""
     command: list[str] = service["command"]
-    return ("coordinator", command) if service["build"]["target"] == "coordinator" else (command[0], command[1:])
+    image = service["build"]["target"]
+    return (image, command) if image in ("coordinator", "gateway") else (command[0], command[1:])
 
 
 OURS = [
@@ -60,7 +68,7 @@ def test_variables_of_the_services_are_settings(name: str) -> None:
         assert variable.removeprefix(cls.env_prefix).lower() in cls.model_fields
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", WITH_REDIS)
 def test_services_share_the_redis_and_register_under_the_address_that_the_coordinator_calls(name: str) -> None:
     cls = SETTINGS[name]
     given = SERVICES[name]["environment"]
@@ -81,6 +89,22 @@ def test_the_coordinator_is_pointed_at_the_ports_that_the_engines_listen_on() ->
     settings = load_settings(CoordinatorSettings, arguments, env_prefix="SPECDEC_COORDINATOR_", prog="test")
     assert settings.targets == (f"target:{TargetSettings.model_fields['port'].default}",)
     assert settings.drafts == (f"draft:{DraftSettings.model_fields['port'].default}",)
+
+
+def test_the_gateway_calls_the_coordinator_and_shows_its_metrics_to_prometheus_only() -> None:
+    _, arguments = role_and_arguments(SERVICES["gateway"])
+    settings = load_settings(GatewaySettings, arguments, env_prefix="SPECDEC_GATEWAY_", prog="test")
+    assert settings.coordinators == (f"coordinator:{CoordinatorSettings.model_fields['port'].default}",)
+    (published,) = SERVICES["gateway"]["ports"]
+    assert published.endswith(f":{settings.port}")
+    assert set(SERVICES["gateway"]["networks"]) == set(SERVICES["coordinator"]["networks"])
+    (job,) = [
+        job
+        for job in yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"]
+        if job["job_name"] == "gateway"
+    ]
+    dockerfile = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    assert f"SPECDEC_GATEWAY_METRICS_PORT={job['dns_sd_configs'][0]['port']}" in dockerfile
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -109,15 +133,14 @@ def test_only_the_backend_network_reaches_engines(name: str) -> None:
 def test_dependencies_wait_for_health() -> None:
     waits = {name: service.get("depends_on", {}) for name, service in SERVICES.items()}
     assert waits["coordinator"].keys() == {"target", "draft"}
+    assert waits["gateway"].keys() == {"coordinator"}
     assert all(wait == {"condition": "service_healthy"} for needs in waits.values() for wait in needs.values())
 
 
 def test_streams_get_their_time_to_drain() -> None:
-    drain_s = CoordinatorSettings.model_fields["drain_s"].default
-    grace_s = CoordinatorSettings.model_fields["stop_grace_s"].default
-    assert all(
-        float(service["stop_grace_period"].removesuffix("s")) > drain_s + grace_s for service in SERVICES.values()
-    )
+    for cls in SETTINGS.values():
+        needed_s = cls.model_fields["drain_s"].default + cls.model_fields["stop_grace_s"].default
+        assert all(float(service["stop_grace_period"].removesuffix("s")) > needed_s for service in SERVICES.values())
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -157,7 +180,7 @@ def test_docker_compose_accepts_the_files(files: list[str]) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     services = json.loads(done.stdout)["services"]
     assert services.keys() == SERVICES.keys()
-    assert all(services[role]["environment"][f"SPECDEC_{role.upper()}_REDIS_PASSWORD"] == "two" for role in SETTINGS)
+    assert all(services[role]["environment"][f"SPECDEC_{role.upper()}_REDIS_PASSWORD"] == "two" for role in WITH_REDIS)
     is_gpu = len(files) == 2
     assert ("devices" in services["target"]["deploy"]["resources"].get("reservations", {})) == is_gpu
 

@@ -36,7 +36,7 @@ def test_dashboards_are_what_the_script_writes() -> None:
 
 def test_there_is_a_page_for_each_purpose_under_an_id_of_its_own() -> None:
     pages = {path.stem: json.loads(path.read_text()) for path in DASHBOARDS}
-    assert pages.keys() == {"overview", "speculation", "coordinator", "target", "draft"}
+    assert pages.keys() == {"overview", "gateway", "speculation", "coordinator", "target", "draft"}
     assert {name: page["uid"] for name, page in pages.items()} == {name: f"specdec-{name}" for name in pages}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from concurrent import futures
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -23,14 +25,28 @@ from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 import specdec
+from gateway.settings import GatewaySettings
 from specdec.cli.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
+from tests.support.services.gateways import gateway
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
-FINAL = ("coordinator", "engine-cpu", "engine-cuda")
-SETTINGS = {"coordinator": CoordinatorSettings, "target": TargetSettings, "draft": DraftSettings}
-REQUIRED = {"coordinator": ["--targets=target:50052"], "target": ["--model=/models/target"], "draft": ["--model=/m"]}
+FINAL = ("coordinator", "gateway", "engine-cpu", "engine-cuda")
+SETTINGS: dict[str, type[Any]] = {
+    "coordinator": CoordinatorSettings,
+    "gateway": GatewaySettings,
+    "target": TargetSettings,
+    "draft": DraftSettings,
+}
+REQUIRED = {
+    "coordinator": ["--targets=target:50052"],
+    "gateway": ["--coordinators=coordinator:50051"],
+    "target": ["--model=/models/target"],
+    "draft": ["--model=/m"],
+}
+SMALL = ("coordinator", "gateway")
+"""Images without an engine."""
 
 
 def parsed_stages() -> dict[str, list[tuple[str, str]]]:
@@ -138,18 +154,18 @@ def test_the_images_install_what_pyproject_asks_for(tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core = project["dependencies"]
     assert (tmp_path / "coordinator.txt").read_text(encoding="utf-8").splitlines() == core
-    engine = [*core, *project["optional-dependencies"]["engine"]]
-    assert (tmp_path / "engine.txt").read_text(encoding="utf-8").splitlines() == engine
+    for extra in ("engine", "gateway"):
+        wanted = [*core, *project["optional-dependencies"][extra]]
+        assert (tmp_path / f"{extra}.txt").read_text(encoding="utf-8").splitlines() == wanted
 
 
-def test_the_coordinator_has_neither_build_tools_nor_an_engine() -> None:
-    runs = " ".join(rest for keyword, rest in STAGES["coordinator"] if keyword == "RUN")
+@pytest.mark.parametrize("stage", SMALL)
+def test_coordinator_and_gateway_have_neither_build_tools_nor_an_engine(stage: str) -> None:
+    runs = " ".join(rest for keyword, rest in STAGES[stage] if keyword == "RUN")
     assert not re.search(r"\b(apt-get|install)\b", runs)
     assert "pip uninstall" in runs
-    assert copied_stages("coordinator") == ["build-coordinator", "application"]
-    installed = [
-        rest for stage in ("build-coordinator", "application") for keyword, rest in STAGES[stage] if keyword == "RUN"
-    ]
+    assert copied_stages(stage) == [f"build-{stage}", "application"]
+    installed = [rest for built in copied_stages(stage) for keyword, rest in STAGES[built] if keyword == "RUN"]
     assert not [rest for rest in installed if "torch" in rest or "engine" in rest]
 
 
@@ -161,10 +177,12 @@ def test_kernels_are_built_with_the_application_and_only_the_image_with_cuda_kee
     assert "SPECDEC_PURE_WHEEL" not in environment("application")
 
 
-def test_what_the_coordinator_image_installs_brings_no_tensors() -> None:
+@pytest.mark.parametrize("stage", SMALL)
+def test_what_images_without_an_engine_install_brings_no_tensors(stage: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     found: set[str] = set()
-    pending = [Requirement(line) for line in project["dependencies"]]
+    extra = project["optional-dependencies"]["gateway"] if stage == "gateway" else []
+    pending = [Requirement(line) for line in (*project["dependencies"], *extra)]
     while pending:
         requirement = pending.pop()
         name = canonicalize_name(requirement.name)
@@ -203,6 +221,7 @@ def test_engines_write_caches_to_the_volume_only(stage: str) -> None:
     ("stage", "role"),
     [
         ("coordinator", "coordinator"),
+        ("gateway", "gateway"),
         ("engine-cpu", "target"),
         ("engine-cpu", "draft"),
         ("engine-cuda", "target"),
@@ -211,7 +230,7 @@ def test_engines_write_caches_to_the_volume_only(stage: str) -> None:
 )
 def test_entrypoints_are_commands_whose_settings_load(stage: str, role: str, monkeypatch: pytest.MonkeyPatch) -> None:
     entrypoint = json.loads(last(stage, "ENTRYPOINT"))
-    command = entrypoint if stage == "coordinator" else [*entrypoint, role]
+    command = entrypoint if stage in SMALL else [*entrypoint, role]
     assert command == ["specdec", "serve", role]
     for name, value in environment(stage).items():
         if name.startswith("SPECDEC_"):
@@ -239,7 +258,7 @@ def served_health(status: int) -> Iterator[str]:
         server.stop(0).wait()
 
 
-@pytest.mark.parametrize("stage", FINAL)
+@pytest.mark.parametrize("stage", [stage for stage in FINAL if stage != "gateway"])
 def test_the_health_check_of_each_image_is_the_command_that_asks_the_health_port(stage: str) -> None:
     _, _, check = last(stage, "HEALTHCHECK").partition("CMD ")
     program, *arguments = json.loads(check)
@@ -247,6 +266,18 @@ def test_the_health_check_of_each_image_is_the_command_that_asks_the_health_port
     with served_health(health_pb2.HealthCheckResponse.SERVING) as address:
         result = CliRunner().invoke(app, arguments, env={"SPECDEC_HEALTH_ADDRESS": address})
     assert result.exit_code == 0, result.output
+
+
+async def test_the_health_check_of_the_gateways_image_asks_its_health_port_over_http() -> None:
+    _, _, check = last("gateway", "HEALTHCHECK").partition("CMD ")
+    program, *arguments = json.loads(check)
+    assert program == "specdec"
+    given = environment("gateway")
+    assert given["SPECDEC_HEALTH_ADDRESS"] == f"http://127.0.0.1:{given['SPECDEC_GATEWAY_HEALTH_PORT']}"
+    async with gateway("127.0.0.1:1", health_port=0) as one:
+        address = {"SPECDEC_HEALTH_ADDRESS": f"http://127.0.0.1:{one.health_port}"}
+        result = await asyncio.to_thread(CliRunner().invoke, app, arguments, env=address)
+    assert (result.exit_code, "NOT_SERVING" in result.stdout) == (1, True), result.output
 
 
 def test_a_service_that_does_not_serve_is_unhealthy() -> None:
