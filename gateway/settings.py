@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
+from gateway.chat.parsing import check_names
 from gateway.chat.reasoning import REASONING_PARSERS
 from gateway.chat.tool_calls.families import TOOL_PARSERS
 from specdec.addresses import check_address
@@ -115,6 +116,11 @@ class GatewaySettings(WireSettings, TracingSettings):
         le=1,
         description="Share of requests that are traced, of those whose caller did not decide (needs otlp_endpoint).",
     )
+
+    @model_validator(mode="after")
+    def _check_parsers(self) -> Self:
+        check_names(self.reasoning_parser, self.tool_parser)
+        return self
 
     @model_validator(mode="after")
     def _check_tls(self) -> Self:

@@ -7,11 +7,17 @@ the largest float32 (`specdec.engine.sampling.logit_processors`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 16384
+"""They are looked up in every row of every step."""
+MAX_BAD_WORDS = 256
+"""Texts; each is two sequences of tokens at most, with a space before it and without."""
+MAX_BAD_WORD_BYTES = 256
+MAX_BAD_WORD_TOKENS = 64
 MAX_LOGPROBS = 256
 """Alternatives per position: log-probabilities of one position fit into any message (3.4 KB), and a step that computes
 them for a whole chunk of a prompt ends."""
@@ -53,6 +59,18 @@ RANGES: Mapping[str, Range] = MappingProxyType(
 LOGIT_BIAS = Range(-100.0, 100.0)
 
 
-def leaves_no_token(vocab_size: int, min_tokens: int, held_back: Iterable[int]) -> bool:
-    """Whether `min_tokens` holds back every token there is: all that end a choice are the whole vocabulary."""
-    return min_tokens > 0 and len({token_id for token_id in held_back if token_id < vocab_size}) >= vocab_size
+def leaves_no_token(
+    vocab_size: int, min_tokens: int, held_back: Iterable[int], allowed_token_ids: Collection[int] = ()
+) -> bool:
+    """Whether `min_tokens` holds back every token that may be sampled.
+
+    Args:
+        vocab_size: ids below it exist.
+        min_tokens: of the choice.
+        held_back: what ends a choice.
+        allowed_token_ids: no other token is sampled; empty: all may be.
+    """
+    if min_tokens == 0:
+        return False
+    ends = {token_id for token_id in held_back if token_id < vocab_size}
+    return ends.issuperset(allowed_token_ids) if allowed_token_ids else len(ends) >= vocab_size

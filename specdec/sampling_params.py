@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -22,7 +22,8 @@ class SamplingParams:
     """The sampling parameters of one choice, taken as legal: whoever admits a request validates them.
 
     Processing order, as in transformers: logit bias, repetition penalty (prompt and output tokens), presence and
-    frequency penalty (output tokens only), min_tokens, temperature, top-k, top-p, min-p, then the draw.
+    frequency penalty (output tokens only), min_tokens, allowed tokens, bad words, temperature, top-k, top-p, min-p,
+    then the draw.
     """
 
     max_tokens: int
@@ -44,6 +45,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to what is added to its logit."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """No other token is sampled; empty: all may be."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of at least one token: the last one is not sampled after the others, unless nothing else is left."""
     min_tokens: int = 0
     """No stop or end-of-sequence token is sampled before this many output tokens."""
     stop_token_ids: tuple[int, ...] = ()
@@ -54,10 +59,11 @@ class SamplingParams:
     """None: no log-probabilities; 0: of the sampled token; n: of the n most likely tokens too."""
 
     is_greedy: bool = field(init=False, repr=False, compare=False)
+    has_penalties: bool = field(init=False, repr=False, compare=False)
     needs_history: bool = field(init=False, repr=False, compare=False)
-    """Some penalty is on, so the tokens so far matter."""
+    """Some penalty is on, or bad words, so the tokens so far matter."""
     adjusts_logits: bool = field(init=False, repr=False, compare=False)
-    """Something may change logits before temperature: penalties, bias or min_tokens."""
+    """Something may change logits before temperature: penalties, bias, min_tokens, allowed tokens or bad words."""
     has_cuts: bool = field(init=False, repr=False, compare=False)
     """Some of top-k, top-p and min-p is on and matters."""
     bias_token_ids: array[int] = field(init=False, repr=False, compare=False)
@@ -65,21 +71,45 @@ class SamplingParams:
     bias_values: array[float] = field(init=False, repr=False, compare=False)
     min_tokens_ids: array[int] = field(init=False, repr=False, compare=False)
     """What `min_tokens` holds back, by rising id, as 64-bit integers."""
+    allowed_ids: array[int] = field(init=False, repr=False, compare=False)
+    """`allowed_token_ids` by rising id, each once, as 64-bit integers."""
+    _bans: Mapping[int | None, tuple[tuple[int, ...], ...]] = field(init=False, repr=False, compare=False)
+    """The bad words by their last token but one; those of one token by None."""
 
     def __post_init__(self) -> None:
         """Work out, once per request, what the sampler asks of every row."""
-        needs_history = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        has_penalties = self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        restricts = bool(self.allowed_token_ids) or bool(self.bad_words)
         cuts = self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
         is_greedy = self.temperature == 0.0
         object.__setattr__(self, "is_greedy", is_greedy)
-        object.__setattr__(self, "needs_history", needs_history)
-        object.__setattr__(self, "adjusts_logits", needs_history or bool(self.logit_bias) or self.min_tokens > 0)
+        object.__setattr__(self, "has_penalties", has_penalties)
+        object.__setattr__(self, "needs_history", has_penalties or bool(self.bad_words))
+        adjusts = has_penalties or restricts or bool(self.logit_bias) or self.min_tokens > 0
+        object.__setattr__(self, "adjusts_logits", adjusts)
         object.__setattr__(self, "has_cuts", cuts and not is_greedy)
         object.__setattr__(self, "bias_token_ids", array("q", self.logit_bias))
         object.__setattr__(self, "bias_values", array("f", self.logit_bias.values()))
         held_back = {*self.eos_token_ids, *self.stop_token_ids} if self.min_tokens > 0 else ()
         object.__setattr__(self, "min_tokens_ids", array("q", sorted(held_back)))
+        object.__setattr__(self, "allowed_ids", array("q", sorted(set(self.allowed_token_ids))))
+        bans: dict[int | None, list[tuple[int, ...]]] = {}
+        for sequence in self.bad_words:
+            bans.setdefault(sequence[-2] if len(sequence) > 1 else None, []).append(sequence)
+        object.__setattr__(self, "_bans", {last: tuple(sequences) for last, sequences in bans.items()})
 
     def holds_back(self, num_output_tokens: int) -> bool:
         """Whether `min_tokens_ids` may not follow `num_output_tokens` output tokens."""
         return num_output_tokens < self.min_tokens and bool(self.min_tokens_ids)
+
+    def banned_after(self, output: Sequence[int]) -> set[int]:
+        """The tokens that would complete a bad word.
+
+        Args:
+            output: the end of the output so far: at least as many tokens as a bad word has, less one, where there are.
+        """
+        banned = {sequence[-1] for sequence in self._bans.get(None, ())}
+        for sequence in self._bans.get(output[-1], ()) if output else ():
+            if tuple(output[1 - len(sequence) :]) == sequence[:-1]:
+                banned.add(sequence[-1])
+        return banned

@@ -172,6 +172,8 @@ class Planner:
         with trace.phase("tokenize"):
             reader = PromptReader(served.tokenizer, limits, self._turns, caller.tenant, caller.allowance.weight)
             prompt = await reader.read(body, sampling)
+            for sequence in await reader.bad_words(body.sampling.bad_words):
+                sampling.token_sampling.bad_words.add(token_ids=sequence)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
         input_field = str(body.WhichOneof("input"))
         num_open_bytes = opening_bytes(len(prompt) + max_tokens, limits.vocab_size, sampling.token_sampling.ByteSize())

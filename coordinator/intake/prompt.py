@@ -16,6 +16,7 @@ from coordinator.intake.validation import (
     check_prompt_bytes,
     check_prompt_length,
 )
+from coordinator.text.bad_words import bad_word_sequences
 from coordinator.text.tokenizer import TextTokenizer
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
@@ -63,6 +64,17 @@ class PromptReader:
                 num_tokens, token_ids = await self._encode(body.prompt, num_bytes, True, most)
             check_prompt_length(kind, num_tokens, sampling, self._limits)
         return check_prompt(kind, token_ids, sampling, self._limits)
+
+    async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The token sequences of a request's bad words, which are checked. Raises InvalidRequest."""
+
+        def read() -> list[list[int]]:
+            return bad_word_sequences(words, lambda word: encode(word, False), self._limits.vocab_size)
+
+        encode, num_bytes = self._tokenizer.encode, 2 * sum(len(word.encode()) for word in words)
+        if num_bytes <= _INLINE_BYTES:
+            return read()
+        return await self._turns.run(read, num_bytes, self._tenant, self._weight)
 
     async def convert(
         self, field: str, text: str, add_special_tokens: bool, answer: Callable[[list[int]], bytes]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from coordinator.intake.validation import CheckedSampling
 from specdec.message_sizes import tokens_bytes
 from specdec.rpc.errors import InvalidRequest
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
+_Lists = Literal["logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids"]
 _RESUME_CHOICE_BYTES = 32
 """What a ResumeChoice has besides its tokens."""
 _RESUME_BYTES = 4096 + 512
@@ -24,11 +28,22 @@ def check_opening(field: str, num_bytes: int, sampling: CheckedSampling, most_by
     """
     if most_bytes is None or num_bytes <= most_bytes:
         return
-    is_bias = sampling.token_sampling.ByteSize() > num_bytes // 2
+    is_sampling = sampling.token_sampling.ByteSize() > num_bytes // 2
     raise InvalidRequest(
-        "sampling.logit_bias" if is_bias else field,
+        _largest_field(sampling.token_sampling) if is_sampling else field,
         f"with its tokens and parameters the request takes {num_bytes} bytes, targets take {most_bytes}",
     )
+
+
+def _largest_field(sampling: pb.TokenSampling) -> str:
+    def num_bytes(name: _Lists) -> int:
+        alone = pb.TokenSampling()
+        alone.CopyFrom(sampling)
+        alone.ClearField(name)
+        return sampling.ByteSize() - alone.ByteSize()
+
+    names: tuple[_Lists, ...] = ("logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids")
+    return f"sampling.{max(names, key=num_bytes)}"
 
 
 def check_resumable(

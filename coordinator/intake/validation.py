@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.tenants.quotas import Allowance
+from coordinator.text.bad_words import check_bad_words
 from coordinator.text.choice_output import ChoiceOutput
 from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.rpc.errors import InvalidRequest
-from specdec.sampling_limits import LOGIT_BIAS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
+from specdec.sampling_limits import LOGIT_BIAS, MAX_ALLOWED_TOKEN_IDS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
@@ -45,7 +46,7 @@ class CheckedSampling:
     """Sampling parameters without open defaults, but for max_tokens, which needs the prompt's length."""
 
     token_sampling: pb.TokenSampling
-    """Seed, choice and max_tokens are left to `for_choice`."""
+    """Seed, choice and max_tokens are left to `for_choice`, bad words to who has the tokenizer."""
     n: int
     max_tokens: int | None
     stop: tuple[str, ...]
@@ -113,10 +114,14 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
     if params.min_tokens > limits.max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"must be at most {limits.max_tokens}")
     _check_stop_strings(params.stop, limits)
-    _check_stop_token_ids(params.stop_token_ids, limits)
-    if leaves_no_token(limits.vocab_size, params.min_tokens, (*params.stop_token_ids, *limits.eos_token_ids)):
-        raise InvalidRequest("sampling.min_tokens", "holds back every token of the vocabulary")
+    _check_token_ids("sampling.stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS, limits)
+    _check_token_ids("sampling.allowed_token_ids", params.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS, limits)
+    check_bad_words(params.bad_words)
+    held_back = (*params.stop_token_ids, *limits.eos_token_ids)
+    if leaves_no_token(limits.vocab_size, params.min_tokens, held_back, params.allowed_token_ids):
+        raise InvalidRequest("sampling.min_tokens", "holds back every token that may be sampled")
     sampling.stop_token_ids.extend(params.stop_token_ids)
+    sampling.allowed_token_ids.extend(params.allowed_token_ids)
     n = _count(params, "n", limits.max_choices, lowest=1)
     logprobs = _count(params, "logprobs", limits.max_logprobs)
     if logprobs is not None:
@@ -269,12 +274,9 @@ def _check_stop_strings(stop: Sequence[str], limits: Limits) -> None:
             raise InvalidRequest(f"sampling.stop[{index}]", f"must be at most {limits.max_stop_string_bytes} bytes")
 
 
-def _check_stop_token_ids(token_ids: Sequence[int], limits: Limits) -> None:
-    if len(token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest("sampling.stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids")
+def _check_token_ids(field: str, token_ids: Sequence[int], most: int, limits: Limits) -> None:
+    if len(token_ids) > most:
+        raise InvalidRequest(field, f"must have at most {most} ids")
     for index, token_id in enumerate(token_ids):
         if token_id >= limits.vocab_size:
-            raise InvalidRequest(
-                f"sampling.stop_token_ids[{index}]",
-                f"{token_id} is outside the vocabulary of {limits.vocab_size}",
-            )
+            raise InvalidRequest(f"{field}[{index}]", f"{token_id} is outside the vocabulary of {limits.vocab_size}")

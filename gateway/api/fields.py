@@ -74,6 +74,10 @@ class SamplingFields(RequestModel):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[TokenIdText, Bias] | None = Field(None, description="By token id.")
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+        None, description="Only these tokens are sampled."
+    )
+    bad_words: list[str] | None = Field(None, description="Texts whose tokens the output never has.")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
         None, description="The same seed gives the same output while system_fingerprint is the same."
     )
@@ -97,8 +101,6 @@ class SamplingFields(RequestModel):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Accepted, without meaning here.")
 
-    allowed_token_ids: Empty | None = None
-    bad_words: Empty | None = None
     cache_salt: None = None
     logits_processors: Empty | None = None
     structured_outputs: None = None
@@ -129,7 +131,7 @@ class SamplingFields(RequestModel):
 
 UNSUPPORTED_IN_ALL = frozenset(
     {
-        *("allowed_token_ids", "bad_words", "cache_salt", "logits_processors", "structured_outputs"),
+        *("cache_salt", "logits_processors", "structured_outputs"),
         *("thinking_token_budget", "use_beam_search", "vllm_xargs", "spaces_between_special_tokens"),
     }
 )

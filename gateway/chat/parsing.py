@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
 from gateway.chat.messages import ToolChoice
 from gateway.chat.reasoning import make_reasoning_parser
@@ -16,6 +19,7 @@ def make_message_parser(
     tool_choice: ToolChoice = None,
     parallel_tool_calls: bool = True,
     thinking: bool | None = None,
+    schemas: Mapping[str, Any] | None = None,
 ) -> StreamingParser:
     """A parser of one message of one choice.
 
@@ -29,14 +33,26 @@ def make_message_parser(
         tool_choice: the request's.
         parallel_tool_calls: False: calls after the first are left out.
         thinking: what the request told the template; see `make_reasoning_parser`.
+        schemas: see `make_tool_parser`.
 
     Raises:
-        ValueError: a name is unknown.
+        ValueError: a name is unknown, or only one of the two is harmony, where both are told apart by one parser.
     """
-    tool_parser = make_tool_parser(tools)
+    check_names(reasoning, tools)
+    tool_parser = make_tool_parser(tools, schemas)
     if not has_tools or tool_choice == "none":
         tool_parser = PlainParser()
+    elif tools == "harmony":
+        return MessageParser(PlainParser(), tool_parser, parallel_tool_calls)
     return MessageParser(make_reasoning_parser(reasoning, thinking=thinking), tool_parser, parallel_tool_calls)
+
+
+def check_names(reasoning: str, tools: str) -> None:
+    """Raises ValueError where the two parsers do not go together."""
+    if tools == "harmony" and reasoning != "harmony":
+        raise ValueError("the tool parser harmony needs the reasoning parser harmony")
+    if reasoning == "harmony" and tools not in ("harmony", "none"):
+        raise ValueError(f"the reasoning parser harmony goes with the tool parser harmony or none, not {tools}")
 
 
 class MessageParser:

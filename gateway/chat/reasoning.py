@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
 from gateway.chat.markers import may_become, split_at_marker
+from gateway.chat.tool_calls.harmony import HarmonyParser
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,9 @@ _STYLES = {
     "deepseek_v3": _Style(*_THINK, starts_in_prompt=False),
     "mistral": _Style("[THINK]", "[/THINK]", starts_in_prompt=False),
 }
-REASONING_PARSERS = ("none", *_STYLES)
+REASONING_PARSERS = ("none", *_STYLES, "harmony")
 """Names that `make_reasoning_parser` knows."""
+_WITH_SPECIAL_TOKENS = ("mistral", "harmony")
 
 
 ReasoningParser: TypeAlias = StreamingParser
@@ -50,11 +52,18 @@ def make_reasoning_parser(name: str, *, thinking: bool | None = None) -> Streami
     """
     if name == "none":
         return PlainParser()
+    if name == "harmony":
+        return HarmonyParser(tells_calls=False)
     style = _STYLES.get(name)
     if style is None:
         raise ValueError(f"{name!r} is none of {', '.join(REASONING_PARSERS)}")
     starts_open = style.starts_in_prompt if thinking is None else thinking and _opens_when_asked(name, style)
     return ThinkParser(style.start, style.end, starts_open=starts_open)
+
+
+def marks_are_special_tokens(name: str) -> bool:
+    """Whether what marks reasoning may be special tokens, so that texts are made with them (skip_special_tokens)."""
+    return name in _WITH_SPECIAL_TOKENS
 
 
 def _opens_when_asked(name: str, style: _Style) -> bool:

@@ -38,7 +38,7 @@ def chat_routes(parts: Parts) -> APIRouter:
         asked = await parts.reader.read(request, ChatRequest)
         request.state.field_names = CHAT_FIELD_NAMES
         make_parser = parsers(asked, parts.settings.reasoning_parser, parts.settings.tool_parser)
-        body = chat_to_generate(asked, parts.settings.tool_parser)
+        body = chat_to_generate(asked, parts.settings.tool_parser, parts.settings.reasoning_parser)
         body.request_id = new_id(asked.request_id)
         head = Head(f"chatcmpl-{body.request_id}", int(time.time()))
         caller = parts.caller(request)

@@ -42,7 +42,7 @@ def response_routes(parts: Parts) -> APIRouter:
         asked = await parts.reader.read(request, ResponsesRequest)
         request.state.field_names = _NAMES
         chat = response_to_chat(asked)
-        body = response_to_generate(asked, chat)
+        body = response_to_generate(asked, chat, parts.settings.reasoning_parser)
         body.request_id = new_id(None)
         make_parser = parsers(chat, parts.settings.reasoning_parser, "none")
         events = ResponseEvents(asked, Head(f"resp_{body.request_id}", int(time.time())), make_parser())

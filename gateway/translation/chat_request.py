@@ -8,10 +8,10 @@ from typing import Any
 
 from gateway.api.chat import ChatRequest
 from gateway.api.errors import invalid, unsupported
+from gateway.chat import reasoning, tool_calls
 from gateway.chat.deltas import StreamingParser
-from gateway.chat.messages import ToolChoice, to_chat_messages
+from gateway.chat.messages import ToolChoice, check_tools, to_chat_messages
 from gateway.chat.parsing import make_message_parser
-from gateway.chat.tool_calls.families import marks_are_special_tokens
 from gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
 from specdec.v1 import coordinator_pb2 as api
 
@@ -26,8 +26,10 @@ CHAT_FIELD_NAMES = MappingProxyType(
 """Fields of the HTTP request by those of the gRPC request, where they differ."""
 
 
-def chat_to_generate(request: ChatRequest, tool_parser: str = "none") -> api.GenerateRequest:
-    """The gRPC request without an id. `tool_parser` reads its output. Raises ApiError and InvalidRequest."""
+def chat_to_generate(
+    request: ChatRequest, tool_parser: str = "none", reasoning_parser: str = "none"
+) -> api.GenerateRequest:
+    """The gRPC request without an id. The parsers read its output. Raises ApiError and InvalidRequest."""
     _check(request)
     sampling = sampling_params(request, max_tokens=request.most_tokens, logprobs=request.num_logprobs)
     body = generate_request(request, sampling)
@@ -41,7 +43,8 @@ def chat_to_generate(request: ChatRequest, tool_parser: str = "none") -> api.Gen
             template_variables=template_variables(request.chat_template_kwargs, request.reasoning_effort),
         )
     )
-    if calls_tools(request) and request.skip_special_tokens is None and marks_are_special_tokens(tool_parser):
+    marks_calls = calls_tools(request) and tool_calls.marks_are_special_tokens(tool_parser)
+    if request.skip_special_tokens is None and (marks_calls or reasoning.marks_are_special_tokens(reasoning_parser)):
         body.sampling.skip_special_tokens = False
     return body
 
@@ -58,12 +61,15 @@ def calls_tools(request: ChatRequest) -> bool:
 
 
 def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Callable[[], StreamingParser]:
-    """Makes a parser for each choice. Raises ApiError where tools cannot be read."""
+    """Makes a parser for each choice. Raises ApiError and InvalidRequest where tools cannot be read."""
     if calls_tools(request) and tool_parser == "none":
         raise unsupported("tools", "this gateway reads no calls of tools (its setting tool_parser is none)")
     choice: ToolChoice = request.tool_choice
     told = request.chat_template_kwargs or {}
     thinking = told.get("enable_thinking", told.get("thinking"))
+
+    functions = (tool["function"] for tool in check_tools(request.tools))
+    schemas = {function["name"]: function.get("parameters") for function in functions}
 
     def make() -> StreamingParser:
         return make_message_parser(
@@ -73,6 +79,7 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
             tool_choice=choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             thinking=thinking if isinstance(thinking, bool) else None,
+            schemas=schemas,
         )
 
     return make

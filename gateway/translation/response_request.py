@@ -32,10 +32,16 @@ def response_to_chat(request: ResponsesRequest) -> ChatRequest:
     )
 
 
-def response_to_generate(request: ResponsesRequest, chat: ChatRequest) -> api.GenerateRequest:
-    """The gRPC request without an id. Raises ApiError, which names the field of the response's request."""
+def response_to_generate(
+    request: ResponsesRequest, chat: ChatRequest, reasoning_parser: str = "none"
+) -> api.GenerateRequest:
+    """The gRPC request without an id; the parser reads its output.
+
+    Raises:
+        ApiError: it names the field of the response's request.
+    """
     try:
-        return chat_to_generate(chat)
+        return chat_to_generate(chat, reasoning_parser=reasoning_parser)
     except InvalidRequest as error:
         raise _as_written(request, error) from None
 

@@ -25,6 +25,8 @@ def sampling_params(request: SamplingFields, *, max_tokens: int | None, logprobs
     params = api.SamplingParams(
         stop=request.stop_strings,
         stop_token_ids=request.stop_token_ids or (),
+        allowed_token_ids=request.allowed_token_ids or (),
+        bad_words=request.bad_words or (),
         logit_bias={int(token_id): bias for token_id, bias in (request.logit_bias or {}).items()},
         max_tokens=max_tokens,
         logprobs=logprobs,

@@ -48,6 +48,8 @@ def generate(
     presence_penalty: options.PresencePenalty = None,
     frequency_penalty: options.FrequencyPenalty = None,
     logit_bias: options.LogitBias = None,
+    allowed_token_id: options.AllowedTokenIds = None,
+    bad_word: options.BadWords = None,
     seed: options.Seed = None,
     n: options.NumChoices = None,
     logprobs: options.Logprobs = None,
@@ -125,7 +127,14 @@ def generate(
         skip_special_tokens=skip_special_tokens,
         truncate_prompt_tokens=truncate_prompt_tokens,
     )
-    options.set_repeated(request.sampling, logit_bias=logit_bias, stop=stop, stop_token_ids=stop_token_id)
+    options.set_repeated(
+        request.sampling,
+        logit_bias=logit_bias,
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        allowed_token_ids=allowed_token_id,
+        bad_words=bad_word,
+    )
     options.set_fields(
         request.speculation,
         enabled=speculation,

@@ -46,6 +46,13 @@ LogitBias = Annotated[
     list[str] | None,
     _option("Added to a token's logit; may be repeated.", panel=_SAMPLING, metavar="ID=BIAS"),
 ]
+AllowedTokenIds = Annotated[
+    list[int] | None,
+    _option("Sample this token and no other; may be repeated.", "--allowed-token-id", panel=_SAMPLING),
+]
+BadWords = Annotated[
+    list[str] | None, _option("A text that is not to come out; may be repeated.", "--bad-word", panel=_SAMPLING)
+]
 Seed = Annotated[int | None, _option("Seed of the noise. [server's default: random]", panel=_SAMPLING)]
 NumChoices = Annotated[int | None, _option("Number of choices.", "--n", "-n", panel=_SAMPLING)]
 Logprobs = Annotated[int | None, _option("Show log-probabilities, with this many alternatives.", panel=_SAMPLING)]
@@ -179,6 +186,8 @@ def set_repeated(
     logit_bias: list[str] | None,
     stop: list[str] | None,
     stop_token_ids: list[int] | None,
+    allowed_token_ids: list[int] | None = None,
+    bad_words: list[str] | None = None,
 ) -> None:
     """Set what may be given several times. Raises typer.BadParameter on values that do not fit."""
     bias = parse_logit_bias(logit_bias or [])
@@ -187,10 +196,15 @@ def set_repeated(
         sampling.logit_bias.update(bias)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--logit-bias") from error
+    sampling.bad_words.extend(bad_words or [])
     try:
         sampling.stop_token_ids.extend(stop_token_ids or [])
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--stop-token-id") from error
+    try:
+        sampling.allowed_token_ids.extend(allowed_token_ids or [])
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--allowed-token-id") from error
 
 
 def _parse(parse: Callable[[str], _T], text: str, what: str, flag: str) -> _T:

@@ -6,7 +6,16 @@ from collections.abc import Collection
 
 from google.rpc import code_pb2
 
-from specdec.sampling_limits import LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
+from specdec.sampling_limits import (
+    LOGIT_BIAS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    leaves_no_token,
+)
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
@@ -65,6 +74,8 @@ def sampling_params(body: pb.OpenSession, eos_token_ids: tuple[int, ...]) -> Sam
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        bad_words=tuple(tuple(sequence.token_ids) for sequence in sampling.bad_words),
         min_tokens=sampling.min_tokens,
         max_tokens=sampling.max_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
@@ -93,5 +104,22 @@ def _check_sampling(sampling: pb.TokenSampling, vocab_size: int, eos_token_ids: 
     # Held back row by row, so their number is a cost of every step.
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("open.sampling.stop_token_ids", f"must have at most {MAX_STOP_TOKEN_IDS} ids")
-    if leaves_no_token(vocab_size, sampling.min_tokens, (*sampling.stop_token_ids, *eos_token_ids)):
+    _check_restrictions(sampling, vocab_size)
+    held_back = (*sampling.stop_token_ids, *eos_token_ids)
+    if leaves_no_token(vocab_size, sampling.min_tokens, held_back, sampling.allowed_token_ids):
         raise invalid("open.sampling.min_tokens", "holds back every token of the vocabulary")
+
+
+def _check_restrictions(sampling: pb.TokenSampling, vocab_size: int) -> None:
+    if len(sampling.allowed_token_ids) > MAX_ALLOWED_TOKEN_IDS:
+        raise invalid("open.sampling.allowed_token_ids", f"must have at most {MAX_ALLOWED_TOKEN_IDS} ids")
+    if max(sampling.allowed_token_ids, default=0) >= vocab_size:
+        raise invalid("open.sampling.allowed_token_ids", f"has an id outside the vocabulary of {vocab_size}")
+    if len(sampling.bad_words) > 2 * MAX_BAD_WORDS:
+        raise invalid("open.sampling.bad_words", f"must have at most {2 * MAX_BAD_WORDS} sequences")
+    for index, sequence in enumerate(sampling.bad_words):
+        field = f"open.sampling.bad_words[{index}]"
+        if not 1 <= len(sequence.token_ids) <= MAX_BAD_WORD_TOKENS:
+            raise invalid(field, f"must have 1 to {MAX_BAD_WORD_TOKENS} ids")
+        if max(sequence.token_ids) >= vocab_size:
+            raise invalid(field, f"has an id outside the vocabulary of {vocab_size}")

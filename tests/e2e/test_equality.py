@@ -42,6 +42,7 @@ PARAMETERS: dict[str, list[Any]] = {
     "min_p": [None, 0.05],
     "penalties": [False, True],
     "logit_bias": [False, True],
+    "restrictions": [False, True],
     "min_tokens": [0, 12],
     "at_once": [1, 8],
     "n": [1, 3],
@@ -69,6 +70,9 @@ def requests_of(case: dict[str, Any], *, speculate: bool) -> list[api.GenerateRe
             sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty = 1.2, 0.3, 0.2
         if case["logit_bias"]:
             sampling.logit_bias[40], sampling.logit_bias[17], sampling.logit_bias[101] = 3.0, -100.0, 1.5
+        if case["restrictions"]:
+            sampling.allowed_token_ids.extend(range(2, 250))
+            sampling.bad_words.extend(["self", "return", "in range", "e"])
         request.speculation.enabled = speculate
         requests.append(request)
     return requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 from gateway.chat.deltas import MessageDelta
 from gateway.chat.markers import split_at_marker
@@ -13,6 +14,9 @@ from gateway.chat.tool_calls.json_scan import JsonScan, Scan
 
 class BufferedParser:
     """A parser as a machine of states. A state takes from `_buffer` and says whether to go on at once."""
+
+    starts: ClassVar[tuple[str, ...]] = ()
+    """What begins a call among content."""
 
     def __init__(self) -> None:
         self._writer = CallWriter()
@@ -37,11 +41,23 @@ class BufferedParser:
 
     def _begin(self) -> bool:
         """The first state."""
-        raise NotImplementedError
+        return self._text()
 
     def _text(self) -> bool:
-        """The state in content."""
+        """The state in content, up to what begins a call."""
+        text, marker, self._buffer = split_at_marker(self._buffer, self.starts)
+        self._writer.content(text)
+        return self._started(marker) if marker else False
+
+    def _started(self, marker: str) -> bool:
+        """What begins a call has been taken from the content."""
         raise NotImplementedError
+
+    def _no_call(self) -> bool:
+        """Go on in content, of which what was held is a part."""
+        self._give_up()
+        self._state = self._text
+        return True
 
     def _end(self) -> None:
         """Tell what is left when the text has ended."""
@@ -58,6 +74,11 @@ class BufferedParser:
     def _hold(self, num_chars: int) -> None:
         """Take the first characters of the buffer for the start of a call."""
         self._raw += self._take(num_chars)
+
+    def _hold_space(self) -> bool:
+        """Hold the white space that comes next; whether anything comes after it."""
+        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
+        return bool(self._buffer)
 
     def _give_up(self) -> None:
         """What was held is content after all."""
@@ -79,8 +100,7 @@ class BufferedParser:
         elif call.is_told:
             self._object, self._state = None, when_spoilt
         else:
-            self._give_up()
-            self._state = self._text
+            self._no_call()
         return True
 
     def _read_value(self, scan: JsonScan, then: Callable[[], bool], when_spoilt: Callable[[], bool]) -> bool:

@@ -36,6 +36,11 @@ class CallWriter:
         if len(told) < len(text):
             self._space.append(text[len(told) :])
 
+    def reasoning(self, text: str) -> None:
+        """The next piece of the reasoning."""
+        if text:
+            self._deltas.append(MessageDelta(reasoning=text))
+
     def begin_call(self, name: str) -> None:
         """A call of a function; its arguments follow."""
         self._space = []
@@ -47,6 +52,10 @@ class CallWriter:
         """The next piece of the arguments of the last call."""
         if text:
             self._deltas.append(MessageDelta(tool_call=ToolCallDelta(self._index, arguments=text)))
+
+    def drop_space(self) -> None:
+        """White space that waits is layout."""
+        self._space = []
 
     def take(self) -> list[MessageDelta]:
         """What was told since the last time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from gateway.chat.markers import may_become, split_at_marker
 from gateway.chat.tool_calls.buffered import BufferedParser
 from gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
@@ -18,26 +20,20 @@ _FENCE = "```json"
 class DeepSeekParser(BufferedParser):
     """<call begin>function<sep>name, a fence, {...}, a fence<call end>, or <call begin>name<sep>{...}<call end>."""
 
+    starts: ClassVar = (_CALLS_START, _START)
+
     def __init__(self) -> None:
         super().__init__()
         self._name = ""
         self._scan = JsonScan()
 
-    def _begin(self) -> bool:
-        return self._text()
-
-    def _text(self) -> bool:
-        text, marker, self._buffer = split_at_marker(self._buffer, [_CALLS_START, _START])
-        self._writer.content(text)
-        if not marker:
-            return False
+    def _started(self, marker: str) -> bool:
         self._raw = marker
         self._state = self._between if marker == _CALLS_START else self._head
         return True
 
     def _between(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer or may_become(self._buffer, _START) or may_become(self._buffer, _CALLS_END):
+        if not self._hold_space() or may_become(self._buffer, _START) or may_become(self._buffer, _CALLS_END):
             return False
         if self._buffer.startswith(_START):
             self._hold(len(_START))
@@ -76,8 +72,7 @@ class DeepSeekParser(BufferedParser):
         return True
 
     def _fence(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer or may_become(self._buffer, _FENCE):
+        if not self._hold_space() or may_become(self._buffer, _FENCE):
             return False
         if self._buffer.startswith(_FENCE):
             self._hold(len(_FENCE))
@@ -112,11 +107,6 @@ class DeepSeekParser(BufferedParser):
     def _spoilt_to(self, marker: str) -> bool:
         self._state = self._between
         return bool(marker)
-
-    def _no_call(self) -> bool:
-        self._give_up()
-        self._state = self._text
-        return True
 
     def _end(self) -> None:
         if self._state == self._after_arguments:

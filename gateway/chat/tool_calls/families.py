@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from gateway.chat.deltas import PlainParser, StreamingParser
 from gateway.chat.tool_calls.deepseek import DeepSeekParser
+from gateway.chat.tool_calls.harmony import HarmonyParser
 from gateway.chat.tool_calls.llama3 import Llama3JsonParser
 from gateway.chat.tool_calls.mistral import MistralParser
 from gateway.chat.tool_calls.pythonic import PythonicParser
+from gateway.chat.tool_calls.qwen3_coder import Qwen3CoderParser
 from gateway.chat.tool_calls.tagged import TaggedParser
 
 ToolParser: TypeAlias = StreamingParser
@@ -22,14 +24,26 @@ _PARSERS: dict[str, Callable[[], StreamingParser]] = {
     "mistral": MistralParser,
     "pythonic": PythonicParser,
     "deepseek": DeepSeekParser,
+    "qwen3_coder": Qwen3CoderParser,
+    "harmony": HarmonyParser,
 }
 TOOL_PARSERS = tuple(_PARSERS)
 """Names that `make_tool_parser` knows."""
-_WITH_SPECIAL_TOKENS = ("llama3_json", "mistral", "pythonic", "deepseek")
+_WITH_SPECIAL_TOKENS = ("llama3_json", "mistral", "pythonic", "deepseek", "harmony")
 
 
-def make_tool_parser(name: str) -> ToolParser:
-    """A parser of one message. Raises ValueError where the name is none of `TOOL_PARSERS`."""
+def make_tool_parser(name: str, schemas: Mapping[str, Any] | None = None) -> ToolParser:
+    """A parser of one message.
+
+    Args:
+        name: one of `TOOL_PARSERS`.
+        schemas: the JSON schema of each function's parameters, for models that write values without their types.
+
+    Raises:
+        ValueError: the name is unknown.
+    """
+    if name == "qwen3_coder":
+        return Qwen3CoderParser(schemas)
     make = _PARSERS.get(name)
     if make is None:
         raise ValueError(f"{name!r} is none of {', '.join(TOOL_PARSERS)}")

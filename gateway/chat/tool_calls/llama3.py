@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.chat.markers import may_become, split_at_marker
+from typing import ClassVar
+
+from gateway.chat.markers import may_become
 from gateway.chat.tool_calls.buffered import BufferedParser
 from gateway.chat.tool_calls.call_object import CallObject
 
@@ -12,25 +14,19 @@ _START = "<|python_tag|>"
 class Llama3JsonParser(BufferedParser):
     """Objects at the start of the message or after the tag, with ; or , between them, or in a list."""
 
+    starts: ClassVar = (_START,)
+
     def __init__(self) -> None:
         super().__init__()
         self._in_list = False
 
     def _begin(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer or may_become(self._buffer, _START):
+        if not self._hold_space() or may_become(self._buffer, _START):
             return False
         if self._buffer.startswith(_START):
             self._hold(len(_START))
         self._state = self._item
         return True
-
-    def _text(self) -> bool:
-        text, marker, self._buffer = split_at_marker(self._buffer, [_START])
-        self._writer.content(text)
-        if not marker:
-            return False
-        return self._started(marker)
 
     def _started(self, marker: str) -> bool:
         self._raw = marker
@@ -39,8 +35,7 @@ class Llama3JsonParser(BufferedParser):
         return True
 
     def _item(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer:
+        if not self._hold_space():
             return False
         if self._buffer[0] == "[" and not self._in_list:
             self._in_list = True
@@ -56,8 +51,7 @@ class Llama3JsonParser(BufferedParser):
         return self._object is not None and self._read_object(self._object, self._after_item, self._spoilt)
 
     def _after_item(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer or may_become(self._buffer, _START):
+        if not self._hold_space() or may_become(self._buffer, _START):
             return False
         if self._buffer[0] in ";,":
             self._hold(1)
@@ -77,8 +71,3 @@ class Llama3JsonParser(BufferedParser):
 
     def _spoilt(self) -> bool:
         return self._read_spoilt([_START], self._started)
-
-    def _no_call(self) -> bool:
-        self._give_up()
-        self._state = self._text
-        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
 from gateway.chat.markers import split_at_marker
 from gateway.chat.tool_calls.buffered import BufferedParser
@@ -19,20 +20,12 @@ _MOST_HELD_CHARS = 2 * MOST_NAME_CHARS
 class MistralParser(BufferedParser):
     """[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...] or [TOOL_CALLS]name[ARGS]{...} or [TOOL_CALLS]name{...}."""
 
+    starts: ClassVar = (_START,)
+
     def __init__(self) -> None:
         super().__init__()
         self._name = ""
         self._scan = JsonScan()
-
-    def _begin(self) -> bool:
-        return self._text()
-
-    def _text(self) -> bool:
-        text, marker, self._buffer = split_at_marker(self._buffer, [_START])
-        self._writer.content(text)
-        if not marker:
-            return False
-        return self._started(marker)
 
     def _started(self, marker: str) -> bool:
         self._raw = marker
@@ -40,8 +33,7 @@ class MistralParser(BufferedParser):
         return True
 
     def _call_start(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer:
+        if not self._hold_space():
             return False
         if self._buffer[0] == "[" and not self._buffer.startswith(_CALL_ID):
             self._hold(1)
@@ -53,8 +45,7 @@ class MistralParser(BufferedParser):
         return True
 
     def _item(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer:
+        if not self._hold_space():
             return False
         if self._buffer[0] != "{":
             return self._no_call()
@@ -66,8 +57,7 @@ class MistralParser(BufferedParser):
         return self._object is not None and self._read_object(self._object, self._after_item, self._spoilt)
 
     def _after_item(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer:
+        if not self._hold_space():
             return False
         if self._buffer[0] == ",":
             self._hold(1)
@@ -101,8 +91,7 @@ class MistralParser(BufferedParser):
         return True
 
     def _arguments_start(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer:
+        if not self._hold_space():
             return False
         if self._buffer[0] != "{":
             return self._no_call()
@@ -117,8 +106,3 @@ class MistralParser(BufferedParser):
 
     def _spoilt(self) -> bool:
         return self._read_spoilt([_START], self._started)
-
-    def _no_call(self) -> bool:
-        self._give_up()
-        self._state = self._text
-        return True

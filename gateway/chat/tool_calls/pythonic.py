@@ -35,8 +35,7 @@ class PythonicParser(BufferedParser):
         self._escaped = False
 
     def _begin(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer or may_become(self._buffer, _START):
+        if not self._hold_space() or may_become(self._buffer, _START):
             return False
         if self._buffer.startswith(_START):
             self._hold(len(_START))
@@ -47,13 +46,8 @@ class PythonicParser(BufferedParser):
         self._state = self._call_start
         return True
 
-    def _text(self) -> bool:
-        self._writer.content(self._take(len(self._buffer)))
-        return False
-
     def _call_start(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer:
+        if not self._hold_space():
             return False
         name, bracket, _ = self._buffer.partition("(")
         if len(name) > MOST_NAME_CHARS or not (_NAME.fullmatch(name.rstrip()) or (not bracket and not name)):
@@ -116,8 +110,7 @@ class PythonicParser(BufferedParser):
             self._writer.begin_call(self._name)
 
     def _after_call(self) -> bool:
-        self._hold(len(self._buffer) - len(self._buffer.lstrip()))
-        if not self._buffer:
+        if not self._hold_space():
             return False
         if self._buffer[0] == ",":
             self._hold(1)
@@ -135,11 +128,6 @@ class PythonicParser(BufferedParser):
             return False
         if self._buffer.startswith(_END):
             self._take(len(_END))
-        self._state = self._text
-        return True
-
-    def _no_call(self) -> bool:
-        self._give_up()
         self._state = self._text
         return True
 

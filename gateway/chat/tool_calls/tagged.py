@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from gateway.chat.markers import split_at_marker
 from gateway.chat.tool_calls.buffered import BufferedParser
 from gateway.chat.tool_calls.call_object import CallObject
@@ -13,18 +15,10 @@ _END = "</tool_call>"
 class TaggedParser(BufferedParser):
     """Each call stands between two tags."""
 
-    def _begin(self) -> bool:
-        return self._text()
+    starts: ClassVar = (_START,)
 
-    def _text(self) -> bool:
-        text, marker, self._buffer = split_at_marker(self._buffer, [_START])
-        self._writer.content(text)
-        if not marker:
-            return False
-        return self._start_call()
-
-    def _start_call(self) -> bool:
-        self._raw = _START
+    def _started(self, marker: str) -> bool:
+        self._raw = marker
         self._object = CallObject(self._writer)
         self._state = self._call
         return True
@@ -42,7 +36,7 @@ class TaggedParser(BufferedParser):
 
     def _ended(self, marker: str) -> bool:
         if marker == _START:
-            return self._start_call()
+            return self._started(marker)
         self._state = self._text
         return True
 

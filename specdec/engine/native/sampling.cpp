@@ -236,7 +236,7 @@ inline int64_t integer_weight(float score) {
   y = y * r + 0.5;
   y = y * r + 1.0;
   y = y * r + 1.0;
-  return static_cast<int64_t>(y * kWeightOne) >> -n;
+  return static_cast<int64_t>(y * kWeightOne) >> std::min<int64_t>(-n, 63);  // by 64 and more it is undefined
 }
 
 // The weights of up to kBlock scores; none of those below the k-th score. Three loops, each of them vectorised.

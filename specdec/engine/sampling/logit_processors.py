@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from specdec.engine.sampling.restrictions import ban_, keep_allowed_
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import SamplingParams
 
@@ -42,7 +43,8 @@ class RowContext:
 
 
 def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
-    """Return logits after bias, penalties and min_tokens; the argument itself where no row asks for any.
+    """Return logits after bias, penalties, min_tokens, allowed tokens and bad words; the argument itself where no row
+    asks for any.
 
     A finite logit stays finite (it saturates at the largest float32), but for tokens that are held back; NaN and
     plus infinity stay what they are, so that they are found out after it.
@@ -52,7 +54,7 @@ def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
         rows: R contexts.
 
     Raises:
-        ValueError: a row with penalties has no history, or one whose length contradicts its position.
+        ValueError: a row with penalties or bad words has no history, or one whose length contradicts its position.
     """
     if not any(row.params.adjusts_logits for row in rows):
         return logits
@@ -60,6 +62,8 @@ def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
     _add_bias_(adjusted, rows)
     _penalize_(adjusted, rows)
     _hold_back_(adjusted, rows)
+    keep_allowed_(adjusted, [(r, row.params.allowed_ids) for r, row in enumerate(rows) if row.params.allowed_ids])
+    ban_(adjusted, [(r, banned) for r, row in enumerate(rows) if (banned := _banned(row))])
     return adjusted
 
 
@@ -92,11 +96,9 @@ def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
     penalties: list[tuple[float, float, float]] = []
     for r, row in enumerate(rows):
         params = row.params
-        if not params.needs_history:
+        if not params.has_penalties:
             continue
-        if row.history is None or len(row.history) + len(row.extra_tokens) != row.position:
-            raise ValueError(f"penalties at position {row.position} need the history of all tokens before it")
-        counts = row.history.counts(row.extra_tokens)
+        counts = _history(row).counts(row.extra_tokens)
         index_parts.append(counts.token_ids + r * vocab_size)
         seen_parts.append(counts.seen)
         output_parts.append(counts.num_output)
@@ -119,6 +121,17 @@ def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
     penalized = penalized - presence * (num_output > 0)
     penalized = penalized - frequency * num_output
     flat[flat_index] = _saturated(penalized, values)
+
+
+def _history(row: RowContext) -> TokenHistory:
+    if row.history is None or len(row.history) + len(row.extra_tokens) != row.position:
+        raise ValueError(f"penalties and bad words at position {row.position} need the history of all tokens before it")
+    return row.history
+
+
+def _banned(row: RowContext) -> set[int]:
+    """What would complete a bad word."""
+    return row.params.banned_after(_history(row).tail(row.extra_tokens)) if row.params.bad_words else set()
 
 
 def _saturated(adjusted: Tensor, values: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""Which tokens a session has seen, kept up to date as tokens are committed, for the penalties."""
+"""Which tokens a session has seen, kept up to date as tokens are committed, for penalties and bad words."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from specdec.sampling_limits import MAX_BAD_WORD_TOKENS
 
 _MIN_SLOTS = 64
 
@@ -23,7 +25,7 @@ class TokenHistory:
     """Counts of the committed tokens of one session.
 
     Cost: O(1) per token appended, some 0.1 us per token of the prompt; `counts` is O(1) without extra tokens and
-    O(distinct) with.
+    O(distinct) with. `tail` is O(1).
     """
 
     def __init__(self, prompt_ids: Iterable[int]) -> None:
@@ -31,6 +33,7 @@ class TokenHistory:
         distinct, counts = np.unique(tokens, return_counts=True)
         size = len(distinct)
         self._num_tokens = len(tokens)
+        self._tail: tuple[int, ...] = ()
         self._slots: dict[int, int] = dict(zip(distinct.tolist(), range(size), strict=True))
         self._token_ids = np.empty(max(size, _MIN_SLOTS), dtype=np.int64)
         self._num_total = np.zeros(max(size, _MIN_SLOTS), dtype=np.int64)
@@ -48,6 +51,11 @@ class TokenHistory:
             self._num_total[slot] += 1
             self._num_output[slot] += 1
         self._num_tokens += len(token_ids)
+        self._tail = self.tail(token_ids)
+
+    def tail(self, extra_tokens: Sequence[int] = ()) -> tuple[int, ...]:
+        """The end of the committed output and `extra_tokens`: all that a bad word can have before its last token."""
+        return (*self._tail, *extra_tokens[1 - MAX_BAD_WORD_TOKENS :])[1 - MAX_BAD_WORD_TOKENS :]
 
     def counts(self, extra_tokens: Sequence[int] = ()) -> TokenCounts:
         """Return the counts of the committed tokens followed by `extra_tokens` of output."""

@@ -55,6 +55,8 @@ def contexts(draw: Any, vocab_size: int) -> RowContext:
         max_tokens=2**32 - 1,
         top_k=draw(st.sampled_from((0, 0, 1, 3, 2**32 - 1))),
         logit_bias=draw(st.dictionaries(ids, biases, max_size=3)),
+        allowed_token_ids=tuple(draw(st.lists(ids, max_size=4) if draw(st.booleans()) else st.just([]))),
+        bad_words=tuple(draw(st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=4))),
         min_tokens=draw(st.sampled_from((0, 0, 2**32 - 1))),
         stop_token_ids=tuple(draw(st.lists(ids, max_size=4))),
         eos_token_ids=(0, vocab_size + 1),
@@ -103,7 +105,7 @@ def exact_scores(logits: torch.Tensor, row: RowContext) -> tuple[torch.Tensor, t
     params, adjusted = row.params, raw.clone()
     for token_id, bias in params.logit_bias.items():
         adjusted[token_id] += bias
-    if params.needs_history:
+    if params.has_penalties:
         assert row.history is not None
         counts = row.history.counts(row.extra_tokens)
         for token_id, num_output in zip(counts.token_ids.tolist(), counts.num_output.tolist(), strict=True):
@@ -116,6 +118,10 @@ def exact_scores(logits: torch.Tensor, row: RowContext) -> tuple[torch.Tensor, t
     for token_id in params.min_tokens_ids if is_held_back else ():
         if token_id < len(adjusted):
             adjusted[token_id] = -math.inf
+    for token_id in set(range(len(adjusted))) - set(params.allowed_token_ids) if params.allowed_token_ids else ():
+        adjusted[token_id] = -math.inf
+    if float(without_bad_words(adjusted, row).max()) > -math.inf:
+        adjusted = without_bad_words(adjusted, row)
     best = float(adjusted.max())
     if best == -math.inf:
         return None
@@ -128,6 +134,17 @@ def exact_scores(logits: torch.Tensor, row: RowContext) -> tuple[torch.Tensor, t
     keys = torch.tensor([noise_key(params.seed, params.choice, Purpose.PLAIN, row.position)])
     noise = gumbel(keys, torch.arange(len(adjusted)))[0].to(torch.float64)
     return (adjusted - best) / temperature + noise, slack / temperature + 1e-4
+
+
+def without_bad_words(scores: torch.Tensor, row: RowContext) -> torch.Tensor:
+    """Scores [V] with minus infinity for each token that ends a bad word."""
+    left = scores.clone()
+    for *before, last in row.params.bad_words:
+        assert row.history is not None
+        output = row.history.tail(row.extra_tokens)
+        if last < len(left) and list(output[len(output) - len(before) :]) == before and len(before) <= len(output):
+            left[last] = -math.inf
+    return left
 
 
 def all_results(sampler: Sampler, logits: torch.Tensor, rows: list[RowContext]) -> list[Any]:

@@ -55,6 +55,7 @@ def test_every_sampling_parameter_has_a_flag(command: Command) -> None:
     flags = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
     flags += " --frequency-penalty 0.3 --logit-bias 5=1.5 --logit-bias 6=-100 --seed 18446744073709551615"
     flags += " --max-tokens 9 --min-tokens 2 --stop END --stop ; --include-stop --stop-token-id 7 --ignore-eos -n 2"
+    flags += " --allowed-token-id 4 --allowed-token-id 3 --bad-word no --bad-word never"
     flags += " --logprobs 0 --prompt-logprobs 1 --no-skip-special-tokens --truncate-prompt-tokens 64"
     result = command("generate", "x", *flags.split())
     assert result.exit_code == 0, result.stderr
@@ -79,6 +80,8 @@ def test_every_sampling_parameter_has_a_flag(command: Command) -> None:
         prompt_logprobs=1,
         skip_special_tokens=False,
         truncate_prompt_tokens=64,
+        allowed_token_ids=[4, 3],
+        bad_words=["no", "never"],
     )
     assert command.request.sampling == expected
     filled = {field.name for field, _ in command.request.sampling.ListFields()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from coordinator.intake.validation import (
     check_speculation,
     resolve_max_tokens,
 )
+from coordinator.text.bad_words import bad_word_sequences
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -66,6 +68,13 @@ def test_bounds_themselves_are_allowed() -> None:
         (api.SamplingParams(stop=["é" * 5]), "sampling.stop[0]"),
         (api.SamplingParams(stop_token_ids=[1] * 2000), "sampling.stop_token_ids"),
         (api.SamplingParams(min_tokens=41), "sampling.min_tokens"),
+        (api.SamplingParams(allowed_token_ids=[1] * 16385), "sampling.allowed_token_ids"),
+        (api.SamplingParams(allowed_token_ids=[1, 2**32 - 1]), "sampling.allowed_token_ids[1]"),
+        (api.SamplingParams(allowed_token_ids=[7], stop_token_ids=[7, 8], min_tokens=1), "sampling.min_tokens"),
+        (api.SamplingParams(bad_words=["x"] * 257), "sampling.bad_words"),
+        (api.SamplingParams(bad_words=["x", ""]), "sampling.bad_words[1]"),
+        (api.SamplingParams(bad_words=[" \n"]), "sampling.bad_words[0]"),
+        (api.SamplingParams(bad_words=["é" * 129]), "sampling.bad_words[0]"),
     ],
 )
 def test_limits_name_the_field(params: api.SamplingParams, field: str) -> None:
@@ -122,3 +131,23 @@ def test_a_time_per_token_that_makes_no_sense_is_refused_by_name(wanted_ms: floa
 def test_a_time_per_token_is_told_in_microseconds(wanted_ms: float | None, told_us: int) -> None:
     params = api.SpeculationParams(time_per_token_ms=wanted_ms)
     assert check_speculation(params, pb.VERIFY_MODE_COUPLED, LIMITS).time_per_token_us == told_us
+
+
+def pieces(text: str) -> list[int]:
+    """A tokenizer that joins a space with the letter after it, and knows no space before a digit."""
+    return [200 + ord(piece[-1]) if len(piece) > 1 else ord(piece) for piece in re.findall(" ?[a-z]|.", text)]
+
+
+def test_a_bad_word_is_looked_for_with_a_space_before_it_and_without() -> None:
+    assert bad_word_sequences(["ab", " b"], pieces, 1000) == [[97, 98], [297, 98], [98], [298]]
+
+
+def test_a_space_that_is_a_token_of_its_own_makes_no_second_sequence() -> None:
+    assert bad_word_sequences(["1"], pieces, 1000) == [[49]]
+
+
+def test_a_bad_word_that_the_model_cannot_say_is_left_out_and_one_of_many_tokens_is_refused() -> None:
+    assert bad_word_sequences(["b"], pieces, 250) == [[98]]
+    with pytest.raises(InvalidRequest) as caught:
+        bad_word_sequences(["a", "a" * 65], pieces, 1000)
+    assert caught.value.field == "sampling.bad_words[1]"

@@ -266,6 +266,51 @@ def test_min_tokens_is_that_of_transformers(sampler: Sampler, num_output_tokens:
     assert torch.equal(sampler.process(logits, [row]), expected)
 
 
+BAD_WORDS = [[[4]], [[4], [5, 6]], [[*OUTPUT[-1:], 3]], [[*OUTPUT[-2:], 3], [*OUTPUT[-3:-1], 3]], [[*OUTPUT, 3]]]
+
+
+@pytest.mark.parametrize("words", BAD_WORDS, ids=str)
+def test_bad_words_are_those_of_transformers(sampler: Sampler, words: list[list[int]]) -> None:
+    logits = make_logits(1)
+    expected = reference.NoBadWordsLogitsProcessor(words)(torch.tensor([OUTPUT]), logits.clone())
+    row = make_row(temperature=0.0, bad_words=tuple(map(tuple, words)))
+    assert torch.equal(sampler.process(logits, [row]), expected)
+    assert bool((expected == -torch.inf).any())
+
+
+def test_a_bad_word_may_begin_in_committed_tokens_and_end_in_drafted_ones(sampler: Sampler) -> None:
+    logits = make_logits(1)
+    row = make_row(extra_tokens=(9, 60), temperature=0.0, bad_words=((OUTPUT[-1], 9, 60, 3), (9, 9, 60, 4)))
+    scores = sampler.process(logits, [row])
+    assert scores[0, 3] == -torch.inf
+    assert scores[0, 4] == logits[0, 4]
+
+
+def test_the_prompt_is_no_part_of_a_bad_word(sampler: Sampler) -> None:
+    logits = make_logits(1)
+    row = make_row(temperature=0.0, bad_words=((PROMPT[-1], *OUTPUT, 3),))
+    assert sampler.process(logits, [row])[0, 3] == logits[0, 3]
+
+
+def test_only_allowed_tokens_are_sampled(sampler: Sampler) -> None:
+    logits = make_logits(1)
+    scores = sampler.process(logits, [make_row(temperature=0.0, allowed_token_ids=(9, 3, 9, 10**6))])
+    assert torch.isfinite(scores[0]).nonzero().flatten().tolist() == [3, 9]
+    assert torch.equal(scores[0, [3, 9]], logits[0, [3, 9]])
+    tokens = {sampler.sample(logits, [make_row(seed=seed, allowed_token_ids=(3, 9))])[0] for seed in range(30)}
+    assert tokens == {3, 9}
+    (drawn,) = sampler.draft_sample(logits, [make_row(allowed_token_ids=(3, 9))])
+    assert drawn is not None
+    assert {token_id for token_id, mass in zip(drawn.ids, drawn.probs, strict=True) if mass > 0} == {3, 9}
+
+
+def test_where_bad_words_leave_nothing_they_are_let_through(sampler: Sampler) -> None:
+    row = make_row(allowed_token_ids=(3, 9), bad_words=((3,), (9,)))
+    assert sampler.sample(make_logits(1), [row])[0] in (3, 9)
+    row = make_row(allowed_token_ids=(3, 9), bad_words=((3,), (9,), (5,)), min_tokens=99, stop_token_ids=(9,))
+    assert sampler.sample(make_logits(1), [row]) == [3]
+
+
 CUTS = [
     {"top_k": 1},
     {"top_k": 5},
@@ -302,6 +347,14 @@ def test_top_k_keeps_all_that_tie_with_the_last(sampler: Sampler) -> None:
     logits = torch.tensor([[3.0, 1.0, 2.0, 1.0, 1.0, 0.0]])
     scores = make_sampler(6, "native" if sampler.is_native else "torch").process(logits, [make_row(top_k=3)])
     assert kept(scores).tolist() == [[True, True, True, True, True, False]]
+
+
+@pytest.mark.parametrize("far", [44.0, 44.5, 46.0, 63.9, 64.1, 500.0])
+@pytest.mark.parametrize("num_far", [1, 40, 300])
+def test_tokens_far_below_the_best_weigh_nothing_in_top_p(sampler: Sampler, far: float, num_far: int) -> None:
+    wide = make_sampler(4 + num_far, "native" if sampler.is_native else "torch")
+    logits = torch.tensor([[0.0] * 4 + [-far] * num_far])
+    assert torch.isfinite(wide.process(logits, [make_row(top_p=0.5)])[0]).sum() == 2
 
 
 def test_top_p_takes_the_lower_ids_of_a_tie(sampler: Sampler) -> None:

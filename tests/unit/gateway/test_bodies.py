@@ -89,8 +89,6 @@ def test_each_field_has_limits_and_is_named_when_they_are_crossed(
         (ChatRequest, "structured_outputs", {"regex": "a"}),
         (CompletionRequest, "suffix", "x"),
         (CompletionRequest, "best_of", 3),
-        (CompletionRequest, "allowed_token_ids", [1]),
-        (CompletionRequest, "bad_words", ["x"]),
         (CompletionRequest, "cache_salt", "x"),
         (CompletionRequest, "use_beam_search", True),
         (CompletionRequest, "vllm_xargs", {"a": 1}),

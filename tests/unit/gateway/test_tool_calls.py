@@ -19,7 +19,9 @@ DS = {
 }  # fmt: skip
 MARKERS = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<|python_start|>",
-    "<|python_end|>", *DS.values(), "```json", "```", "<think>", "</think>",
+    "<|python_end|>", *DS.values(), "```json", "```", "<think>", "</think>", "<function=", "</function>", "<parameter=",
+    "</parameter>", "<function=f>", "<parameter=a>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>",
+    "<|constrain|>", " to=functions.f ", "analysis", "final", "commentary",
 ]  # fmt: skip
 
 
@@ -60,14 +62,48 @@ def write(family: str, calls: list[tuple[str, dict[str, Any]]], form: int) -> st
         case "deepseek", 0:
             fenced = [f"{DS['call']}function{DS['sep']}{n}\n```json\n{json.dumps(a)}\n```{DS['end']}" for n, a in calls]
             return DS["calls"] + "\n".join(fenced) + DS["end_calls"]
+        case "qwen3_coder", 0:
+            return "\n".join(f"<tool_call>\n{in_tags(n, a)}\n</tool_call>" for n, a in calls)
+        case "qwen3_coder", 1:
+            return "".join(in_tags(n, a) for n, a in calls)
+        case "harmony", 0:
+            head = "<|start|>assistant<|channel|>commentary to=functions."
+            parts = [f"{head}{n} <|constrain|>json<|message|>{json.dumps(a)}" for n, a in calls]
+            return "<|call|>".join(parts)
+        case "harmony", _:
+            parts = [f"to=functions.{n}<|channel|>commentary json<|message|>{json.dumps(a)}" for n, a in calls]
+            return "<|call|><|start|>assistant ".join(["<|start|>assistant " + parts[0], *parts[1:]]) + "<|call|>"
         case _:
             plain = [f"{DS['call']}{n}{DS['sep']}{json.dumps(a, ensure_ascii=False)}{DS['end']}" for n, a in calls]
             return DS["calls"] + "".join(plain) + DS["end_calls"]
 
 
-NUM_FORMS = {"hermes": 2, "qwen": 1, "llama3_json": 3, "mistral": 4, "pythonic": 2, "deepseek": 2}
+def as_told(family: str, calls: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """What calls are without schemas: Qwen3-Coder writes no types, so that all values are texts."""
+    if family != "qwen3_coder":
+        return calls
+    return [(n, {k: v if isinstance(v, str) else json.dumps(v) for k, v in a.items()}) for n, a in calls]
+
+
+def in_tags(name: str, arguments: dict[str, Any]) -> str:
+    """A call of Qwen3-Coder's. Texts stand as they are, so those that have tags in them cannot be written."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    parameters = "".join(f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items())
+    return f"<function={name}>\n{parameters}</function>"
+
+
+NUM_FORMS = {
+    "hermes": 2,
+    "qwen": 1,
+    "llama3_json": 3,
+    "mistral": 4,
+    "pythonic": 2,
+    "deepseek": 2,
+    "qwen3_coder": 2,
+    "harmony": 2,
+}
 FORMS = [(family, form) for family, num_forms in NUM_FORMS.items() for form in range(num_forms)]
-TALKS_BEFORE = {"hermes", "qwen", "mistral", "deepseek"}
+TALKS_BEFORE = {"hermes", "qwen", "mistral", "deepseek", "qwen3_coder", "harmony"}
 
 names = st.sampled_from(["f", "get_weather", "a.b-c"])
 scalars = (
@@ -93,7 +129,7 @@ pieces_of_models = st.lists(
 @settings(max_examples=40, deadline=None)
 def test_calls_are_found_with_their_arguments(family: str, form: int, calls: list[tuple[str, dict[str, Any]]]) -> None:
     message = whole(family, write(family, calls, form))
-    assert message.decoded == calls
+    assert message.decoded == as_told(family, calls)
     assert message.content == ""
     assert len(set(message.ids)) == len(calls)
 
@@ -105,7 +141,7 @@ def test_text_before_calls_is_content(
     family: str, form: int, before: str, calls: list[tuple[str, dict[str, Any]]]
 ) -> None:
     message = whole(family, f"{before}\n{write(family, calls, form)}")
-    assert message.decoded == calls
+    assert message.decoded == as_told(family, calls)
     assert message.content == before.rstrip()
 
 
@@ -182,6 +218,13 @@ def test_a_text_that_ends_early_gives_the_calls_so_far_and_never_more(
         ("pythonic", "[f(a=" + "(" * 3000 + ")" * 3000 + ")]"),
         ("pythonic", "[f(a='" + "x" * 70_000 + "')]"),
         ("deepseek", f"{DS['calls']}never mind"),
+        ("qwen3_coder", "<tool_call>never mind</tool_call>"),
+        ("qwen3_coder", "<tool_call>\n<function=>\n</function>"),
+        ("qwen3_coder", "<function=f\n>"),
+        ("qwen3_coder", "<function=" + "x" * 300 + ">"),
+        ("harmony", "<|channel|>commentary to=functions.f"),
+        ("harmony", "<|start|>assistant<|end|>"),
+        ("harmony", "<|channel|>" + "x" * 1100),
         ("deepseek", f"{DS['calls']}{DS['call']}function{DS['sep']}f\nno fence"),
     ],
     ids=lambda value: value[:40],

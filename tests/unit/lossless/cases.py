@@ -15,6 +15,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0, 0.5),
     "frequency_penalty": (0.0, 0.3),
     "logit_bias": ({}, {100: 3.0, 13: -2.0}),
+    "allowed_token_ids": ((), tuple(range(2, 600))),
+    "bad_words": ((), ({"token_ids": (13,)}, {"token_ids": (200, 221)}, {"token_ids": (199, 220, 220)})),
     "min_tokens": (0, 12),
     "ignore_eos": (False, True),
     "stop_token_ids": ((), (13, 199, 220)),

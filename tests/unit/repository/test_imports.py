@@ -114,7 +114,8 @@ FLOORS = {
     """,
     "gateway.chat": """
         deltas markers messages
-        reasoning tool_calls
+        tool_calls
+        reasoning
         parsing
     """,
     "target_service": """

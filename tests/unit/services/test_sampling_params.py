@@ -32,10 +32,24 @@ def test_every_penalty_needs_the_history(changed: dict[str, Any]) -> None:
     assert params(**changed).adjusts_logits
 
 
-@pytest.mark.parametrize("changed", [{"logit_bias": {3: 1.0}}, {"min_tokens": 2}], ids=str)
-def test_bias_and_min_tokens_adjust_logits_without_history(changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize("changed", [{"logit_bias": {3: 1.0}}, {"min_tokens": 2}, {"allowed_token_ids": (3,)}], ids=str)
+def test_bias_min_tokens_and_allowed_tokens_adjust_logits_without_history(changed: dict[str, Any]) -> None:
     assert params(**changed).adjusts_logits
     assert not params(**changed).needs_history
+
+
+def test_bad_words_adjust_logits_by_history() -> None:
+    assert params(bad_words=((3,),)).adjusts_logits
+    assert params(bad_words=((3,),)).needs_history
+    assert not params(bad_words=((3,),)).has_penalties
+
+
+def test_a_bad_word_bans_its_last_token_after_all_others() -> None:
+    words = params(bad_words=((3,), (4, 5), (6, 4, 7), (4, 4, 8)))
+    assert words.banned_after(()) == {3}
+    assert words.banned_after((9, 4)) == {3, 5}
+    assert words.banned_after((6, 4)) == {3, 5, 7}
+    assert words.banned_after((6, 4, 4)) == {3, 5, 8}
 
 
 @pytest.mark.parametrize("changed", [{"top_k": 1}, {"top_p": 0.99}, {"min_p": 0.01}], ids=str)

@@ -1,0 +1,115 @@
+"""Messages as gpt-oss writes them (harmony), of parts such as <|channel|>final<|message|>Paris.<|end|>"""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from gateway.chat.markers import split_at_marker
+from gateway.chat.tool_calls.buffered import BufferedParser
+from gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
+
+_START = "<|start|>"
+_CHANNEL = "<|channel|>"
+_MESSAGE = "<|message|>"
+_BODY_ENDS = ("<|end|>", "<|return|>", "<|call|>", _START, _CHANNEL)
+_MOST_HEADER_CHARS = 4 * MOST_NAME_CHARS
+_RECIPIENT = re.compile(r"(?:^|\s)to=([^\s<]+)")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+_FUNCTIONS = "functions."
+
+
+class HarmonyParser(BufferedParser):
+    """A message of several parts, each with a channel and perhaps a recipient.
+
+    The analysis is reasoning. A part for a function is a call, whose arguments stream as they are written. All others
+    are content: what the model finally says, and what it says before calls. Two parts of one kind are told with a line
+    break between them. A part for a tool that is no function of the request's is told as its channel is.
+    """
+
+    starts: ClassVar = (_START, _CHANNEL, _MESSAGE)
+
+    def __init__(self, *, tells_calls: bool = True) -> None:
+        """`tells_calls`: False: parts for functions are content, too."""
+        super().__init__()
+        self._tells_calls = tells_calls
+        self._kind = ""
+        self._is_first = True
+        """Nothing of the part has been told."""
+        self._told: set[str] = set()
+        """Kinds of which there was a part."""
+
+    def _begin(self) -> bool:
+        # Where the prompt ends with <|start|>assistant, a recipient may be all that comes before the channel.
+        if " to=".startswith(self._buffer[:4]):
+            if len(self._buffer) < 4:
+                return False
+            self._state = self._header
+        else:
+            self._state = self._text
+        return True
+
+    def _started(self, marker: str) -> bool:
+        self._raw = marker
+        self._state = self._header
+        if marker == _MESSAGE:
+            self._begin_part("")
+        return True
+
+    def _header(self) -> bool:
+        text, marker, rest = split_at_marker(self._buffer, [_MESSAGE, "<|end|>", "<|return|>", "<|call|>", _START])
+        if len(self._raw) + len(text) > _MOST_HEADER_CHARS or (marker and marker != _MESSAGE):
+            return self._no_call()
+        if not marker:
+            return False
+        header, self._buffer = self._raw + text, rest
+        self._begin_part(header)
+        return True
+
+    def _begin_part(self, header: str) -> None:
+        self._raw = ""
+        self._is_first = True
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL_NAME.search(header)
+        function = recipient[1].removeprefix(_FUNCTIONS) if recipient and recipient[1].startswith(_FUNCTIONS) else ""
+        if self._tells_calls and 0 < len(function) <= MOST_NAME_CHARS:
+            self._kind = "call"
+            self._writer.begin_call(function)
+        else:
+            self._kind = "reasoning" if channel and channel[1] == "analysis" else "content"
+        self._state = self._body
+
+    def _body(self) -> bool:
+        text, marker, self._buffer = split_at_marker(self._buffer, _BODY_ENDS)
+        self._tell(text)
+        if not marker:
+            return False
+        if self._kind == "call" and self._is_first:
+            self._writer.arguments("{}")
+        if marker in self.starts:
+            return self._started(marker)
+        self._state = self._text
+        return True
+
+    def _tell(self, text: str) -> None:
+        if self._kind == "call" and self._is_first:
+            text = text.lstrip()
+        if not text:
+            return
+        if self._is_first and self._kind in self._told:
+            text = "\n" + text
+        self._is_first = False
+        if self._kind == "call":
+            self._writer.arguments(text)
+            return
+        self._told.add(self._kind)
+        if self._kind == "reasoning":
+            self._writer.reasoning(text)
+        else:
+            self._writer.content(text)
+
+    def _end(self) -> None:
+        if self._state == self._body:
+            held, self._buffer = self._buffer, ""
+            if self._kind != "call":
+                self._tell(held)
+        super()._end()

@@ -1,0 +1,45 @@
+"""Tokens that a request rules out: all but the allowed ones, and those that would complete a bad word.
+
+Like all processors these are row-invariant, and leave NaN and plus infinity as they are, so that they are found out.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def keep_allowed_(logits: Tensor, allowed: Sequence[tuple[int, array[int]]]) -> None:
+    """Rule out, in place, all tokens of some rows but these.
+
+    Args:
+        logits: [R, V] float32.
+        allowed: rows, each with the ids that it keeps, as 64-bit integers; those outside V count for nothing.
+    """
+    for row, token_ids in allowed:
+        ids = np.frombuffer(token_ids, dtype=np.int64)
+        kept = torch.from_numpy(ids[(ids >= 0) & (ids < logits.shape[1])]).to(logits.device)
+        values = logits[row, kept]
+        logits[row] = torch.where(logits[row] < math.inf, -math.inf, logits[row])
+        logits[row, kept] = values
+
+
+def ban_(logits: Tensor, banned: Sequence[tuple[int, Collection[int]]]) -> None:
+    """Rule out, in place, some tokens of some rows, but not where nothing else is left: a choice has to go on.
+
+    Args:
+        logits: [R, V] float32.
+        banned: rows, each with the ids that it loses; those outside V count for nothing.
+    """
+    for row, token_ids in banned:
+        ids = torch.tensor([i for i in sorted(token_ids) if i < logits.shape[1]], dtype=torch.int64)
+        ids = ids.to(logits.device)
+        values = logits[row, ids]
+        logits[row, ids] = torch.where(values < math.inf, -math.inf, values)
+        if bool((logits[row] == -math.inf).all()):
+            logits[row, ids] = values
