@@ -26,6 +26,7 @@ from gateway.routes.completions import completion_routes
 from gateway.routes.models import model_routes
 from gateway.routes.operations import operation_routes
 from gateway.routes.output import as_api_error
+from gateway.routes.page import page_routes
 from gateway.routes.responses import response_routes
 from gateway.routes.tokens import token_routes
 from specdec import __version__
@@ -45,6 +46,8 @@ def build_app(parts: Parts) -> FastAPI:
     app = FastAPI(title="specdec gateway", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     for routes in (chat_routes, completion_routes, response_routes, model_routes, token_routes, operation_routes):
         app.include_router(routes(parts))
+    if parts.settings.page:
+        app.include_router(page_routes())
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(SpecdecError, _on_error)
     app.add_exception_handler(HTTPException, _on_http)
