@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from gateway.page.assembly import Page, assembled
 
-_HTML = {200: {"content": {"text/html": {"schema": {"type": "string"}}}}}
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/html": {"schema": {"type": "string"}}}},
+    304: {"description": "As it was."},
+}
 
 
 def page_routes() -> APIRouter:
@@ -16,7 +21,7 @@ def page_routes() -> APIRouter:
     router = APIRouter(tags=["page"])
     page = assembled()
 
-    @router.get("/", response_class=HTMLResponse, responses={**_HTML, 304: {"description": "As it was."}})
+    @router.get("/", response_class=HTMLResponse, responses=_ANSWERS)
     async def show_page(request: Request) -> Response:
         """The page."""
         return _answer(page, request)

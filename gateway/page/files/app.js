@@ -2,9 +2,9 @@
 
 import { Failure, models } from "./stream.js";
 import { Run, compared } from "./run.js";
-import { RunView } from "./view.js";
 import { counted } from "./text.js";
 import { element } from "./tree.js";
+import { RunView } from "./view.js";
 
 const NUMBERS = [
   "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens",
@@ -137,8 +137,9 @@ function showVerdict(fast, plain, isWhole) {
   verdict.className = kind === "differs" ? "differs" : kind === "equal" ? "equal" : "";
   const parts = [element("strong", {}, text)];
   if (fast.speed && plain.speed) {
-    const times = (fast.speed / plain.speed).toFixed(2);
-    parts.push(` With speculation ${times} times as fast: ${fast.speed.toFixed(0)} against ${plain.speed.toFixed(0)} tokens/s.`);
+    const ratio = fast.speed / plain.speed;
+    const speeds = `${fast.speed.toFixed(0)} against ${plain.speed.toFixed(0)} tokens/s`;
+    parts.push(` With speculation ${ratio < 1 ? "slower this time, " : ""}${ratio.toFixed(2)} times as fast: ${speeds}.`);
   }
   verdict.replaceChildren(...parts);
 }

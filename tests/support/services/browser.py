@@ -22,7 +22,7 @@ _FLAGS = (
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage"),
     "--window-size=1280,900",
 )
-_PATIENCE_S = 20.0
+_PATIENCE_S = 60.0
 _WATCH = """
 window.violations = [];
 document.addEventListener('securitypolicyviolation', (event) => window.violations.push(event.violatedDirective));
@@ -93,6 +93,7 @@ class Browser:
 
     def point_at(self, selector: str) -> None:
         """Move the mouse onto an element."""
+        self.run("document.querySelector(arguments[0]).scrollIntoView({block: 'nearest'});", selector)
         origin = {_ELEMENT: self._find(selector)}
         move = {"type": "pointerMove", "duration": 0, "x": 0, "y": 0, "origin": origin}
         self.call("POST", "/actions", {"actions": [{"type": "pointer", "id": "mouse", "actions": [move]}]})
