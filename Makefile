@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv, command-line tools in .tools. The servers that
-# tests run (Redis, Prometheus) are Debian packages, installed where they are missing.
+# tests run (Redis, Prometheus) and the browser are Debian packages, installed where they are missing.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -80,10 +80,11 @@ $(COMPOSE):
 tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(SCHEMATHESIS) $(COMPOSE)  ## Install buf, helm, checkov, schemathesis and others in .tools.
 
 .PHONY: servers
-servers:  ## Install the servers that tests run: Redis and Prometheus.
+servers:  ## Install the servers that tests run, Redis and Prometheus, and a browser: Chromium.
 	@missing=()
 	command -v redis-server >/dev/null || missing+=(redis-server)
 	{ command -v prometheus && command -v promtool; } >/dev/null || missing+=(prometheus)
+	{ command -v chromium && command -v chromedriver; } >/dev/null || missing+=(chromium chromium-driver)
 	if (($${#missing[@]})); then
 	    as_root=()
 	    test "$$(id -u)" = 0 || as_root=(sudo)

@@ -25,6 +25,7 @@ from coordinator.observer import Observer
 from coordinator.sessions.client_stream import prompt_chunks
 from coordinator.sessions.drafting import DraftFault, DraftSide
 from coordinator.sessions.session import DraftHost, Session, TargetHost
+from coordinator.sessions.step_told import step_told
 from coordinator.sessions.table import SessionTable
 from coordinator.sessions.verdict_check import fault_of
 from coordinator.text.choice_output import Finish
@@ -134,7 +135,10 @@ class DecodeLoop:
             session.request.num_cached_tokens = verdict.num_cached_tokens
         if kept or step.text:
             logprobs = verdict.logprobs[num_known:]
-            session.request.stream.output(session.choice, step.text, session.detokenizers, kept, origins, logprobs)
+            told = None if verdict.is_partial else step_told(session, verdict, len(kept), now_s)
+            session.request.stream.output(
+                session.choice, step.text, session.detokenizers, kept, origins, logprobs, told
+            )
         if verdict.is_partial:
             session.tally.num_partial_tokens += len(kept)
         else:

@@ -26,6 +26,7 @@ from gateway.routes.completions import completion_routes
 from gateway.routes.models import model_routes
 from gateway.routes.operations import health_routes, metrics_routes
 from gateway.routes.output import as_api_error
+from gateway.routes.page import page_routes
 from gateway.routes.responses import response_routes
 from gateway.routes.tokens import token_routes
 from specdec import __version__
@@ -47,6 +48,8 @@ def build_app(parts: Parts) -> FastAPI:
         app.include_router(routes(parts))
     if parts.settings.public_metrics:
         app.include_router(metrics_routes(parts))
+    if parts.settings.page:
+        app.include_router(page_routes())
     _answer_errors(app)
     described = _openapi(app)
     app.openapi = lambda: described  # type: ignore[method-assign]

@@ -73,6 +73,7 @@ class GatewaySettings(WireSettings, TracingSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
     log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
     access_log: bool = Field(default=False, description="Log each request that ended.")
+    page: bool = Field(default=True, description="Show the page at `/`.")
 
     drain_s: float = Field(
         default=30.0, ge=0, description="On SIGTERM: how long running requests may go on before they are cut off."

@@ -15,7 +15,7 @@ from target_service.proposals.own_draft import OwnDraft
 from target_service.records.metrics import TargetRecorder
 from target_service.records.trace import trace_verdict
 from target_service.session import TargetSession
-from target_service.verdicts import make_verdict, pieces_of
+from target_service.verdicts import make_verdict, pieces_of, tree_of
 
 
 class Commits:
@@ -53,13 +53,14 @@ class Commits:
             due_at_s: when it could have begun, on the clock of hold-offs.
         """
         session = decision.candidate.session
-        num_stale = session.tree.num_stale
+        num_stale, told_tree = session.tree.num_stale, tree_of(decision)
         pacing.observe_gain(session, decision.walk, decision.candidate.num_nodes, started_s + elapsed_s)
         num_wasted = _prune(decision, pacing) + num_stale
         is_suspended = session.max_nodes > 0 and not pacing.may_verify(session)
         if is_suspended:
             num_wasted += session.tree.clear()
-        verdict = make_verdict(decision, started_s, elapsed_s, session.held_s(due_at_s), num_wasted, is_suspended)
+        held_s = session.held_s(due_at_s)
+        verdict = make_verdict(decision, started_s, elapsed_s, held_s, num_wasted, is_suspended, told_tree)
         self._tell(session, verdict, num_stale)
         start = session.num_tokens
         self._take(decision)

@@ -13,7 +13,7 @@ from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
 from specdec.engine.tree import TokenTree
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
-from target_service.logprobs import position_logprobs
+from target_service.logprobs import node_logprobs, position_logprobs
 from target_service.session import SessionState, TargetSession
 from target_service.tree.walk import Walk, walk_tree
 
@@ -41,6 +41,8 @@ class Decision:
     candidate: Candidate
     walk: Walk
     logprobs: list[pb.PositionLogprobs]
+    node_logprobs: list[float]
+    """Of the verified nodes, where the session's trees are told; else empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def decide(
         own = _Rows(candidate, needed[first:end], contexts[first:end], tokens[first:end])
         try:
             walk = own.walk(sampler)
-            decisions.append(Decision(candidate, walk, own.logprobs(walk, sampler)))
+            decisions.append(Decision(candidate, walk, own.logprobs(walk, sampler), own.node_logprobs(sampler)))
         except NonFiniteLogits as error:
             undecided.append(Undecided(candidate.session, error))
     return decisions, undecided
@@ -116,6 +118,14 @@ class _Rows:
         rows = [1 + node for node in walk.rows]
         contexts = [self.contexts[row] for row in rows]
         return [position_logprobs(entry) for entry in sampler.logprobs(self.logits[rows], contexts, walk.token_ids)]
+
+    def node_logprobs(self, sampler: Sampler) -> list[float]:
+        """Raw log-probabilities of the verified nodes after their parents; empty where nobody asked for trees."""
+        candidate, num_nodes = self.candidate, self.candidate.num_nodes
+        if not (num_nodes and candidate.session.body.tells_trees):
+            return []
+        rows = [1 + parent for parent in candidate.tree.parents[:num_nodes]]
+        return node_logprobs(self.logits[rows], candidate.tree.token_ids[:num_nodes], sampler.vocab_size)
 
     def _coupled(self, node: int, child: int | None) -> int:
         token = self.tokens[1 + node]

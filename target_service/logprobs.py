@@ -8,6 +8,8 @@ from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.sampler import TokenLogprobs
 from specdec.v1 import common_pb2 as pb
 
+LEAST_LOGPROB = -9999.0
+"""In place of minus infinity."""
 _MOST_SLICE_NUMBERS = 2**23
 """Logits looked at in one go: 64 MiB in double precision, whatever the vocabulary and however long the chunk."""
 
@@ -40,6 +42,20 @@ def prompt_logprobs(
         for start in range(0, len(next_token_ids), most_rows)
         for position in _slice_logprobs(logits[start:], next_token_ids[start : start + most_rows], num_top, vocab_size)
     ]
+
+
+def node_logprobs(logits: torch.Tensor, token_ids: list[int], vocab_size: int) -> list[float]:
+    """Log-probability of each token in its own row; `LEAST_LOGPROB` where it has none.
+
+    Args:
+        logits: [N, V] float32. Rows that no walk came to may hold anything.
+        token_ids: [N].
+        vocab_size: ids from here on are padding of the model's.
+    """
+    raw = torch.log_softmax(logits[:, :vocab_size].to(torch.float64), dim=-1)
+    chosen = raw.gather(1, torch.tensor(token_ids, device=logits.device).unsqueeze(1)).squeeze(1)
+    least = LEAST_LOGPROB
+    return torch.nan_to_num(chosen, nan=least, posinf=least, neginf=least).clamp(min=least).tolist()
 
 
 def _slice_logprobs(

@@ -12,8 +12,8 @@ from target_service.session import SessionState, TargetSession
 
 _TOKEN_BYTES = 12
 """A token's id and origin."""
-_STATISTICS_BYTES = 1024
-"""What a verdict says besides tokens and log-probabilities: counts for 64 depths, and some numbers."""
+_STATISTICS_BYTES = 4096
+"""What a verdict says besides tokens and log-probabilities: counts for 64 depths, a tree of 64 nodes, some numbers."""
 
 
 def make_verdict(
@@ -23,6 +23,7 @@ def make_verdict(
     held_s: float,
     num_wasted: int,
     suspends_draft: bool = False,
+    tree: pb.StepTree | None = None,
 ) -> pb.Verdict:
     """Describe a decision, before the session has taken its tokens. A first one takes the prompt's log-probabilities
     along, if its owner does not take them in parts.
@@ -34,6 +35,7 @@ def make_verdict(
         held_s: how long it was held off for this session's draft.
         num_wasted: proposed tokens that are of no use any more.
         suspends_draft: no proposals are wanted for the tokens that follow.
+        tree: what there was to choose from, if that is to be told.
     """
     candidate, walk = decision.candidate, decision.walk
     session = candidate.session
@@ -52,10 +54,27 @@ def make_verdict(
         draft_us=uint32(session.tree.draft_us),
         num_wasted=uint32(num_wasted),
         suspends_draft=suspends_draft,
+        tree=tree,
     )
     if session.state is SessionState.PREFILL:
         _describe_prefill(session, verdict, began_at_s + elapsed_s)
     return verdict
+
+
+def tree_of(decision: Decision) -> pb.StepTree | None:
+    """What a step had to choose from, before the session's tree is pruned; None if nothing, or where nobody asked."""
+    candidate = decision.candidate
+    tree = candidate.session.tree
+    if not (candidate.session.body.tells_trees and len(tree)):
+        return None
+    return pb.StepTree(
+        token_ids=tree.tokens.token_ids,
+        parents=tree.tokens.parents,
+        scores=bytes(round(min(1.0, max(0.0, node.score)) * 255) for node in tree.nodes),
+        verified=candidate.chosen[: candidate.num_nodes],
+        logprobs=decision.node_logprobs,
+        accepted=[candidate.chosen[node] for node in decision.walk.path],
+    )
 
 
 def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:

@@ -216,6 +216,7 @@ class Planner:
             stream=ClientStream(),
             arrived_s=caller.arrived_s,
             model=served.identity,
+            with_steps=body.with_steps,
             priority=body.priority,
             cache_salt=caller.cache_salt,
             deadline_s=caller.deadline_s,

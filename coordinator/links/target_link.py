@@ -117,6 +117,7 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
             position=session.position,
         )
         body = session.open_body(traceparent)
+        body.tells_trees = session.request.with_steps
         if side.cleared_at is not None:
             body.apart_until = side.cleared_at
         if side.prompt is not None:

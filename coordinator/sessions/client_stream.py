@@ -14,6 +14,8 @@ from specdec.v1 import coordinator_pb2 as api
 
 _MOST_MERGED_TOKENS = 64
 """A chunk stays small: a write is charged and credited as a whole, and a client sees it as a whole."""
+_MOST_MERGED_STEPS = 16
+"""Each takes 1.2 KB with a tree of 64 nodes."""
 _MOST_STEP_TOKENS = 65
 """What a step decides at most: 64 nodes, and one token more."""
 _MOST_TEXT_BYTES = 32 * 1024
@@ -54,8 +56,10 @@ class ClientStream:
         token_ids: Sequence[int] = (),
         origins: Sequence[pb.Origin.ValueType] = (),
         logprobs: Sequence[pb.PositionLogprobs] = (),
+        step: api.DecodingStep | None = None,
     ) -> None:
-        """Queue output of a choice: some text, and tokens with their origins and, where wanted, log-probabilities.
+        """Queue output of a choice: some text, and tokens with their origins and, where wanted, log-probabilities and
+        the step that they are of.
 
         Of what is too much for one chunk no text comes before the tokens that it is of: a client that is cut off
         between two chunks can resume.
@@ -65,12 +69,16 @@ class ClientStream:
             delta = self._delta(index)
             delta.text += text
             _add_tokens(delta, detokenizers, token_ids, origins, logprobs)
+            if step is not None:
+                delta.steps.append(step)
             return
         for start in range(0, len(token_ids), _MOST_MERGED_TOKENS):
             some = slice(start, start + _MOST_MERGED_TOKENS)
             _add_tokens(self._new_delta(index), detokenizers, token_ids[some], origins[some], logprobs[some])
         for piece in text_pieces(text, _MOST_TEXT_BYTES):
             self._new_delta(index).text = piece
+        if step is not None:
+            self._delta(index).steps.append(step)
 
     def close(self, error: SpecdecError | None = None) -> None:
         """End the stream after what is queued; with an error, what is queued still goes out before it."""
@@ -102,7 +110,11 @@ class ClientStream:
         if self._chunks and not self._is_closed:
             last = self._chunks[-1]
             delta = last.delta
-            has_room = len(delta.tokens) < _MOST_MERGED_TOKENS and len(delta.text) < _MOST_TEXT_BYTES // 4
+            has_room = (
+                len(delta.tokens) < _MOST_MERGED_TOKENS
+                and len(delta.text) < _MOST_TEXT_BYTES // 4
+                and len(delta.steps) < _MOST_MERGED_STEPS
+            )
             if last.HasField("delta") and delta.index == index and has_room:
                 return delta
         return self._new_delta(index)

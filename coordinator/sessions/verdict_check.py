@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from coordinator.sessions.session import Session
+from coordinator.sessions.step_told import tree_fault
 from specdec.v1 import common_pb2 as pb
 
 _ENDS = (pb.FINISH_REASON_UNSPECIFIED, pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)
@@ -42,6 +43,8 @@ def fault_of(session: Session, verdict: pb.Verdict) -> str | None:
         return f"verdict has more than {sampling.num_logprobs} alternatives for a token"
     if len(verdict.verified_by_depth) > _MOST_DEPTHS:
         return f"verdict counts {len(verdict.verified_by_depth)} depths of a tree"
+    if session.request.with_steps and (fault := tree_fault(verdict.tree, vocab_size)) is not None:
+        return fault
     known = session.token_ids[verdict.start_position :][: len(token_ids)] if num_known else []
     if known != list(token_ids[:num_known]):
         return f"verdict differs from what was delivered from {verdict.start_position} on"

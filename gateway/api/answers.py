@@ -58,6 +58,30 @@ class TokenOrigin(AnswerModel):
     depth: int | None = Field(description="Of a draft token: its distance from the last token committed before.")
 
 
+class StepNode(AnswerModel):
+    """A token that was proposed."""
+
+    id: int
+    text: str
+    parent: int | None = Field(description="Its parent's place in the list; null: it follows the tokens before.")
+    score: float = Field(description="The drafter's estimate that it is accepted if its parent is.")
+    logprob: float | None = Field(description="Under the target's raw logits, of a verified one.")
+    state: Literal["accepted", "rejected", "unverified"]
+
+
+class DecodingStep(AnswerModel):
+    """A step of the target: what it had to choose from, and what it took."""
+
+    start: int = Field(description="Place of its first token in the output.")
+    num_tokens: int = Field(description="Tokens that it committed.")
+    nodes: list[StepNode] = Field(description="What was proposed; empty in a plain step.")
+    at_ms: float = Field(description="When it was decided, since the request came to the coordinator.")
+    step_ms: float = Field(description="The forward pass and the sampling.")
+    hold_off_ms: float = Field(description="How long it waited for a draft.")
+    draft_ms: float = Field(description="Drafting of what it used.")
+    suspended: bool = Field(description="Speculation rests after it, as plain decoding was measured to be faster.")
+
+
 class TopLogprob(AnswerModel):
     """A token and its log-probability."""
 
@@ -122,6 +146,7 @@ class ChoiceExtras(AnswerModel):
     stop_reason: int | str | None = Field(None, description="The stop string or token that matched.")
     token_ids: list[int] | None = None
     token_origins: list[TokenOrigin] | None = None
+    steps: list[DecodingStep] | None = None
 
 
 class ChatChoice(ChoiceExtras):

@@ -94,6 +94,7 @@ class SamplingFields(RequestModel):
     return_token_ids: bool | None = Field(None, description="Tell the ids of the prompt and of the output.")
     return_tokens_as_token_ids: bool | None = Field(None, description="In log-probabilities, token_id:ID for texts.")
     return_token_origins: bool | None = Field(None, description="Tell where each token came from.")
+    return_steps: bool | None = Field(None, description="Tell what each step had to choose from, and what it took.")
     speculation: Speculation | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower goes first.")
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")] | None = None

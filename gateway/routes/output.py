@@ -58,7 +58,9 @@ async def whole_output(parts: Parts, caller: Caller, body: api.GenerateRequest) 
             texts = known
     finished = completion.require_finished()
     choices = {
-        index: ChoiceOutput(choice.text, choice.tokens, choice.finished or api.ChoiceFinished(index=index))
+        index: ChoiceOutput(
+            choice.text, choice.tokens, choice.finished or api.ChoiceFinished(index=index), choice.steps
+        )
         for index, choice in completion.choices.items()
     }
     started = completion.started or api.GenerateStarted()

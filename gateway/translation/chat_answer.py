@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from gateway.translation.endings import finish_reason, stop_reason
 from gateway.translation.head import Head
 from gateway.translation.logprobs import chat_logprobs, prompt_logprobs
 from gateway.translation.origins import OriginCounter
+from gateway.translation.steps import steps_told
 from gateway.translation.usage import metrics_of, usage_of, usage_so_far
 from gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
@@ -66,7 +67,9 @@ class _ChatAnswer:
                 told.append(fields)
         return told
 
-    def _details(self, choice: _Choice, tokens: list[api.OutputToken], texts: TokenTexts) -> dict[str, Any]:
+    def _details(
+        self, choice: _Choice, tokens: list[api.OutputToken], steps: Sequence[api.DecodingStep], texts: TokenTexts
+    ) -> dict[str, Any]:
         """What is told of tokens beside their text."""
         told: dict[str, Any] = {
             "logprobs": chat_logprobs(tokens, self._named(texts)) if self._request.logprobs and tokens else None
@@ -75,6 +78,8 @@ class _ChatAnswer:
             told["token_ids"] = [token.id for token in tokens]
         if self._request.return_token_origins:
             told["token_origins"] = choice.origins.told(tokens)
+        if self._request.return_steps:
+            told["steps"] = steps_told(steps, texts)
         return told
 
     @property
@@ -82,7 +87,8 @@ class _ChatAnswer:
         """The same where no tokens are."""
         ids: dict[str, Any] = {"token_ids": []} if self._request.return_token_ids else {}
         origins: dict[str, Any] = {"token_origins": []} if self._request.return_token_origins else {}
-        return {"logprobs": None, **ids, **origins}
+        steps: dict[str, Any] = {"steps": []} if self._request.return_steps else {}
+        return {"logprobs": None, **ids, **origins, **steps}
 
     def _named(self, texts: TokenTexts) -> TokenTexts:
         return texts.named_by_id() if self._request.return_tokens_as_token_ids else texts
@@ -126,10 +132,8 @@ class ChatEvents(_ChatAnswer):
         choice, tokens = self._choices[delta.index], list(delta.tokens)
         self._num_output += len(tokens)
         deltas = self._deltas(choice, choice.parser.push(delta.text))
-        details = self._details(choice, tokens, texts)
-        tells = bool(tokens) and (
-            details["logprobs"] is not None or self._request.return_token_ids or self._request.return_token_origins
-        )
+        details = self._details(choice, tokens, delta.steps, texts)
+        tells = any(details.values())
         if not deltas and tells:
             deltas = [{"content": ""}]
         events = self._begin(delta.index)
@@ -199,7 +203,7 @@ class ChatWhole(_ChatAnswer):
         choice = self._choices[index]
         parsed = [*choice.parser.push(output.text), *choice.parser.finish()]
         message = _joined(self._deltas(choice, parsed), self._echo)
-        details = self._details(choice, output.tokens, texts)
+        details = self._details(choice, output.tokens, output.steps, texts)
         return {"index": index, "message": message, **details, **self._ending(choice, output.finished)}
 
 
@@ -210,6 +214,7 @@ class ChoiceOutput:
     text: str
     tokens: list[api.OutputToken]
     finished: api.ChoiceFinished
+    steps: Sequence[api.DecodingStep] = ()
 
 
 def _joined(deltas: list[dict[str, Any]], echo: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A request of several prompts is one object: the choices of the prompt with index
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from gateway.translation.endings import finish_reason, stop_reason
 from gateway.translation.head import Head
 from gateway.translation.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from gateway.translation.origins import OriginCounter
+from gateway.translation.steps import steps_told
 from gateway.translation.usage import metrics_of, usage_of, usage_so_far
 from gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
@@ -60,12 +62,16 @@ class _PromptAnswer:
     def _output_tokens(self, tokens: list[api.OutputToken]) -> list[api.OutputToken]:
         return tokens if self._request.most_tokens else []
 
-    def _details(self, choice: _Choice, tokens: list[api.OutputToken]) -> dict[str, Any]:
+    def _details(
+        self, choice: _Choice, tokens: list[api.OutputToken], steps: Sequence[api.DecodingStep], texts: TokenTexts
+    ) -> dict[str, Any]:
         told: dict[str, Any] = {}
         if self._request.return_token_ids:
             told["token_ids"] = [token.id for token in tokens]
         if self._request.return_token_origins:
             told["token_origins"] = choice.origins.told(tokens)
+        if self._request.return_steps:
+            told["steps"] = steps_told(steps if self._request.most_tokens else (), texts)
         return told
 
     def _prompt_part(self, choice: _Choice, prompt: api.PromptLogprobs | None) -> list[dict[str, Any]]:
@@ -104,7 +110,7 @@ class CompletionWhole(_PromptAnswer):
             "index": self._base + index,
             "text": self._told.text + (output.text if self._request.most_tokens else ""),
             "logprobs": joined(parts),
-            **self._details(choice, tokens),
+            **self._details(choice, tokens, output.steps, texts),
             **self._ending(output.finished),
         }
         if self._told.token_ids is not None:
@@ -164,19 +170,18 @@ class CompletionEvents(_PromptAnswer):
             begin = self._begin(finished.index, texts)
             return [
                 *begin,
-                self._event(
-                    finished.index, "", None, self._details(self._open[finished.index], []), self._ending(finished)
-                ),
+                self._event(finished.index, "", None, self._no_details(finished.index), self._ending(finished)),
             ]
         delta, tokens = chunk.delta, self._output_tokens(list(chunk.delta.tokens))
         begin = self._begin(delta.index, texts)
         text = delta.text if self._request.most_tokens else ""
-        if not text and not tokens:
+        if not (text or tokens or delta.steps):
             return begin
         choice = self._open[delta.index]
         self.num_output += len(tokens)
         logprobs = choice.logprobs.of_output(tokens) if choice.logprobs is not None and tokens else None
-        return [*begin, self._event(delta.index, text, logprobs, self._details(choice, tokens), no_end)]
+        details = self._details(choice, tokens, delta.steps, texts)
+        return [*begin, self._event(delta.index, text, logprobs, details, no_end)]
 
     def _begin(self, index: int, texts: TokenTexts) -> list[dict[str, Any]]:
         if index in self._open:
@@ -185,11 +190,14 @@ class CompletionEvents(_PromptAnswer):
         parts = self._prompt_part(choice, self._prompt)
         if not self._told.text and not parts and self._told.token_ids is None:
             return []
-        details = self._details(choice, [])
+        details = self._no_details(index)
         if self._told.token_ids is not None:
             details["prompt_token_ids"] = self._told.token_ids
         no_end = {"finish_reason": None, "stop_reason": None}
         return [self._event(index, self._told.text, joined(parts), details, no_end)]
+
+    def _no_details(self, index: int) -> dict[str, Any]:
+        return self._details(self._open[index], [], (), TokenTexts({}))
 
     def _event(
         self, index: int, text: str, logprobs: dict[str, Any] | None, details: dict[str, Any], ending: dict[str, Any]

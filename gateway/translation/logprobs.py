@@ -14,9 +14,11 @@ LEAST = -9999.0
 
 
 def ids_in(chunk: api.GenerateResponse) -> Iterator[int]:
-    """The tokens that a chunk's log-probabilities name."""
+    """The tokens that a chunk's log-probabilities and its steps name."""
     match chunk.WhichOneof("chunk"):
         case "delta":
+            for step in chunk.delta.steps:
+                yield from step.tree.token_ids
             for token in chunk.delta.tokens:
                 if token.HasField("logprobs"):
                     yield token.id

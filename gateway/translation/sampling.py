@@ -62,6 +62,7 @@ def generate_request(request: SamplingFields, sampling: api.SamplingParams) -> a
         speculation=speculation_params(request.speculation),
         priority=request.priority or 0,
         prompt_logprobs_in_parts=True,
+        with_steps=bool(request.return_steps),
     )
 
 

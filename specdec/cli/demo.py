@@ -9,14 +9,16 @@ from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.rule import Rule
 from rich.text import Text
 
 from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.generate import Display, run_request
 from specdec.cli.local.devices import device_kind
-from specdec.cli.local.plan import LocalPlan, shipped_model, usual_placement
-from specdec.cli.up import Device, DraftModel, TargetModel, running_cluster, stop_on_signals
+from specdec.cli.local.plan import PORTS, LocalPlan, gateway_is_installed, shipped_model, usual_placement
+from specdec.cli.local.supervision import Supervision
+from specdec.cli.up import Device, DraftModel, TargetModel, running_cluster, stop_on_signals, tell_of_gateway, watch
 from specdec.client import ClientSettings
 from specdec.shipped_pair import shipped_pair
 from specdec.v1 import coordinator_pb2
@@ -41,6 +43,9 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="Most output tokens.", min=1)] = 200,
     temperature: Annotated[float, typer.Option(help="0 is greedy decoding.", min=0)] = 0.8,
     seed: Annotated[int, typer.Option(help="Seed of the noise.", min=0)] = 1,
+    page: Annotated[
+        bool, typer.Option("--page", help="Start a gateway, too, and stay until Ctrl-C: its page shows the same.")
+    ] = False,
 ) -> None:
     """Start the shipped pair on free ports, complete a prompt with and without speculation, stop."""
     console = Console(stderr=True, highlight=False)
@@ -50,6 +55,7 @@ def demo(
             draft_model=draft or shipped_model("draft"),
             device=device,
             free_ports=True,
+            gateway=page,
             placement=placement or usual_placement(device_kind(device), sorted(os.sched_getaffinity(0))),
         )
         request = coordinator_pb2.GenerateRequest(prompt=prompt or held_out_prompt(prompt_id))
@@ -65,6 +71,14 @@ def demo(
             if temperature > 0:
                 console.print(
                     "The lower the temperature, the more guesses are right: try --temperature 0.", style="dim"
+                )
+            if page:
+                tell_of_gateway(console, cluster, is_wanted=True)
+                watch(Supervision(cluster, lambda line: console.print(escape(line), soft_wrap=True)), None)
+            elif gateway_is_installed():
+                url = f"http://127.0.0.1:{PORTS['gateway']}/"
+                console.print(
+                    f"To see it in a browser: specdec up, and open {url} (or: specdec demo --page).", style="dim"
                 )
 
 

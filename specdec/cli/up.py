@@ -132,10 +132,10 @@ def up(
             console.print(
                 f'  specdec generate --address {cluster.address} --show-origin --max-tokens 100 "def fibonacci(n):"'
             )
-            _tell_of_gateway(console, cluster, is_wanted=not no_gateway)
+            tell_of_gateway(console, cluster, is_wanted=not no_gateway)
             console.print("A service that ends is started again. Ctrl-C stops all.", style="dim")
             supervision = Supervision(cluster, lambda line: console.print(escape(line), soft_wrap=True))
-            _watch(supervision, LogView(cluster, console) if logs else None)
+            watch(supervision, LogView(cluster, console) if logs else None)
 
 
 def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, console: Console) -> Placement:
@@ -157,12 +157,15 @@ def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, cons
     return choice.placement
 
 
-def _tell_of_gateway(console: Console, cluster: Cluster, *, is_wanted: bool) -> None:
+def tell_of_gateway(console: Console, cluster: Cluster, *, is_wanted: bool) -> None:
+    """Say where the page and OpenAI's API are, or why they are nowhere."""
     if "gateway" not in cluster.services:
         if is_wanted:
             console.print("No HTTP gateway: it needs pip install 'specdec\\[gateway]'.", style="dim")
         return
-    url = f"http://{cluster.services['gateway'].spec.address}/v1"
+    root = f"http://{cluster.services['gateway'].spec.address}"
+    url = f"{root}/v1"
+    console.print(f"The page, to see speculation at work: {root}/", style="bold")
     console.print(f"OpenAI's API at {url}. Try:", style="bold")
     body = '{"prompt": "def fibonacci(n):", "max_tokens": 60, "stream": true}'
     console.print(
@@ -170,7 +173,7 @@ def _tell_of_gateway(console: Console, cluster: Cluster, *, is_wanted: bool) -> 
     )
 
 
-def _watch(supervision: Supervision, log_view: LogView | None) -> None:
+def watch(supervision: Supervision, log_view: LogView | None) -> None:
     """Run until Ctrl-C. Raises ClusterFailed when a service that ended cannot be started any more."""
     while True:
         supervision.check()

@@ -243,6 +243,8 @@ class CompletedChoice:
 
     text: str = ""
     tokens: list[coordinator_pb2.OutputToken] = field(default_factory=list)
+    steps: list[coordinator_pb2.DecodingStep] = field(default_factory=list)
+    """The steps that committed them, where they were asked for."""
     finished: coordinator_pb2.ChoiceFinished | None = None
 
     @property
@@ -296,6 +298,7 @@ class Completion:
         choice = self._choice(delta.index)
         choice.text += delta.text
         choice.tokens.extend(delta.tokens)
+        choice.steps.extend(delta.steps)
         if delta.tokens:
             self.last_token_s = time.perf_counter() - self._begin_s
             if self.first_token_s is None:

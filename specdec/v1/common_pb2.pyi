@@ -351,6 +351,7 @@ class OpenSession(_message.Message):
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
     APART_UNTIL_FIELD_NUMBER: _builtins.int
     TIME_PER_TOKEN_US_FIELD_NUMBER: _builtins.int
+    TELLS_TREES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of them are the prompt."""
     verify_mode: Global___VerifyMode.ValueType
@@ -389,6 +390,8 @@ class OpenSession(_message.Message):
     """
     time_per_token_us: _builtins.int
     """Wanted mean time of an output token after the first, in microseconds; 0: as soon as all others."""
+    tells_trees: _builtins.bool
+    """To targets: tell with each verdict what the step had to choose from. Older targets do not."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and committed output."""
@@ -419,10 +422,11 @@ class OpenSession(_message.Message):
         prompt_logprobs_start: _builtins.int = ...,
         apart_until: _builtins.int = ...,
         time_per_token_us: _builtins.int = ...,
+        tells_trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "deadline_ms", b"deadline_ms", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "prompt_logprobs_credit", b"prompt_logprobs_credit", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "tells_trees", b"tells_trees", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -630,6 +634,58 @@ class Proposal(_message.Message):
 Global___Proposal: _TypeAlias = Proposal  # noqa: Y015
 
 @_typing.final
+class StepTree(_message.Message):
+    """What a step of a target had to choose from for a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    SCORES_FIELD_NUMBER: _builtins.int
+    VERIFIED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    scores: _builtins.bytes
+    """One byte per node: estimated probability of acceptance given its parent's, times 255."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens that were proposed below the last committed one, parents before children; at most 64."""
+
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Each node's parent as an index into token_ids, -1 for a root."""
+
+    @_builtins.property
+    def verified(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The nodes that the step verified, as indexes into token_ids. The others were not worth it."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of each verified node, in that order, the natural logarithm of its probability after its parent under the target's raw logits."""
+
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The nodes that were accepted, from the root down."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        scores: _builtins.bytes = ...,
+        verified: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "logprobs", b"logprobs", "parents", b"parents", "scores", b"scores", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTree: _TypeAlias = StepTree  # noqa: Y015
+
+@_typing.final
 class Verdict(_message.Message):
     """What a target step decided for a session."""
 
@@ -654,6 +710,7 @@ class Verdict(_message.Message):
     NUM_WASTED_FIELD_NUMBER: _builtins.int
     IS_PARTIAL_FIELD_NUMBER: _builtins.int
     SUSPENDS_DRAFT_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the first token."""
     finish_reason: Global___FinishReason.ValueType
@@ -704,6 +761,10 @@ class Verdict(_message.Message):
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PositionLogprobs]:
         """On the first verdict, when asked for without prompt_logprobs_credit: one entry per prompt token after the first."""
 
+    @_builtins.property
+    def tree(self) -> Global___StepTree:
+        """What the step had to choose from, when asked for with OpenSession.tells_trees and there was anything."""
+
     def __init__(
         self,
         *,
@@ -726,10 +787,11 @@ class Verdict(_message.Message):
         num_wasted: _builtins.int = ...,
         is_partial: _builtins.bool = ...,
         suspends_draft: _builtins.bool = ...,
+        tree: Global___StepTree | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "draft_us", b"draft_us", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "suspends_draft", b"suspends_draft", "token_ids", b"token_ids", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "draft_us", b"draft_us", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "suspends_draft", b"suspends_draft", "token_ids", b"token_ids", "tree", b"tree", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015

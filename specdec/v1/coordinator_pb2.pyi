@@ -451,6 +451,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_IN_PARTS_FIELD_NUMBER: _builtins.int
+    WITH_STEPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique among running requests of its tenant; made up when empty."""
     model: _builtins.str
@@ -463,6 +464,8 @@ class GenerateRequest(_message.Message):
     """The log-probabilities of a prompt may come in several chunks, in order. Unset, they come in one, and a prompt of which
     they would be too large for that is refused.
     """
+    with_steps: _builtins.bool
+    """Tell each step of the target with the tokens that it committed. Of tokens that are replayed after an interruption none is told."""
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """As token ids."""
@@ -496,10 +499,11 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         resume: Global___Resume | None = ...,
         prompt_logprobs_in_parts: _builtins.bool = ...,
+        with_steps: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "with_steps", b"with_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -590,6 +594,58 @@ class OutputToken(_message.Message):
 Global___OutputToken: _TypeAlias = OutputToken  # noqa: Y015
 
 @_typing.final
+class DecodingStep(_message.Message):
+    """One step of the target for a choice: what it had to choose from, and what it took. Times are in microseconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    AT_US_FIELD_NUMBER: _builtins.int
+    STEP_US_FIELD_NUMBER: _builtins.int
+    HOLD_OFF_US_FIELD_NUMBER: _builtins.int
+    DRAFT_US_FIELD_NUMBER: _builtins.int
+    IS_SUSPENDED_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """Index of the first token that it committed, among the choice's output tokens."""
+    num_tokens: _builtins.int
+    """Tokens that it committed, without those that a stop string cut off."""
+    at_us: _builtins.int
+    """From the request's arrival at the coordinator to that of the step's verdict."""
+    step_us: _builtins.int
+    """The forward pass and the sampling; in the first step also the rest of the prefill."""
+    hold_off_us: _builtins.int
+    """How long the step waited for a draft."""
+    draft_us: _builtins.int
+    """Drafting of the proposals that it used."""
+    is_suspended: _builtins.bool
+    """Speculation is suspended after it, as plain decoding was measured to be faster."""
+    @_builtins.property
+    def tree(self) -> _common_pb2.StepTree:
+        """What was proposed; absent in a plain step, and where the target does not tell it."""
+
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        tree: _common_pb2.StepTree | None = ...,
+        at_us: _builtins.int = ...,
+        step_us: _builtins.int = ...,
+        hold_off_us: _builtins.int = ...,
+        draft_us: _builtins.int = ...,
+        is_suspended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_us", b"at_us", "draft_us", b"draft_us", "hold_off_us", b"hold_off_us", "is_suspended", b"is_suspended", "num_tokens", b"num_tokens", "start", b"start", "step_us", b"step_us", "tree", b"tree"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DecodingStep: _TypeAlias = DecodingStep  # noqa: Y015
+
+@_typing.final
 class ChoiceDelta(_message.Message):
     """The next piece of one choice."""
 
@@ -598,6 +654,7 @@ class ChoiceDelta(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index of the choice."""
     text: _builtins.str
@@ -606,16 +663,21 @@ class ChoiceDelta(_message.Message):
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputToken]:
         """Tokens that this delta commits."""
 
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___DecodingStep]:
+        """The steps that committed them, or their last ones, when asked for with GenerateRequest.with_steps."""
+
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         text: _builtins.str = ...,
         tokens: _abc.Iterable[Global___OutputToken] | None = ...,
+        steps: _abc.Iterable[Global___DecodingStep] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "steps", b"steps", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -103,7 +103,7 @@ FLOORS = {
         __main__
     """,
     "gateway": """
-        api chat upstream
+        api chat page upstream
         settings
         http translation
         parts

@@ -1,0 +1,150 @@
+// What a round had to choose from, as a picture and as a table.
+
+import { counted, duration, percent, share, shown } from "./text.js";
+
+const SVG = "http://www.w3.org/2000/svg";
+const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [118, 40, 22, 10];
+const BECAME = { accepted: "✓ taken", rejected: "✗ not taken", unverified: "– not verified", target: "the target's own" };
+
+/** A new element with attributes and children. */
+export function element(tag, attributes = {}, ...children) {
+  const made = attributes.xmlns ? document.createElementNS(attributes.xmlns, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) if (name !== "xmlns") made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+function svg(tag, attributes, ...children) {
+  return element(tag, { xmlns: SVG, ...attributes }, ...children);
+}
+
+/** A sentence that says what became of a round. */
+export function roundSentence(run, number) {
+  const round = run.rounds[number];
+  const accepted = acceptedIn(run, round);
+  const head = `Round ${number + 1} of ${run.rounds.length}: ${counted(round.num, "token")}`;
+  if (!round.step) return `${head}, ${accepted} of them drafted`;
+  const verified = round.step.nodes.filter((node) => node.state !== "unverified").length;
+  const what = verified ? `, ${accepted} of ${verified} drafted tokens accepted` : ", nothing was drafted";
+  return `${head}${what}, ${duration(round.step.step_ms)}`;
+}
+
+/** How many of a round's tokens were drafted. */
+export function acceptedIn(run, round) {
+  return run.tokens.slice(round.start, round.start + round.num).filter((token) => token.origin === "draft").length;
+}
+
+/** All that is known of a round, as elements. */
+export function roundDetails(run, number) {
+  const round = run.rounds[number];
+  const parts = [element("h3", {}, roundSentence(run, number))];
+  if (!round.step) return [...parts, element("p", {}, "The server does not tell what there was to choose from.")];
+  parts.push(element("p", {}, timesOf(run, number)));
+  const nodes = nodesOf(run, round);
+  parts.push(element("div", { class: "tree", tabindex: "0", role: "group", "aria-label": "Tree" }, picture(nodes)));
+  const table = element("details", {}, element("summary", {}, "As a table"), tableOf(nodes));
+  return [...parts, table];
+}
+
+function timesOf(run, number) {
+  const { step } = run.rounds[number];
+  const before = number > 0 ? run.rounds[number - 1].step : null;
+  const parts = [`Decided ${duration(step.at_ms)} after the request came`];
+  if (before) parts.push(`${duration(Math.max(0, step.at_ms - before.at_ms))} after the round before`);
+  parts.push(`the target's step took ${duration(step.step_ms)}`);
+  if (step.draft_ms) parts.push(`drafting ${duration(step.draft_ms)}`);
+  if (step.hold_off_ms) parts.push(`it waited ${duration(step.hold_off_ms)} for the draft`);
+  const rest = step.suspended && run.isSpeculating ? " Speculation rests after it: plain decoding was measured to be faster." : "";
+  return `${parts.join(", ")}.${rest}`;
+}
+
+/** The nodes, and behind those that were accepted what the target took itself. Each has `parent`, null at the root. */
+function nodesOf(run, round) {
+  const nodes = round.step.nodes.map((node) => ({ ...node }));
+  let above = null;
+  nodes.forEach((node, index) => {
+    if (node.state === "accepted") above = index;
+  });
+  const own = run.tokens.slice(round.start, round.start + round.num).filter((token) => token.origin !== "draft");
+  for (const token of own) {
+    nodes.push({ text: token.text, parent: above, score: null, logprob: token.logprob, state: "target" });
+    above = nodes.length - 1;
+  }
+  return nodes;
+}
+
+function chances(node) {
+  const draft = node.score === null ? "" : `draft ${share(node.score)}`;
+  const target = node.logprob === null ? "" : `target ${percent(node.logprob)}`;
+  return [draft, target].filter(Boolean).join(" · ");
+}
+
+/** Places: depth to the right, taken path on top, each other branch on a row of its own. */
+function placed(nodes) {
+  const children = new Map();
+  nodes.forEach((node, index) => children.set(node.parent, [...(children.get(node.parent) ?? []), index]));
+  const isTaken = (index) => ["accepted", "target"].includes(nodes[index].state);
+  const places = [];
+  let rows = 0;
+  const visit = (parent, depth, row) => {
+    const below = children.get(parent) ?? [];
+    below.sort((a, b) => isTaken(b) - isTaken(a) || a - b);
+    below.forEach((index, order) => {
+      const own = order === 0 ? row : (rows += 1);
+      places[index] = { depth, row: own };
+      visit(index, depth + 1, own);
+    });
+  };
+  visit(null, 0, 0);
+  return places;
+}
+
+function picture(nodes) {
+  const places = placed(nodes);
+  const at = (index) => ({ x: places[index].depth * (WIDTH + GAP_X) + 1, y: places[index].row * (HEIGHT + GAP_Y) + 1 });
+  const [edges, boxes] = [[], []];
+  let [right, bottom] = [0, 0];
+  nodes.forEach((node, index) => {
+    const { x, y } = at(index);
+    [right, bottom] = [Math.max(right, x + WIDTH), Math.max(bottom, y + HEIGHT)];
+    const taken = ["accepted", "target"].includes(node.state);
+    if (node.parent !== null) {
+      const from = at(node.parent);
+      const middle = x - GAP_X / 2;
+      const line = `M${from.x + WIDTH} ${from.y + HEIGHT / 2}H${middle}V${y + HEIGHT / 2}H${x}`;
+      edges.push(svg("path", { d: line, class: taken ? "taken" : "" }));
+    }
+    boxes.push(
+      svg(
+        "g",
+        { class: node.state, transform: `translate(${x} ${y})` },
+        svg("rect", { width: WIDTH, height: HEIGHT, rx: node.state === "target" ? 14 : 4 }),
+        svg("text", { x: 8, y: 16 }, `${{ accepted: "✓ ", rejected: "✗ " }[node.state] ?? ""}${shown(node.text)}`),
+        svg("text", { x: 8, y: 32, class: "small" }, chances(node)),
+      ),
+    );
+  });
+  const [width, height] = [right + 1, bottom + 1];
+  const label = `${counted(nodes.length, "token")}; the table below has the same`;
+  return svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label }, ...edges, ...boxes);
+}
+
+function tableOf(nodes) {
+  const depth = (index) => (nodes[index].parent === null ? 1 : 1 + depth(nodes[index].parent));
+  const head = ["Depth", "Token", "Follows", "Draft", "Target", "What became of it"];
+  const rows = nodes.map((node, index) => [
+    String(depth(index)),
+    shown(node.text),
+    node.parent === null ? "the text before" : shown(nodes[node.parent].text),
+    node.score === null ? "" : share(node.score),
+    node.logprob === null ? "" : percent(node.logprob),
+    BECAME[node.state] ?? node.state,
+  ]);
+  const cells = (tag, texts) => element("tr", {}, ...texts.map((text) => element(tag, tag === "th" ? { scope: "col" } : {}, text)));
+  return element(
+    "table",
+    {},
+    element("thead", {}, cells("th", head)),
+    element("tbody", {}, ...rows.map((row) => cells("td", row))),
+  );
+}

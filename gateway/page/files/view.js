@@ -1,0 +1,157 @@
+// A run on the page: its figures, its text, its rounds as bars, and the round that is pointed at.
+
+import { acceptedIn, element, roundDetails, roundSentence } from "./tree.js";
+import { duration, share } from "./text.js";
+
+const MOST_REFUSED = 12;
+const DRAFTED = new Set(["draft", "prediction"]);
+const HINT = "Point at a token or at a bar to see its round. Arrow keys move among the bars.";
+let numViews = 0;
+
+/** The class of an origin: who the token is of. */
+function kindOf(origin) {
+  if (DRAFTED.has(origin)) return "draft";
+  return origin === "forced" ? "forced" : "target";
+}
+
+/** Shows one run. */
+export class RunView {
+  #shown = null;
+  #numBars = 0;
+
+  constructor(run, prompt) {
+    this.run = run;
+    const template = document.getElementById("run-template");
+    this.root = template.content.firstElementChild.cloneNode(true);
+    this.id = `run-${(numViews += 1)}`;
+    const heading = this.root.querySelector("h2");
+    heading.textContent = run.name;
+    heading.id = `${this.id}-name`;
+    this.root.setAttribute("aria-labelledby", heading.id);
+    this.output = this.root.querySelector(".output");
+    this.output.setAttribute("aria-label", `Text, ${run.name}`);
+    this.output.setAttribute("role", "region");
+    this.bars = this.root.querySelector(".bars");
+    this.bars.setAttribute("aria-label", `Rounds, ${run.name}`);
+    this.round = this.root.querySelector(".round");
+    this.round.append(element("p", {}, HINT));
+    if (prompt) this.output.append(element("span", { class: "given" }, prompt));
+    this.output.addEventListener("mouseover", (event) => this.#pointAtToken(event));
+    this.bars.addEventListener("mouseover", (event) => this.#pointAtBar(event));
+    this.bars.addEventListener("click", (event) => this.#pointAtBar(event));
+    this.bars.addEventListener("focus", () => this.#shown === null && this.show(0));
+    this.bars.addEventListener("keydown", (event) => this.#key(event));
+  }
+
+  /** Something came. */
+  update(pieces) {
+    const { run } = this;
+    const wasAtEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 40;
+    for (const { text, index, isThought } of pieces) this.#addText(text, index, isThought);
+    if (wasAtEnd) this.output.scrollTop = this.output.scrollHeight;
+    this.output.setAttribute("aria-busy", String(run.isRunning));
+    this.#addBars();
+    const { speed, acceptance } = run;
+    this.#figure("speed", speed === null ? "–" : speed.toFixed(speed < 100 ? 1 : 0));
+    this.#figure("tokens", String(run.tokens.length));
+    this.#figure("steps", String(run.rounds.length));
+    this.#figure("accepted", acceptance ? `${share(acceptance.accepted / acceptance.drafted)}` : "–");
+    this.#figure("first", run.tokens.length ? duration(run.firstMs) : "–");
+    this.root.querySelector(".ending").textContent = run.ending;
+  }
+
+  /** Shows a round, and marks its tokens and its bar. */
+  show(number) {
+    const round = this.run.rounds[number];
+    if (!round || number === this.#shown) return;
+    this.#shown = number;
+    for (const old of this.root.querySelectorAll(".now")) old.classList.remove("now");
+    for (const span of this.output.querySelectorAll("[data-token]")) {
+      const index = Number(span.dataset.token);
+      if (index >= round.start && index < round.start + round.num) span.classList.add("now");
+    }
+    for (const old of this.bars.querySelectorAll("[aria-selected=true]")) old.setAttribute("aria-selected", "false");
+    const bar = this.bars.children[number];
+    bar?.setAttribute("aria-selected", "true");
+    if (bar) {
+      this.bars.setAttribute("aria-activedescendant", bar.id);
+      this.#reveal(bar);
+    }
+    this.round.replaceChildren(...roundDetails(this.run, number));
+  }
+
+  #figure(name, text) {
+    this.root.querySelector(`[data-figure=${name}]`).textContent = text;
+  }
+
+  #addText(text, index, isThought) {
+    const token = index === null ? null : this.run.tokens[index];
+    const last = this.output.lastElementChild;
+    if (token && last?.dataset.token === String(index)) {
+      last.append(text);
+      return;
+    }
+    const kind = token ? `t ${kindOf(token.origin)}` : "";
+    const span = element("span", { class: `${kind}${isThought ? " thought" : ""}` }, text);
+    if (token) span.dataset.token = String(index);
+    this.output.append(span);
+  }
+
+  #addBars() {
+    const { rounds } = this.run;
+    // The last one may have grown, where the server tells no steps.
+    const first = Math.max(0, Math.min(this.#numBars, rounds.length) - 1);
+    while (this.bars.children.length > first) this.bars.lastElementChild.remove();
+    const wasAtEnd = this.bars.scrollWidth - this.bars.scrollLeft - this.bars.clientWidth < 60;
+    for (let number = first; number < rounds.length; number += 1) this.bars.append(this.#bar(number));
+    this.#numBars = rounds.length;
+    if (wasAtEnd && this.run.isRunning) this.bars.scrollLeft = this.bars.scrollWidth;
+  }
+
+  #bar(number) {
+    const { run } = this;
+    const round = run.rounds[number];
+    const blocks = run.tokens
+      .slice(round.start, round.start + round.num)
+      .map((token) => element("i", { class: kindOf(token.origin) }));
+    const refused = round.step?.nodes.filter((node) => node.state === "rejected").length ?? 0;
+    for (let index = 0; index < Math.min(refused, MOST_REFUSED); index += 1) {
+      blocks.push(element("i", { class: "refused" }));
+    }
+    const attributes = {
+      class: "bar",
+      role: "option",
+      id: `${this.id}-round-${number}`,
+      "aria-selected": String(number === this.#shown),
+      "aria-label": roundSentence(run, number),
+      "data-round": String(number),
+      "data-accepted": String(acceptedIn(run, round)),
+    };
+    return element("div", attributes, ...blocks);
+  }
+
+  #reveal(bar) {
+    const [left, right] = [bar.offsetLeft - this.bars.offsetLeft, bar.offsetLeft - this.bars.offsetLeft + bar.offsetWidth];
+    if (left < this.bars.scrollLeft) this.bars.scrollLeft = left - 20;
+    if (right > this.bars.scrollLeft + this.bars.clientWidth) this.bars.scrollLeft = right - this.bars.clientWidth + 20;
+  }
+
+  #pointAtToken(event) {
+    const span = event.target.closest("[data-token]");
+    if (span) this.show(this.run.roundOf(Number(span.dataset.token)));
+  }
+
+  #pointAtBar(event) {
+    const bar = event.target.closest("[data-round]");
+    if (bar) this.show(Number(bar.dataset.round));
+  }
+
+  #key(event) {
+    const last = this.run.rounds.length - 1;
+    const at = this.#shown ?? -1;
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.show(Math.max(0, Math.min(last, to)));
+  }
+}

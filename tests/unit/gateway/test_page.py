@@ -1,0 +1,53 @@
+"""The page is one file that loads nothing, and its policy lets a browser run that file and no other."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+
+import pytest
+
+from gateway.page.assembly import SCRIPTS, assembled
+
+PAGE = assembled()
+HTML = PAGE.html.decode()
+
+
+@pytest.mark.parametrize(("tag", "directive"), [("style", "style-src"), ("script", "script-src")])
+def test_the_policy_allows_exactly_what_is_in_the_file(tag: str, directive: str) -> None:
+    (inside,) = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", HTML, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
+    directives = dict(part.split(" ", 1) for part in PAGE.policy.split("; "))
+    assert directives[directive] == f"'sha256-{digest}'"
+    assert directives["default-src"] == "'none'" and directives["connect-src"] == "'self'"
+    assert "unsafe" not in PAGE.policy
+
+
+def test_the_file_names_nothing_to_load_and_keeps_nothing() -> None:
+    assert not re.findall(r"""\s(?:src|href)=["'](?!#)""", HTML)
+    assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", HTML)
+    for forbidden in (
+        "innerHTML",
+        "localStorage",
+        "sessionStorage",
+        "indexedDB",
+        "document.cookie",
+        "eval(",
+        " style=",
+        "onclick=",
+    ):
+        assert forbidden not in HTML
+
+
+def test_modules_become_one_script_without_imports() -> None:
+    script = HTML.split('<script type="module">')[1]
+    assert not re.search(r"^(import|export) ", script, re.MULTILINE)
+    names = re.findall(r"^(?:const|let|class|function|async function\*?) (\w+)", script, re.MULTILINE)
+    assert len(names) == len(set(names)) > len(SCRIPTS)
+
+
+def test_every_field_has_a_label() -> None:
+    ids = set(re.findall(r'<(?:input|select|textarea) [^>]*?id="(\w+)"', HTML))
+    labelled = set(re.findall(r'<label for="(\w+)"', HTML))
+    assert ids - labelled == {"compare"}  # within its label
