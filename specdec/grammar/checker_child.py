@@ -51,8 +51,7 @@ def _check_apart(tokenizer: LLTokenizer, text: str) -> str:
     if pid == 0:
         with contextlib.suppress(BaseException):
             _limit()
-            answer = _check(tokenizer, text)
-            os.write(writer, b"=" + answer.encode()[:_MOST_ANSWER_BYTES])
+            os.write(writer, b"=" + _check(tokenizer, text).encode()[:_MOST_ANSWER_BYTES])
         os._exit(0)
     os.close(writer)
     deadline_s = time.monotonic() + _MOST_WALL_S

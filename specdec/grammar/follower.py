@@ -214,7 +214,7 @@ class GrammarFollower:
         elif self._phase is _Phase.OVER:
             return NodeMask(self._no_words())
         else:
-            words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32).copy()
+            words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: -(-self._vocab_size // 32)].copy()
             if self._matcher.is_error():
                 fault = GrammarError(self._field, f"cannot be followed: {shown(self._matcher.get_error())}")
                 self._rebuild()

@@ -59,7 +59,7 @@ FLOORS = {
     "specdec.worker": """
         clamping engine_gauges errors rank_child trace
         opening ranks sessions
-        build isolation role
+        build constraints isolation role
         pending_responses
         host
         loop
