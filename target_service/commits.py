@@ -87,6 +87,8 @@ class Commits:
         self._engine.append(seq, walk.token_ids[len(walk.path) :])
         self._engine.finalize(seq, len(seq.token_ids))
         candidate.session.history.append(walk.token_ids)
+        if candidate.session.grammar is not None:
+            candidate.session.grammar.commit(walk.token_ids)
 
     def _go_on(self, session: TargetSession, reason: pb.FinishReason.ValueType) -> None:
         if reason:

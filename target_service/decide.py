@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from specdec.engine.errors import NonFiniteLogits
+from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.rejection import verify_token
 from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
 from specdec.engine.tree import TokenTree
+from specdec.grammar.follower import MaskWords
+from specdec.grammar.source import GrammarError
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import node_logprobs, position_logprobs
@@ -47,10 +50,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Undecided:
-    """A session that a step cannot decide on, because of its own logits."""
+    """A session that a step cannot decide on, because of its own logits or its own constraint."""
 
     session: TargetSession
-    error: NonFiniteLogits
+    error: NonFiniteLogits | GrammarError
 
 
 def decide(
@@ -58,7 +61,8 @@ def decide(
 ) -> tuple[list[Decision], list[Undecided]]:
     """Sample the row of every committed token and node, and walk every tree.
 
-    Rows that no walk comes to decide nothing, whatever they hold.
+    Rows that no walk comes to decide nothing, whatever they hold. Masks of constraints are made here, while a device
+    may still be at work on the logits.
 
     Args:
         candidates: whose rows to sample; forks of one prompt share a row.
@@ -74,19 +78,47 @@ def decide(
         contexts += _contexts(candidate)
     if not rows:
         return [], []
-    needed = logits if rows == list(range(len(logits))) else logits[rows]
+    masks, faults = _masks(candidates, firsts, contexts)
+    needed = masked_logits(logits if rows == list(range(len(logits))) else logits[rows], masks)
     tokens = sampler.sample(needed, contexts)
     decisions: list[Decision] = []
     undecided: list[Undecided] = []
     for candidate, first in zip(candidates, firsts, strict=True):
         end = first + 1 + candidate.num_nodes
-        own = _Rows(candidate, needed[first:end], contexts[first:end], tokens[first:end])
+        own = _Rows(candidate, needed[first:end], contexts[first:end], tokens[first:end], faults.get(first, {}))
         try:
             walk = own.walk(sampler)
             decisions.append(Decision(candidate, walk, own.logprobs(walk, sampler), own.node_logprobs(sampler)))
-        except NonFiniteLogits as error:
+        except (NonFiniteLogits, GrammarError) as error:
             undecided.append(Undecided(candidate.session, error))
     return decisions, undecided
+
+
+def _masks(
+    candidates: list[Candidate], firsts: list[int], contexts: list[RowContext]
+) -> tuple[dict[int, MaskWords], dict[int, dict[int, GrammarError]]]:
+    """What constraints allow in each row, and by the first row of a candidate at which nodes that is not known.
+
+    Notes in `contexts` where a choice must end.
+    """
+    words: dict[int, MaskWords] = {}
+    faults: dict[int, dict[int, GrammarError]] = {}
+    for candidate, first in zip(candidates, firsts, strict=True):
+        grammar = candidate.session.grammar
+        if grammar is None:
+            continue
+        num, params = candidate.num_nodes, candidate.session.params
+        own = contexts[first : first + 1 + num]
+        held = [params.min_tokens_ids if params.holds_back(row.position - row.num_prompt_tokens) else () for row in own]
+        found = grammar.masks(candidate.tree.token_ids[:num], candidate.tree.parents[:num], held)
+        for index, mask in enumerate(found):
+            if mask.words is not None:
+                words[first + index] = mask.words
+            if mask.must_end:
+                contexts[first + index] = replace(own[index], must_end=True)
+            if mask.fault is not None:
+                faults.setdefault(first, {})[index - 1] = mask.fault
+    return words, faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +129,14 @@ class _Rows:
     logits: torch.Tensor
     contexts: list[RowContext]
     tokens: list[int | None]
+    faults: dict[int, GrammarError]
+    """By node, why it is not known what may follow."""
 
     def walk(self, sampler: Sampler) -> Walk:
         """Walk the verified tree by the session's mode of verification."""
         candidate, session = self.candidate, self.candidate.session
         is_first = session.state is SessionState.PREFILL and session.num_tokens == session.body.num_prompt_tokens
-        return walk_tree(
+        walk = walk_tree(
             candidate.tree,
             candidate.num_nodes,
             self._rejection(sampler) if session.mode is VerifyMode.REJECTION else self._coupled,
@@ -110,9 +144,13 @@ class _Rows:
             session.num_tokens,
             pb.ORIGIN_PREFILL if is_first else pb.ORIGIN_DECODE,
         )
+        for index, node in enumerate(walk.path):
+            if session.tree.nodes[candidate.chosen[node]].is_forced:
+                walk.origins[index] = pb.ORIGIN_FORCED
+        return walk
 
     def logprobs(self, walk: Walk, sampler: Sampler) -> list[pb.PositionLogprobs]:
-        """Raw log-probabilities of the committed tokens; empty when the session wants none."""
+        """Raw log-probabilities of the committed tokens, masked ones under a constraint; empty when none are wanted."""
         if self.candidate.session.params.num_logprobs is None:
             return []
         rows = [1 + node for node in walk.rows]
@@ -129,13 +167,15 @@ class _Rows:
 
     def _coupled(self, node: int, child: int | None) -> int:
         token = self.tokens[1 + node]
+        if node in self.faults:
+            raise self.faults[node]
         if token is None:
             raise NonFiniteLogits
         return token
 
     def _rejection(self, sampler: Sampler) -> Callable[[int, int | None], int]:
         def decide_token(node: int, child: int | None) -> int:
-            if child is None:
+            if child is None or node in self.faults:
                 return self._coupled(node, None)
             context = self.contexts[1 + node]
             probs = sampler.probs(self.logits[1 + node : 2 + node], [context])[0]

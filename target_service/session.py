@@ -23,7 +23,7 @@ class SessionState(enum.Enum):
     """Where a session stands: FORKING, PREFILL, then DECIDED and HIT, MISS or HELD in turns, at last ENDED."""
 
     FORKING = enum.auto()
-    """It waits for the prompt that another session computes, and has no sequence of its own."""
+    """It waits for its constraint, or for the prompt that another session computes, and has no sequence of its own."""
     PREFILL = enum.auto()
     """Its first token is not decided yet."""
     DECIDED = enum.auto()

@@ -8,9 +8,11 @@ from typing import Any
 from specdec.config import TargetSettings
 from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
+from specdec.grammar.source import GrammarError
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
+from specdec.worker.constraints import POLL_S, AwaitedGrammars, constraint_failure
 from specdec.worker.errors import invalid, non_finite_logits
 from specdec.worker.host import SessionHost
 from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
@@ -25,6 +27,7 @@ from target_service.pacing import Pacing
 from target_service.policy.gate_state import Phase
 from target_service.policy.payoff import PayoffMeter
 from target_service.proposals.intake import ProposalIntake
+from target_service.proposals.legal import hang_forced
 from target_service.proposals.own_draft import OwnDraft
 from target_service.records.metrics import TargetRecorder
 from target_service.records.progress import describe_progress, due_for_progress
@@ -71,6 +74,7 @@ class Verifier:
         self._last_turn_s: float | None = None
         """When the last turn with a step ended, if it left something to do."""
         self._forks = Forks()
+        self._grammars = AwaitedGrammars[TargetSession](built.grammars, _output_of, self._admit, self._fault)
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._intake = ProposalIntake(host, recorder)
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
@@ -101,10 +105,7 @@ class Verifier:
             piece_bytes=self._host.piece_bytes(owner),
         )
         self._recorder.opened()
-        if may_fork(session, self._host.sessions.get(body.fork_from)):
-            self._forks.wait(session)
-        else:
-            self._start(session)
+        self._grammars.open(session, body)
         return session
 
     def position(self, session: TargetSession) -> int:
@@ -130,6 +131,7 @@ class Verifier:
         """Free the sequence; its full blocks stay in the prefix cache."""
         if session.trace is not None:
             trace_end(session.trace, session)
+        self._grammars.drop(session)
         self._forks.drop(session)
         self._own_draft.closed(session)
         if (seq := session.finish()) is not None:
@@ -169,7 +171,7 @@ class Verifier:
             self._host.emit(session, progress=describe_progress(session))
         return pb.LoadReport(
             num_running=stats.running,
-            num_waiting=stats.waiting + len(self._forks),
+            num_waiting=stats.waiting + len(self._forks) + len(self._grammars),
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
             num_sessions=len(self._host.sessions),
@@ -184,10 +186,13 @@ class Verifier:
     def absorb_proposals(self, now_s: float) -> None:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
         self._due_at_s = now_s
+        self._grammars.poll()
         if self._own_draft.is_there:
             self._own_draft.propose([s for s in self._ready() if s.state is SessionState.DECIDED], self.pacing)
         self._turn_began_s = time.monotonic()
         for session in self._ready():
+            if session.grammar is not None and session.state is SessionState.DECIDED:
+                self._hang_forced(session)
             if session.arrived is not None:
                 self._host.steps.work_on([session.key])
                 try:
@@ -204,7 +209,7 @@ class Verifier:
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
         waits_s = [wait_s for group in self._groups() if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
-        return min(waits_s, default=None)
+        return min(waits_s, default=POLL_S if len(self._grammars) else None)
 
     def step(self) -> None:
         """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers."""
@@ -270,8 +275,11 @@ class Verifier:
     def _fail_undecided(self, undecided: Undecided) -> None:
         """End a session that cannot be decided on; its KV may be NaN, so nobody else shall go on from it."""
         session = undecided.session
-        failure = non_finite_logits(undecided.error, expected_position=session.num_tokens)
-        self._engine.distrust(session.seq)
+        if isinstance(undecided.error, GrammarError):
+            failure = constraint_failure(undecided.error, expected_position=session.num_tokens)
+        else:
+            failure = non_finite_logits(undecided.error, expected_position=session.num_tokens)
+            self._engine.distrust(session.seq)
         self.close(session)
         self._host.failed(session, failure)
 
@@ -351,6 +359,20 @@ class Verifier:
     def _ready(self) -> list[TargetSession]:
         return [session for session in self._by_seq.values() if session.seq.is_ready]
 
+    def _hang_forced(self, session: TargetSession) -> None:
+        if not self.pacing.may_verify(session):
+            return
+        try:
+            hang_forced(session)
+        except Exception as error:
+            self._fault(session, error)
+
+    def _admit(self, session: TargetSession) -> None:
+        if may_fork(session, self._host.sessions.get(session.body.fork_from)):
+            self._forks.wait(session)
+        else:
+            self._start(session)
+
     def _start(self, session: TargetSession) -> None:
         body, prompt = session.body, session.prompt_logprobs
         try:
@@ -370,3 +392,7 @@ class Verifier:
         session.begin(seq)
         self._by_seq[seq.seq_id] = session
         session.update_pause()
+
+
+def _output_of(session: TargetSession) -> list[int]:
+    return session.token_ids[session.body.num_prompt_tokens :]

@@ -30,7 +30,7 @@ def run_engine(port: EnginePort, settings: TargetSettings) -> None:
     def make_role(host: SessionHost[TargetSession], built: BuiltEngine) -> Verifier:
         own = None
         if draft is not None and draft_recorder is not None:
-            own = build_own_draft(host, built.info.identity, draft, draft_recorder)
+            own = build_own_draft(host, built, draft, draft_recorder)
         return Verifier(host, built, settings, recorder, own)
 
     run_role(port, settings, _WIRE, "target-engine", make_role)

@@ -32,10 +32,12 @@ from specdec.drafting.trace import trace_end, trace_step
 from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
+from specdec.grammar.source import GrammarError
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
+from specdec.worker.constraints import POLL_S, AwaitedGrammars
 from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
 from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room
@@ -68,6 +70,11 @@ class Drafter:
         self._step_s = 0.0
         self.num_rounds = 0
         """Of guesses, in the last step."""
+        # Without, guesses are not masked: that costs acceptance, never correctness.
+        self._knows_constraints = built.grammars is not None
+        self._grammars = AwaitedGrammars[DraftSession](
+            built.grammars, lambda session: session.output, self._begin, self._fault
+        )
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         recorder.serves(self._identity)
 
@@ -90,7 +97,19 @@ class Drafter:
         except EngineError as error:
             raise invalid("open.token_ids", str(error)) from error
         self._branches.plant(session, seq)
+        if self._knows_constraints and body.sampling.HasField("constraint"):
+            session.is_compiling = seq.paused = True
+            try:
+                self._grammars.open(session, body)
+            except Exception:
+                self._branches.free(session)
+                raise
         return session
+
+    def _begin(self, session: DraftSession) -> None:
+        """What a session's constraint allows is known."""
+        session.is_compiling = False
+        self._plan(session)
 
     def position(self, session: DraftSession) -> int:
         """Number of committed tokens."""
@@ -108,6 +127,7 @@ class Drafter:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
         if session.trace is not None:
             trace_end(session.trace, session)
+        self._grammars.drop(session)
         self._branches.free(session)
         self._recorder.closed()
 
@@ -172,6 +192,7 @@ class Drafter:
         if session.trace is not None:
             session.trace.add(num_commits=1, num_tokens=len(new), num_accepted=num_found)
         session.history.append(new)
+        self._follow_grammar(session, new)
         session.committed_at_s = time.monotonic()
         self._engine.finalize(session.heads[0].seq, session.num_committed)
         if session.mode is VerifyMode.REJECTION:
@@ -180,14 +201,28 @@ class Drafter:
             session.num_unsent = 0
         self._plan(session)
 
+    def _follow_grammar(self, session: DraftSession, new: list[int]) -> None:
+        if session.grammar is None:
+            return
+        try:
+            session.grammar.commit(new)
+        except GrammarError:  # the target follows another one: guesses are not masked from here on
+            session.grammar = None
+            return
+        if not len(session.tree):
+            self._extend_forced(session, session.heads[0])
+
     # --- steps
 
     def absorb_proposals(self, now_s: float) -> None:
-        """A draft makes proposals and gets none."""
+        """A draft makes proposals and gets none; sessions whose constraints are compiled begin."""
+        self._grammars.poll()
 
     def wait_s(self, now_s: float) -> float | None:
         """0 while some head wants more; else nothing is due until a frame arrives."""
-        return 0 if self._branches.any_ready() else None
+        if self._branches.any_ready():
+            return 0
+        return POLL_S if len(self._grammars) else None
 
     def plan_anew(self) -> None:
         """The growth policy is another one: heads that were done may go on, and others end."""
@@ -321,6 +356,29 @@ class Drafter:
             head.node, head.is_over = parent, True
             return
         head.is_over = is_end
+        if not is_end:
+            self._extend_forced(session, head)
+
+    def _extend_forced(self, session: DraftSession, head: Head) -> None:
+        """Go on with tokens that the constraint leaves no choice about: they need no logits, and are computed at once.
+
+        In coupled mode only: a chain for rejection is as long as positions say, whatever the tokens drawn.
+        """
+        if session.grammar is None or session.mode is VerifyMode.REJECTION or session.max_chain is not None:
+            return
+        growth, depth = self.growth, session.tree.depth(head.node)
+        limit = min(growth.max_depth(session.target_credit) - depth, growth.node_limit - len(session.tree))
+        for token in session.grammar.forced(head.seq.token_ids[session.num_committed :], max(0, limit)):
+            parent, is_end = head.node, session.ends_choice(token, len(head.seq.token_ids) + 1)
+            try:
+                self._engine.append(head.seq, [token])
+            except EngineError:  # the draft's context ends here
+                head.is_over = True
+                return
+            head.node = session.add(parent, token, 1.0, is_end, 0, None)
+            if is_end:
+                head.is_over = True
+                return
 
     def _plan(self, session: DraftSession) -> None:
         """Decide which heads grow on, start new ones, and send what is due."""
@@ -329,7 +387,7 @@ class Drafter:
 
     def _choose(self, session: DraftSession) -> None:
         growth = self.growth
-        if session.is_suspended:
+        if session.is_suspended or session.is_compiling:
             session.num_unsent, session.committed_at_s = 0, None
             for head in session.heads:
                 head.seq.paused = True

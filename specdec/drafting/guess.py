@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from specdec.drafting.session import DraftSession, Guess, Head
+from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.sampler import RowContext, Sampler
+from specdec.grammar.follower import MaskWords, NodeMask
 from specdec.sampling_params import VerifyMode
 
 MIN_SIBLING_SCORE = 0.03
@@ -33,6 +35,12 @@ class Guesser:
     def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess | None]:
         """One guess per place from its row of `logits` [R, V]; None where nothing can be drawn from it."""
         contexts = [_context(session, head) for session, head in places]
+        masks: dict[int, MaskWords] = {}
+        for row, (session, _) in enumerate(places):
+            if (mask := _mask(session, contexts[row])) is not None and mask.words is not None and mask.words.any():
+                masks[row] = mask.words
+                contexts[row] = replace(contexts[row], must_end=mask.must_end)
+        logits = masked_logits(logits, masks)
         guesses: dict[int, Guess | None] = {}
         for mode, draw in ((VerifyMode.COUPLED, self._coupled), (VerifyMode.REJECTION, self._rejection)):
             rows = [row for row, (session, _) in enumerate(places) if session.mode is mode]
@@ -62,6 +70,15 @@ def guess_of(token_ids: Sequence[int], scores: Sequence[float], num_siblings: in
     runners_up = zip(token_ids[1 : 1 + num_siblings], estimates[1:], strict=False)
     siblings = tuple((token_id, estimate) for token_id, estimate in runners_up if estimate >= MIN_SIBLING_SCORE)
     return Guess(token_ids[0], estimates[0], siblings)
+
+
+def _mask(session: DraftSession, context: RowContext) -> NodeMask | None:
+    """What a session's constraint allows; None: it has none."""
+    if session.grammar is None:
+        return None
+    params = session.params
+    holds_back = params.holds_back(context.position - context.num_prompt_tokens)
+    return session.grammar.mask_after(context.extra_tokens, params.min_tokens_ids if holds_back else ())
 
 
 def _context(session: DraftSession, head: Head) -> RowContext:

@@ -138,6 +138,7 @@ class LocalDraft:
             min_new_steps=settings.max_ahead_tokens + 1,  # a proposal leaves when all is drafted
         )
         try:
+            self._drafter.absorb_proposals(0.0)
             self._drafter.plan_anew()
             while self._drafter.wait_s(0.0) == 0:
                 has_prompts = self._engine.num_waiting_tokens() > 0

@@ -85,24 +85,32 @@ class DraftSession(EngineSession):
     """How many draft tokens per step the target last found worth verifying; None: not told."""
     is_suspended: bool = False
     """Nobody wants proposals now: nothing is computed, not even what is committed."""
+    is_compiling: bool = False
+    """What its constraint allows is not known yet: nothing is computed."""
     num_unsent: int = 0
     """Steps whose nodes no proposal has carried yet."""
     committed_at_s: float | None = None
     """When the last commit arrived, until a proposal answers it."""
     rule: DrawRule | None = field(init=False, default=None)
-    """How a guess is drawn, where a draw is all there is to it; None where logits are adjusted first, and in rejection
-    mode."""
+    """How a guess is drawn, where a draw is all there is to it; None where logits are adjusted or masked first, and in
+    rejection mode."""
 
     def __post_init__(self) -> None:
         """Work the rule out once."""
         EngineSession.__post_init__(self)
-        if self.mode is VerifyMode.COUPLED and not self.params.adjusts_logits:
+        is_free = not self.params.adjusts_logits and not self.body.sampling.HasField("constraint")
+        if self.mode is VerifyMode.COUPLED and is_free:
             self.rule = DrawRule(self.params)
 
     @property
     def main_path(self) -> list[int]:
         """Nodes of the main head's path, root-down."""
         return self.tree.path(self.heads[0].node)
+
+    @property
+    def output(self) -> list[int]:
+        """The committed tokens of the output."""
+        return self.heads[0].seq.token_ids[self.body.num_prompt_tokens : self.num_committed]
 
     def path_score(self, node: int) -> float:
         """Estimated probability that `node` is reached; 1 for the root."""

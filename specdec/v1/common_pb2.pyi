@@ -66,6 +66,8 @@ class _OriginEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Origin.ValueTy
     """The target's token after the last verified node."""
     ORIGIN_DECODE: _Origin.ValueType  # 5
     """A plain decoding step: no proposal was at hand."""
+    ORIGIN_FORCED: _Origin.ValueType  # 6
+    """The only token that the constraint allowed, proposed without a draft and verified. Only of sessions with a constraint."""
 
 class Origin(_Origin, metaclass=_OriginEnumTypeWrapper):
     """Where a committed token came from."""
@@ -82,6 +84,8 @@ ORIGIN_BONUS: Origin.ValueType  # 4
 """The target's token after the last verified node."""
 ORIGIN_DECODE: Origin.ValueType  # 5
 """A plain decoding step: no proposal was at hand."""
+ORIGIN_FORCED: Origin.ValueType  # 6
+"""The only token that the constraint allowed, proposed without a draft and verified. Only of sessions with a constraint."""
 Global___Origin: _TypeAlias = Origin  # noqa: Y015
 
 class _FinishReason:
@@ -131,6 +135,7 @@ class ModelIdentity(_message.Message):
     NUM_PARAMETERS_FIELD_NUMBER: _builtins.int
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    CONSTRAINTS_ID_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name clients use."""
     revision: _builtins.str
@@ -155,6 +160,10 @@ class ModelIdentity(_message.Message):
     """Parameter and cache type, for example float32."""
     device: _builtins.str
     """Device, for example cpu or cuda:0."""
+    constraints_id: _builtins.str
+    """What masks tokens for TokenSampling.constraint, with its version; a session with a constraint moves between replicas of equal ids only.
+    Empty: the replica does not know constraints.
+    """
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
@@ -175,14 +184,96 @@ class ModelIdentity(_message.Message):
         num_parameters: _builtins.int = ...,
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
+        constraints_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "numerics_id", b"numerics_id", "revision", b"revision", "row_invariant", b"row_invariant", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "constraints_id", b"constraints_id", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "numerics_id", b"numerics_id", "revision", b"revision", "row_invariant", b"row_invariant", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelIdentity: _TypeAlias = ModelIdentity  # noqa: Y015
+
+@_typing.final
+class TextChoices(_message.Message):
+    """Texts of which the output is one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At most 1024, none empty."""
+
+    def __init__(
+        self,
+        *,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["texts", b"texts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TextChoices: _TypeAlias = TextChoices  # noqa: Y015
+
+@_typing.final
+class Constraint(_message.Message):
+    """What the output of a choice must be. Tokens that cannot lead there have no probability: they are masked before temperature and cuts.
+    When the output is complete, only an end-of-sequence token may follow. At most 64 KiB in all.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JSON_SCHEMA_FIELD_NUMBER: _builtins.int
+    JSON_OBJECT_FIELD_NUMBER: _builtins.int
+    REGEX_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    GRAMMAR_FIELD_NUMBER: _builtins.int
+    AFTER_TOKEN_ID_FIELD_NUMBER: _builtins.int
+    AFTER_TOKEN_FIELD_NUMBER: _builtins.int
+    json_schema: _builtins.str
+    """JSON that a JSON schema allows; the schema as JSON."""
+    json_object: _builtins.bool
+    """Any JSON object; true."""
+    regex: _builtins.str
+    """A text that a regular expression matches as a whole; without look-around and back-references."""
+    grammar: _builtins.str
+    """A text of a context-free grammar, in the form of Lark that llguidance reads."""
+    after_token_id: _builtins.int
+    """The constraint holds from behind the first such token of the output; absent: from the first token."""
+    after_token: _builtins.str
+    """From clients: the special token of after_token_id by its text, for example </think>; without meaning where the prompt ends with it."""
+    @_builtins.property
+    def choice(self) -> Global___TextChoices:
+        """One of these texts."""
+
+    def __init__(
+        self,
+        *,
+        json_schema: _builtins.str = ...,
+        json_object: _builtins.bool = ...,
+        regex: _builtins.str = ...,
+        choice: Global___TextChoices | None = ...,
+        grammar: _builtins.str = ...,
+        after_token_id: _builtins.int | None = ...,
+        after_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "after_token", b"after_token", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__after_token_id: _TypeAlias = _typing.Literal["after_token_id"]  # noqa: Y015
+    _WhichOneofArgType__after_token_id: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id"]  # noqa: Y015
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"]  # noqa: Y015
+    _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__after_token_id) -> _WhichOneofReturnType__after_token_id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_form) -> _WhichOneofReturnType_form | None: ...
+
+Global___Constraint: _TypeAlias = Constraint  # noqa: Y015
 
 @_typing.final
 class TokenSequence(_message.Message):
@@ -253,6 +344,7 @@ class TokenSampling(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     NUM_LOGPROBS_FIELD_NUMBER: _builtins.int
+    CONSTRAINT_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """In [0, 100]; 0 is greedy decoding."""
     top_k: _builtins.int
@@ -295,6 +387,10 @@ class TokenSampling(_message.Message):
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the choice, at most 1024."""
 
+    @_builtins.property
+    def constraint(self) -> Global___Constraint:
+        """What the output must be; absent: anything. Log-probabilities are then those of the masked distribution."""
+
     def __init__(
         self,
         *,
@@ -315,10 +411,11 @@ class TokenSampling(_message.Message):
         seed: _builtins.int = ...,
         choice: _builtins.int = ...,
         num_logprobs: _builtins.int | None = ...,
+        constraint: Global___Constraint | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "num_logprobs", b"num_logprobs"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "constraint", b"constraint", "num_logprobs", b"num_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "choice", b"choice", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words", b"bad_words", "choice", b"choice", "constraint", b"constraint", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_logprobs: _TypeAlias = _typing.Literal["num_logprobs"]  # noqa: Y015
     _WhichOneofArgType__num_logprobs: _TypeAlias = _typing.Literal["_num_logprobs", b"_num_logprobs"]  # noqa: Y015

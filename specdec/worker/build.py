@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+import structlog
+
 from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
@@ -16,6 +18,8 @@ from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.source import CONSTRAINTS_ID
 from specdec.message_sizes import most_entry_bytes, opening_bytes
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2 as pb
@@ -38,6 +42,8 @@ class BuiltEngine:
     mostly, as the cost of a row falls with their number."""
     drawing: DrawingDecoder | None = None
     """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
+    grammars: GrammarCompiler | None = None
+    """Compiles constraints; None where the tokenizer allows none."""
 
 
 def build_engine(
@@ -59,6 +65,7 @@ def build_engine(
     max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
     scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len)
     sampler = Sampler(runner.vocab_size, runner.device)
+    grammars = _grammars(runner)
     identity = pb.ModelIdentity(
         name=settings.served_name,
         revision=runner.identity.revision,
@@ -73,6 +80,7 @@ def build_engine(
         num_parameters=runner.num_parameters,
         dtype=runner.identity.dtype,
         device=str(runner.device),
+        constraints_id="" if grammars is None else CONSTRAINTS_ID,
     )
     _check_openings(identity, settings.max_message_bytes)
     if port is not None:
@@ -83,7 +91,15 @@ def build_engine(
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
     fused = runner.fused if sampler.is_native and ranks is None else None
     drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
-    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens, drawing)
+    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens, drawing, grammars)
+
+
+def _grammars(runner: ModelRunner) -> GrammarCompiler | None:
+    try:
+        return GrammarCompiler(runner.tokenizer_json, runner.vocab_size, tuple(runner.eos_token_ids))
+    except ValueError as error:
+        structlog.get_logger("specdec.worker").info("no_constraints", error=str(error))
+        return None
 
 
 def most_rows(settings: EngineSettings, row_s: float) -> int:

@@ -63,7 +63,10 @@ def check_open(
 
 
 def sampling_params(body: pb.OpenSession, eos_token_ids: tuple[int, ...]) -> SamplingParams:
-    """The engine's sampling parameters of a checked OpenSession."""
+    """The engine's sampling parameters of a checked OpenSession.
+
+    Under a constraint `ignore_eos` is a matter of its masks: an end-of-sequence token that they allow ends the choice.
+    """
     sampling = body.sampling
     return SamplingParams(
         temperature=sampling.temperature,
@@ -79,7 +82,7 @@ def sampling_params(body: pb.OpenSession, eos_token_ids: tuple[int, ...]) -> Sam
         min_tokens=sampling.min_tokens,
         max_tokens=sampling.max_tokens,
         stop_token_ids=tuple(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
+        ignore_eos=sampling.ignore_eos and not sampling.HasField("constraint"),
         eos_token_ids=eos_token_ids,
         seed=sampling.seed,
         choice=sampling.choice,

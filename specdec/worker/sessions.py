@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from specdec.grammar.follower import GrammarFollower
 from specdec.message_sizes import MIN_MESSAGE_BYTES
 from specdec.session_keys import session_key
 from specdec.worker.trace import SessionTrace
@@ -60,6 +61,8 @@ class EngineSession:
     """When its request must have ended, on the worker's clock; None: there is no deadline."""
     trace: SessionTrace | None = None
     """Set while the session is traced."""
+    grammar: GrammarFollower | None = None
+    """Of its constraint, at its committed tokens; None: it has none, or it is not compiled yet."""
     is_held_back: bool = False
     """Its owner has to read what waits for it before more is decided."""
     key: bytes = field(init=False)

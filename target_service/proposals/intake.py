@@ -8,6 +8,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.host import SessionHost
 from target_service.pacing import Pacing
+from target_service.proposals.legal import drop_illegal
 from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession
 
@@ -40,6 +41,7 @@ class ProposalIntake:
                 raise invalid("proposal", f"{len(encoded)} bytes, at most {_MOST_BYTES} are read")
             proposal = pb.Proposal.FromString(encoded)
             session.tree.merge(proposal, session.token_ids)
+            drop_illegal(session)
         except DecodeError:
             self._reject(session, invalid("proposal", "does not parse"))
         except SessionFailure as failure:

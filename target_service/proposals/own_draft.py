@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from specdec.config import DraftSettings
 from specdec.drafting.local import Appetite, LocalDraft
@@ -30,9 +31,9 @@ _MOST_MIN_SCORE = 0.6
 
 
 def build_own_draft(
-    host: SessionHost[TargetSession], target: pb.ModelIdentity, settings: DraftSettings, recorder: DraftRecorder
+    host: SessionHost[TargetSession], target: BuiltEngine, settings: DraftSettings, recorder: DraftRecorder
 ) -> OwnDraft:
-    """Load a draft for a target's sessions.
+    """Load a draft for a target's sessions. What the target has compiled of constraints it finds compiled.
 
     Raises:
         ModelNotSupported, ModelLoadError: with a reason for people; it cannot be loaded, or has another tokenizer.
@@ -41,9 +42,9 @@ def build_own_draft(
         built = build_engine(settings)
     except EngineError as error:
         raise type(error)(f"own_draft: {error}") from error
-    if built.info.identity.tokenizer_digest != target.tokenizer_digest:
+    if built.info.identity.tokenizer_digest != target.info.identity.tokenizer_digest:
         raise ModelLoadError(f"own_draft: {settings.model} has another tokenizer than the target")
-    return own_draft_of(host, built, settings, recorder)
+    return own_draft_of(host, replace(built, grammars=target.grammars), settings, recorder)
 
 
 def own_draft_of(

@@ -39,6 +39,8 @@ class Node:
     """Of the truncated distribution that it was sampled from (rejection mode only)."""
     probs: tuple[float, ...] = ()
     """Of these tokens, in the same order."""
+    is_forced: bool = False
+    """No draft offered it: a constraint allows nothing else."""
 
 
 @dataclass(slots=True)
@@ -98,6 +100,23 @@ class SpeculationTree:
         self.nodes = []
         return dropped
 
+    def retain(self, keep: list[bool]) -> None:
+        """Drop the nodes that are not to be kept; these are closed under parents."""
+        tokens, moved = TokenTree(), {ROOT: ROOT}
+        for node, token in enumerate(self.tokens.token_ids):
+            if keep[node]:
+                moved[node] = tokens.add(moved[self.tokens.parents[node]], token)
+        self.nodes = [node for node, is_kept in zip(self.nodes, keep, strict=True) if is_kept]
+        self.tokens = tokens
+
+    def hang(self, above: int, token: int, payload: Node) -> int | None:
+        """The node of a token below `above`, there already or new; None where there is no place for it."""
+        node = self.tokens.child(above, token)
+        if node is None and len(self.nodes) < MAX_TREE_NODES and not self._is_taken(above):
+            node = self.tokens.add(above, token)
+            self.nodes.append(payload)
+        return node
+
     def select(self, chosen: list[int]) -> tuple[TokenTree, list[int]]:
         """The tree of the chosen nodes, which must be closed under parents and in ascending order.
 
@@ -148,12 +167,8 @@ class SpeculationTree:
         self.num_stale += len(token_ids) - num_below
 
     def _place(self, proposal: pb.Proposal, index: int, above: int, token: int) -> int | None:
-        """The node of an offered token below `above`, there already or new; None where there is no place for it."""
         node = self.tokens.child(above, token)
-        if node is None and len(self.nodes) < MAX_TREE_NODES and not self._is_taken(above):
-            node = self.tokens.add(above, token)
-            self.nodes.append(_payload(proposal, index))
-        return node
+        return self.hang(above, token, _payload(proposal, index)) if node is None else node
 
     def _checked(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
         """The proposal's nodes and their parents. Raises SessionFailure for what is no tree of this session's kind."""

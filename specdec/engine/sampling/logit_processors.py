@@ -40,6 +40,8 @@ class RowContext:
     """Of the session's committed tokens; read only if `params.needs_history`."""
     extra_tokens: tuple[int, ...] = ()
     """Uncommitted tokens between the committed ones and `position`: a tree node and its ancestors."""
+    must_end: bool = False
+    """Of tokens that a constraint allows none is left that `min_tokens` does not hold back: it holds back none."""
 
 
 def adjusted_logits(logits: Tensor, rows: Sequence[RowContext]) -> Tensor:
@@ -143,7 +145,7 @@ def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
     held_back = [
         (r, row.params.min_tokens_ids)
         for r, row in enumerate(rows)
-        if row.params.holds_back(row.position - row.num_prompt_tokens)
+        if not row.must_end and row.params.holds_back(row.position - row.num_prompt_tokens)
     ]
     if held_back:
         flat_index = torch.from_numpy(_flat_index(held_back, logits.shape[1])[0]).to(logits.device)

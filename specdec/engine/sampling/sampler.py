@@ -36,12 +36,13 @@ class ScoredToken:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log-probabilities of the model as it is: before bias, penalties, temperature and cuts."""
+    """Natural log-probabilities of the model as it is: before bias, penalties, temperature and cuts. Where logits are
+    masked, of what the mask leaves."""
 
     logprob: float
     """Of the chosen token."""
     top: list[tuple[int, float]]
-    """The most likely tokens, best first, ties by rising id."""
+    """The most likely tokens, best first, ties by rising id; none that is masked."""
 
 
 class Sampler:
@@ -224,7 +225,7 @@ class Sampler:
 
 def _best(values: Tensor, n: int) -> list[tuple[int, float]]:
     """Return the n highest values with their ids, best first, ties by rising id."""
-    n = min(n, len(values))
+    n = min(n, int((values > -math.inf).sum())) if n else 0
     if n == 0:
         return []
     ids = (values >= values.topk(n).values[-1]).nonzero().squeeze(1)

@@ -23,7 +23,7 @@ from specdec.rpc.bridge.step_memory import StepMemory
 from specdec.telemetry import setup_logging
 
 _LAST_FRAMES_S = 2.0
-_ENGINE_EXTRA = frozenset({"accelerate", "numpy", "safetensors", "torch", "transformers"})
+_ENGINE_EXTRA = frozenset({"accelerate", "llguidance", "numpy", "safetensors", "torch", "transformers"})
 
 
 class EngineInstructions(TypedDict):

@@ -24,7 +24,8 @@ FLOORS = {
     "specdec": """
         addresses backoff certificates chat_template_files message_sizes parent_process session_keys
         sampling_limits sampling_params settings_sources shipped_pair tls_files v1
-        engine store telemetry
+        constraint_limits
+        engine grammar store telemetry
         rpc
         client config
         benchmark
@@ -38,6 +39,11 @@ FLOORS = {
         ahead
         drafter
         local
+    """,
+    "specdec.grammar": """
+        source
+        checker checker_child follower
+        compiler
     """,
     "specdec.engine": """
         errors settings
@@ -53,7 +59,7 @@ FLOORS = {
     "specdec.worker": """
         clamping engine_gauges errors rank_child trace
         opening ranks sessions
-        build isolation role
+        build constraints isolation role
         pending_responses
         host
         loop

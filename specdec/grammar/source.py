@@ -1,0 +1,110 @@
+"""From a constraint to the text that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TypedDict
+
+import llguidance
+from google.rpc import code_pb2
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from specdec.constraint_limits import fault_of
+from specdec.v1 import common_pb2 as pb
+
+CONSTRAINTS_ID = f"llguidance-{llguidance.__version__}"
+"""Equal ids give equal masks."""
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+"""Between the tokens of JSON. Unbounded, a model may write nothing else to the end."""
+_LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 25_000,
+    "max_lexer_states": 20_000,
+    # Above 65,525 symbols the parser gives up in a worse way.
+    "max_grammar_size": 60_000,
+}
+"""Of what is counted, not of time: the same grammar fails at every replica or at none. A mask takes 15 ms at most."""
+_MOST_MESSAGE_CHARS = 300
+
+
+class GrammarError(Exception):
+    """A constraint that cannot be compiled, or followed. `field` is its path; the text is for people."""
+
+    def __init__(self, field: str, message: str, code: int = code_pb2.INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
+
+
+class TokenizerArguments(TypedDict):
+    """What a tokenizer of llguidance is made of; JSON."""
+
+    tokenizer: str
+    n_vocab: int
+    eos_token: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A checked constraint."""
+
+    field: str
+    """Where the text stands, as in constraint.regex."""
+    text: str
+    """What llguidance compiles."""
+
+
+def grammar_source(constraint: pb.Constraint) -> GrammarSource:
+    """Check a constraint as far as that goes without compiling it. Raises GrammarError."""
+    if (fault := fault_of(constraint)) is not None:
+        raise GrammarError(*fault)
+    form = str(constraint.WhichOneof("form"))
+    field = f"constraint.{form}"
+    if form == "regex":
+        return GrammarSource(field, LLMatcher.grammar_from_regex(constraint.regex))
+    if form == "grammar":
+        return GrammarSource(field, LLMatcher.grammar_from_lark(constraint.grammar))
+    if form == "choice":
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.choice.texts)
+        return GrammarSource(field, LLMatcher.grammar_from_lark(f"start: {texts}"))
+    schema = '{"type":"object"}' if form == "json_object" else constraint.json_schema
+    if schema.strip() in ("true", "false"):
+        schema = '{"not":{}}' if schema.strip() == "false" else "{}"
+    try:
+        text = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})
+    except ValueError as error:
+        raise GrammarError(field, shown(str(error))) from None
+    return GrammarSource(field, text)
+
+
+def make_tokenizer(arguments: TokenizerArguments) -> LLTokenizer:
+    """The tokenizer's tokens as bytes, in a tree. Raises ValueError for one that llguidance does not know."""
+    return LLTokenizer(arguments["tokenizer"], n_vocab=arguments["n_vocab"], eos_token=arguments["eos_token"])
+
+
+def make_matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    """Compile. May take seconds, or end the process, unless the text was checked (`GrammarChecker`).
+
+    Raises:
+        ValueError: with the cause for people.
+    """
+    limits = LLParserLimits(precompute_large_lexemes=True, verbose_errors=False, **_LIMITS)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(shown(matcher.get_error()))
+    return matcher
+
+
+def shown(error: str) -> str:
+    """An error of llguidance, for people: without its inner state."""
+    if error.startswith("panic") or "schema too large" in error:
+        return "is too large"
+    if error.startswith("NoExtensionBias"):
+        return "nothing matches it"
+    text = error.split("\n<state>")[0].split("\n<non-verbose/>")[0].replace("\n", " ").strip()
+    return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]}..."

@@ -1,0 +1,255 @@
+"""Constraints: every output is what was asked for, and with speculation it is what it is without."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+
+from specdec.v1 import common_pb2 as pb
+from tests.support.engine.constrained import (
+    SCHEMAS,
+    TEXTS,
+    check_schema,
+    constrained,
+    plainly,
+    text_of,
+)
+from tests.support.engine.grammars import json_schema
+from tests.support.engine.local_pair import LocalPair, Outcome
+from tests.unit.lossless.sessions import assert_equal
+
+REJECTION = pb.VERIFY_MODE_REJECTION
+
+
+def assert_all_alike(
+    pair: LocalPair, bodies: dict[str, pb.OpenSession], *, own_draft: bool = False
+) -> dict[str, Outcome]:
+    expected = plainly(pair, bodies)
+    pair.reset(own_draft=own_draft)
+    found = pair.run(bodies, rng=None if own_draft else random.Random(3))
+    for session_id, outcome in found.items():
+        assert_equal(outcome, expected[session_id])
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_every_schema_is_obeyed_and_speculation_changes_nothing(temperature: float, pair: LocalPair) -> None:
+    assert len(SCHEMAS) >= 30
+    bodies = {
+        name: constrained(json_schema(schema), temperature=temperature, seed=index)
+        for index, (name, schema) in enumerate(SCHEMAS.items())
+    }
+    for name, outcome in assert_all_alike(pair, bodies).items():
+        check_schema(outcome, SCHEMAS[name])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_with_a_draft_of_its_own_the_target_gives_the_same(temperature: float, pair: LocalPair) -> None:
+    bodies = {name: constrained(json_schema(schema), temperature=temperature) for name, schema in SCHEMAS.items()}
+    bodies |= {name: constrained(constraint, temperature=temperature) for name, constraint in TEXTS.items()}
+    found = assert_all_alike(pair, bodies, own_draft=True)
+    assert sum(outcome.num_accepted for outcome in found.values()) > 0
+
+
+def test_in_rejection_mode_every_schema_is_obeyed(pair: LocalPair) -> None:
+    bodies = {
+        name: constrained(json_schema(schema), temperature=1.0, verify_mode=REJECTION)
+        for name, schema in SCHEMAS.items()
+    }
+    outcomes = pair.run(bodies)
+    for name, outcome in outcomes.items():
+        check_schema(outcome, SCHEMAS[name])
+    assert sum(outcome.num_accepted for outcome in outcomes.values()) > 100
+
+
+@pytest.mark.parametrize("mode", [pb.VERIFY_MODE_COUPLED, REJECTION])
+def test_regular_expressions_choices_and_grammars_are_obeyed(mode: pb.VerifyMode.ValueType, pair: LocalPair) -> None:
+    bodies = {name: constrained(each, temperature=1.0, verify_mode=mode) for name, each in TEXTS.items()}
+    outcomes = pair.run(bodies) if mode == REJECTION else assert_all_alike(pair, bodies)
+    assert text_of(outcomes["one"]) == "the only answer there is"
+    assert text_of(outcomes["one of several"]) in ("positive", "negative", "neutral")
+    assert re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3}){1,3}", text_of(outcomes["sum"]))
+    assert re.fullmatch(r"(- [a-z ]{3,8}\n){1,2}", text_of(outcomes["list"]))
+    for name in ("telephone", "words", "either way"):
+        assert re.fullmatch(TEXTS[name].regex, text_of(outcomes[name])), name
+    assert all(outcome.finish_reason == pb.FINISH_REASON_STOP for outcome in outcomes.values())
+
+
+def test_what_is_forced_is_proposed_without_a_draft(pair: LocalPair) -> None:
+    body = constrained(TEXTS["one"])
+    outcome = pair.run({"a": body}, use_draft=False)["a"]
+    assert text_of(outcome) == "the only answer there is"
+    assert pb.ORIGIN_FORCED in outcome.origins
+    assert len(outcome.verdicts) <= 3
+    alone = plainly(pair, {"a": body})["a"]
+    assert alone.token_ids == outcome.token_ids
+    assert pb.ORIGIN_FORCED not in alone.origins
+
+
+def test_sessions_with_and_without_constraints_decode_side_by_side(pair: LocalPair) -> None:
+    bodies = {
+        "json": constrained(json_schema(SCHEMAS["nested"]), temperature=1.0),
+        "free": constrained(pb.Constraint(), temperature=1.0, max_tokens=30),
+        "text": constrained(TEXTS["words"], temperature=0.7),
+    }
+    bodies["free"].sampling.ClearField("constraint")
+    assert_all_alike(pair, bodies)
+
+
+def test_choices_of_one_request_share_the_prompt_and_each_obeys(pair: LocalPair) -> None:
+    schema = SCHEMAS["record"]
+    bodies = {
+        str(choice): constrained(
+            json_schema(schema),
+            temperature=1.0,
+            choice=choice,
+            body={"fork_from": "0" if choice else "", "cache_salt": b"forks"},
+        )
+        for choice in range(4)
+    }
+    outcomes = assert_all_alike(pair, bodies)
+    for outcome in outcomes.values():
+        check_schema(outcome, schema)
+    assert len({text_of(outcome) for outcome in outcomes.values()}) > 1
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"min_tokens": 100},
+        {"ignore_eos": True},
+        {"logit_bias": {93: 50.0, 95: -50.0, 4: 20.0}},
+        {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0},
+        {"top_k": 3, "top_p": 0.5, "min_p": 0.1},
+        {"num_logprobs": 5, "top_k": 2},
+        {"max_tokens": 7},
+        {"max_draft_tokens": 1},
+    ],
+    ids=lambda sampling: "-".join(sampling),
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_other_parameters_choose_among_what_is_allowed(
+    sampling: dict[str, object], temperature: float, pair: LocalPair
+) -> None:
+    schema = SCHEMAS["further properties"]
+    sampling = dict(sampling)
+    limit = sampling.pop("max_draft_tokens", None)
+    body = {} if limit is None else {"max_draft_tokens": limit}
+    bodies = {"a": constrained(json_schema(schema), temperature=temperature, body=body, **sampling)}
+    outcome = assert_all_alike(pair, bodies)["a"]
+    if "max_tokens" in sampling:
+        assert outcome.finish_reason == pb.FINISH_REASON_LENGTH
+        assert len(outcome.token_ids) == 7
+    else:
+        check_schema(outcome, schema)
+
+
+def test_log_probabilities_are_of_the_allowed_tokens_alone(pair: LocalPair) -> None:
+    outcome = pair.run({"a": constrained(TEXTS["one of several"], temperature=1.0, num_logprobs=8)})["a"]
+    entries = [entry for verdict in outcome.verdicts for entry in verdict.logprobs]
+    assert len(entries) == len(outcome.token_ids)
+    assert entries[-1].logprob == 0.0
+    assert [top.token_id for top in entries[-1].top] == [1]
+    assert all(top.logprob > -1e30 for entry in entries for top in entry.top)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_token_inside_a_draft_ends_the_choice_there(temperature: float, pair: LocalPair) -> None:
+    body = constrained(json_schema(SCHEMAS["long names"]), temperature=temperature)
+    free = plainly(pair, {"a": body})["a"]
+    stop = free.token_ids[5]
+    body.sampling.stop_token_ids.append(stop)
+    outcome = assert_all_alike(pair, {"a": body})["a"]
+    assert outcome.stop_token_id == stop
+    assert outcome.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_end_of_thinking_may_fall_inside_a_draft(temperature: float, pair: LocalPair) -> None:
+    """What the model writes freely first has the token somewhere; from behind it the grammar holds."""
+    free = constrained(pb.Constraint(), temperature=temperature, max_tokens=40)
+    free.sampling.ClearField("constraint")
+    thoughts = plainly(pair, {"a": free})["a"].token_ids
+    position = next(i for i in range(12, 40) if thoughts[i] not in thoughts[:i])
+    constraint = pb.Constraint(choice=TEXTS["one of several"].choice, after_token_id=thoughts[position])
+    outcome = assert_all_alike(pair, {"a": constrained(constraint, temperature=temperature)})["a"]
+    assert outcome.token_ids[: position + 1] == thoughts[: position + 1]
+    rest = Outcome(token_ids=outcome.token_ids[position + 1 :])
+    assert text_of(rest) in ("positive", "negative", "neutral")
+    assert (
+        any(
+            verdict.start_position <= 40 + position < verdict.start_position + verdict.num_accepted
+            for verdict in outcome.verdicts
+        )
+        or not outcome.num_accepted
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_session_that_is_opened_again_goes_on_equal(temperature: float, pair: LocalPair) -> None:
+    """As after the loss of a target, and of a draft: the place in the grammar is found from the committed tokens."""
+    rng = random.Random(8)
+    bodies = {
+        name: constrained(json_schema(SCHEMAS[name]), temperature=temperature)
+        for name in ("nested", "long names", "uuid")
+    }
+    bodies["text"] = constrained(TEXTS["words"], temperature=temperature)
+    expected = plainly(pair, bodies)
+    num_reopened = 0
+
+    def reopen(pair: LocalPair) -> None:
+        nonlocal num_reopened
+        for session_id in sorted(pair.live):
+            if pair.num_output(session_id) and rng.random() < 0.2:
+                num_reopened += 1
+                pair.reopen(session_id)
+
+    found = pair.run(bodies, rng=rng, each_turn=reopen)
+    assert num_reopened > 4
+    for session_id, outcome in found.items():
+        assert_equal(outcome, expected[session_id])
+
+
+def test_tokens_that_the_constraint_does_not_allow_cannot_be_taken_up(pair: LocalPair) -> None:
+    body = constrained(TEXTS["one"])
+    body.token_ids.append(500)
+    outcome = pair.run({"a": body}, use_draft=False)["a"]
+    assert outcome.error is not None
+    assert "open.token_ids" in outcome.error.status.message
+
+
+def test_a_bad_constraint_costs_its_own_session_only(pair: LocalPair) -> None:
+    bodies = {
+        "bad": constrained(pb.Constraint(regex="(?=a)b")),
+        "good": constrained(TEXTS["telephone"]),
+        "none": constrained(pb.Constraint()),
+    }
+    outcomes = pair.run(bodies, use_draft=False)
+    for name, field in (("bad", "open.sampling.constraint.regex"), ("none", "open.sampling.constraint")):
+        error = outcomes[name].error
+        assert error is not None
+        assert error.status.message.startswith(f"{field}: ")
+    assert re.fullmatch(TEXTS["telephone"].regex, text_of(outcomes["good"]))
+
+
+@pytest.mark.parametrize("mode", [pb.VERIFY_MODE_COUPLED, REJECTION])
+def test_what_a_proposal_holds_against_the_constraint_is_never_committed(
+    mode: pb.VerifyMode.ValueType, pair: LocalPair
+) -> None:
+    rng = random.Random(2)
+    schema = SCHEMAS["record"]
+
+    def propose(session_id: str, tokens: list[int]) -> list[bytes]:
+        ids = [rng.randrange(4096) for _ in range(4)]
+        sparse = [pb.SparseDistribution(token_ids=[token], probs=[1.0]) for token in ids]
+        proposal = pb.Proposal(start_position=len(tokens), token_ids=ids)
+        if mode == REJECTION:
+            proposal.distributions.extend(sparse)
+        return [proposal.SerializeToString()]
+
+    body = constrained(json_schema(schema), temperature=1.0, verify_mode=mode)
+    outcome = pair.run({"a": body}, use_draft=False, propose=propose)["a"]
+    check_schema(outcome, schema)
+    assert not outcome.rejected
