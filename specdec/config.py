@@ -13,10 +13,20 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic_settings import NoDecode
 
 from specdec.addresses import Address
+from specdec.drafters.options import DrafterOptions, check_drafters, read_drafters
 from specdec.engine.settings import EngineSettings
 from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings, WireSettings
 from specdec.sampling_limits import MAX_LOGPROBS
@@ -117,6 +127,15 @@ class TargetSettings(ReplicaSettings):
         description="Draft model that this process runs itself, in turns with the target, on the same cores or device: "
         'its folder or hub id, or JSON with any setting of a draft, {"model": "M", "weight_quantization": "int8"}. '
         "Draft services are then not needed; what they propose is not used.",
+    )
+
+    drafters: Annotated[
+        tuple[DrafterOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
+    ] = Field(
+        default=(),
+        description="Drafters without weights that propose beside the draft: names with commas between them, or JSON "
+        'with options, [{"method": "ngram", "prompt_lookup_max": 4}, "suffix"]. '
+        "There are ngram, suffix, prediction and token_recycling.",
     )
 
     @property

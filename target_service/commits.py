@@ -12,10 +12,11 @@ from specdec.worker.host import SessionHost
 from target_service.decide import Decision
 from target_service.pacing import Pacing
 from target_service.proposals.own_draft import OwnDraft
+from target_service.proposals.panel import DrafterPanel
 from target_service.records.metrics import TargetRecorder
 from target_service.records.trace import trace_verdict
 from target_service.session import TargetSession
-from target_service.verdicts import make_verdict, pieces_of, tree_of
+from target_service.verdicts import describe_drafters, make_verdict, pieces_of, tree_of
 
 
 class Commits:
@@ -28,8 +29,10 @@ class Commits:
         recorder: TargetRecorder,
         close: Callable[[TargetSession], None],
         own_draft: OwnDraft,
+        panel: DrafterPanel,
     ) -> None:
-        """`close` frees a session that has ended; `own_draft` hears of all tokens."""
+        """`close` frees a session that has ended; `own_draft` hears of all tokens, `panel` of what it offered."""
+        self._panel = panel
         self._own_draft = own_draft
         self._host = host
         self._engine = engine
@@ -55,12 +58,16 @@ class Commits:
         session = decision.candidate.session
         num_stale, told_tree = session.tree.num_stale, tree_of(decision)
         pacing.observe_gain(session, decision.walk, decision.candidate.num_nodes, started_s + elapsed_s)
+        accepted_by = _sources(decision)
+        drafters = self._panel.learn(decision, pacing)
         num_wasted = _prune(decision, pacing) + num_stale
         is_suspended = session.max_nodes > 0 and not pacing.may_verify(session)
         if is_suspended:
             num_wasted += session.tree.clear()
         held_s = session.held_s(due_at_s)
         verdict = make_verdict(decision, started_s, elapsed_s, held_s, num_wasted, is_suspended, told_tree)
+        if drafters:
+            describe_drafters(verdict, accepted_by, drafters)
         self._tell(session, verdict, num_stale)
         start = session.num_tokens
         self._take(decision)
@@ -103,7 +110,15 @@ def _prune(decision: Decision, pacing: Pacing) -> int:
     """Returns how many nodes were dropped unaccepted."""
     candidate, tree = decision.candidate, decision.candidate.session.tree
     pacing.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
-    num_dropped = tree.advance(decision.walk.token_ids)
+    num_dropped = tree.advance(decision.walk.token_ids) + tree.drop_passing()
     if candidate.session.mode is VerifyMode.REJECTION:
         num_dropped += tree.clear()
     return num_dropped
+
+
+def _sources(decision: Decision) -> list[str]:
+    """Who proposed each accepted node that a draft did."""
+    candidate = decision.candidate
+    nodes = candidate.session.tree.nodes
+    accepted = (nodes[candidate.chosen[node]] for node in decision.walk.path)
+    return [node.source for node in accepted if not node.is_forced]

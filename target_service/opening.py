@@ -6,7 +6,7 @@ from specdec.config import TargetSettings
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.opening import check_open, sampling_params, verify_mode
+from specdec.worker.opening import check_open, check_prediction, sampling_params, verify_mode
 from specdec.worker.sessions import Owner
 from target_service.prompt_logprobs import PromptLogprobs
 from target_service.session import SessionTimes, TargetSession
@@ -38,6 +38,7 @@ def new_session(
         max_model_len=identity.max_model_len,
         eos_token_ids=identity.eos_token_ids,
     )
+    check_prediction(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len)
     params = sampling_params(body, tuple(identity.eos_token_ids))
     history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
     history.append(body.token_ids[body.num_prompt_tokens :])
@@ -56,6 +57,8 @@ def new_session(
         history=history,
         tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
         max_nodes=limit if body.speculate else 0,
+        wanted_drafters=frozenset(body.drafters) if body.drafters else None,
+        prediction=list(body.prediction_token_ids),
         wanted_token_s=body.time_per_token_us * 1e-6,
         credit_position=body.credit_position,
         times=SessionTimes(now_s),

@@ -11,9 +11,11 @@ from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.policy.gate import SpeculationGate
 from target_service.policy.hold_off import DraftLatency, Episode, HoldOff, HoldOffChoice, kind_of
+from target_service.policy.source_records import SourceRecords
 from target_service.policy.step_time import StepTimeModel
 from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
 from target_service.session import SessionState, TargetSession
+from target_service.tree.speculation_tree import DRAFT_MODEL, Node
 from target_service.tree.walk import Walk
 
 _MAX_FITTED_ROWS = 128
@@ -36,6 +38,8 @@ _CREDIT_WEIGHT = 0.05
 _CREDIT_MARGIN = 1.5
 """Drafts are told to propose this much more than steps have verified of late, and one node on top: the mean is over
 steps of unequal size, and with no more than was verified on offer it could only fall."""
+_ENOUGH_TOKENS = 1.0
+"""Where drafters of the target's own are expected to bring so many, a step does not wait for a draft as well."""
 _FIRST_MEAN_NODES = 4.0
 """Before any step has verified anything; it makes a credit of seven nodes."""
 
@@ -48,6 +52,9 @@ class Pacing:
         self.gate = SpeculationGate(is_gated)
         self.step_time = StepTimeModel()
         self.acceptance = AcceptanceCalibration()
+        """Of what drafts propose."""
+        self.sources = SourceRecords()
+        """Of what drafters of the target's own offer."""
         self.draft_latency = DraftLatency()
         self._hold_off: defaultdict[str, HoldOffChoice] = defaultdict(HoldOffChoice)
         self._hold_off_ms = hold_off_ms
@@ -71,7 +78,7 @@ class Pacing:
         for session in ready:
             if session.gate is not None:
                 self.gate.reconsider(session.gate, now_s)
-                if not self.gate.is_open(session.gate):
+                if not self.gate.is_open(session.gate) and not (self.may_offer(session) and session.tree.is_passing):
                     session.tree.clear()
 
     def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
@@ -86,7 +93,7 @@ class Pacing:
         for session in ready:
             if _waits_for_nothing(session):
                 return 0.0
-            if session.hold_off is not None and session.tree.max_depth < session.hold_off.depth:
+            if session.hold_off is not None and session.tree.lasting_depth < session.hold_off.depth:
                 until_s = max(until_s, session.hold_off.until_s - now_s)
         return until_s
 
@@ -94,7 +101,7 @@ class Pacing:
         """Set the tree that the next step verifies for each session; returns the chosen nodes by session id."""
         for session in ready:
             session.seq.tree = None  # chosen for a step that had no room for the session
-        candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1 and self.may_verify(s)]
+        candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1 and self.may_offer(s)]
         limits = [s.max_nodes for s in candidates]
         scores = [self._path_scores(s, min(s.end.max_depth(s.num_tokens), _credit(s))) for s in candidates]
         weights = None
@@ -112,6 +119,10 @@ class Pacing:
     def may_verify(self, session: TargetSession) -> bool:
         """Whether proposals for a session are of use; they are before its first token, when nothing is decided yet."""
         return session.max_nodes > 0 and (session.gate is None or self.gate.is_open(session.gate))
+
+    def may_offer(self, session: TargetSession) -> bool:
+        """Whether nodes are of use that cost nothing but their rows; also where a session's draft is suspended."""
+        return session.max_nodes > 0 and (session.gate is None or self.gate.allows_free_nodes(session.gate))
 
     def draft_credit(self, limit: int) -> int:
         """Draft tokens per session that are worth proposing: some more than steps have verified of late."""
@@ -140,18 +151,18 @@ class Pacing:
         reached = {ROOT, *accepted}
         if walk.finish_reason and len(walk.path) == len(walk.token_ids):
             reached.discard(chosen[walk.path[-1]])  # the choice ends there: nothing below was asked for
-        branched = set()
+        branched: dict[int, bool] = {}
         for node in chosen:
-            parent = session.tree.tokens.parents[node]
-            if parent in reached:
-                branched.add(parent)
-                self.acceptance.observe(session.tree.nodes[node].score, node in accepted)
-        for depth in range(len(branched)):
-            self.acceptance.observe_depth(depth < len(accepted))
+            parent, payload = session.tree.tokens.parents[node], session.tree.nodes[node]
+            if parent in reached and not payload.is_passing:
+                branched[parent] = branched.get(parent, False) or node in accepted
+                self.acceptance.observe(payload.score, node in accepted)
+        for went_on in branched.values():
+            self.acceptance.observe_depth(went_on)
 
     def observe_proposal(self, session: TargetSession, depth_before: int, proposal: pb.Proposal, now_s: float) -> None:
-        """A proposal was merged; the tree was `depth_before` deep."""
-        num_new = session.tree.max_depth - depth_before
+        """A draft's proposal was merged; before, what drafts had proposed was `depth_before` deep."""
+        num_new = session.tree.lasting_depth - depth_before
         if num_new <= 0:
             return
         session.misses.num_unanswered = 0
@@ -165,7 +176,7 @@ class Pacing:
 
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
         max_depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
-        if len(session.tree) or max_depth == 0 or not self.may_verify(session):
+        if max_depth == 0 or not self.may_verify(session) or self._has_enough(session):
             return None
         choice, misses = self._hold_off[kind_of(session.params.temperature)], session.misses
         if misses.episode is not None:
@@ -183,17 +194,37 @@ class Pacing:
             misses.episode = Episode(wanted, now_s, session.num_tokens)
         return HoldOff(now_s, now_s + hold_s, wanted) if wanted and hold_s > 0 else None
 
+    def _has_enough(self, session: TargetSession) -> bool:
+        """Whether there is no need to wait for a draft: it has proposed something, or others offer a token at least."""
+        tree = session.tree
+        return len(tree) > 0 and (
+            not tree.is_passing or sum(self._path_scores(session, session.max_nodes)) >= _ENOUGH_TOKENS
+        )
+
     def _path_scores(self, session: TargetSession, max_depth: int) -> list[float]:
         """Estimated probability that each node is reached and accepted; 0 below `max_depth`."""
         tokens = session.tree.tokens
-        if session.mode is VerifyMode.REJECTION:
-            # What is verified must not depend on the tokens drawn, so not on their scores either.
-            return [self.acceptance.depth_rate**depth if depth <= max_depth else 0.0 for depth in tokens.depths]
+        is_rejection = session.mode is VerifyMode.REJECTION
         scores: list[float] = []
         for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
-            rate = self.acceptance.rate(node.score) if depth <= max_depth else 0.0
+            if depth > max_depth:
+                rate = 0.0
+            elif is_rejection and not node.is_passing:
+                # What is verified must not depend on the tokens drawn, so not on their scores either.
+                rate = self.acceptance.depth_rate
+            else:
+                rate = self._rate(session, node, depth)
             scores.append(rate * (scores[parent] if parent >= 0 else 1.0))
         return scores
+
+    def _rate(self, session: TargetSession, node: Node, depth: int) -> float:
+        """Of several who propose a token the one counts who is right most often with such a score."""
+        best = 0.0 if node.is_passing else self.acceptance.rate(node.score)
+        if node.is_passing or node.others:
+            for source, score in node.offers():
+                if source != DRAFT_MODEL:
+                    best = max(best, self.sources[source].rate(score, depth, session.own_records.get(source)))
+        return best
 
 
 def _waits_for_nothing(session: TargetSession) -> bool:

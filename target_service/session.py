@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.engine.sequence import Sequence
+from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import EngineSession
 from target_service.policy.gate_state import GateState
 from target_service.policy.hold_off import HoldOff, MissRecord
+from target_service.policy.source_records import OwnRecord
 from target_service.policy.urgency import urgency
 from target_service.prompt_logprobs import PromptLogprobs
 from target_service.tree.speculation_tree import SpeculationTree
@@ -85,15 +87,21 @@ class TargetSession(EngineSession):
     """Whether it pays for it to speculate; None before its first token, and for one that never does."""
     misses: MissRecord = field(default_factory=MissRecord)
     """What waiting for its draft has brought."""
+    wanted_drafters: frozenset[str] | None = None
+    """Names of the target's own drafters that may propose for it; None: all."""
+    prediction: Sequence[int] = ()
+    """Text that its client expects."""
+    own_records: dict[str, OwnRecord] = field(default_factory=dict)
+    """What became of what each of the target's own drafters offered for it."""
     drafted_s: float = 0.0
     """Spent on drafts of the target's own since its last verdict."""
     state: SessionState = field(default=SessionState.FORKING, init=False)
     hold_off: HoldOff | None = field(default=None, init=False)
     """What its next step waits for; set while the state is HELD."""
-    _seq: Sequence | None = field(default=None, init=False)
+    _seq: EngineSequence | None = field(default=None, init=False)
 
     @property
-    def seq(self) -> Sequence:
+    def seq(self) -> EngineSequence:
         """Its tokens and KV. Raises RuntimeError when FORKING or ENDED."""
         if self._seq is None:
             raise RuntimeError(f"session {self.session_id} is {self.state.name} and has no sequence")
@@ -136,7 +144,7 @@ class TargetSession(EngineSession):
             is_starved = is_starved or self.prompt_logprobs.is_starved
         self._seq.paused = is_starved or not self.may_step
 
-    def begin(self, seq: Sequence) -> None:
+    def begin(self, seq: EngineSequence) -> None:
         """Decode on a sequence from now on: PREFILL."""
         self._seq, self.state = seq, SessionState.PREFILL
 
@@ -155,7 +163,7 @@ class TargetSession(EngineSession):
         else:
             self.state = SessionState.HIT if len(self.tree) else SessionState.MISS
 
-    def finish(self) -> Sequence | None:
+    def finish(self) -> EngineSequence | None:
         """ENDED; returns the sequence, if it had one, to be freed."""
         seq, self._seq = self._seq, None
         self.state, self.hold_off = SessionState.ENDED, None

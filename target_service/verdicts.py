@@ -8,12 +8,13 @@ from specdec.message_sizes import cut
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.clamping import microseconds, uint32
 from target_service.decide import Decision
+from target_service.proposals.panel import DrafterStep
 from target_service.session import SessionState, TargetSession
 
-_TOKEN_BYTES = 12
-"""A token's id and origin."""
-_STATISTICS_BYTES = 4096
-"""What a verdict says besides tokens and log-probabilities: counts for 64 depths, a tree of 64 nodes, some numbers."""
+_TOKEN_BYTES = 32
+"""A token's id, origin and drafter."""
+_STATISTICS_BYTES = 6144
+"""What else a verdict says, log-probabilities apart: counts for 64 depths, a tree of 64 nodes, drafters, numbers."""
 
 
 def make_verdict(
@@ -77,6 +78,19 @@ def tree_of(decision: Decision) -> pb.StepTree | None:
     )
 
 
+def describe_drafters(verdict: pb.Verdict, accepted_by: Sequence[str], drafters: Sequence[DrafterStep]) -> None:
+    """Add who proposed the accepted tokens, and what the target's own drafters did."""
+    verdict.accepted_by.extend(accepted_by)
+    for step in drafters:
+        verdict.drafters.add(
+            name=step.name,
+            num_proposed=step.num_proposed,
+            num_verified=step.num_verified,
+            num_accepted=step.num_accepted,
+            cost_us=microseconds(step.elapsed_s),
+        )
+
+
 def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
     """A verdict whose log-probabilities take more than `most_bytes`, as several; else itself, as the only one.
 
@@ -94,13 +108,15 @@ def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
             logprobs=verdict.logprobs[piece],
             is_partial=True,
             suspends_draft=verdict.suspends_draft,
+            accepted_by=verdict.accepted_by[piece],
         )
         for piece in before
     ]
     last = pb.Verdict()
     last.CopyFrom(verdict)
     last.start_position += rest.start
-    for of_tokens in (last.token_ids, last.origins, last.logprobs):
+    # Accepted tokens come before all others, so these are counted alike.
+    for of_tokens in (last.token_ids, last.origins, last.logprobs, last.accepted_by):
         del of_tokens[: rest.start]
     return [*pieces, last]
 

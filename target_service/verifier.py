@@ -27,8 +27,9 @@ from target_service.pacing import Pacing
 from target_service.policy.gate_state import Phase
 from target_service.policy.payoff import PayoffMeter
 from target_service.proposals.intake import ProposalIntake
-from target_service.proposals.legal import hang_forced
+from target_service.proposals.legal import drop_illegal, hang_forced
 from target_service.proposals.own_draft import OwnDraft
+from target_service.proposals.panel import DrafterPanel
 from target_service.records.metrics import TargetRecorder
 from target_service.records.progress import describe_progress, due_for_progress
 from target_service.records.step_record import StepObserver, StepRecord
@@ -78,7 +79,9 @@ class Verifier:
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._intake = ProposalIntake(host, recorder)
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
-        self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft)
+        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder)
+        """The drafters of its own; they may be changed while sessions run."""
+        self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.panel)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             recorder.step,
@@ -134,6 +137,7 @@ class Verifier:
         self._grammars.drop(session)
         self._forks.drop(session)
         self._own_draft.closed(session)
+        self.panel.closed(session)
         if (seq := session.finish()) is not None:
             del self._by_seq[seq.seq_id]
             self._engine.free(seq)
@@ -200,6 +204,10 @@ class Verifier:
                 except Exception as error:
                     self._fault(session, error)
         self._host.steps.work()
+        self.panel.propose(self._ready(), self.pacing)
+        for session in self._ready():
+            if session.grammar is not None:
+                self._keep_legal(session)
         for group in self._groups():
             try:
                 self.pacing.plan(group, now_s)
@@ -238,10 +246,15 @@ class Verifier:
         decisions = each_or_halves(
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
+        self.panel.read(decisions, output.logits)
         elapsed_s = time.monotonic() - started_s
         gates = [decision.candidate.session.gate for decision in decisions]
-        # Both are of before the verdicts, which end hold-offs and prefills.
+        # All are of before the verdicts, which end hold-offs and prefills.
         held_s = max((decision.candidate.session.held_s(self._due_at_s) for decision in decisions), default=0.0)
+        num_free = sum(
+            decision.candidate.num_nodes > 0 and not self.pacing.gate.is_open(gate)
+            for decision, gate in zip(decisions, gates, strict=True)
+        )
         is_decode = all(
             item.num_new_tokens <= 1
             and (session := self._by_seq.get(item.seq.seq_id)) is not None
@@ -265,6 +278,7 @@ class Verifier:
             num_committed=[len(decision.walk.token_ids) for decision in decisions],
             gates=gates,
             num_nodes=sum(decision.candidate.num_nodes for decision in decisions),
+            num_free=num_free,
             is_decode=is_decode,
             is_plain=not any(decision.candidate.num_nodes for decision in decisions),
             drafts_may_work=any(self.pacing.may_verify(session) for session in self._host.sessions),
@@ -325,6 +339,7 @@ class Verifier:
             waiting=[session.gate for session in decoding if session.gate is not None],
             num_nodes=step.num_nodes,
             row_s=self.pacing.step_time.row_s,
+            num_free=step.num_free,
         )
 
     # --- faults
@@ -364,6 +379,12 @@ class Verifier:
             return
         try:
             hang_forced(session)
+        except Exception as error:
+            self._fault(session, error)
+
+    def _keep_legal(self, session: TargetSession) -> None:
+        try:
+            drop_illegal(session)
         except Exception as error:
             self._fault(session, error)
 

@@ -9,6 +9,8 @@ from specdec.telemetry.registry import COARSE_S, FINE_S, TOKENS
 
 _DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
 
+_DRAFTER = {"drafter": "ngram, suffix, prediction, token_recycling"}
+
 
 class TargetMetrics(EngineMetrics):
     """Verification and plain decoding."""
@@ -35,6 +37,7 @@ class TargetMetrics(EngineMetrics):
         self._make_speculation_metrics()
         self._make_latency_metrics()
         self._make_payoff_metrics()
+        self._make_drafter_metrics()
 
     def _make_speculation_metrics(self) -> None:
         self.proposed_tokens = self._counter(
@@ -132,4 +135,38 @@ class TargetMetrics(EngineMetrics):
             " machine slows plain steps down, too; that is corrected by plain steps that ran while no draft worked (of"
             " requests without speculation). Until there were some, the figure flatters speculation there.",
             promql=speed_up,
+        )
+
+    def _make_drafter_metrics(self) -> None:
+        self.drafter_proposed = self._counter(
+            "drafter_proposed_tokens_total",
+            "Tree nodes offered by a drafter of the target's own.",
+            _DRAFTER,
+            promql="sum by (drafter) (rate($drafter_proposed_tokens_total[5m]))",
+        )
+        self.drafter_verified = self._counter(
+            "drafter_verified_tokens_total",
+            "Of these, those that were verified; a node that several drafters offered counts for each.",
+            _DRAFTER,
+            promql="sum by (drafter) (rate($drafter_verified_tokens_total[5m]))",
+        )
+        self.drafter_accepted = self._counter(
+            "drafter_accepted_tokens_total",
+            "Of these, those that were accepted.",
+            {**_DRAFTER, **_DEPTH},
+            promql="sum by (drafter) (rate($drafter_accepted_tokens_total[5m]))"
+            " / sum by (drafter) (rate($drafter_verified_tokens_total[5m]))",
+        )
+        self.drafter_seconds = self._counter(
+            "drafter_seconds_total",
+            "Time that a drafter of the target's own took, which all sessions of the step wait for.",
+            _DRAFTER,
+            promql="sum by (drafter) (rate($drafter_accepted_tokens_total[5m]))"
+            " / sum by (drafter) (rate($drafter_seconds_total[5m]))",
+        )
+        self.drafters_dropped = self._counter(
+            "drafters_dropped_total",
+            "Drafters of the target's own that failed or did not return, and are not asked any more.",
+            _DRAFTER,
+            promql="sum by (instance, drafter) ($drafters_dropped_total) > 0",
         )

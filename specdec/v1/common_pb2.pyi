@@ -448,6 +448,8 @@ class OpenSession(_message.Message):
     PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
     APART_UNTIL_FIELD_NUMBER: _builtins.int
     TIME_PER_TOKEN_US_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TELLS_TREES_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of them are the prompt."""
@@ -497,6 +499,16 @@ class OpenSession(_message.Message):
     def sampling(self) -> Global___TokenSampling:
         """How to pick tokens."""
 
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """To targets: of the drafters that it runs itself, these alone may propose; names that it does not know are ignored. Empty: all.
+        Given and without any that it has: none.
+        """
+
+    @_builtins.property
+    def prediction_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """To targets: text that the client expects, as tokens. No output depends on it."""
+
     def __init__(
         self,
         *,
@@ -519,11 +531,13 @@ class OpenSession(_message.Message):
         prompt_logprobs_start: _builtins.int = ...,
         apart_until: _builtins.int = ...,
         time_per_token_us: _builtins.int = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+        prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tells_trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "deadline_ms", b"deadline_ms", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "prompt_logprobs_credit", b"prompt_logprobs_credit", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "tells_trees", b"tells_trees", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "drafters", b"drafters", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "tells_trees", b"tells_trees", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -783,6 +797,44 @@ class StepTree(_message.Message):
 Global___StepTree: _TypeAlias = StepTree  # noqa: Y015
 
 @_typing.final
+class DrafterRecord(_message.Message):
+    """What one of the target's own drafters did for a session's step."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_PROPOSED_FIELD_NUMBER: _builtins.int
+    NUM_VERIFIED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    COST_US_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name, as in the target's settings."""
+    num_proposed: _builtins.int
+    """Nodes that it offered."""
+    num_verified: _builtins.int
+    """Of these, those that were verified. A node that several offered counts for each."""
+    num_accepted: _builtins.int
+    """Of these, those that were accepted."""
+    cost_us: _builtins.int
+    """What asking it took, in microseconds."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_proposed: _builtins.int = ...,
+        num_verified: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+        cost_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_us", b"cost_us", "name", b"name", "num_accepted", b"num_accepted", "num_proposed", b"num_proposed", "num_verified", b"num_verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterRecord: _TypeAlias = DrafterRecord  # noqa: Y015
+
+@_typing.final
 class Verdict(_message.Message):
     """What a target step decided for a session."""
 
@@ -807,6 +859,8 @@ class Verdict(_message.Message):
     NUM_WASTED_FIELD_NUMBER: _builtins.int
     IS_PARTIAL_FIELD_NUMBER: _builtins.int
     SUSPENDS_DRAFT_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BY_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the first token."""
@@ -859,6 +913,16 @@ class Verdict(_message.Message):
         """On the first verdict, when asked for without prompt_logprobs_credit: one entry per prompt token after the first."""
 
     @_builtins.property
+    def accepted_by(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of each token whose origin is a draft, in order: the drafter that proposed it, draft_model or one of the target's own. Empty: all
+        of them are a draft model's.
+        """
+
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterRecord]:
+        """Of each of the target's own drafters that was asked for this step."""
+
+    @_builtins.property
     def tree(self) -> Global___StepTree:
         """What the step had to choose from, when asked for with OpenSession.tells_trees and there was anything."""
 
@@ -884,11 +948,13 @@ class Verdict(_message.Message):
         num_wasted: _builtins.int = ...,
         is_partial: _builtins.bool = ...,
         suspends_draft: _builtins.bool = ...,
+        accepted_by: _abc.Iterable[_builtins.str] | None = ...,
+        drafters: _abc.Iterable[Global___DrafterRecord] | None = ...,
         tree: Global___StepTree | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "stop_token_id", b"stop_token_id", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "draft_us", b"draft_us", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "suspends_draft", b"suspends_draft", "token_ids", b"token_ids", "tree", b"tree", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id", "accepted_by", b"accepted_by", "draft_us", b"draft_us", "drafters", b"drafters", "finish_reason", b"finish_reason", "hit", b"hit", "hold_off_us", b"hold_off_us", "is_partial", b"is_partial", "logprobs", b"logprobs", "num_accepted", b"num_accepted", "num_cached_tokens", b"num_cached_tokens", "num_wasted", b"num_wasted", "origins", b"origins", "prefill_us", b"prefill_us", "prompt_logprobs", b"prompt_logprobs", "queue_us", b"queue_us", "start_position", b"start_position", "step_us", b"step_us", "stop_token_id", b"stop_token_id", "suspends_draft", b"suspends_draft", "token_ids", b"token_ids", "tree", b"tree", "verified_by_depth", b"verified_by_depth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__stop_token_id: _TypeAlias = _typing.Literal["stop_token_id"]  # noqa: Y015
     _WhichOneofArgType__stop_token_id: _TypeAlias = _typing.Literal["_stop_token_id", b"_stop_token_id"]  # noqa: Y015
@@ -1334,6 +1400,7 @@ class GetReplicaInfoResponse(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     LAST_END_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     instance_id: _builtins.str
@@ -1352,6 +1419,10 @@ class GetReplicaInfoResponse(_message.Message):
     def last_end(self) -> Global___EngineEnd:
         """How the engine before this one ended. A replica that knows OpenSession.apart_until always sets it."""
 
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the drafters that a target runs itself."""
+
     def __init__(
         self,
         *,
@@ -1361,10 +1432,11 @@ class GetReplicaInfoResponse(_message.Message):
         instance_id: _builtins.str = ...,
         max_message_bytes: _builtins.int = ...,
         last_end: Global___EngineEnd | None = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "last_end", b"last_end", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "instance_id", b"instance_id", "last_end", b"last_end", "load", b"load", "max_message_bytes", b"max_message_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters", "identity", b"identity", "instance_id", b"instance_id", "last_end", b"last_end", "load", b"load", "max_message_bytes", b"max_message_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

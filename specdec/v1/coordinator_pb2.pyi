@@ -338,6 +338,7 @@ class SpeculationParams(_message.Message):
     VERIFY_MODE_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_PER_TOKEN_MS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Speculate at all; default true."""
     verify_mode: _common_pb2.VerifyMode.ValueType
@@ -348,6 +349,10 @@ class SpeculationParams(_message.Message):
     """Wanted mean time of an output token after the first, in milliseconds. While a request takes longer its draft tokens are verified
     before those of others, and while it takes less after them. A wish: no output depends on it.
     """
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the drafters that may propose, of those in GetModelInfoResponse.drafters; draft_model is the draft. Empty: all."""
+
     def __init__(
         self,
         *,
@@ -355,10 +360,11 @@ class SpeculationParams(_message.Message):
         verify_mode: _common_pb2.VerifyMode.ValueType = ...,
         max_draft_tokens: _builtins.int | None = ...,
         time_per_token_ms: _builtins.float | None = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_time_per_token_ms", b"_time_per_token_ms", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "time_per_token_ms", b"time_per_token_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_time_per_token_ms", b"_time_per_token_ms", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "time_per_token_ms", b"time_per_token_ms", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_time_per_token_ms", b"_time_per_token_ms", "drafters", b"drafters", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "time_per_token_ms", b"time_per_token_ms", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015
@@ -374,6 +380,38 @@ class SpeculationParams(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__time_per_token_ms) -> _WhichOneofReturnType__time_per_token_ms | None: ...
 
 Global___SpeculationParams: _TypeAlias = SpeculationParams  # noqa: Y015
+
+@_typing.final
+class Prediction(_message.Message):
+    """Text that a client expects in the output, for example a file that it has edited. Where the output agrees with it, it comes faster; no
+    output depends on it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    text: _builtins.str
+    """As text."""
+    @_builtins.property
+    def token_ids(self) -> Global___TokenIds:
+        """As token ids."""
+
+    def __init__(
+        self,
+        *,
+        text: _builtins.str = ...,
+        token_ids: Global___TokenIds | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_content: _TypeAlias = _typing.Literal["text", "token_ids"]  # noqa: Y015
+    _WhichOneofArgType_content: _TypeAlias = _typing.Literal["content", b"content"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_content) -> _WhichOneofReturnType_content | None: ...
+
+Global___Prediction: _TypeAlias = Prediction  # noqa: Y015
 
 @_typing.final
 class ResumeChoice(_message.Message):
@@ -457,6 +495,7 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_IN_PARTS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     WITH_STEPS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique among running requests of its tenant; made up when empty."""
@@ -492,6 +531,12 @@ class GenerateRequest(_message.Message):
     def resume(self) -> Global___Resume:
         """Set to take up an interrupted request."""
 
+    @_builtins.property
+    def prediction(self) -> Global___Prediction:
+        """What the output is expected to be; at most as many tokens as the model's context holds. Of use where the target runs the
+        drafter prediction.
+        """
+
     def __init__(
         self,
         *,
@@ -505,11 +550,12 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         resume: Global___Resume | None = ...,
         prompt_logprobs_in_parts: _builtins.bool = ...,
+        prediction: Global___Prediction | None = ...,
         with_steps: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "model", b"model", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "with_steps", b"with_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "model", b"model", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "with_steps", b"with_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -577,12 +623,15 @@ class OutputToken(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     ORIGIN_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    DRAFTER_FIELD_NUMBER: _builtins.int
     id: _builtins.int
     """Its id."""
     text: _builtins.str
     """Its own text (may be half a character; the delta is never)."""
     origin: _common_pb2.Origin.ValueType
     """Where it came from."""
+    drafter: _builtins.str
+    """If its origin is a draft: the drafter that proposed it. Empty: not known, as of tokens that are sent again to who resumes."""
     @_builtins.property
     def logprobs(self) -> _common_pb2.PositionLogprobs:
         """Raw log-probabilities, when asked for."""
@@ -594,10 +643,11 @@ class OutputToken(_message.Message):
         text: _builtins.str = ...,
         origin: _common_pb2.Origin.ValueType = ...,
         logprobs: _common_pb2.PositionLogprobs | None = ...,
+        drafter: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "logprobs", b"logprobs", "origin", b"origin", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "id", b"id", "logprobs", b"logprobs", "origin", b"origin", "text", b"text"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -717,6 +767,7 @@ class SpeculationStats(_message.Message):
     NUM_HITS_FIELD_NUMBER: _builtins.int
     HIT_OUTSIDE_MS_FIELD_NUMBER: _builtins.int
     NUM_SUSPENDED_STEPS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
     """Target steps, the prefill not counted."""
     num_verify_steps: _builtins.int
@@ -757,6 +808,10 @@ class SpeculationStats(_message.Message):
     def accepted_by_depth(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Accepted nodes at depth 1, 2, ..."""
 
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterStats]:
+        """Of the drafters that the target runs itself, those that were asked, by name."""
+
     def __init__(
         self,
         *,
@@ -778,14 +833,53 @@ class SpeculationStats(_message.Message):
         num_hits: _builtins.int = ...,
         hit_outside_ms: _builtins.float = ...,
         num_suspended_steps: _builtins.int = ...,
+        drafters: _abc.Iterable[Global___DrafterStats] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_depth", b"accepted_by_depth", "draft_ms", b"draft_ms", "hit_outside_ms", b"hit_outside_ms", "hit_rate", b"hit_rate", "hold_off_ms", b"hold_off_ms", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted", b"num_accepted", "num_hits", b"num_hits", "num_proposed", b"num_proposed", "num_steps", b"num_steps", "num_suspended_steps", b"num_suspended_steps", "num_verify_steps", b"num_verify_steps", "num_wasted", b"num_wasted", "outside_ms", b"outside_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "verified_by_depth", b"verified_by_depth", "verify_ms", b"verify_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by_depth", b"accepted_by_depth", "draft_ms", b"draft_ms", "drafters", b"drafters", "hit_outside_ms", b"hit_outside_ms", "hit_rate", b"hit_rate", "hold_off_ms", b"hold_off_ms", "mean_acceptance_length", b"mean_acceptance_length", "num_accepted", b"num_accepted", "num_hits", b"num_hits", "num_proposed", b"num_proposed", "num_steps", b"num_steps", "num_suspended_steps", b"num_suspended_steps", "num_verify_steps", b"num_verify_steps", "num_wasted", b"num_wasted", "outside_ms", b"outside_ms", "prefill_ms", b"prefill_ms", "queue_ms", b"queue_ms", "verified_by_depth", b"verified_by_depth", "verify_ms", b"verify_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
+
+@_typing.final
+class DrafterStats(_message.Message):
+    """What one of the target's own drafters did for a choice, or for a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    NUM_PROPOSED_FIELD_NUMBER: _builtins.int
+    NUM_VERIFIED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    COST_MS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name."""
+    num_proposed: _builtins.int
+    """Tokens that it offered."""
+    num_verified: _builtins.int
+    """Of these, those that were verified. A token that several offered counts for each."""
+    num_accepted: _builtins.int
+    """Of these, those that were accepted."""
+    cost_ms: _builtins.float
+    """What asking it took, in milliseconds."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        num_proposed: _builtins.int = ...,
+        num_verified: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+        cost_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cost_ms", b"cost_ms", "name", b"name", "num_accepted", b"num_accepted", "num_proposed", b"num_proposed", "num_verified", b"num_verified"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterStats: _TypeAlias = DrafterStats  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
@@ -796,24 +890,39 @@ class Usage(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """The prompt's tokens."""
     cached_tokens: _builtins.int
     """Those of them found in the prefix cache."""
     completion_tokens: _builtins.int
     """Output tokens of all choices."""
+    accepted_prediction_tokens: _builtins.int
+    """Tokens that the drafter prediction offered and that were accepted; absent where the request has no prediction."""
+    rejected_prediction_tokens: _builtins.int
+    """Those that were verified and not accepted."""
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int | None = ...,
+        rejected_prediction_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens", "_rejected_prediction_tokens", b"_rejected_prediction_tokens", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType__accepted_prediction_tokens: _TypeAlias = _typing.Literal["_accepted_prediction_tokens", b"_accepted_prediction_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["rejected_prediction_tokens"]  # noqa: Y015
+    _WhichOneofArgType__rejected_prediction_tokens: _TypeAlias = _typing.Literal["_rejected_prediction_tokens", b"_rejected_prediction_tokens"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accepted_prediction_tokens) -> _WhichOneofReturnType__accepted_prediction_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rejected_prediction_tokens) -> _WhichOneofReturnType__rejected_prediction_tokens | None: ...
 
 Global___Usage: _TypeAlias = Usage  # noqa: Y015
 
@@ -1264,6 +1373,7 @@ class GetModelInfoResponse(_message.Message):
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     default_verify_mode: _common_pb2.VerifyMode.ValueType
     """How proposals are verified when a request does not say."""
     max_model_len: _builtins.int
@@ -1288,6 +1398,10 @@ class GetModelInfoResponse(_message.Message):
     def tokenizer(self) -> Global___TokenizerInfo:
         """When asked for."""
 
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of what proposes tokens: draft_model where there is a draft, and the drafters that every target runs itself."""
+
     def __init__(
         self,
         *,
@@ -1300,10 +1414,11 @@ class GetModelInfoResponse(_message.Message):
         has_chat_template: _builtins.bool = ...,
         max_draft_tokens: _builtins.int | None = ...,
         tokenizer: Global___TokenizerInfo | None = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "draft", b"draft", "max_draft_tokens", b"max_draft_tokens", "target", b"target", "tokenizer", b"tokenizer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "default_verify_mode", b"default_verify_mode", "draft", b"draft", "has_chat_template", b"has_chat_template", "max_choices", b"max_choices", "max_draft_tokens", b"max_draft_tokens", "max_model_len", b"max_model_len", "max_tokens_limit", b"max_tokens_limit", "target", b"target", "tokenizer", b"tokenizer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens", "default_verify_mode", b"default_verify_mode", "draft", b"draft", "drafters", b"drafters", "has_chat_template", b"has_chat_template", "max_choices", b"max_choices", "max_draft_tokens", b"max_draft_tokens", "max_model_len", b"max_model_len", "max_tokens_limit", b"max_tokens_limit", "target", b"target", "tokenizer", b"tokenizer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_draft_tokens: _TypeAlias = _typing.Literal["max_draft_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_draft_tokens: _TypeAlias = _typing.Literal["_max_draft_tokens", b"_max_draft_tokens"]  # noqa: Y015

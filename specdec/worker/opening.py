@@ -22,6 +22,9 @@ from specdec.worker.errors import SessionFailure, invalid
 
 _VERIFY_MODES = {pb.VERIFY_MODE_COUPLED: VerifyMode.COUPLED, pb.VERIFY_MODE_REJECTION: VerifyMode.REJECTION}
 
+_MOST_DRAFTERS = 64
+"""Names that a session may give; there are not as many."""
+
 
 def verify_mode(body: pb.OpenSession, params: SamplingParams, default: VerifyMode) -> VerifyMode:
     """The mode a session asks for, else the deployment's. Draft and target must come to the same one.
@@ -60,6 +63,22 @@ def check_open(
     if body.num_prompt_logprobs > MAX_LOGPROBS:
         raise invalid("open.num_prompt_logprobs", f"must be at most {MAX_LOGPROBS}")
     _check_sampling(body.sampling, vocab_size, eos_token_ids)
+
+
+def check_prediction(body: pb.OpenSession, *, vocab_size: int, max_model_len: int) -> None:
+    """Check what an OpenSession says of drafters.
+
+    Raises:
+        SessionFailure: too many names, or a prediction that no output of the model could be; names the field.
+    """
+    if len(body.drafters) > _MOST_DRAFTERS:
+        raise invalid("open.drafters", f"{len(body.drafters)} names, at most {_MOST_DRAFTERS} are taken")
+    prediction = body.prediction_token_ids
+    if len(prediction) > max_model_len:
+        raise invalid("open.prediction_token_ids", f"{len(prediction)} tokens, a context has {max_model_len}")
+    if prediction and max(prediction) >= vocab_size:
+        message = f"token id {max(prediction)} is outside the vocabulary of {vocab_size}"
+        raise invalid("open.prediction_token_ids", message)
 
 
 def sampling_params(body: pb.OpenSession, eos_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -112,6 +112,16 @@ class SpeculationGate:
             return False
         return not self.is_gating or (state.phase is not Phase.OFF and not self._reference_left)
 
+    def allows_free_nodes(self, state: GateState | None) -> bool:
+        """Whether nodes that cost nothing but their rows may be verified for a session: what its text itself suggests.
+
+        Its draft may be suspended meanwhile. What they lose goes out of the account, too, and when that is empty they
+        are left out.
+        """
+        if not self.is_gating or self.is_open(state):
+            return True
+        return not self._reference_left and self._account_s >= 0
+
     def stepped(
         self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
     ) -> None:
@@ -149,6 +159,7 @@ class SpeculationGate:
         waiting: Sequence[GateState],
         num_nodes: int = 0,
         row_s: float = 0.0,
+        num_free: int = 0,
     ) -> None:
         """A step of decoding is over.
 
@@ -161,12 +172,13 @@ class SpeculationGate:
             waiting: of all sessions that decode; who is suspended among them may be probed.
             num_nodes: that it verified.
             row_s: what one of these costs; sessions are charged for their own, and share what is left.
+            num_free: sessions of which nodes were verified though their drafts are suspended.
         """
         if not self.is_gating or not states:
             return
         self.expect(len(states))
         self._priced_for = 0
-        num_speculating = sum(self.is_open(state) for state in states)
+        num_speculating = num_free + sum(self.is_open(state) for state in states)
         step_s = turn_s * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
         if self._unsettled:
             self._unsettled -= 1

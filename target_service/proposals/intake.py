@@ -35,7 +35,7 @@ class ProposalIntake:
         if not pacing.may_verify(session):
             session.tree.clear()
             return
-        depth_before = session.tree.max_depth
+        depth_before = session.tree.lasting_depth
         try:
             if len(encoded) > _MOST_BYTES:
                 raise invalid("proposal", f"{len(encoded)} bytes, at most {_MOST_BYTES} are read")

@@ -37,4 +37,4 @@ def hang_forced(session: TargetSession) -> None:
     for token in grammar.forced(limit=min(session.max_nodes, session.end.max_depth(session.num_tokens))):
         if node is None:
             return
-        node = tree.hang(node, token, Node(1.0, (token,), (1.0,), is_forced=True))
+        node = tree.place(node, token, Node(1.0, (token,), (1.0,), is_forced=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import prometheus_client
 
@@ -65,6 +65,21 @@ class TargetRecorder:
     def rejected_proposal(self) -> None:
         """A proposal was malformed."""
         self._metrics.mismatches.inc()
+
+    def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
+        """A drafter of the target's own was asked for a session, and offered so many nodes."""
+        self._metrics.drafter_proposed.labels(drafter).inc(num_nodes)
+        self._metrics.drafter_seconds.labels(drafter).inc(elapsed_s)
+
+    def judged(self, drafter: str, num_verified: int, accepted_depths: Sequence[int]) -> None:
+        """So many nodes of a drafter were verified, and those at these depths accepted."""
+        self._metrics.drafter_verified.labels(drafter).inc(num_verified)
+        for depth in accepted_depths:
+            self._metrics.drafter_accepted.labels(drafter, str(depth)).inc()
+
+    def dropped(self, drafter: str) -> None:
+        """A drafter failed, and is not asked any more."""
+        self._metrics.drafters_dropped.labels(drafter).inc()
 
     def step(self, step: StepRecord) -> None:
         """One step of the engine; a StepObserver."""

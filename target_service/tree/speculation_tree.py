@@ -1,8 +1,12 @@
 """The tree of proposals that hangs from a session's last committed token.
 
 Invariants: children of one node have different tokens; every node hangs, through its ancestors, from the last committed
-token; a node's payload (score, distribution) is the one of the proposal that brought it first. The tree is data only:
-it holds no KV, and dropping any of it costs speed, never correctness.
+token; what a node is verified with is what the proposal said that brought it first. The tree is data only: it holds no
+KV, and dropping any of it costs speed, never correctness.
+
+Nodes come from several sources. What a draft sent stays for as long as it hangs from the last committed token; what
+drafters of the target's own offered is *passing*: they offer anew for every step. A node that several of them know is
+one node, with the score of each.
 
 Rejection verification takes chains only, and of two that differ at a place the one that came first. Kept side by side,
 neither could be verified there, so that whether a token is verified would depend on which tokens were drawn: the output
@@ -11,7 +15,8 @@ would be biased (`specdec.engine.sampling.rejection`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 from google.rpc import code_pb2
 
@@ -21,6 +26,8 @@ from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree, check_tree
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
 
+DRAFT_MODEL = "draft_model"
+"""Source of what a draft sent."""
 DEFAULT_SCORE = 0.7
 """Estimated acceptance of a node whose proposal carries no score."""
 _NOWHERE = -1
@@ -41,6 +48,28 @@ class Node:
     """Of these tokens, in the same order."""
     is_forced: bool = False
     """No draft offered it: a constraint allows nothing else."""
+    source: str = DRAFT_MODEL
+    """Who proposed it: a draft, or else who was first."""
+    others: tuple[tuple[str, float], ...] = ()
+    """Who else did, each with a score."""
+
+    @property
+    def is_passing(self) -> bool:
+        """No draft has proposed it."""
+        return self.source != DRAFT_MODEL
+
+    def offers(self) -> Iterator[tuple[str, float]]:
+        """Everybody who proposed it, each with a score."""
+        yield self.source, self.score
+        yield from self.others
+
+    def offered(self, source: str, score: float) -> Node:
+        """The node, proposed by one more. What it is verified with stays."""
+        if source == self.source or any(source == other for other, _ in self.others):
+            return self
+        if source == DRAFT_MODEL:
+            return replace(self, score=score, source=source, others=(*self.others, (self.source, self.score)))
+        return replace(self, others=(*self.others, (source, score)))
 
 
 @dataclass(slots=True)
@@ -64,6 +93,17 @@ class SpeculationTree:
         """Depth of the deepest node; 0 for an empty tree."""
         return max(self.tokens.depths, default=0)
 
+    @property
+    def lasting_depth(self) -> int:
+        """Depth of the deepest node that a draft has proposed."""
+        depths = zip(self.tokens.depths, self.nodes, strict=True)
+        return max((depth for depth, node in depths if not node.is_passing), default=0)
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether there is nothing in it that a draft has proposed."""
+        return all(node.is_passing for node in self.nodes)
+
     def merge(self, proposal: pb.Proposal, committed: list[int]) -> None:
         """Hang a proposal: walk the tokens committed since its start through it, merge what is left below the root.
 
@@ -79,6 +119,45 @@ class SpeculationTree:
             raise invalid("proposal.start_position", message, expected_position=num_committed)
         token_ids, parents = self._checked(proposal, num_committed)
         self._hang(proposal, token_ids, parents, committed[proposal.start_position :])
+
+    def hang(self, source: str, token_ids: list[int], parents: list[int], scores: list[float]) -> int:
+        """Hang what a drafter of the target's own offers below the last committed token, each node a point mass.
+
+        Returns how many of its nodes are there now; the others have no place. Cost: linear in the offer.
+
+        Raises:
+            TreeError: it is no tree, is too large, or holds an unknown id or a score that is none.
+        """
+        check_tree(token_ids, parents, self.vocab_size)
+        if len(scores) != len(token_ids) or not all(0.0 <= score <= 1.0 for score in scores):
+            raise TreeError("scores", f"{scores} are not one for each of {len(token_ids)} nodes, from 0 to 1")
+        places: list[int | None] = []
+        for token, parent, score in zip(token_ids, parents, scores, strict=True):
+            above = places[parent] if parent >= 0 else ROOT
+            node = None if above is None else self.tokens.child(above, token)
+            if node is not None:
+                self.nodes[node] = self.nodes[node].offered(source, score)
+            elif above is not None:
+                mass = ((token,), (1.0,)) if self.is_chain else ((), ())
+                node = self.place(above, token, Node(score, *mass, source=source))
+            places.append(node)
+        return sum(place is not None for place in places)
+
+    def drop_passing(self) -> int:
+        """Drop what no draft has proposed; returns how many nodes that were."""
+        kept = [node for node in self.nodes if not node.is_passing]
+        num_dropped = len(self.nodes) - len(kept)
+        if not kept:
+            return self.clear()
+        if num_dropped:
+            tokens, places = TokenTree(), {ROOT: ROOT}
+            for index, node in enumerate(self.nodes):
+                if not node.is_passing:  # nor is any above it
+                    parent = places[self.tokens.parents[index]]
+                    places[index] = tokens.add(parent, self.tokens.token_ids[index])
+            self.tokens = tokens
+            self.nodes = [replace(node, others=()) if node.others else node for node in kept]
+        return num_dropped
 
     def advance(self, token_ids: list[int]) -> int:
         """Tokens were committed: keep what hangs below them. Returns how many nodes were dropped unaccepted."""
@@ -109,7 +188,7 @@ class SpeculationTree:
         self.nodes = [node for node, is_kept in zip(self.nodes, keep, strict=True) if is_kept]
         self.tokens = tokens
 
-    def hang(self, above: int, token: int, payload: Node) -> int | None:
+    def place(self, above: int, token: int, payload: Node) -> int | None:
         """The node of a token below `above`, there already or new; None where there is no place for it."""
         node = self.tokens.child(above, token)
         if node is None and len(self.nodes) < MAX_TREE_NODES and not self._is_taken(above):
@@ -168,7 +247,11 @@ class SpeculationTree:
 
     def _place(self, proposal: pb.Proposal, index: int, above: int, token: int) -> int | None:
         node = self.tokens.child(above, token)
-        return self.hang(above, token, _payload(proposal, index)) if node is None else node
+        if node is None:
+            return self.place(above, token, _payload(proposal, index))
+        if self.nodes[node].is_passing:
+            self.nodes[node] = self.nodes[node].offered(DRAFT_MODEL, _score(proposal, index))
+        return node
 
     def _checked(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
         """The proposal's nodes and their parents. Raises SessionFailure for what is no tree of this session's kind."""
@@ -201,8 +284,12 @@ class SpeculationTree:
 
 
 def _payload(proposal: pb.Proposal, index: int) -> Node:
-    score = proposal.scores[index] / 255 if proposal.scores else DEFAULT_SCORE
+    score = _score(proposal, index)
     if not proposal.distributions:
         return Node(score)
     sparse = proposal.distributions[index]
     return Node(score, tuple(sparse.token_ids), tuple(sparse.probs))
+
+
+def _score(proposal: pb.Proposal, index: int) -> float:
+    return proposal.scores[index] / 255 if proposal.scores else DEFAULT_SCORE

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings, TargetSettings
+from specdec.drafters.options import DrafterOptions
 from specdec.drafting.drafter import Drafter
 from specdec.drafting.local import LocalDraft
 from specdec.drafting.metrics import DraftRecorder
@@ -118,6 +119,16 @@ class Outcome:
         return sum(verdict.num_accepted for verdict in self.verdicts)
 
     @property
+    def accepted_by(self) -> list[str]:
+        """Who proposed each accepted token, of the steps that say so."""
+        return [name for verdict in self.verdicts for name in verdict.accepted_by]
+
+    def num_of(self, drafter: str, what: str) -> int:
+        """Sum over steps of a field of one drafter's records."""
+        records = (record for verdict in self.verdicts for record in verdict.drafters)
+        return sum(getattr(record, what) for record in records if record.name == drafter)
+
+    @property
     def num_verified(self) -> int:
         return sum(sum(verdict.verified_by_depth) for verdict in self.verdicts)
 
@@ -145,15 +156,15 @@ class LocalPair:
         self.now_s: float | None = None
         self._start_workers()
 
-    def reset(self, *, own_draft: bool = False) -> None:
+    def reset(self, *, own_draft: bool = False, drafters: Sequence[DrafterOptions] = ()) -> None:
         """New workers over the same engines, whose prefix caches stay as they are. `own_draft`: the target has the
-        draft's engine itself, and no other draft."""
+        draft's engine itself, and no other draft. `drafters`: the target's own that need no weights."""
         for worker, host in ((self.target, self.target_host), (self.draft, self.draft_host)):
             for session in list(host.sessions):
                 worker._end(session, "closed")
-        self._start_workers(own_draft)
+        self._start_workers(own_draft, drafters)
 
-    def _start_workers(self, own_draft: bool = False) -> None:
+    def _start_workers(self, own_draft: bool = False, drafters: Sequence[DrafterOptions] | None = None) -> None:
         for port in (self.target_port, self.draft_port):
             port.inbox.clear()
             port.outbox.clear()
@@ -177,7 +188,10 @@ class LocalPair:
         if own_draft:  # comes after the drafter above, whose engine tells the last one who has it of its passes
             own = own_draft_of(self.target_host, self.draft_built, self.draft_settings, draft_recorder)
             self.own_draft = own.draft
-        self.verifier = Verifier(self.target_host, self.target_built, self.target_settings, recorder, own)
+        settings = self.target_settings
+        if drafters is not None:
+            settings = settings.model_copy(update={"drafters": tuple(drafters)})
+        self.verifier = Verifier(self.target_host, self.target_built, settings, recorder, own)
         self.target = EngineWorker(
             self.target_port,
             TARGET_WIRE,

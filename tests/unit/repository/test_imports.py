@@ -25,13 +25,20 @@ FLOORS = {
         addresses backoff certificates chat_template_files message_sizes parent_process session_keys
         sampling_limits sampling_params settings_sources shipped_pair tls_files v1
         constraint_limits
-        engine grammar store telemetry
+        drafters engine grammar store telemetry
         rpc
         client config
         benchmark
         tuning
         cli worker
         drafting
+    """,
+    "specdec.drafters": """
+        corpus options
+        interface
+        growing
+        ngram prediction suffix token_recycling
+        registry
     """,
     "specdec.drafting": """
         growth metrics session
@@ -129,8 +136,9 @@ FLOORS = {
         prompt_logprobs
         __main__ session
         forks opening pacing records
-        decide proposals
-        candidates verdicts
+        decide
+        candidates proposals
+        verdicts
         commits
         verifier
         worker

@@ -1,0 +1,89 @@
+"""The setting `drafters`: which there are, each with its options."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NgramOptions(_Options):
+    """Prompt look-up: what followed the last tokens where they occurred before."""
+
+    method: Literal["ngram"] = "ngram"
+    prompt_lookup_min: int = Field(default=2, ge=1, le=64)
+    """Fewest tokens that must agree."""
+    prompt_lookup_max: int = Field(default=5, ge=1, le=64)
+    """Of several occurrences those are preferred of which more agree, up to so many."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError("prompt_lookup_min is above prompt_lookup_max")
+        return self
+
+
+class SuffixOptions(_Options):
+    """Suffix decoding: what most often followed, in the session and in earlier outputs of its tenant."""
+
+    method: Literal["suffix"] = "suffix"
+    suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=64)
+    """Longest match."""
+    suffix_decoding_max_cached_requests: int = Field(default=10000, ge=0)
+    """Outputs that are kept, of all tenants; 0: sessions look into their own text only."""
+    suffix_decoding_max_spec_factor: float = Field(default=1.0, gt=0, le=64)
+    """A match of m tokens is worth so many times m nodes."""
+    suffix_decoding_min_token_prob: float = Field(default=0.1, gt=0, le=1)
+    """A node that is estimated to be less likely, with all above it, is left out."""
+    max_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Memory for outputs that are kept; the oldest leave first."""
+
+
+class PredictionOptions(_Options):
+    """The text that a request says it expects."""
+
+    method: Literal["prediction"] = "prediction"
+
+
+class TokenRecyclingOptions(_Options):
+    """The target's likeliest tokens after each token, as last seen."""
+
+    method: Literal["token_recycling"] = "token_recycling"
+    max_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Memory for the matrices of all tenants; that of the one unused for longest leaves first."""
+
+
+DrafterOptions = Annotated[
+    NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions, Field(discriminator="method")
+]
+
+
+def read_drafters(value: Any) -> Any:
+    """Names with commas between them, or JSON: a list of names and of objects with a `method` and its options."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text.startswith(("[", "{")):
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"no JSON: {error}") from error
+        else:
+            value = [name.strip() for name in text.split(",") if name.strip()]
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return [{"method": item} if isinstance(item, str) else item for item in value]
+    return value
+
+
+def check_drafters(drafters: tuple[DrafterOptions, ...]) -> tuple[DrafterOptions, ...]:
+    """Raise ValueError where one is named twice."""
+    names = [options.method for options in drafters]
+    if len(set(names)) < len(names):
+        raise ValueError("a method is named twice")
+    return drafters

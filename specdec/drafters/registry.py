@@ -1,0 +1,39 @@
+"""All drafters by name: what each can do, and how one is made from its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from specdec.drafters import ngram, prediction, suffix, token_recycling
+from specdec.drafters.interface import Capabilities, Drafter
+from specdec.drafters.options import (
+    DrafterOptions,
+    NgramOptions,
+    PredictionOptions,
+    SuffixOptions,
+    TokenRecyclingOptions,
+)
+
+CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
+    {
+        "ngram": ngram.CAPABILITIES,
+        "suffix": suffix.CAPABILITIES,
+        "prediction": prediction.CAPABILITIES,
+        "token_recycling": token_recycling.CAPABILITIES,
+    }
+)
+"""Of every drafter that there is."""
+
+
+def make_drafter(options: DrafterOptions, vocab_size: int) -> Drafter:
+    """The drafter that these options describe, for a target of so many token ids."""
+    match options:
+        case NgramOptions():
+            return ngram.Ngram(options)
+        case SuffixOptions():
+            return suffix.Suffix(options)
+        case PredictionOptions():
+            return prediction.Prediction(options)
+        case TokenRecyclingOptions():
+            return token_recycling.TokenRecycling(options, vocab_size)

@@ -1,0 +1,84 @@
+"""What became of what each drafter offered: acceptance by depth and score, of all sessions and of each one.
+
+A drafter's own score says how sure it is, in a measure of its own. What it is worth is learnt, so that the nodes of all
+sources are ranked on one scale. The target's tokens say of every offered node that hangs from a committed one whether
+it would have been accepted, verified or not: a source that is asked is learnt about, however little of it is verified.
+
+What a session itself has seen counts more the more that is: a text that quotes is one of many that do not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+_NUM_BANDS = 8
+_DEPTHS = (1, 2, 4)
+"""Depths from each to the one before the next are taken together."""
+_DECAY, _OWN_DECAY = 0.995, 0.95
+"""What is left of an observation's weight after one more."""
+_PRIOR_WEIGHT = 4.0
+"""In nodes, of a drafter's own word against what was seen of it; and of all sessions against one."""
+
+
+def band_of(score: float) -> int:
+    """Scores that are taken for the same."""
+    return max(0, min(int(score * _NUM_BANDS), _NUM_BANDS - 1))
+
+
+def _depth_band(depth: int) -> int:
+    return sum(depth >= least for least in _DEPTHS) - 1
+
+
+@dataclass(slots=True)
+class Counts:
+    """Nodes that were reached, and those of them that were the target's token; older ones count less."""
+
+    accepted: float = 0.0
+    reached: float = 0.0
+
+    def observe(self, accepted: bool, decay: float) -> None:
+        """One more node."""
+        self.accepted = self.accepted * decay + accepted
+        self.reached = self.reached * decay + 1.0
+
+    def rate(self, prior: float) -> float:
+        """Share of nodes that were accepted; nothing seen: `prior`."""
+        return (self.accepted + _PRIOR_WEIGHT * prior) / (self.reached + _PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class OwnRecord:
+    """Of one source in one session."""
+
+    bands: list[Counts] = field(default_factory=lambda: [Counts() for _ in range(_NUM_BANDS)])
+
+
+@dataclass(slots=True)
+class SourceRecord:
+    """Of one source, in all sessions."""
+
+    bands: list[list[Counts]] = field(default_factory=lambda: [[Counts() for _ in range(_NUM_BANDS)] for _ in _DEPTHS])
+
+    def observe(self, score: float, depth: int, accepted: bool, own: OwnRecord | None) -> None:
+        """A node that hangs from a committed token was, or was not, the target's next one."""
+        band = band_of(score)
+        self.bands[_depth_band(depth)][band].observe(accepted, _DECAY)
+        if own is not None:
+            own.bands[band].observe(accepted, _OWN_DECAY)
+
+    def rate(self, score: float, depth: int, own: OwnRecord | None) -> float:
+        """Estimated probability that a node of this score is accepted when its parent is."""
+        band = band_of(score)
+        rate = self.bands[_depth_band(depth)][band].rate(min(1.0, max(0.0, score)))
+        return rate if own is None else own.bands[band].rate(rate)
+
+
+class SourceRecords:
+    """Of all sources. Memory: some fifty numbers for each."""
+
+    def __init__(self) -> None:
+        self._records: defaultdict[str, SourceRecord] = defaultdict(SourceRecord)
+
+    def __getitem__(self, source: str) -> SourceRecord:
+        return self._records[source]
