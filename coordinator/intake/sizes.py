@@ -24,9 +24,13 @@ def check_opening(field: str, num_bytes: int, sampling: CheckedSampling, most_by
     """
     if most_bytes is None or num_bytes <= most_bytes:
         return
-    is_bias = sampling.token_sampling.ByteSize() > num_bytes // 2
+    token_sampling = sampling.token_sampling
+    if token_sampling.constraint.ByteSize() > num_bytes // 2:
+        field = "sampling.constraint"
+    elif token_sampling.ByteSize() > num_bytes // 2:
+        field = "sampling.logit_bias"
     raise InvalidRequest(
-        "sampling.logit_bias" if is_bias else field,
+        field,
         f"with its tokens and parameters the request takes {num_bytes} bytes, targets take {most_bytes}",
     )
 

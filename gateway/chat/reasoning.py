@@ -57,6 +57,17 @@ def make_reasoning_parser(name: str, *, thinking: bool | None = None) -> Streami
     return ThinkParser(style.start, style.end, starts_open=starts_open)
 
 
+def end_of_thinking(name: str, thinking: bool | None) -> str:
+    """The marker behind which the answer begins; empty where the output has no think section.
+
+    Args:
+        name: as for `make_reasoning_parser`.
+        thinking: what the request told the template; None: nothing.
+    """
+    style = _STYLES.get(name)
+    return "" if style is None or thinking is False else style.end
+
+
 def _opens_when_asked(name: str, style: _Style) -> bool:
     # DeepSeek V3.1 thinks when it is asked to, and then its template opens the section.
     return style.starts_in_prompt or name == "deepseek_v3"

@@ -25,7 +25,10 @@ from gateway.translation.response_request import response_to_chat, response_to_g
 from gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
-_NAMES = MappingProxyType({**CHAT_FIELD_NAMES, "max_tokens": "max_output_tokens", "messages": "input"})
+_CONSTRAINT_NAMES = {"constraint": "text.format", "constraint.json_schema": "text.format.schema"}
+_NAMES = MappingProxyType(
+    {**CHAT_FIELD_NAMES, "max_tokens": "max_output_tokens", "messages": "input", **_CONSTRAINT_NAMES}
+)
 
 
 def response_routes(parts: Parts) -> APIRouter:
@@ -42,7 +45,7 @@ def response_routes(parts: Parts) -> APIRouter:
         asked = await parts.reader.read(request, ResponsesRequest)
         request.state.field_names = _NAMES
         chat = response_to_chat(asked)
-        body = response_to_generate(asked, chat)
+        body = response_to_generate(asked, chat, parts.settings.reasoning_parser)
         body.request_id = new_id(None)
         make_parser = parsers(chat, parts.settings.reasoning_parser, "none")
         events = ResponseEvents(asked, Head(f"resp_{body.request_id}", int(time.time())), make_parser())

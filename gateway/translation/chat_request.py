@@ -11,6 +11,7 @@ from gateway.api.errors import invalid, unsupported
 from gateway.chat.deltas import StreamingParser
 from gateway.chat.messages import ToolChoice, to_chat_messages
 from gateway.chat.parsing import make_message_parser
+from gateway.chat.reasoning import end_of_thinking
 from gateway.chat.tool_calls.families import marks_are_special_tokens
 from gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
 from specdec.v1 import coordinator_pb2 as api
@@ -26,11 +27,13 @@ CHAT_FIELD_NAMES = MappingProxyType(
 """Fields of the HTTP request by those of the gRPC request, where they differ."""
 
 
-def chat_to_generate(request: ChatRequest, tool_parser: str = "none") -> api.GenerateRequest:
-    """The gRPC request without an id. `tool_parser` reads its output. Raises ApiError and InvalidRequest."""
+def chat_to_generate(
+    request: ChatRequest, tool_parser: str = "none", reasoning_parser: str = "none"
+) -> api.GenerateRequest:
+    """The gRPC request without an id. The parsers read its output. Raises ApiError and InvalidRequest."""
     _check(request)
     sampling = sampling_params(request, max_tokens=request.most_tokens, logprobs=request.num_logprobs)
-    body = generate_request(request, sampling)
+    body = generate_request(request, sampling, end_of_thinking(reasoning_parser, _thinking(request)))
     body.messages.CopyFrom(
         to_chat_messages(
             request.messages,
@@ -62,8 +65,6 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
     if calls_tools(request) and tool_parser == "none":
         raise unsupported("tools", "this gateway reads no calls of tools (its setting tool_parser is none)")
     choice: ToolChoice = request.tool_choice
-    told = request.chat_template_kwargs or {}
-    thinking = told.get("enable_thinking", told.get("thinking"))
 
     def make() -> StreamingParser:
         return make_message_parser(
@@ -72,10 +73,17 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
             has_tools=bool(request.tools),
             tool_choice=choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            thinking=thinking if isinstance(thinking, bool) else None,
+            thinking=_thinking(request),
         )
 
     return make
+
+
+def _thinking(request: ChatRequest) -> bool | None:
+    """What the request tells the template; None: nothing."""
+    told = request.chat_template_kwargs or {}
+    thinking = told.get("enable_thinking", told.get("thinking"))
+    return thinking if isinstance(thinking, bool) else None
 
 
 def echoed(request: ChatRequest) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 from gateway.api.chat import ChatRequest
 from gateway.api.errors import ApiError, invalid, unsupported
-from gateway.api.responses import ResponsesRequest
+from gateway.api.fields import JsonSchema, JsonSchemaFormat, ResponseFormat
+from gateway.api.responses import ResponseSchema, ResponsesRequest
 from gateway.translation.chat_request import chat_to_generate
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
@@ -29,13 +30,24 @@ def response_to_chat(request: ResponsesRequest) -> ChatRequest:
         logprobs=request.top_logprobs is not None,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         include_reasoning=False,
+        response_format=_format(request),
     )
 
 
-def response_to_generate(request: ResponsesRequest, chat: ChatRequest) -> api.GenerateRequest:
+def _format(request: ResponsesRequest) -> ResponseFormat | None:
+    wanted = None if request.text is None else request.text.format
+    if not isinstance(wanted, ResponseSchema):
+        return wanted
+    schema = JsonSchema.model_construct(name=wanted.name, schema_=wanted.schema_)
+    return JsonSchemaFormat.model_construct(type="json_schema", json_schema=schema)
+
+
+def response_to_generate(
+    request: ResponsesRequest, chat: ChatRequest, reasoning_parser: str = "none"
+) -> api.GenerateRequest:
     """The gRPC request without an id. Raises ApiError, which names the field of the response's request."""
     try:
-        return chat_to_generate(chat)
+        return chat_to_generate(chat, reasoning_parser=reasoning_parser)
     except InvalidRequest as error:
         raise _as_written(request, error) from None
 
