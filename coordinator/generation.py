@@ -265,6 +265,9 @@ class Generator:
 
     async def _stream(self, plan: Plan, write: Write, lease: TenantLease | None = None) -> None:
         request = plan.request
+        if request.is_constrained:
+            # Whether the constraint compiles a target tells; an error before the first chunk is the call's own.
+            await request.stream.wait_for_more()
         while (chunk := await request.stream.take()) is not None:
             try:
                 async with asyncio.timeout(self._reader_stall_s):
@@ -324,6 +327,7 @@ class Generator:
             resume_token=plan.resume_token,
             num_prompt_tokens=len(plan.prompt),
             notices=[*self._fleet.notices(), *notices],
+            is_constrained=plan.request.is_constrained,
         )
         return api.GenerateResponse(started=started)
 

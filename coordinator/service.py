@@ -255,6 +255,7 @@ class CoordinatorService:
             max_prompt_bytes=settings.max_prompt_bytes,
             eos_token_ids=frozenset(identity.eos_token_ids),
             max_draft_tokens=settings.max_draft_tokens,
+            knows_constraints=bool(identity.constraints_id),
         )
 
     def _on_admission(self, num_running: int, num_waiting: int) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from coordinator.intake.constraint_start import resolve_start
 from coordinator.intake.line import Claim
 from coordinator.intake.prompt import PromptReader
 from coordinator.intake.resume import (
@@ -168,12 +169,15 @@ class Planner:
         model_limits = self._limits_of(served.identity)
         limits = model_limits.within(caller.allowance)
         sampling = check_sampling(body.sampling, limits)
+        is_constrained = body.sampling.HasField("constraint")
         speculation = check_speculation(body.speculation, self._default_mode, limits)
         with trace.phase("tokenize"):
             reader = PromptReader(served.tokenizer, limits, self._turns, caller.tenant, caller.allowance.weight)
             prompt = await reader.read(body, sampling)
             for sequence in await reader.bad_words(body.sampling.bad_words):
                 sampling.token_sampling.bad_words.add(token_ids=sequence)
+        if is_constrained:
+            resolve_start(sampling.token_sampling.constraint, prompt, served.tokenizer)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
         input_field = str(body.WhichOneof("input"))
         num_open_bytes = opening_bytes(len(prompt) + max_tokens, limits.vocab_size, sampling.token_sampling.ByteSize())
@@ -217,6 +221,7 @@ class Planner:
             arrived_s=caller.arrived_s,
             model=served.identity,
             with_steps=body.with_steps,
+            is_constrained=is_constrained,
             priority=body.priority,
             cache_salt=caller.cache_salt,
             deadline_s=caller.deadline_s,

@@ -167,6 +167,9 @@ def encode_params(body: api.GenerateRequest, prompt: Sequence[int], seed: int) -
     """
     kept = api.GenerateRequest(sampling=body.sampling)
     kept.sampling.seed = seed
+    if kept.sampling.HasField("constraint"):  # as a digest: of a schema there may be 64 KiB
+        encoded = kept.sampling.constraint.SerializeToString(deterministic=True)
+        kept.sampling.constraint.CopyFrom(pb.Constraint(regex=hashlib.sha256(encoded).hexdigest()))
     kept.speculation.verify_mode = body.speculation.verify_mode
     return hashlib.sha256(array("Q", prompt).tobytes()).digest() + kept.SerializeToString(deterministic=True)
 

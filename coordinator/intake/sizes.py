@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from coordinator.intake.validation import CheckedSampling
 from specdec.message_sizes import tokens_bytes
@@ -10,7 +10,7 @@ from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
-_Lists = Literal["logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids"]
+_Parts = Literal["logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids", "constraint"]
 _RESUME_CHOICE_BYTES = 32
 """What a ResumeChoice has besides its tokens."""
 _RESUME_BYTES = 4096 + 512
@@ -36,14 +36,13 @@ def check_opening(field: str, num_bytes: int, sampling: CheckedSampling, most_by
 
 
 def _largest_field(sampling: pb.TokenSampling) -> str:
-    def num_bytes(name: _Lists) -> int:
+    def num_bytes(name: _Parts) -> int:
         alone = pb.TokenSampling()
         alone.CopyFrom(sampling)
         alone.ClearField(name)
         return sampling.ByteSize() - alone.ByteSize()
 
-    names: tuple[_Lists, ...] = ("logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids")
-    return f"sampling.{max(names, key=num_bytes)}"
+    return f"sampling.{max(get_args(_Parts), key=num_bytes)}"
 
 
 def check_resumable(

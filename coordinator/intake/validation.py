@@ -9,6 +9,7 @@ from coordinator.tenants.quotas import Allowance
 from coordinator.text.bad_words import check_bad_words
 from coordinator.text.choice_output import ChoiceOutput
 from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.constraint_limits import fault_of
 from specdec.rpc.errors import InvalidRequest
 from specdec.sampling_limits import LOGIT_BIAS, MAX_ALLOWED_TOKEN_IDS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
 from specdec.v1 import common_pb2 as pb
@@ -34,6 +35,7 @@ class Limits:
     max_prompt_tokens: int | None = None
     eos_token_ids: frozenset[int] = frozenset()
     max_draft_tokens: int = 64
+    knows_constraints: bool = False
 
     def within(self, allowance: Allowance) -> Limits:
         """These limits for a caller who may use no more than this."""
@@ -122,6 +124,9 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
         raise InvalidRequest("sampling.min_tokens", "holds back every token that may be sampled")
     sampling.stop_token_ids.extend(params.stop_token_ids)
     sampling.allowed_token_ids.extend(params.allowed_token_ids)
+    if params.HasField("constraint"):
+        _check_constraint(params.constraint, limits)
+        sampling.constraint.CopyFrom(params.constraint)
     n = _count(params, "n", limits.max_choices, lowest=1)
     logprobs = _count(params, "logprobs", limits.max_logprobs)
     if logprobs is not None:
@@ -260,6 +265,22 @@ def _logit_bias(params: api.SamplingParams, limits: Limits) -> dict[int, float]:
         if (fault := LOGIT_BIAS.fault_of(bias)) is not None:
             raise InvalidRequest(f"sampling.logit_bias[{token_id}]", fault)
     return biases
+
+
+def _check_constraint(constraint: pb.Constraint, limits: Limits) -> None:
+    """As far as it can be seen: whether it compiles a target finds out."""
+    if (fault := fault_of(constraint)) is not None:
+        raise InvalidRequest(f"sampling.{fault[0]}", fault[1])
+    if not limits.knows_constraints:
+        message = "the targets that serve the model know no constraints"
+        raise InvalidRequest("sampling.constraint", message, reason="CONSTRAINTS_UNKNOWN")
+    if constraint.HasField("after_token_id") and constraint.after_token_id >= limits.vocab_size:
+        raise InvalidRequest(
+            "sampling.constraint.after_token_id",
+            f"{constraint.after_token_id} is outside the vocabulary of {limits.vocab_size}",
+        )
+    if constraint.HasField("after_token_id") and constraint.after_token:
+        raise InvalidRequest("sampling.constraint.after_token", "goes not together with after_token_id")
 
 
 def _check_stop_strings(stop: Sequence[str], limits: Limits) -> None:

@@ -19,7 +19,16 @@ from coordinator.replicas.fleet import Fleet
 from coordinator.sessions.session import Session
 from coordinator.sessions.table import SessionTable
 from specdec.backoff import Backoff
-from specdec.rpc.errors import Cancelled, FailedPrecondition, Internal, Unavailable, from_status, internal_error
+from specdec.rpc.errors import (
+    Cancelled,
+    FailedPrecondition,
+    Internal,
+    InvalidRequest,
+    SpecdecError,
+    Unavailable,
+    from_status,
+    internal_error,
+)
 from specdec.v1 import common_pb2 as pb
 
 _log = structlog.get_logger(__name__)
@@ -117,7 +126,7 @@ class TargetRecovery:
         elif failure.is_session_fault:
             self._faulted(link, session, error)
         elif failure.is_fatal:
-            self._finisher.fail(session.request, from_status(error.status))
+            self._finisher.fail(session.request, _as_asked(from_status(error.status)))
         elif failure.is_full:
             link.refused_s = time.monotonic()
             self.moves.try_elsewhere(session, from_status(error.status))
@@ -176,3 +185,11 @@ class TargetRecovery:
 def _quarantined() -> Internal:
     message = "replicas failed twice on this request: it is not tried a third time"
     return Internal(message, reason="REQUEST_QUARANTINED")
+
+
+def _as_asked(error: SpecdecError) -> SpecdecError:
+    """An error of a constraint names the field of the client's request."""
+    if isinstance(error, InvalidRequest) and error.field.startswith("open.sampling.constraint"):
+        field = error.field.removeprefix("open.")
+        return InvalidRequest(field, error.description.removeprefix(f"{error.field}: "))
+    return error

@@ -57,6 +57,8 @@ def may_serve(identity: pb.ModelIdentity, request: Request, *, allow_mixed_numer
     """Whether a target can decode a request to its end, with the output that any other one would give."""
     if difference(request.model, identity, allow_mixed_numerics=allow_mixed_numerics) is not None:
         return False
+    if request.is_constrained and identity.constraints_id != request.model.constraints_id:
+        return False
     return identity.max_model_len >= request.num_context_tokens
 
 

@@ -306,7 +306,11 @@ class Fleet:
         wanted = self.served.identity.numerics_id
         if wanted not in numerics:
             wanted = max(sorted(set(numerics)), key=numerics.count)
-        served = self.served.with_terms(min(identity.max_model_len for identity in identities), wanted)
+        constraints = {identity.constraints_id for identity in identities} - {""}
+        known = self.served.identity.constraints_id
+        if known not in constraints:
+            known = min(constraints, default="")
+        served = self.served.with_terms(min(identity.max_model_len for identity in identities), wanted, known)
         if served is not self.served:
             _log.info("terms_served", max_model_len=served.identity.max_model_len, numerics_id=wanted)
             self.served = served

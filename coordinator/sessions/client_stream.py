@@ -87,6 +87,18 @@ class ClientStream:
             self._error = error
             self._notify()
 
+    async def wait_for_more(self) -> None:
+        """Wait until a second chunk is there, or the end is.
+
+        Raises:
+            SpecdecError: the request failed before.
+        """
+        while len(self._chunks) < 2 and not self._is_closed:
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
+        if len(self._chunks) < 2 and self._error is not None:
+            raise self._error
+
     async def take(self) -> api.GenerateResponse | None:
         """The next chunk, or None at the end.
 

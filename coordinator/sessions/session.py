@@ -55,6 +55,8 @@ class Request:
     """The largest that the log-probabilities of the prompt can be, where the client wants them."""
     with_steps: bool = False
     """The client is told of each step."""
+    is_constrained: bool = False
+    """Its output has to be something; only targets that know constraints, all in the same way, can see to that."""
     priority: int = 0
     """Orders its tenant's requests in the queue. Engines are not told: there it would stop what runs of others."""
     cache_salt: bytes = b""

@@ -50,6 +50,10 @@ class TextTokenizer:
         """Names of template variables that are not a caller's to give."""
         return frozenset() if self._template is None else self._template.reserved_variables
 
+    def token_id(self, text: str) -> int | None:
+        """The id of a token by its text, as the tokenizer writes it; None: it has none."""
+        return self._tokenizer.token_to_id(text)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -53,7 +53,7 @@ class TokenOrigin(AnswerModel):
 
     id: int
     text: str
-    origin: Literal["prefill", "draft", "recovered", "bonus", "decode"]
+    origin: Literal["prefill", "draft", "recovered", "bonus", "decode", "forced"]
     round: int = Field(description="The step that committed it, from 0.")
     depth: int | None = Field(description="Of a draft token: its distance from the last token committed before.")
 

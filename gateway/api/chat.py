@@ -13,17 +13,10 @@ from gateway.api.fields import (
     EmptyObject,
     NumLogprobs,
     PositiveCount,
-    RequestModel,
     SamplingFields,
 )
 
 _NO_MEANING = "Accepted, without meaning here."
-
-
-class TextFormat(RequestModel):
-    """Output as it comes."""
-
-    type: Literal["text"]
 
 
 class ChatRequest(SamplingFields):
@@ -31,7 +24,7 @@ class ChatRequest(SamplingFields):
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
         *("audio", "chat_template", "documents", "function_call", "functions", "media_io_kwargs", "modalities"),
-        *("mm_processor_kwargs", "moderation", "prediction", "response_format", "store", "web_search_options"),
+        *("mm_processor_kwargs", "moderation", "prediction", "store", "web_search_options"),
     }
 
     messages: list[dict[str, Any]] = Field(
@@ -72,7 +65,6 @@ class ChatRequest(SamplingFields):
     modalities: list[Literal["text"]] | None = None
     moderation: None = None
     prediction: None = None
-    response_format: TextFormat | None = None
     store: Literal[False] | None = None
     web_search_options: None = None
 

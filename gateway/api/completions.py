@@ -29,7 +29,7 @@ class CompletionRequest(SamplingFields):
     """Texts, or token ids, to go on with."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
-        *("add_special_tokens", "length_penalty", "prompt_embeds", "response_format", "suffix"),
+        *("add_special_tokens", "length_penalty", "prompt_embeds", "suffix"),
     }
 
     prompt: Prompts = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
@@ -43,7 +43,6 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: Literal[True] | None = None
     length_penalty: None = None
     prompt_embeds: None = None
-    response_format: None = None
     suffix: Literal[""] | None = None
 
     @property

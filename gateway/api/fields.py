@@ -62,6 +62,55 @@ class Speculation(RequestModel):
     )
 
 
+class StructuredOutputs(RequestModel):
+    """What the output must be, by vLLM's names. Exactly one of the first five is set."""
+
+    unsupported: ClassVar[frozenset[str]] = frozenset()
+
+    json_schema: str | dict[str, Any] | bool | None = Field(None, alias="json", description="JSON of this JSON schema.")
+    regex: str | None = Field(None, description="A text that a regular expression matches as a whole.")
+    choice: list[str] | None = Field(None, description="One of these texts.")
+    grammar: str | None = Field(None, description="A text of a grammar, in the form of Lark that llguidance reads.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+
+    structural_tag: None = None
+    disable_fallback: bool | None = Field(None, description="Accepted; there is none.")
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    whitespace_pattern: None = None
+
+
+class TextFormat(RequestModel):
+    """Output as it comes."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(RequestModel):
+    """A JSON schema with a name."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema", description="Absent: any JSON object.")
+    strict: bool | None = Field(None, description="Accepted; schemas are always kept to.")
+
+
+class JsonSchemaFormat(RequestModel):
+    """JSON that a schema allows."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
 class SamplingFields(RequestModel):
     """How tokens are picked, when a choice ends, and what is told: alike for chats and completions."""
 
@@ -95,6 +144,8 @@ class SamplingFields(RequestModel):
     return_tokens_as_token_ids: bool | None = Field(None, description="In log-probabilities, token_id:ID for texts.")
     return_token_origins: bool | None = Field(None, description="Tell where each token came from.")
     return_steps: bool | None = Field(None, description="Tell what each step had to choose from, and what it took.")
+    response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="What the output must be.")
     speculation: Speculation | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower goes first.")
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")] | None = None
@@ -104,7 +155,6 @@ class SamplingFields(RequestModel):
 
     cache_salt: None = None
     logits_processors: Empty | None = None
-    structured_outputs: None = None
     thinking_token_budget: None = None
     use_beam_search: Literal[False] | None = None
     vllm_xargs: EmptyObject | None = None
@@ -132,7 +182,7 @@ class SamplingFields(RequestModel):
 
 UNSUPPORTED_IN_ALL = frozenset(
     {
-        *("cache_salt", "logits_processors", "structured_outputs"),
+        *("cache_salt", "logits_processors"),
         *("thinking_token_budget", "use_beam_search", "vllm_xargs", "spaces_between_special_tokens"),
     }
 )

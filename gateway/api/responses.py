@@ -8,28 +8,31 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.fields import (
     Empty,
+    JsonObjectFormat,
+    JsonSchema,
     MinP,
     NumLogprobs,
     PositiveCount,
     RequestModel,
     Speculation,
     Temperature,
+    TextFormat,
     TopP,
 )
 
 _NO_MEANING = "Accepted, without meaning here."
 
 
-class _TextFormat(RequestModel):
-    """Output as it comes."""
+class ResponseSchema(JsonSchema):
+    """JSON that a schema allows."""
 
-    type: Literal["text"]
+    type: Literal["json_schema"]
 
 
 class ResponseText(RequestModel):
     """The form of the output."""
 
-    format: _TextFormat | None = None
+    format: Annotated[TextFormat | JsonObjectFormat | ResponseSchema, Field(discriminator="type")] | None = None
     verbosity: str | None = Field(None, description=_NO_MEANING)
 
 
@@ -53,7 +56,7 @@ class ResponsesRequest(RequestModel):
     unsupported: ClassVar[frozenset[str]] = frozenset(
         {
             *("background", "conversation", "context_management", "include", "max_tool_calls", "moderation"),
-            *("previous_response_id", "prompt", "store", "tools", "truncation", "text"),
+            *("previous_response_id", "prompt", "store", "tools", "truncation"),
         }
     )
 

@@ -66,6 +66,17 @@ def marks_are_special_tokens(name: str) -> bool:
     return name in _WITH_SPECIAL_TOKENS
 
 
+def end_of_thinking(name: str, thinking: bool | None) -> str:
+    """The marker behind which the answer begins; empty where the output has no think section.
+
+    Args:
+        name: as for `make_reasoning_parser`.
+        thinking: what the request told the template; None: nothing.
+    """
+    style = _STYLES.get(name)
+    return "" if style is None or thinking is False else style.end
+
+
 def _opens_when_asked(name: str, style: _Style) -> bool:
     # DeepSeek V3.1 thinks when it is asked to, and then its template opens the section.
     return style.starts_in_prompt or name == "deepseek_v3"

@@ -19,6 +19,7 @@ from gateway.routes.answers import JsonResponse, body_of, errors, streams
 from gateway.routes.output import new_id, output, stream_error, whole_output
 from gateway.translation.chat_answer import ChatEvents, ChatWhole
 from gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate, echoed, parsers
+from gateway.translation.constraint import constraint_names
 from gateway.translation.head import Head
 from gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
@@ -36,7 +37,8 @@ def chat_routes(parts: Parts) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Go on with a conversation."""
         asked = await parts.reader.read(request, ChatRequest)
-        request.state.field_names = CHAT_FIELD_NAMES
+        names = {**CHAT_FIELD_NAMES, **constraint_names(asked)}
+        request.state.field_names = names
         make_parser = parsers(asked, parts.settings.reasoning_parser, parts.settings.tool_parser)
         body = chat_to_generate(asked, parts.settings.tool_parser, parts.settings.reasoning_parser)
         body.request_id = new_id(asked.request_id)
@@ -45,7 +47,7 @@ def chat_routes(parts: Parts) -> APIRouter:
         if asked.stream:
             events = ChatEvents(asked, head, make_parser, echoed(asked))
             batches = await while_connected(request.receive, begun(_batches(parts, caller, asked, body, events)))
-            return EventStream(batches, on_error=stream_error(parts, CHAT_FIELD_NAMES))
+            return EventStream(batches, on_error=stream_error(parts, names))
         whole = ChatWhole(asked, head, make_parser, echoed(asked))
         return JsonResponse(await while_connected(request.receive, _answer(parts, caller, asked, body, head, whole)))
 

@@ -27,6 +27,7 @@ from gateway.translation.completion_answer import (
     completion_usage,
 )
 from gateway.translation.completion_request import COMPLETION_FIELD_NAMES, completion_to_generate
+from gateway.translation.constraint import constraint_names
 from gateway.translation.head import Head
 from gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
@@ -44,7 +45,8 @@ def completion_routes(parts: Parts) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         """Go on with texts or token ids."""
         asked = await parts.reader.read(request, CompletionRequest)
-        request.state.field_names = COMPLETION_FIELD_NAMES
+        names = {**COMPLETION_FIELD_NAMES, **constraint_names(asked)}
+        request.state.field_names = names
         bodies = completion_to_generate(asked, parts.settings.max_prompts)
         id_ = new_id(asked.request_id)
         for number, body in enumerate(bodies):
@@ -52,7 +54,7 @@ def completion_routes(parts: Parts) -> APIRouter:
         run = _Run(parts, parts.caller(request), asked, bodies, Head(f"cmpl-{id_}", int(time.time())))
         if asked.stream:
             batches = await while_connected(request.receive, begun(run.batches()))
-            return EventStream(batches, on_error=stream_error(parts, COMPLETION_FIELD_NAMES))
+            return EventStream(batches, on_error=stream_error(parts, names))
         return JsonResponse(await while_connected(request.receive, run.answer()))
 
     return router

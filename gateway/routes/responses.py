@@ -25,7 +25,10 @@ from gateway.translation.response_request import response_to_chat, response_to_g
 from gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
-_NAMES = MappingProxyType({**CHAT_FIELD_NAMES, "max_tokens": "max_output_tokens", "messages": "input"})
+_CONSTRAINT_NAMES = {"constraint": "text.format", "constraint.json_schema": "text.format.schema"}
+_NAMES = MappingProxyType(
+    {**CHAT_FIELD_NAMES, "max_tokens": "max_output_tokens", "messages": "input", **_CONSTRAINT_NAMES}
+)
 
 
 def response_routes(parts: Parts) -> APIRouter:

@@ -32,7 +32,7 @@ def chat_to_generate(
     """The gRPC request without an id. The parsers read its output. Raises ApiError and InvalidRequest."""
     _check(request)
     sampling = sampling_params(request, max_tokens=request.most_tokens, logprobs=request.num_logprobs)
-    body = generate_request(request, sampling)
+    body = generate_request(request, sampling, reasoning.end_of_thinking(reasoning_parser, _thinking(request)))
     body.messages.CopyFrom(
         to_chat_messages(
             request.messages,
@@ -65,8 +65,6 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
     if calls_tools(request) and tool_parser == "none":
         raise unsupported("tools", "this gateway reads no calls of tools (its setting tool_parser is none)")
     choice: ToolChoice = request.tool_choice
-    told = request.chat_template_kwargs or {}
-    thinking = told.get("enable_thinking", told.get("thinking"))
 
     functions = (tool["function"] for tool in check_tools(request.tools))
     schemas = {function["name"]: function.get("parameters") for function in functions}
@@ -78,11 +76,18 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
             has_tools=bool(request.tools),
             tool_choice=choice,
             parallel_tool_calls=request.parallel_tool_calls is not False,
-            thinking=thinking if isinstance(thinking, bool) else None,
+            thinking=_thinking(request),
             schemas=schemas,
         )
 
     return make
+
+
+def _thinking(request: ChatRequest) -> bool | None:
+    """What the request tells the template; None: nothing."""
+    told = request.chat_template_kwargs or {}
+    thinking = told.get("enable_thinking", told.get("thinking"))
+    return thinking if isinstance(thinking, bool) else None
 
 
 def echoed(request: ChatRequest) -> str:

@@ -16,12 +16,13 @@ _NAMES = MappingProxyType(
         pb.ORIGIN_RECOVERED: "recovered",
         pb.ORIGIN_BONUS: "bonus",
         pb.ORIGIN_DECODE: "decode",
+        pb.ORIGIN_FORCED: "forced",
     }
 )
 
 
 class OriginCounter:
-    """Counts the rounds of one choice: each commits the draft tokens that were accepted, and one of the target's."""
+    """Counts the rounds of one choice: each commits the proposed tokens that were accepted, and one of the target's."""
 
     def __init__(self) -> None:
         self._round = 0
@@ -32,7 +33,7 @@ class OriginCounter:
         return [self._next(token) for token in tokens]
 
     def _next(self, token: api.OutputToken) -> dict[str, Any]:
-        is_draft = token.origin == pb.ORIGIN_DRAFT
+        is_draft = token.origin in (pb.ORIGIN_DRAFT, pb.ORIGIN_FORCED)
         self._depth = self._depth + 1 if is_draft else 0
         told = {
             "id": token.id,

@@ -119,7 +119,7 @@ class ResponseEvents:
             "store": False,
             "system_fingerprint": self._head.fingerprint,
             "temperature": 1.0 if request.temperature is None else request.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _format(request)},
             "tool_choice": "auto",
             "tools": [],
             "top_p": 1.0 if request.top_p is None else request.top_p,
@@ -128,6 +128,11 @@ class ResponseEvents:
             "metrics": None if finished is None else metrics_of([finished.stats]),
             "user": request.user,
         }
+
+
+def _format(request: ResponsesRequest) -> dict[str, Any]:
+    wanted = None if request.text is None else request.text.format
+    return {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True)
 
 
 def _usage(usage: api.Usage) -> dict[str, Any]:

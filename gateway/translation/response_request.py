@@ -7,7 +7,8 @@ from typing import Any
 
 from gateway.api.chat import ChatRequest
 from gateway.api.errors import ApiError, invalid, unsupported
-from gateway.api.responses import ResponsesRequest
+from gateway.api.fields import JsonSchema, JsonSchemaFormat, ResponseFormat
+from gateway.api.responses import ResponseSchema, ResponsesRequest
 from gateway.translation.chat_request import chat_to_generate
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
@@ -29,7 +30,16 @@ def response_to_chat(request: ResponsesRequest) -> ChatRequest:
         logprobs=request.top_logprobs is not None,
         reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
         include_reasoning=False,
+        response_format=_format(request),
     )
+
+
+def _format(request: ResponsesRequest) -> ResponseFormat | None:
+    wanted = None if request.text is None else request.text.format
+    if not isinstance(wanted, ResponseSchema):
+        return wanted
+    schema = JsonSchema.model_construct(name=wanted.name, schema_=wanted.schema_)
+    return JsonSchemaFormat.model_construct(type="json_schema", json_schema=schema)
 
 
 def response_to_generate(

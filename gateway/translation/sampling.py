@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from gateway.api.errors import invalid
 from gateway.api.fields import SamplingFields, Speculation
+from gateway.translation.constraint import constraint_of
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
@@ -54,8 +55,12 @@ def speculation_params(speculation: Speculation | None) -> api.SpeculationParams
     )
 
 
-def generate_request(request: SamplingFields, sampling: api.SamplingParams) -> api.GenerateRequest:
-    """The gRPC request, but for its prompt and id."""
+def generate_request(
+    request: SamplingFields, sampling: api.SamplingParams, after_token: str = ""
+) -> api.GenerateRequest:
+    """The gRPC request, but for its prompt and id. A constraint holds from behind `after_token`. Raises ApiError."""
+    if (constraint := constraint_of(request, after_token)) is not None:
+        sampling.constraint.CopyFrom(constraint)
     return api.GenerateRequest(
         model=request.model or "",
         sampling=sampling,

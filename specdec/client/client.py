@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from specdec.rpc.errors import Internal, InvalidRequest, from_rpc_error
+from specdec.rpc.errors import FailedPrecondition, Internal, InvalidRequest, from_rpc_error
 from specdec.rpc.reading.parsing import parsed, parsing
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
@@ -122,6 +122,13 @@ def as_sent(request: coordinator_pb2.GenerateRequest) -> coordinator_pb2.Generat
     return sent
 
 
+def check_started(request: coordinator_pb2.GenerateRequest, chunk: coordinator_pb2.GenerateResponse) -> None:
+    """Raises FailedPrecondition where a server has begun without the constraint of a request: it knows of none."""
+    if chunk.HasField("started") and request.sampling.HasField("constraint") and not chunk.started.is_constrained:
+        message = "the server knows no constraints: its output would be whatever the model says"
+        raise FailedPrecondition(f"sampling.constraint: {message}", reason="CONSTRAINTS_UNKNOWN")
+
+
 class Client:
     """Calls coordinators. Use as an async context manager, inside one event loop.
 
@@ -171,7 +178,9 @@ class Client:
         call = self._stub.Generate(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
         try:
             async for chunk in call:
-                yield parsed(chunk)
+                told = parsed(chunk)
+                check_started(request, told)
+                yield told
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
         finally:

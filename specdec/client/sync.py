@@ -14,7 +14,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.client.client import ClientSettings, Completion, as_sent
+from specdec.client.client import ClientSettings, Completion, as_sent, check_started
 from specdec.client.resuming import ResumePolicy, Resumption
 from specdec.rpc.errors import Cancelled, Unavailable, from_rpc_error
 from specdec.rpc.reading.parsing import parsed, parsing
@@ -216,7 +216,9 @@ def _chunks(running: _RunningCall, request: api.GenerateRequest) -> Iterator[api
     call = running.start(request)
     try:
         for chunk in call:
-            yield parsed(chunk)
+            told = parsed(chunk)
+            check_started(request, told)
+            yield told
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
     finally:

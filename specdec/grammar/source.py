@@ -15,7 +15,7 @@ from specdec.v1 import common_pb2 as pb
 
 CONSTRAINTS_ID = f"llguidance-{llguidance.__version__}"
 """Equal ids give equal masks."""
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between the tokens of JSON. Unbounded, a model may write nothing else to the end."""
 _LIMITS = {
     "max_items_in_row": 2000,

@@ -32,7 +32,7 @@ class TargetMetrics(EngineMetrics):
             "Committed tokens, by origin.",
             {"origin": "prefill, draft, recovered, bonus, decode"},
             promql="sum by (origin) (rate($tokens_total[5m]))",
-            initial=("prefill", "draft", "recovered", "bonus", "decode"),
+            initial=("prefill", "draft", "recovered", "bonus", "decode", "forced"),
         )
         self._make_speculation_metrics()
         self._make_latency_metrics()

@@ -16,6 +16,7 @@ ORIGIN_NAMES = {
     common_pb2.ORIGIN_RECOVERED: "recovered",
     common_pb2.ORIGIN_BONUS: "bonus",
     common_pb2.ORIGIN_DECODE: "decode",
+    common_pb2.ORIGIN_FORCED: "forced",
 }
 ORIGIN_STYLES = {
     common_pb2.ORIGIN_UNSPECIFIED: "",
@@ -24,6 +25,7 @@ ORIGIN_STYLES = {
     common_pb2.ORIGIN_RECOVERED: "red",
     common_pb2.ORIGIN_BONUS: "cyan",
     common_pb2.ORIGIN_DECODE: "yellow",
+    common_pb2.ORIGIN_FORCED: "blue",
 }
 ORIGIN_MEANINGS = {
     common_pb2.ORIGIN_DRAFT: "guessed by the draft, accepted",
@@ -31,6 +33,7 @@ ORIGIN_MEANINGS = {
     common_pb2.ORIGIN_BONUS: "the target's token after a proposal that was right to its end",
     common_pb2.ORIGIN_DECODE: "decoded without a proposal",
     common_pb2.ORIGIN_PREFILL: "first token",
+    common_pb2.ORIGIN_FORCED: "all that a constraint allowed",
 }
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 

@@ -100,18 +100,29 @@ def check_schema(outcome: Outcome, schema: dict[str, Any]) -> None:
     """An output that has ended by itself is JSON that the schema allows."""
     assert outcome.error is None
     assert outcome.finish_reason == pb.FINISH_REASON_STOP
-    jsonschema.validate(json.loads(text_of(outcome)), schema, format_checker=jsonschema.FormatChecker())
+    jsonschema.validate(json.loads(text_of(outcome)), schema)
+
+
+def check_all(outcomes: dict[str, Outcome]) -> None:
+    """Every output is what `SCHEMAS` has under its name; but for those few that came to their length first."""
+    for name, outcome in outcomes.items():
+        assert outcome.error is None
+        if outcome.finish_reason == pb.FINISH_REASON_STOP:
+            check_schema(outcome, SCHEMAS[name])
+    num_ended = sum(outcome.finish_reason == pb.FINISH_REASON_STOP for outcome in outcomes.values())
+    assert num_ended >= 0.8 * len(SCHEMAS)
 
 
 def plainly(pair: LocalPair, bodies: dict[str, pb.OpenSession]) -> dict[str, Outcome]:
-    """The same sessions, each alone and without proposals."""
-    outcomes = {}
+    """The same sessions without proposals."""
+    plain = {}
     for session_id, body in bodies.items():
-        alone = pb.OpenSession()
-        alone.CopyFrom(body)
-        alone.speculate = False
-        alone.fork_from = ""
-        pair.reset()
-        outcomes[session_id] = pair.run({"alone": alone}, use_draft=False)["alone"]
+        plain[session_id] = pb.OpenSession()
+        plain[session_id].CopyFrom(body)
+        plain[session_id].speculate = False
+        plain[session_id].fork_from = ""
+    pair.reset()
+    outcomes = pair.run(plain, use_draft=False)
+    assert all(outcome.num_verified == 0 for outcome in outcomes.values())
     pair.reset()
     return outcomes

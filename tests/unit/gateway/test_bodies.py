@@ -80,13 +80,11 @@ def test_each_field_has_limits_and_is_named_when_they_are_crossed(
     [
         (ChatRequest, "audio", {"voice": "x"}),
         (ChatRequest, "modalities", ["audio"]),
-        (ChatRequest, "response_format", {"type": "json_object"}),
         (ChatRequest, "store", True),
         (ChatRequest, "functions", [{"name": "f"}]),
         (ChatRequest, "prediction", {"type": "content", "content": "x"}),
         (ChatRequest, "web_search_options", {}),
         (ChatRequest, "chat_template", "{{ 1 }}"),
-        (ChatRequest, "structured_outputs", {"regex": "a"}),
         (CompletionRequest, "suffix", "x"),
         (CompletionRequest, "best_of", 3),
         (CompletionRequest, "cache_salt", "x"),

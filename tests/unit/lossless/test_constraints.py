@@ -11,6 +11,7 @@ from specdec.v1 import common_pb2 as pb
 from tests.support.engine.constrained import (
     SCHEMAS,
     TEXTS,
+    check_all,
     check_schema,
     constrained,
     plainly,
@@ -41,8 +42,7 @@ def test_every_schema_is_obeyed_and_speculation_changes_nothing(temperature: flo
         name: constrained(json_schema(schema), temperature=temperature, seed=index)
         for index, (name, schema) in enumerate(SCHEMAS.items())
     }
-    for name, outcome in assert_all_alike(pair, bodies).items():
-        check_schema(outcome, SCHEMAS[name])
+    check_all(assert_all_alike(pair, bodies))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -59,8 +59,7 @@ def test_in_rejection_mode_every_schema_is_obeyed(pair: LocalPair) -> None:
         for name, schema in SCHEMAS.items()
     }
     outcomes = pair.run(bodies)
-    for name, outcome in outcomes.items():
-        check_schema(outcome, SCHEMAS[name])
+    check_all(outcomes)
     assert sum(outcome.num_accepted for outcome in outcomes.values()) > 100
 
 
@@ -120,7 +119,7 @@ def test_choices_of_one_request_share_the_prompt_and_each_obeys(pair: LocalPair)
     [
         {"min_tokens": 100},
         {"ignore_eos": True},
-        {"logit_bias": {93: 50.0, 95: -50.0, 4: 20.0}},
+        {"logit_bias": {93: 3.0, 200: -50.0, 4: 20.0}},
         {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 1.0},
         {"top_k": 3, "top_p": 0.5, "min_p": 0.1},
         {"num_logprobs": 5, "top_k": 2},
@@ -172,19 +171,20 @@ def test_the_end_of_thinking_may_fall_inside_a_draft(temperature: float, pair: L
     free = constrained(pb.Constraint(), temperature=temperature, max_tokens=40)
     free.sampling.ClearField("constraint")
     thoughts = plainly(pair, {"a": free})["a"].token_ids
-    position = next(i for i in range(12, 40) if thoughts[i] not in thoughts[:i])
-    constraint = pb.Constraint(choice=TEXTS["one of several"].choice, after_token_id=thoughts[position])
-    outcome = assert_all_alike(pair, {"a": constrained(constraint, temperature=temperature)})["a"]
-    assert outcome.token_ids[: position + 1] == thoughts[: position + 1]
-    rest = Outcome(token_ids=outcome.token_ids[position + 1 :])
-    assert text_of(rest) in ("positive", "negative", "neutral")
-    assert (
-        any(
-            verdict.start_position <= 40 + position < verdict.start_position + verdict.num_accepted
-            for verdict in outcome.verdicts
-        )
-        or not outcome.num_accepted
-    )
+    positions = [at for at in range(3, len(thoughts)) if thoughts[at] not in thoughts[:at]]
+    choice = TEXTS["one of several"].choice
+    bodies = {
+        str(at): constrained(pb.Constraint(choice=choice, after_token_id=thoughts[at]), temperature=temperature)
+        for at in positions
+    }
+    num_inside = 0
+    for session_id, outcome in assert_all_alike(pair, bodies).items():
+        at = int(session_id)
+        assert outcome.token_ids[: at + 1] == thoughts[: at + 1]
+        assert text_of(Outcome(token_ids=outcome.token_ids[at + 1 :])) in choice.texts
+        for verdict in outcome.verdicts:
+            num_inside += 0 <= 40 + at - verdict.start_position < verdict.num_accepted - 1
+    assert num_inside > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -202,12 +202,12 @@ def test_a_session_that_is_opened_again_goes_on_equal(temperature: float, pair: 
     def reopen(pair: LocalPair) -> None:
         nonlocal num_reopened
         for session_id in sorted(pair.live):
-            if pair.num_output(session_id) and rng.random() < 0.2:
+            if pair.num_output(session_id) and rng.random() < 0.5:
                 num_reopened += 1
                 pair.reopen(session_id)
 
     found = pair.run(bodies, rng=rng, each_turn=reopen)
-    assert num_reopened > 4
+    assert num_reopened > 2
     for session_id, outcome in found.items():
         assert_equal(outcome, expected[session_id])
 

@@ -1,0 +1,174 @@
+"""Structured output by OpenAI's own client, and over gRPC, of real processes on the pair that ships."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.client import Client, SyncClient
+from specdec.rpc.errors import InvalidRequest
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from tests.support.services.clusters import TIMEOUTS
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+CHAT: list[Any] = [{"role": "user", "content": "def colour():"}]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "green"]}, "depth": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["colour", "depth"],
+    "additionalProperties": False,
+}
+# It takes minutes to compile, and is cut off after half a second of them.
+HOSTILE = "start: T\nT: " + " & ".join(f"/[a-z]*a[a-z]{{{i}}}/" for i in range(100))
+
+
+class Paint(BaseModel):
+    colour: Literal["red", "green"]
+    depth: int = Field(ge=0, le=99)
+
+
+@pytest.fixture(scope="module")
+def url(shipped_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Of a gateway process before the shared cluster."""
+    settings = RoleSettings(overrides={"coordinators": [shipped_cluster.address]})
+    spec = service_spec("gateway", "gateway", free_port(), settings, environment=os.environ)
+    with Cluster([spec], log_dir=tmp_path_factory.mktemp("gateway"), timeouts=TIMEOUTS) as process:
+        process.start()
+        yield f"http://{spec.address}"
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as one:
+        yield one
+
+
+def constrained(constraint: pb.Constraint, **sampling: Any) -> api.GenerateRequest:
+    request = api.GenerateRequest(prompt="def colour():")
+    request.sampling.CopyFrom(api.SamplingParams(**{"max_tokens": 80, "seed": 4, **sampling, "constraint": constraint}))
+    return request
+
+
+def test_openais_client_parses_what_it_asked_for(client: openai.OpenAI) -> None:
+    answer = client.beta.chat.completions.parse(
+        model="target", messages=CHAT, response_format=Paint, seed=2, max_tokens=120
+    )
+    assert isinstance(answer.choices[0].message.parsed, Paint)
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_response_formats_hold_with_and_without_a_stream(client: openai.OpenAI) -> None:
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
+    whole = client.chat.completions.create(
+        model="target", messages=CHAT, response_format=schema, seed=2, max_tokens=120
+    )
+    Paint.model_validate_json(whole.choices[0].message.content or "")
+    events = client.chat.completions.create(
+        model="target", messages=CHAT, response_format=schema, seed=2, max_tokens=120, stream=True
+    )
+    text = "".join(choice.delta.content or "" for event in events for choice in event.choices)
+    assert text == whole.choices[0].message.content
+    answer = client.responses.create(
+        model="target", input="def colour():", max_output_tokens=120, extra_body={"seed": 2},
+        text={"format": {"type": "json_schema", "name": "paint", "schema": SCHEMA}},
+    )  # fmt: skip
+    Paint.model_validate_json(answer.output_text)
+    anything = client.chat.completions.create(
+        model="target", messages=CHAT, response_format={"type": "json_object"}, seed=2, max_tokens=200, temperature=0.5
+    )
+    told = anything.choices[0]
+    if told.finish_reason == "stop":
+        assert isinstance(json.loads(told.message.content or ""), dict)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "pattern"),
+    [
+        ({"json": SCHEMA}, r"\{.*\}"),
+        ({"json": json.dumps(SCHEMA)}, r"\{.*\}"),
+        ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
+        ({"choice": ["yes", "no"]}, "yes|no"),
+        ({"grammar": 'start: "(" /[0-9]{1,3}/ ")"'}, r"\([0-9]{1,3}\)"),
+    ],
+)
+def test_structured_outputs_by_the_names_of_vllm(wanted: Any, pattern: str, client: openai.OpenAI) -> None:
+    answers = [
+        client.completions.create(
+            model="target", prompt="x = ", seed=3, max_tokens=120,
+            extra_body={"structured_outputs": wanted, "speculation": {"enabled": enabled}},
+        ).choices[0].text
+        for enabled in (True, False)
+    ]  # fmt: skip
+    assert answers[0] == answers[1]
+    assert re.fullmatch(pattern, answers[0], re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"structured_outputs": {"regex": "(?=a)b"}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"grammar": HOSTILE}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"grammar": "start: ((("}}, "structured_outputs.grammar"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"structured_outputs": {}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}},
+            "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_compiled_is_a_400_that_names_its_field(
+    body: Any, param: str, stream: bool, client: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(model="target", messages=CHAT, extra_body=body, stream=stream)
+    assert error.value.param == param
+
+
+async def test_over_grpc_a_hostile_grammar_disturbs_nobody(shipped_client: Client) -> None:
+    good = constrained(pb.Constraint(choice=pb.TextChoices(texts=["red", "green"])))
+    expected = await shipped_client.complete(good)
+    began_s = time.monotonic()
+    with pytest.raises(InvalidRequest) as error:
+        await shipped_client.complete(constrained(pb.Constraint(grammar=HOSTILE + " ")))
+    assert error.value.field == "sampling.constraint.grammar"
+    assert time.monotonic() - began_s < 30
+    assert (await shipped_client.complete(good)).identity == expected.identity
+    info = await shipped_client.model_info()
+    assert info.target.constraints_id.startswith("llguidance-")
+    assert info.draft.constraints_id == info.target.constraints_id
+
+
+def test_the_client_without_asyncio_takes_constraints_too(shipped_cluster: Cluster) -> None:
+    with SyncClient(shipped_cluster.address) as client:
+        completion = client.complete(constrained(pb.Constraint(json_schema=json.dumps(SCHEMA)), n=2))
+    assert completion.started is not None
+    assert completion.started.is_constrained
+    for choice in completion.choices.values():
+        Paint.model_validate_json(choice.text)
+
+
+async def test_an_end_of_thinking_is_named_by_its_text(shipped_client: Client) -> None:
+    choice = pb.TextChoices(texts=["red", "green"])
+    with pytest.raises(InvalidRequest, match="is not a token") as error:
+        await shipped_client.complete(constrained(pb.Constraint(choice=choice, after_token="</think>")))
+    assert error.value.field == "sampling.constraint.after_token"
+    told = await shipped_client.call("Tokenize", api.TokenizeRequest(text="def colour():"))
+    request = constrained(pb.Constraint(choice=choice, after_token=told.tokens[-1]))
+    # The prompt ends with it: the answer begins at once.
+    assert (await shipped_client.complete(request)).choices[0].text in choice.texts
