@@ -33,7 +33,7 @@ class EngineSettings(BaseModel):
         default=1,
         ge=1,
         le=64,
-        description="Ranks that share every layer of the model: GPUs cuda:0, cuda:1, ... of this machine, or "
+        description="Ranks that share every layer of the model: GPUs of this machine from device on, or "
         "processes on CPU. Must divide the attention heads and the KV heads.",
     )
     collective_timeout_s: float = Field(
@@ -47,7 +47,8 @@ class EngineSettings(BaseModel):
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="KV budget of each rank; null: 1 GiB on CPU, 90 % of what the weights leave free on CUDA.",
+        description="KV budget of each rank; null: 1 GiB on CPU; on CUDA 90 % of what the weights and the "
+        "largest step leave free.",
     )
     max_model_len: int | None = Field(default=None, ge=1, description="Longest sequence; null: what the model allows.")
     max_batch_tokens: int = Field(default=512, ge=1, description="Rows of one step.")

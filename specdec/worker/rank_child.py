@@ -28,7 +28,8 @@ class RankInstructions(TypedDict):
     rank: int
     settings: str
     """JSON of EngineSettings."""
-    device_type: str
+    first_device: str
+    """Of rank 0: cpu, cuda:0, ..."""
     store_fd: int
     """Open file through which the ranks meet."""
     socket_fd: int
@@ -71,7 +72,7 @@ def main() -> int:
             group = RankGroup.join(
                 instructions["rank"],
                 settings.tensor_parallel_size,
-                instructions["device_type"],
+                instructions["first_device"],
                 store_path(instructions["store_fd"]),
                 settings.collective_timeout_s,
             )

@@ -42,13 +42,13 @@ class Ranks:
     """The processes of ranks 1 and up. Made by ``lead_ranks``, used from the main thread."""
 
     def __init__(
-        self, settings: EngineSettings, device_type: str, store_fd: int, report: Callable[[str], None]
+        self, settings: EngineSettings, first_device: str, store_fd: int, report: Callable[[str], None]
     ) -> None:
         """``report`` takes the reason, from another thread, where the engine's loop hangs and cannot tell itself."""
         self.settings = settings
         self.connections: list[socket.socket] = []
         """To the ranks from 1 on, in order; sends time out after ``collective_timeout_s``."""
-        self._device_type = device_type
+        self._first_device = first_device
         self._store_fd = store_fd
         self._report = report
         self._processes: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}  # by pidfd: rank, process
@@ -67,7 +67,7 @@ class Ranks:
                 instructions: RankInstructions = {
                     "rank": rank,
                     "settings": self.settings.model_dump_json(),
-                    "device_type": self._device_type,
+                    "first_device": self._first_device,
                     "store_fd": self._store_fd,
                     "socket_fd": theirs.fileno(),
                     "parent_pid": os.getpid(),
@@ -87,7 +87,9 @@ class Ranks:
     def join(self) -> RankGroup:
         """Meet them; returns this rank's place, once all are there."""
         store, settings = store_path(self._store_fd), self.settings
-        return RankGroup.join(0, settings.tensor_parallel_size, self._device_type, store, settings.collective_timeout_s)
+        return RankGroup.join(
+            0, settings.tensor_parallel_size, self._first_device, store, settings.collective_timeout_s
+        )
 
     def check(self, wait_s: float) -> None:
         """Raise ``RankLost`` if a rank is lost, or is found to be within ``wait_s``."""
@@ -170,9 +172,9 @@ def lead_ranks(
         yield None
         return
     own = EngineSettings.model_validate(settings.model_dump(include=set(EngineSettings.model_fields)))
-    device_type = check_tensor_parallel(own)
+    first_device = check_tensor_parallel(own)
     store_fd = os.memfd_create("specdec-ranks")  # where the ranks meet: a killed process leaves no such file behind
-    ranks = Ranks(own, device_type, store_fd, report)
+    ranks = Ranks(own, first_device, store_fd, report)
     try:
         ranks.start(service, log_level, log_format)
         try:

@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 import glob
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """The device of one engine, the first of several for one with ranks."""
+
+    device: str
+    num_ranks: int = 1
+    kv_bytes: int | None = None
+    """KV budget of each rank; set only where engines share a GPU and would race for its memory."""
+
+    @property
+    def gpus(self) -> range:
+        """Numbers of the GPUs it computes on; none on the CPU."""
+        kind, _, first = self.device.partition(":")
+        return range(int(first), int(first) + self.num_ranks) if kind == "cuda" else range(0)
+
+
+@dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """A device per role; KV budgets are set only where both share one GPU and would race for its memory."""
+    """Where each target and each draft computes."""
 
-    target: str
-    draft: str
-    target_kv_bytes: int | None = None
-    draft_kv_bytes: int | None = None
+    targets: tuple[EnginePlace, ...]
+    drafts: tuple[EnginePlace, ...]
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the engines are on GPUs."""
+        return any(place.gpus for place in (*self.targets, *self.drafts))
 
 
-# Of what the weights leave free on a shared GPU. The rest is for activations, graphs and CUDA itself.
+# Of what the weights leave free on a GPU that a target and a draft share. The rest is for activations, graphs and CUDA.
 TARGET_KV_SHARE = 0.65
 DRAFT_KV_SHARE = 0.15
 
@@ -27,37 +47,80 @@ def device_kind(wish: str) -> str:
     return ("cuda" if count_gpus() else "cpu") if wish == "auto" else wish
 
 
-def plan_devices(device: str, num_gpus: int) -> DevicePlan:
-    """Return each role's device; memory of a shared GPU is not divided yet (see `divide_memory`).
+def plan_devices(
+    device: str, num_gpus: int, target_ranks: Sequence[int] = (1,), draft_ranks: Sequence[int] = (1,)
+) -> DevicePlan:
+    """Return each engine's device; memory of shared GPUs is not divided yet (see `divide_memory`).
+
+    Targets choose before drafts. Each engine takes neighbouring GPUs, one per rank, on which the fewest others are.
 
     Args:
         device: auto, cpu or cuda.
-        num_gpus: GPUs that can be used; with two or more, target and draft have one each.
+        num_gpus: GPUs that can be used.
+        target_ranks: ranks of each target.
+        draft_ranks: ranks of each draft.
 
     Raises:
-        ValueError: cuda without a GPU, or an unknown device.
+        ValueError: cuda without a GPU, an engine with more ranks than GPUs, or an unknown device.
     """
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r} is none of auto, cpu, cuda")
     if device == "cuda" and num_gpus == 0:
         raise ValueError("device cuda: no GPU was found")
     if device == "cpu" or num_gpus == 0:
-        return DevicePlan("cpu", "cpu")
-    return DevicePlan("cuda:0", "cuda:1" if num_gpus > 1 else "cuda:0")
+        return DevicePlan(
+            tuple(EnginePlace("cpu", ranks) for ranks in target_ranks),
+            tuple(EnginePlace("cpu", ranks) for ranks in draft_ranks),
+        )
+    engines_on = [0] * num_gpus
+    return DevicePlan(
+        tuple(_take_gpus(engines_on, ranks) for ranks in target_ranks),
+        tuple(_take_gpus(engines_on, ranks) for ranks in draft_ranks),
+    )
 
 
-def divide_memory(plan: DevicePlan, free_bytes: int, weights_bytes: int) -> DevicePlan:
-    """Return the plan with KV budgets when both roles share one GPU, as both take memory at the same time.
+def _take_gpus(engines_on: list[int], num_ranks: int) -> EnginePlace:
+    if num_ranks > len(engines_on):
+        raise ValueError(f"tensor_parallel_size {num_ranks}: ranks need as many GPUs, and there are {len(engines_on)}")
+    starts = range(len(engines_on) - num_ranks + 1)
+    first = min(starts, key=lambda start: (max(engines_on[start : start + num_ranks]), start))
+    for gpu in range(first, first + num_ranks):
+        engines_on[gpu] += 1
+    return EnginePlace(f"cuda:{first}", num_ranks)
+
+
+def divide_memory(
+    plan: DevicePlan, free_bytes: Callable[[int], int], target_bytes: int, draft_bytes: int
+) -> DevicePlan:
+    """Return the plan with KV budgets for engines that share a GPU, as all take memory at the same time.
+
+    Args:
+        plan: what `plan_devices` returned.
+        free_bytes: the free memory of a GPU by its number; asked for shared ones only.
+        target_bytes: weights of one target, all its ranks together.
+        draft_bytes: weights of one draft.
 
     Raises:
-        ValueError: The weights alone do not fit.
+        ValueError: the weights alone do not fit.
     """
-    if plan.target != plan.draft or plan.target == "cpu":
-        return plan
-    left = free_bytes - weights_bytes
-    if left <= 0:
-        raise ValueError(f"weights of {weights_bytes / 2**30:.1f} GiB on a GPU with {free_bytes / 2**30:.1f} GiB free")
-    return DevicePlan(plan.target, plan.draft, int(left * TARGET_KV_SHARE), int(left * DRAFT_KV_SHARE))
+    engines = [(place, target_bytes, TARGET_KV_SHARE) for place in plan.targets]
+    engines += [(place, draft_bytes, DRAFT_KV_SHARE) for place in plan.drafts]
+    budgets: dict[int, float] = {}  # of a shared GPU: bytes per unit of share
+    for gpu in {gpu for place, _, _ in engines for gpu in place.gpus}:
+        here = [engine for engine in engines if gpu in engine[0].gpus]
+        if len(here) < 2:
+            continue
+        free, weights = free_bytes(gpu), sum(num_bytes // place.num_ranks for place, num_bytes, _ in here)
+        if free <= weights:
+            raise ValueError(f"weights of {weights / 2**30:.1f} GiB on GPU {gpu} with {free / 2**30:.1f} GiB free")
+        scale = (TARGET_KV_SHARE + DRAFT_KV_SHARE) / sum(share for _, _, share in here)
+        budgets[gpu] = (free - weights) * scale
+    divided = []
+    for place, _, share in engines:
+        shared = [budgets[gpu] * share for gpu in place.gpus if gpu in budgets]
+        divided.append(replace(place, kv_bytes=int(min(shared))) if shared else place)
+    num_targets = len(plan.targets)
+    return DevicePlan(tuple(divided[:num_targets]), tuple(divided[num_targets:]))
 
 
 def count_gpus() -> int:
@@ -69,11 +132,11 @@ def count_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def free_gpu_bytes(device: str) -> int:
-    """Return the free memory of a CUDA device."""
+def free_gpu_bytes(gpu: int) -> int:
+    """Return the free memory of a GPU."""
     import torch
 
-    free, _total = torch.cuda.mem_get_info(device)
+    free, _total = torch.cuda.mem_get_info(gpu)
     return free
 
 

@@ -17,6 +17,7 @@ from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
 from specdec.cli.local.cores import CoreAssignment, assign_cores, share_cores
 from specdec.cli.local.devices import (
     DevicePlan,
+    EnginePlace,
     count_gpus,
     divide_memory,
     free_gpu_bytes,
@@ -85,12 +86,12 @@ def plan_services(
     environment = os.environ if environment is None else environment
     usable = sorted(os.sched_getaffinity(0)) if cores is None else cores
     devices = _devices(plan)
-    assignment = assign_cores(usable)
+    assignment = _cores_of_gpu_engines(assign_cores(usable)) if devices.is_cuda else assign_cores(usable)
     if plan.placement == "together" and plan.draft_model and plan.num_drafts:
         plan, assignment = _with_own_drafts(plan, devices), share_cores(usable)
     specs = [
-        *_replicas(plan, "target", plan.num_targets, assignment, devices, environment),
-        *_replicas(plan, "draft", plan.num_drafts, assignment, devices, environment),
+        *_replicas(plan, "target", devices.targets, assignment, environment),
+        *_replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment),
     ]
     addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
     replicas = {"targets": addresses["target"], "drafts": addresses["draft"]} if plan.redis_url is None else {}
@@ -120,12 +121,19 @@ def plan_services(
     return specs
 
 
+def _cores_of_gpu_engines(assignment: CoreAssignment) -> CoreAssignment:
+    """Engines on GPUs compute on no core: each needs one for Python, and others for what libraries do beside it."""
+    together = tuple(sorted({*assignment.target_engine, *assignment.draft_engine}))
+    return CoreAssignment(together, together, assignment.shared)
+
+
 def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
-    if devices.target.partition(":")[0] != devices.draft.partition(":")[0] or plan.num_drafts > 1:
+    if plan.num_drafts > 1:
         raise ClusterFailed("--placement together: a target runs one draft, on its own device; here that is not so")
     own: dict[str, object] = {"model": plan.draft_model, **plan.draft_settings}
-    if devices.draft_kv_bytes is not None:
-        own.setdefault("kv_cache_memory_bytes", devices.draft_kv_bytes // max(1, plan.num_targets))
+    budgets = [place.kv_bytes for place in devices.drafts if place.kv_bytes is not None]
+    if budgets:
+        own.setdefault("kv_cache_memory_bytes", min(budgets))
     settings = {"own_draft": json.dumps(own), **plan.target_settings}
     return dataclasses.replace(plan, num_drafts=0, target_settings=settings)
 
@@ -136,11 +144,16 @@ def gateway_is_installed() -> bool:
 
 
 def _devices(plan: LocalPlan) -> DevicePlan:
+    target_ranks = [_num_ranks(plan.target_settings)] * plan.num_targets
+    draft_ranks = [_num_ranks(plan.draft_settings)] * plan.num_drafts
     try:
-        devices = plan_devices(plan.device, 0 if plan.device == "cpu" else count_gpus())
-        if devices.target == devices.draft != "cpu":
-            weights = weights_bytes(plan.target_model) + weights_bytes(plan.draft_model)
-            return divide_memory(devices, free_gpu_bytes(devices.target), weights)
+        devices = plan_devices(plan.device, 0 if plan.device == "cpu" else count_gpus(), target_ranks, draft_ranks)
+        if devices.is_cuda and plan.placement == "together" and plan.draft_model and plan.num_drafts:
+            # One process runs both: each target brings a draft to the GPUs that it is on.
+            devices = DevicePlan(devices.targets, devices.targets)
+        if devices.is_cuda:
+            bytes_of_models = weights_bytes(plan.target_model), weights_bytes(plan.draft_model)
+            return divide_memory(devices, free_gpu_bytes, *bytes_of_models)
     except ValueError as error:
         raise ClusterFailed(str(error)) from error
     return devices
@@ -149,25 +162,23 @@ def _devices(plan: LocalPlan) -> DevicePlan:
 def _replicas(
     plan: LocalPlan,
     role: str,
-    count: int,
+    places: Sequence[EnginePlace],
     assignment: CoreAssignment,
-    devices: DevicePlan,
     environment: Mapping[str, str],
 ) -> list[ServiceSpec]:
     is_target = role == "target"
     engine_cores = assignment.target_engine if is_target else assignment.draft_engine
-    device, kv_bytes = (
-        (devices.target, devices.target_kv_bytes) if is_target else (devices.draft, devices.draft_kv_bytes)
-    )
     specs = []
-    for number, cores in enumerate(split_evenly(engine_cores, count)):
+    for number, (place, share) in enumerate(zip(places, split_evenly(engine_cores, len(places)), strict=True)):
+        on_cpu = not place.gpus
+        cores = share if on_cpu else engine_cores
         defaults: dict[str, object] = _common_defaults(plan, role, number)
-        defaults |= {"device": device, "engine_cores": cores}
+        defaults |= {"device": place.device, "engine_cores": cores}
         own = plan.target_settings if is_target else plan.draft_settings
-        if device == "cpu":
-            defaults["num_threads"] = max(1, len(cores) // _num_ranks(own))
-        if kv_bytes is not None:
-            defaults["kv_cache_memory_bytes"] = kv_bytes // count
+        if on_cpu:
+            defaults["num_threads"] = max(1, len(cores) // place.num_ranks)
+        if place.kv_bytes is not None:
+            defaults["kv_cache_memory_bytes"] = place.kv_bytes
         settings = RoleSettings(
             defaults=defaults,
             overrides={

@@ -64,10 +64,10 @@ def places(device: str) -> Places:
     except ValueError as error:
         raise ClusterFailed(str(error)) from error
     cores = assign_cores(sorted(os.sched_getaffinity(0)))
-    is_cpu = devices.target == "cpu"
+    is_cpu = not devices.is_cuda
     return Places(
-        target_device=devices.target,
-        draft_device=devices.draft,
+        target_device=devices.targets[0].device,
+        draft_device=devices.drafts[0].device,
         target_cores=cores.target_engine if is_cpu else (),
         draft_cores=cores.draft_engine if is_cpu else (),
         shared_cores=cores.shared,

@@ -15,6 +15,7 @@ from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
+from specdec.engine.model.kv_budget import CudaMemory, affordable_kv_bytes
 from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.probe import Probe, ProbeLog, tolerance
@@ -28,7 +29,6 @@ from specdec.engine.parallel.sharding import shard_model
 from specdec.engine.settings import EngineSettings
 
 _CPU_KV_BYTES = 1 << 30
-_CUDA_FREE_SHARE = 0.9
 _INSTALL_KERNELS = "install specdec from a wheel for this machine, or a C++ compiler (Debian: apt-get install g++)"
 _WARMUP_ROWS = (1, 2, 8, 32)
 _logger = logging.getLogger(__name__)
@@ -161,7 +161,7 @@ class _RunnerBuilder:
         ragged = RaggedModel(loaded.model, TiledAttention() if loaded.device.type == "cpu" else GatherAttention())
         recorded = ragged.record_attention(self._probe)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
-        cache = self._allocate(recorded.geometries)
+        cache = self._allocate(step_model, recorded.geometries)
         runner = ModelRunner(loaded, settings, step_model, cache, kernel_path)
         runner.row_invariant = row_invariant
         return runner
@@ -255,20 +255,30 @@ class _RunnerBuilder:
             log: ProbeLog = probe.run(step_model, cache)
         return log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences), log.row_invariant
 
-    def _allocate(self, geometries: list[LayerGeometry]) -> KVCache:
+    def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry]) -> KVCache:
         settings, loaded = self._settings, self._loaded
-        num_blocks = settings.num_blocks or self._num_blocks_for_budget(geometries)
+        num_blocks = settings.num_blocks or self._num_blocks_for_budget(step_model, geometries)
         if self._group is not None:
             num_blocks = self._group.smallest(num_blocks)  # one block table serves all ranks
         return KVCache(geometries, num_blocks, settings.block_size, loaded.dtype, loaded.device)
 
-    def _num_blocks_for_budget(self, geometries: list[LayerGeometry]) -> int:
+    def _num_blocks_for_budget(self, step_model: StepModel, geometries: list[LayerGeometry]) -> int:
         settings, loaded = self._settings, self._loaded
         block_bytes = sum(g.num_elements for g in geometries) * settings.block_size * loaded.dtype.itemsize
         budget = settings.kv_cache_memory_bytes
         if budget is None and loaded.device.type == "cuda":
-            budget = int(torch.cuda.mem_get_info(loaded.device)[0] * _CUDA_FREE_SHARE)
-        budget = budget or _CPU_KV_BYTES
+            budget = affordable_kv_bytes(
+                CudaMemory(loaded.device),
+                step_model,
+                geometries,
+                num_rows=settings.max_batch_tokens,
+                max_model_len=loaded.max_model_len,
+                num_logits=loaded.num_logits,
+                block_size=settings.block_size,
+                dtype=loaded.dtype,
+                device=loaded.device,
+            )
+        budget = _CPU_KV_BYTES if budget is None else budget
         most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)
         num_blocks = min(budget // block_bytes, most_useful)
         if num_blocks < 2:

@@ -11,6 +11,14 @@ import torch.distributed as dist
 
 _LOAD_TIMEOUT = timedelta(hours=24)  # the servicer's load_timeout_s ends a load; this must only not come before it
 _LOOPBACK = "lo"
+# torch 2.11 has it under the older name only.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def device_of_rank(first_device: str, rank: int) -> torch.device:
+    """The CPU for all ranks, or the GPU ``rank`` places after the first one."""
+    first = torch.device(first_device)
+    return first if first.type == "cpu" else torch.device(first.type, (first.index or 0) + rank)
 
 
 class RankGroup:
@@ -30,19 +38,19 @@ class RankGroup:
         self._loading = dist.new_group(backend="gloo", timeout=_LOAD_TIMEOUT)
 
     @classmethod
-    def join(cls, rank: int, size: int, device_type: str, store: Path, timeout_s: float) -> RankGroup:
+    def join(cls, rank: int, size: int, first_device: str, store: Path, timeout_s: float) -> RankGroup:
         """Meet the other ranks of this machine through a file that all of them can reach; returns when all are there.
 
         Sets up torch's one process group of this process, on the loopback interface unless ``GLOO_SOCKET_IFNAME`` or
-        ``NCCL_SOCKET_IFNAME`` say otherwise. Rank r takes GPU r.
+        ``NCCL_SOCKET_IFNAME`` say otherwise. ``first_device`` is cpu, or the GPU of rank 0; others take those after it.
         """
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
-        os.environ["LOCAL_RANK"] = str(rank)  # transformers places weights by it
-        device = torch.device(device_type)
+        device = device_of_rank(first_device, rank)
+        # transformers places weights by it.
+        os.environ["LOCAL_RANK"] = str(device.index if device.type == "cuda" else rank)
         backend = "gloo"
-        if device_type == "cuda":
-            device = torch.device("cuda", rank)
+        if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
@@ -89,5 +97,5 @@ class RankGroup:
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor:
         parts = local.new_empty(self.size, *local.shape)
-        dist.all_gather_single(parts.view(-1), local.contiguous().view(-1), group=self._layers)
+        _all_gather(parts.view(-1), local.contiguous().view(-1), group=self._layers)
         return parts

@@ -56,7 +56,64 @@ def test_replicas_share_the_cores_of_their_role_evenly() -> None:
     ],
 )
 def test_each_engine_has_its_own_gpu_where_there_are_two(device: str, num_gpus: int, target: str, draft: str) -> None:
-    assert devices.plan_devices(device, num_gpus) == devices.DevicePlan(target, draft)
+    expected = devices.DevicePlan((devices.EnginePlace(target),), (devices.EnginePlace(draft),))
+    assert devices.plan_devices(device, num_gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "target_ranks", "draft_ranks", "expected"),
+    [
+        (4, [2], [1], ["cuda:0", "cuda:2"]),
+        (2, [2], [1], ["cuda:0", "cuda:0"]),
+        (4, [2, 2], [1], ["cuda:0", "cuda:2", "cuda:0"]),
+        (3, [1, 1], [1], ["cuda:0", "cuda:1", "cuda:2"]),
+        (1, [1, 1], [1], ["cuda:0", "cuda:0", "cuda:0"]),
+        (8, [4], [1, 1], ["cuda:0", "cuda:4", "cuda:5"]),
+        (3, [2], [2], ["cuda:0", "cuda:0"]),
+    ],
+)
+def test_ranks_and_replicas_take_the_gpus_that_fewest_others_have(
+    num_gpus: int, target_ranks: list[int], draft_ranks: list[int], expected: list[str]
+) -> None:
+    chosen = devices.plan_devices("cuda", num_gpus, target_ranks, draft_ranks)
+    assert [place.device for place in (*chosen.targets, *chosen.drafts)] == expected
+
+
+def test_more_ranks_than_gpus_are_an_error() -> None:
+    with pytest.raises(ValueError, match=r"tensor_parallel_size 4: .* there are 2"):
+        devices.plan_devices("cuda", 2, [4])
+
+
+def test_services_on_gpus_have_their_devices_budgets_and_all_cores_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.cli.local.plan.count_gpus", lambda: 3)
+    monkeypatch.setattr("specdec.cli.local.plan.free_gpu_bytes", lambda gpu: (gpu + 1) * 2**30)
+    wish = LocalPlan(
+        target_model="T",
+        draft_model="D",
+        num_targets=2,
+        device="cuda",
+        free_ports=True,
+        target_settings={"tensor_parallel_size": 2},
+    )
+    first, second, draft, _ = plan_services(wish, environment={}, cores=range(16))
+    assert [spec.environment["SPECDEC_TARGET_DEVICE"] for spec in (first, second)] == ["cuda:0", "cuda:0"]
+    assert draft.environment["SPECDEC_DRAFT_DEVICE"] == "cuda:2"
+    assert first.environment["SPECDEC_TARGET_KV_CACHE_MEMORY_BYTES"] == str(int(2**30 * 0.4))
+    assert "SPECDEC_DRAFT_KV_CACHE_MEMORY_BYTES" not in draft.environment
+    assert "SPECDEC_TARGET_NUM_THREADS" not in first.environment
+    assert draft.environment["SPECDEC_DRAFT_ENGINE_CORES"] == "0,1,2,3,4,5,6,7,8"
+    assert first.environment["SPECDEC_TARGET_ENGINE_CORES"] == draft.environment["SPECDEC_DRAFT_ENGINE_CORES"]
+
+
+def test_a_draft_in_the_target_has_a_budget_on_the_targets_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.cli.local.plan.count_gpus", lambda: 2)
+    monkeypatch.setattr("specdec.cli.local.plan.free_gpu_bytes", lambda gpu: 2**30)
+    wish = LocalPlan(target_model="T", draft_model="D", device="cuda", free_ports=True, placement="together")
+    target, _ = plan_services(wish, environment={}, cores=range(4))
+    settings = load_settings(TargetSettings, list(target.arguments), env_prefix=TargetSettings.env_prefix, prog="t")
+    assert target.environment["SPECDEC_TARGET_KV_CACHE_MEMORY_BYTES"] == str(int(2**30 * devices.TARGET_KV_SHARE))
+    assert settings.own_draft_settings is not None
+    assert settings.own_draft_settings.kv_cache_memory_bytes == int(2**30 * devices.DRAFT_KV_SHARE)
 
 
 @pytest.mark.parametrize(("ranks", "threads"), [(1, "4"), ("2", "2"), (8, "1"), ("two", "4")])
@@ -79,16 +136,25 @@ def test_asking_for_a_gpu_that_is_not_there_is_an_error() -> None:
 
 
 def test_a_shared_gpu_is_divided_so_that_neither_takes_all() -> None:
-    plan = devices.divide_memory(devices.DevicePlan("cuda:0", "cuda:0"), 80 * 2**30, 20 * 2**30)
-    assert plan.target_kv_bytes is not None
-    assert plan.draft_kv_bytes is not None
-    assert plan.draft_kv_bytes < plan.target_kv_bytes
-    assert plan.target_kv_bytes + plan.draft_kv_bytes < 60 * 2**30
+    plan = devices.divide_memory(devices.plan_devices("cuda", 1), lambda gpu: 80 * 2**30, 16 * 2**30, 4 * 2**30)
+    [target], [draft] = plan.targets, plan.drafts
+    assert target.kv_bytes == int(60 * 2**30 * devices.TARGET_KV_SHARE)
+    assert draft.kv_bytes == int(60 * 2**30 * devices.DRAFT_KV_SHARE)
+
+
+def test_a_gpu_of_its_own_is_not_divided() -> None:
+    alone = devices.plan_devices("cuda", 2)
+    assert devices.divide_memory(alone, lambda gpu: 10, 2**40, 2**40) == alone
+
+
+def test_two_targets_on_one_gpu_share_what_a_target_and_a_draft_would() -> None:
+    plan = devices.divide_memory(devices.plan_devices("cuda", 1, [1, 1], []), lambda gpu: 100, 20, 0)
+    assert [place.kv_bytes for place in plan.targets] == [24, 24]
 
 
 def test_weights_that_do_not_fit_a_shared_gpu_are_an_error() -> None:
-    with pytest.raises(ValueError, match="GiB"):
-        devices.divide_memory(devices.DevicePlan("cuda:0", "cuda:0"), 10, 20)
+    with pytest.raises(ValueError, match="GiB on GPU 0"):
+        devices.divide_memory(devices.plan_devices("cuda", 1), lambda gpu: 10, 15, 5)
 
 
 def plan(environment: dict[str, str] | None = None, **wishes: object) -> list[ServiceSpec]:

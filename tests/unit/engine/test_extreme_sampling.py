@@ -50,6 +50,15 @@ def test_a_row_gives_the_best_token_that_is_left_or_none(path: str, batch: Batch
         assert all(kept[candidate.token_id] for candidate in candidates[r])
 
 
+@SAMPLERS
+@given(batch=batches())
+def test_rows_that_are_sampled_one_after_the_other_give_what_they_give_together(batch: Batch) -> None:
+    together = make_sampler(batch.vocab_size, "torch")
+    in_turns = Sampler(batch.vocab_size, "cpu", native="off", rows_at_once=1)
+    assert in_turns.sample(batch.logits, batch.rows) == together.sample(batch.logits, batch.rows)
+    assert in_turns.candidates(batch.logits, batch.rows, 4) == together.candidates(batch.logits, batch.rows, 4)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @SAMPLERS
 @given(batch=batches())

@@ -87,12 +87,15 @@ def test_what_the_machine_does_not_have_is_refused_before_any_weight_is_read(
     model = save_tiny_model("llama", tmp_path)
     (model / "model.safetensors").unlink()
     assert check_tensor_parallel(settings_of(model)) == "cpu"
-    with pytest.raises(TensorParallelRefused, match=r"^tensor_parallel_size: 2 .*device must name none, not cuda:1"):
-        check_tensor_parallel(settings_of(model, device="cuda:1"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(TensorParallelRefused, match=r"^tensor_parallel_size: 2 .*torch sees 1"):
         check_tensor_parallel(settings_of(model, device="cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert check_tensor_parallel(settings_of(model, device="cuda")) == "cuda:0"
+    assert check_tensor_parallel(settings_of(model, device="cuda:1")) == "cuda:1"
+    with pytest.raises(TensorParallelRefused, match=r"^tensor_parallel_size: 2 .*from cuda:2 on, and torch sees 3"):
+        check_tensor_parallel(settings_of(model, device="cuda:2"))
     with pytest.raises(TensorParallelRefused, match=r"^tensor_parallel_size: 2 .*CUDA_VISIBLE_DEVICES"):
         check_tensor_parallel(settings_of(model))
 

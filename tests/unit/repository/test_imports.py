@@ -59,7 +59,7 @@ FLOORS = {
         outputs scheduler
         ahead batch
         attention parallel runner
-        engine native
+        cuda engine native
         model sampling
         drawing leading_runner
     """,

@@ -1,0 +1,88 @@
+"""How much of a GPU's memory the KV cache may take: what the weights and the largest step leave free."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.batch import Batch
+
+_FREE_SHARE = 0.9
+_SAMPLED_ROWS = 64  # rows that the sampler takes at once on a GPU
+_BYTES_PER_SAMPLED_LOGIT = 64  # top-p: scores sorted with their ids, and integer weights with their sums
+
+
+class DeviceMemory(Protocol):
+    """What is asked of a device about its memory."""
+
+    def free_bytes(self) -> int:
+        """Bytes that nobody has allocated."""
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """The most bytes that were allocated at once during ``run``, besides those that were before it."""
+
+
+class CudaMemory:
+    """Memory of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free_bytes(self) -> int:
+        """See ``DeviceMemory``. What torch's allocator keeps for later counts as free."""
+        torch.cuda.empty_cache()
+        return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """See ``DeviceMemory``."""
+        torch.cuda.synchronize(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        run()
+        torch.cuda.synchronize(self._device)
+        return int(torch.cuda.max_memory_allocated(self._device)) - before
+
+
+def affordable_kv_bytes(
+    memory: DeviceMemory,
+    forward: Callable[[Batch, KVCache], torch.Tensor],
+    geometries: Sequence[LayerGeometry],
+    *,
+    num_rows: int,
+    max_model_len: int,
+    num_logits: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Bytes for the KV cache, after one pass of ``num_rows`` rows with the logits of all has shown what a step needs.
+
+    A tenth of what is left stays free; the answer may be negative. Cost: that pass, over a small cache
+    of its own, which counts as part of it.
+    """
+    batch, num_blocks = largest_batch(num_rows, max_model_len, block_size, device)
+    of_pass = memory.peak_bytes(lambda: forward(batch, KVCache(geometries, num_blocks, block_size, dtype, device)))
+    of_sampling = min(num_rows, _SAMPLED_ROWS) * num_logits * _BYTES_PER_SAMPLED_LOGIT
+    return int((memory.free_bytes() - of_pass - of_sampling) * _FREE_SHARE)
+
+
+def largest_batch(num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> tuple[Batch, int]:
+    """A prefill of ``num_rows`` tokens in few sequences, all logits wanted, and how many KV blocks it needs."""
+    length = min(num_rows, max_model_len)
+    num_seqs, blocks_per_seq = -(-num_rows // length), -(-length // block_size)
+    rows = torch.arange(num_rows, device=device)
+    seqs, positions = rows // length, rows % length
+    batch = Batch(
+        input_ids=torch.zeros_like(rows),
+        position_ids=positions,
+        slot_mapping=seqs * blocks_per_seq * block_size + positions,
+        row_seq=seqs.int(),
+        context_lens=(positions + 1).int(),
+        path_offsets=torch.zeros(num_rows + 1, dtype=torch.int32, device=device),
+        path_slots=torch.zeros(0, dtype=torch.int32, device=device),
+        block_tables=torch.arange(num_seqs * blocks_per_seq, dtype=torch.int32, device=device).view(num_seqs, -1),
+        logits_indices=rows,
+        num_seqs=num_seqs,
+    )
+    return batch, num_seqs * blocks_per_seq
