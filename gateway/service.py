@@ -23,6 +23,7 @@ from gateway.routes.answers import error_response
 from gateway.settings import GatewaySettings
 from gateway.upstream.coordinators import Coordinators
 from gateway.upstream.health import Health
+from gateway.upstream.names import NameWatch
 from specdec import __version__
 from specdec.client import Client, ClientSettings
 from specdec.rpc.listening import bound_sockets
@@ -97,6 +98,8 @@ class Gateway:
         uses = {"server": self._server_tls, "coordinators": self._coordinator_tls}
         watch = TlsWatch(TlsMetrics(self._registry), lambda: uses)
         self._tasks.append(asyncio.create_task(watch.run(), name="tls-watch"))
+        names = NameWatch(settings.coordinators, lambda name: self._coordinators.look_again(self._connect, name))
+        self._tasks.append(asyncio.create_task(names.run(), name="names"))
         if self._coordinator_tls is not None:
             self._tasks.append(asyncio.create_task(self._renew(self._coordinator_tls), name="tls-renewal"))
         _log.info(

@@ -35,6 +35,8 @@ from specdec.cli.local.cluster import free_port
 from specdec.client import Client
 
 _PATIENCE_S = 30.0
+_SPREAD_S = 2.0
+"""Over which streams begin, so that a new one finds others that run, and not a crowd of new ones."""
 _MS = 1e6
 app = typer.Typer(add_completion=False)
 
@@ -60,20 +62,20 @@ def _busy_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-async def _all_over_grpc(address: str, num_streams: int, num_tokens: int, interval_s: float) -> list[Timed]:
+async def _all_over_grpc(address: str, num_streams: int, num_tokens: int) -> list[Timed]:
     async with Client(address) as client:
         await over_grpc(client, 1)
 
         async def one(number: int) -> Timed:
-            await asyncio.sleep(number * interval_s / num_streams)
+            await asyncio.sleep(number * _SPREAD_S / num_streams)
             return await over_grpc(client, num_tokens)
 
         return await asyncio.gather(*map(one, range(num_streams)))
 
 
-async def _all_over_http(port: int, num_streams: int, num_tokens: int, interval_s: float) -> list[Timed]:
+async def _all_over_http(port: int, num_streams: int, num_tokens: int) -> list[Timed]:
     await over_http(port, 1)
-    waits = (number * interval_s / num_streams for number in range(num_streams))
+    waits = (number * _SPREAD_S / num_streams for number in range(num_streams))
     return await asyncio.gather(*(over_http(port, num_tokens, wait_s) for wait_s in waits))
 
 
@@ -133,8 +135,8 @@ def main(
         for num in map(int, streams.split(",")):
             measured: dict[str, list[dict[str, float]]] = {"grpc": [], "http": []}
             for _ in range(repeats):
-                measured["grpc"].append(_figures(uvloop.run(_all_over_grpc(address, num, num_tokens, interval_s))))
-                measured["http"].append(_figures(uvloop.run(_all_over_http(port, num, num_tokens, interval_s))))
+                measured["grpc"].append(_figures(uvloop.run(_all_over_grpc(address, num, num_tokens))))
+                measured["http"].append(_figures(uvloop.run(_all_over_http(port, num, num_tokens))))
             ttft = {way: median(run["ttft_p50"] for run in runs) for way, runs in measured.items()}
             table.add(num, ttft["grpc"], ttft["http"], _added(measured, "ttft_p50"), _added(measured, "late_p50"))
             raw[f"{num} streams"] = measured
@@ -146,10 +148,10 @@ def main(
         raw = {}
         for num in map(int, load.split(",")):
             began_s, busy_s = time.monotonic(), _busy_s(gateway)
-            runs = uvloop.run(_all_over_http(port, num, num_tokens, interval_s))
+            runs = uvloop.run(_all_over_http(port, num, num_tokens))
             wall_s, busy_s = time.monotonic() - began_s, _busy_s(gateway) - busy_s
             figures = _figures(runs)
-            tokens_s = sum(timed.num_tokens for timed in runs) / wall_s
+            tokens_s = sum(timed.num_tokens for timed in runs) / wall_s  # fewer than at once, as they begin and end
             per_core = tokens_s / rate / (busy_s / wall_s)
             memory = gateway.memory_info().rss / 1e6
             share = busy_s / wall_s

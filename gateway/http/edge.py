@@ -91,6 +91,7 @@ class Edge:
         state = scope.setdefault("state", {})
         with self._span(scope, headers) as span:
             state.update(request_id=request_id, is_client_gone=False, metadata=self._metadata(headers, span))
+            state["send"] = sent.after_start
             await self._within_limits(scope, receive, sent)
             self._record(scope, sent, began_s, request_id, span)
 
@@ -175,6 +176,11 @@ class _Sent:
         self._send = send
         self._request_id = request_id
         self.status = 0
+
+    @property
+    def after_start(self) -> Send:
+        """What is to be sent behind the headers may go there directly: nothing on the way looks at it."""
+        return self._send
 
     async def __call__(self, message: Message) -> None:
         """Send."""

@@ -68,14 +68,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send all; returns when the client has left, too."""
         try:
-            await while_connected(receive, self._send(send))
+            await while_connected(receive, self._send_all(send, scope.get("state", {}).get("send", send)))
         except ClientDisconnect:
             scope["state"]["is_client_gone"] = True
         finally:
             await self._batches.aclose()
 
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+    async def _send_all(self, start: Send, send: Send) -> None:
+        await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async with contextlib.aclosing(self._batches) as batches:
                 async for events in batches:

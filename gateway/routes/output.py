@@ -24,7 +24,8 @@ Told = tuple[api.GenerateResponse, TokenTexts]
 
 async def output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> AsyncGenerator[Told, None]:
     """The chunks of a request. To be closed, which cancels it. Raises SpecdecError."""
-    began_s, has_output, digest = time.perf_counter(), False, ""
+    began_s, has_output, digest, texts = time.perf_counter(), False, "", TokenTexts({})
+    names_tokens = body.sampling.HasField("logprobs") or body.sampling.HasField("prompt_logprobs")
     async with aclosing(caller.stream(body)) as chunks:
         async for chunk in chunks:
             kind = chunk.WhichOneof("chunk")
@@ -35,7 +36,9 @@ async def output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> Asy
             elif not has_output:
                 has_output = True
                 parts.metrics.first_token_seconds.observe(time.perf_counter() - began_s)
-            yield chunk, await parts.vocabulary.learn(caller, digest, ids_in(chunk))
+            if names_tokens:
+                texts = await parts.vocabulary.learn(caller, digest, ids_in(chunk))
+            yield chunk, texts
 
 
 @dataclass(slots=True)

@@ -18,6 +18,8 @@ from specdec.v1 import coordinator_pb2 as api
 
 _AVOID_S = 2.0
 """A coordinator that did not answer is asked last for so long."""
+_LONGEST_CALL_S = 24 * 3600.0
+"""Then a call over a connection that has been replaced is cut off, and goes on over another one."""
 _log = structlog.get_logger(__name__)
 Metadata = tuple[tuple[str, str], ...]
 """What goes along with a caller's calls: its key, its trace."""
@@ -58,6 +60,7 @@ class Coordinators:
         """
         self._connect = connect
         self._turns = _Turns([_Member(connect(address)) for address in addresses])
+        self._closing: set[asyncio.Task[None]] = set()
         self._on_failover = on_failover
 
     def caller(self, metadata: Metadata) -> Caller:
@@ -75,8 +78,20 @@ class Coordinators:
             former, member.client = member.client, connect(member.client.address)
             await former.close()
 
+    async def look_again(self, connect: Callable[[str], Client], address: str) -> None:
+        """Have new calls go to all that a name stands for by now; those that run go on where they are."""
+        for member in self._turns.members:
+            if member.client.address == address:
+                former, member.client = member.client, connect(address)
+                closing = asyncio.create_task(former.close(_LONGEST_CALL_S))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
+
     async def close(self) -> None:
         """Close all connections; running calls are cancelled."""
+        for closing in self._closing:
+            closing.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
         for member in self._turns.members:
             await member.client.close()
 

@@ -165,9 +165,9 @@ class Client:
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """Close the channel; running calls are cancelled."""
-        await self._channel.close()
+    async def close(self, grace_s: float | None = None) -> None:
+        """Close the channel; running calls are cancelled, at once or after `grace_s`. New ones are not taken."""
+        await self._channel.close(grace_s)
 
     async def generate(
         self, request: coordinator_pb2.GenerateRequest

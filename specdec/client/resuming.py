@@ -70,16 +70,23 @@ class Resumption:
         self._request = request
         self._policy = policy or ResumePolicy()
         self._held = Completion()
+        self._unread: list[api.GenerateResponse] = []
+        """Output that is held, too, and is looked at when the stream breaks, which few do."""
         self._num_held_before = 0
         self._num_fruitless = 0
 
     def body(self) -> api.GenerateRequest:
         """The request of the next attempt."""
+        self._read_all()
         self._num_held_before = _num_held(self._held)
         return self._request if self._held.started is None else resumed_request(self._request, self._held)
 
     def unseen(self, chunk: api.GenerateResponse) -> api.GenerateResponse | None:
         """What a chunk has that is not held yet, which from now on is; None: nothing."""
+        if chunk.HasField("delta"):
+            self._unread.append(chunk)
+            return chunk
+        self._read_all()
         new = _unseen(chunk, self._held)
         if new is not None:
             self._held.add(new)
@@ -87,6 +94,7 @@ class Resumption:
 
     def wait_after(self, error: Unavailable) -> float:
         """Seconds until the next attempt, after one ended so. Raises that error when there is to be none."""
+        self._read_all()
         has_more = _num_held(self._held) > self._num_held_before
         self._num_fruitless = 1 if has_more else self._num_fruitless + 1
         is_resumable = self._held.started is not None or self._request.HasField("resume")
@@ -96,6 +104,11 @@ class Resumption:
         num_tokens = self._held.num_tokens
         _log.info("stream_interrupted", reason=error.reason, num_tokens=num_tokens, wait_s=round(wait_s, 3))
         return wait_s
+
+    def _read_all(self) -> None:
+        for chunk in self._unread:
+            self._held.add(chunk)
+        self._unread.clear()
 
 
 def resumed_request(request: api.GenerateRequest, held: Completion) -> api.GenerateRequest:
