@@ -3,7 +3,7 @@
 import { counted, duration, percent, share, shown } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [118, 40, 22, 10];
+const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [140, 38, 22, 8];
 const BECAME = { accepted: "✓ taken", rejected: "✗ not taken", unverified: "– not verified", target: "the target's own" };
 
 /** A new element with attributes and children. */
@@ -79,18 +79,27 @@ function chances(node) {
   return [draft, target].filter(Boolean).join(" · ");
 }
 
-/** Places: depth to the right, taken path on top, each other branch on a row of its own. */
+/** Places: depth to the right, the taken path on top; each other branch on the first row below with room for it. */
 function placed(nodes) {
   const children = new Map();
   nodes.forEach((node, index) => children.set(node.parent, [...(children.get(node.parent) ?? []), index]));
-  const isTaken = (index) => ["accepted", "target"].includes(nodes[index].state);
+  const rank = (index) => ["accepted", "target", "rejected"].indexOf(nodes[index].state) >>> 0;
+  for (const below of children.values()) below.sort((a, b) => rank(a) - rank(b) || a - b);
+  const length = (index) => 1 + (children.has(index) ? length(children.get(index)[0]) : 0);
   const places = [];
-  let rows = 0;
+  const taken = [];
+  const rowFor = (above, depth, num) => {
+    for (let row = above; ; row += 1) {
+      taken[row] ??= new Set();
+      const columns = Array.from({ length: num + 1 }, (_, column) => depth + column);
+      if (columns.some((column) => taken[row].has(column))) continue;
+      columns.forEach((column) => taken[row].add(column));
+      return row;
+    }
+  };
   const visit = (parent, depth, row) => {
-    const below = children.get(parent) ?? [];
-    below.sort((a, b) => isTaken(b) - isTaken(a) || a - b);
-    below.forEach((index, order) => {
-      const own = order === 0 ? row : (rows += 1);
+    (children.get(parent) ?? []).forEach((index, order) => {
+      const own = order === 0 && parent !== null ? row : rowFor(order === 0 ? row : row + 1, depth, length(index));
       places[index] = { depth, row: own };
       visit(index, depth + 1, own);
     });

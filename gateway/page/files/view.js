@@ -60,8 +60,8 @@ export class RunView {
     this.root.querySelector(".ending").textContent = run.ending;
   }
 
-  /** Shows a round, and marks its tokens and its bar. */
-  show(number) {
+  /** Shows a round, and marks its tokens and its bar. Text stands still under the mouse that points at it. */
+  show(number, isFromBar = true) {
     const round = this.run.rounds[number];
     if (!round || number === this.#shown) return;
     this.#shown = number;
@@ -77,6 +77,7 @@ export class RunView {
       this.bars.setAttribute("aria-activedescendant", bar.id);
       this.#reveal(bar);
     }
+    if (isFromBar) this.#scrollTo(this.output.querySelector(".now"));
     this.round.replaceChildren(...roundDetails(this.run, number));
   }
 
@@ -136,9 +137,15 @@ export class RunView {
     if (right > this.bars.scrollLeft + this.bars.clientWidth) this.bars.scrollLeft = right - this.bars.clientWidth + 20;
   }
 
+  #scrollTo(span) {
+    if (!span) return;
+    const [top, { clientHeight, scrollTop }] = [span.offsetTop - this.output.offsetTop, this.output];
+    if (top < scrollTop || top > scrollTop + clientHeight - 40) this.output.scrollTop = top - clientHeight / 3;
+  }
+
   #pointAtToken(event) {
     const span = event.target.closest("[data-token]");
-    if (span) this.show(this.run.roundOf(Number(span.dataset.token)));
+    if (span) this.show(this.run.roundOf(Number(span.dataset.token)), false);
   }
 
   #pointAtBar(event) {
