@@ -21,7 +21,7 @@ export class RunView {
 
   constructor(run, prompt) {
     this.run = run;
-    const template = document.getElementById("run-template");
+    const template = /** @type {any} */ (document.getElementById("run-template"));
     this.root = template.content.firstElementChild.cloneNode(true);
     this.id = `run-${(numViews += 1)}`;
     const heading = this.root.querySelector("h2");
