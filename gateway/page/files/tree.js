@@ -29,8 +29,9 @@ export function roundSentence(run, number) {
   return `${head}${what}, ${duration(round.step.step_ms)}`;
 }
 
-/** How many of a round's tokens were drafted. */
+/** How many of a round's tokens were proposed before the target took them. */
 export function acceptedIn(run, round) {
+  if (round.step) return Math.min(round.num, round.step.nodes.filter((node) => node.state === "accepted").length);
   return run.tokens.slice(round.start, round.start + round.num).filter((token) => token.origin === "draft").length;
 }
 
@@ -59,22 +60,34 @@ function timesOf(run, number) {
 }
 
 /** The nodes, and behind those that were accepted what the target took itself. Each has `parent`, null at the root. */
-function nodesOf(run, round) {
-  const nodes = round.step.nodes.map((node) => ({ ...node }));
-  let above = null;
-  nodes.forEach((node, index) => {
-    if (node.state === "accepted") above = index;
+export function nodesOf(run, round) {
+  const tokens = run.tokens.slice(round.start, round.start + round.num);
+  let [above, numAccepted] = [null, 0];
+  const nodes = round.step.nodes.map((node, index) => {
+    if (node.state !== "accepted") return { ...node, by: "draft" };
+    const token = tokens[numAccepted];
+    [above, numAccepted] = [index, numAccepted + 1];
+    return { ...node, by: token?.origin === "forced" ? "forced" : drafterOf(token) };
   });
-  const own = run.tokens.slice(round.start, round.start + round.num).filter((token) => token.origin !== "draft");
-  for (const token of own) {
-    nodes.push({ text: token.text, parent: above, score: null, logprob: token.logprob, state: "target" });
+  for (const token of tokens.slice(numAccepted)) {
+    nodes.push({ text: token.text, parent: above, score: null, logprob: token.logprob, state: "target", by: "" });
     above = nodes.length - 1;
   }
   return nodes;
 }
 
+/** Who drafted a token: a drafter without a model by its name, else the draft. */
+function drafterOf(token) {
+  return isFromModel(token) ? "draft" : token.drafter;
+}
+
+/** Whether a drafted token is the draft model's. */
+export function isFromModel(token) {
+  return !token?.drafter || token.drafter === "draft_model";
+}
+
 function chances(node) {
-  const draft = node.score === null ? "" : `draft ${share(node.score)}`;
+  const draft = node.score === null ? "" : `${node.by} ${share(node.score)}`;
   const target = node.logprob === null ? "" : `target ${percent(node.logprob)}`;
   return [draft, target].filter(Boolean).join(" · ");
 }
@@ -140,12 +153,12 @@ function picture(nodes) {
 
 function tableOf(nodes) {
   const depth = (index) => (nodes[index].parent === null ? 1 : 1 + depth(nodes[index].parent));
-  const head = ["Depth", "Token", "Follows", "Draft", "Target", "What became of it"];
+  const head = ["Depth", "Token", "Follows", "Drafted", "Target", "What became of it"];
   const rows = nodes.map((node, index) => [
     String(depth(index)),
     shown(node.text),
     node.parent === null ? "the text before" : shown(nodes[node.parent].text),
-    node.score === null ? "" : share(node.score),
+    node.score === null ? "" : `${node.by} ${share(node.score)}`,
     node.logprob === null ? "" : percent(node.logprob),
     BECAME[node.state] ?? node.state,
   ]);

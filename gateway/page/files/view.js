@@ -1,17 +1,16 @@
 // A run on the page: its figures, its text, its rounds as bars, and the round that is pointed at.
 
-import { acceptedIn, element, roundDetails, roundSentence } from "./tree.js";
+import { acceptedIn, element, isFromModel, roundDetails, roundSentence } from "./tree.js";
 import { duration, share } from "./text.js";
 
 const MOST_REFUSED = 12;
-const DRAFTED = new Set(["draft", "prediction"]);
 const HINT = "Point at a token or at a bar to see its round. Arrow keys move among the bars.";
 let numViews = 0;
 
-/** The class of an origin: who the token is of. */
-function kindOf(origin) {
-  if (DRAFTED.has(origin)) return "draft";
-  return origin === "forced" ? "forced" : "target";
+/** Who a token is of, as a class. */
+function kindOf(token) {
+  if (token.origin === "draft") return isFromModel(token) ? "draft" : "lookup";
+  return token.origin === "forced" ? "forced" : "target";
 }
 
 /** Shows one run. */
@@ -92,7 +91,7 @@ export class RunView {
       last.append(text);
       return;
     }
-    const kind = token ? `t ${kindOf(token.origin)}` : "";
+    const kind = token ? `t ${kindOf(token)}` : "";
     const span = element("span", { class: `${kind}${isThought ? " thought" : ""}` }, text);
     if (token) span.dataset.token = String(index);
     this.output.append(span);
@@ -114,7 +113,7 @@ export class RunView {
     const round = run.rounds[number];
     const blocks = run.tokens
       .slice(round.start, round.start + round.num)
-      .map((token) => element("i", { class: kindOf(token.origin) }));
+      .map((token) => element("i", { class: kindOf(token) }));
     const refused = round.step?.nodes.filter((node) => node.state === "rejected").length ?? 0;
     for (let index = 0; index < Math.min(refused, MOST_REFUSED); index += 1) {
       blocks.push(element("i", { class: "refused" }));
