@@ -244,8 +244,10 @@ async def test_everything_can_be_reached_by_keyboard_and_is_named(page: Browser)
         def look() -> None:
             page.open(one.url)
             page.fill("#max_tokens", "6")
+            page.run("document.querySelector('#send').focus();")
             page.press("Enter")
             page.until("document.querySelector('#status').textContent.startsWith('Done')")
+            page.until("document.activeElement.id === 'send'")
             page.run("document.activeElement.blur(); getSelection().removeAllRanges(); document.body.focus();")
             reached = set()
             for _ in range(40):

@@ -116,8 +116,11 @@ function clearErrors() {
 }
 
 function setBusy(isBusy) {
-  byId("send").disabled = isBusy;
-  byId("stop").disabled = !isBusy;
+  const [off, on] = isBusy ? [byId("send"), byId("stop")] : [byId("stop"), byId("send")];
+  on.disabled = false;
+  // A button that is switched off drops the focus, and with it whoever has no mouse.
+  if (document.activeElement === off) on.focus();
+  off.disabled = true;
   for (const radio of byId("form").elements.mode) radio.disabled = isBusy;
   byId("clear").disabled = isBusy;
 }
