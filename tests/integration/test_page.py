@@ -244,8 +244,10 @@ async def test_everything_can_be_reached_by_keyboard_and_is_named(page: Browser)
         def look() -> None:
             page.open(one.url)
             page.fill("#max_tokens", "6")
+            page.run("document.querySelector('#send').focus();")
             page.press("Enter")
             page.until("document.querySelector('#status').textContent.startsWith('Done')")
+            page.until("document.activeElement.id === 'send'")
             page.run("document.activeElement.blur(); getSelection().removeAllRanges(); document.body.focus();")
             reached = set()
             for _ in range(40):
@@ -279,3 +281,18 @@ async def test_everything_can_be_reached_by_keyboard_and_is_named(page: Browser)
             assert page.run(f"return {unnamed};") == []
 
         await seen(look)
+
+
+async def test_the_page_is_sent_once_and_not_at_all_where_it_is_switched_off() -> None:
+    async with gateway("127.0.0.1:1") as one, one.http() as client:
+        first = await client.get("/")
+        assert (first.status_code, first.headers["content-type"]) == (200, "text/html; charset=utf-8")
+        assert first.headers["cache-control"] == "no-cache" and first.headers["x-content-type-options"] == "nosniff"
+        again = await client.get("/", headers={"if-none-match": first.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["content-security-policy"] == first.headers["content-security-policy"]
+        head = await client.head("/")
+        assert (head.status_code, head.content, head.headers["etag"]) == (200, b"", first.headers["etag"])
+        assert (await client.post("/")).status_code == 405
+    async with gateway("127.0.0.1:1", page=False) as one, one.http() as client:
+        assert (await client.get("/")).status_code == 404

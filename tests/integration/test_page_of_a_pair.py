@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
+from gateway.api.answers import TextCompletion
 from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
 from tests.support.services.browser import Browser, browser
 from tests.support.services.clusters import TIMEOUTS
@@ -59,7 +60,7 @@ def test_a_round_shows_what_was_proposed_and_what_was_taken(page: Browser, url: 
     page.click("#send")
     page.until(DONE)
     # One that is a word on one line: the middle of others may be nowhere.
-    words = "[...document.querySelectorAll('.t.draft')].filter((one) => /\\w/.test(one.textContent))"
+    words = "[...document.querySelectorAll('.output .t.draft')].filter((one) => /\\w/.test(one.textContent))"
     page.run(f"{words}.find((one) => one.getClientRects().length === 1).id = 'drafted';")
     page.point_at("#drafted")
     page.until("document.querySelector('.round h3')")
@@ -73,6 +74,27 @@ def test_a_round_shows_what_was_proposed_and_what_was_taken(page: Browser, url: 
     assert sum("✓ taken" in row for row in rows) == num_taken
     shown = page.run("return document.querySelectorAll('.bar i.draft').length;")
     assert shown == page.run("return document.querySelectorAll('.output .t.draft').length;")
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_steps_add_up_to_the_output_and_trees_to_its_log_probabilities(url: str, speculates: bool) -> None:
+    body = {"prompt": PROMPT, "temperature": 0, "seed": 1, "max_tokens": 60, "logprobs": 0, "return_steps": True}
+    body |= {"return_token_ids": True, "speculation": {"enabled": speculates}}
+    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    TextCompletion.model_validate(answer)
+    (choice,) = answer["choices"]
+    steps, ids, logprobs = choice["steps"], choice["token_ids"], choice["logprobs"]["token_logprobs"]
+    places = [place for step in steps for place in range(step["start"], step["start"] + step["num_tokens"])]
+    assert places == list(range(60))
+    taken = [
+        (place, node)
+        for step in steps
+        for place, node in enumerate((n for n in step["nodes"] if n["state"] == "accepted"), start=step["start"])
+        if place < 60
+    ]
+    assert bool(taken) is speculates
+    assert all(ids[place] == node["id"] for place, node in taken)
+    assert [node["logprob"] for _, node in taken] == pytest.approx([logprobs[place] for place, _ in taken], abs=1e-4)
 
 
 def test_a_chat_goes_on_from_what_was_said(page: Browser, url: str) -> None:

@@ -30,6 +30,9 @@ def test_one_interrupt_stops_everything(tiny_pair: ModelPair) -> None:
     with running_up(tiny_pair, gateway=True) as up:
         children = up.children()
         assert len(children) >= 6  # Four services, two of them with an engine.
+        page_url = up.wait_line("The page").split()[-1]
+        with urllib.request.urlopen(page_url) as answer:
+            assert answer.headers.get_content_type() == "text/html"
         url = up.wait_line("OpenAI's API at").split()[3].rstrip(".")
         with urllib.request.urlopen(f"{url}/models") as answer:
             assert json.load(answer)["object"] == "list"

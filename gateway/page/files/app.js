@@ -11,7 +11,7 @@ const NUMBERS = [
 ];
 const INPUT_OF = { stop: "stop_strings", messages: "prompt", max_completion_tokens: "max_tokens", speculation: "max_draft_tokens" };
 const NARROW = "(max-width: 52rem)";
-const byId = (id) => document.getElementById(id);
+const byId = (id) => /** @type {any} */ (document.getElementById(id));
 const conversation = [];
 let stopping = null;
 let countdown = 0;
@@ -48,8 +48,12 @@ function stopsIn() {
   return lines.map((line) => line.replaceAll("\\n", "\n").replaceAll("\\t", "\t"));
 }
 
-/** What is to be sent, and where. Throws Failure for what is no request. */
+/**
+ * What is to be sent, and where. Throws Failure for what is no request.
+ * @returns {{path: string, body: Record<string, any>}}
+ */
 function requestOf(text) {
+  /** @type {Record<string, any>} */
   const body = { stream: true, stream_options: { include_usage: true }, return_token_origins: true, return_steps: true };
   for (const name of NUMBERS) {
     const value = numberIn(name);
@@ -112,8 +116,11 @@ function clearErrors() {
 }
 
 function setBusy(isBusy) {
-  byId("send").disabled = isBusy;
-  byId("stop").disabled = !isBusy;
+  const [off, on] = isBusy ? [byId("send"), byId("stop")] : [byId("stop"), byId("send")];
+  on.disabled = false;
+  // A button that is switched off drops the focus, and with it whoever has no mouse.
+  if (document.activeElement === off) on.focus();
+  off.disabled = true;
   for (const radio of byId("form").elements.mode) radio.disabled = isBusy;
   byId("clear").disabled = isBusy;
 }

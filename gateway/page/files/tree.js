@@ -3,7 +3,7 @@
 import { counted, duration, percent, share, shown } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [118, 40, 22, 10];
+const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [140, 38, 22, 8];
 const BECAME = { accepted: "✓ taken", rejected: "✗ not taken", unverified: "– not verified", target: "the target's own" };
 
 /** A new element with attributes and children. */
@@ -29,8 +29,9 @@ export function roundSentence(run, number) {
   return `${head}${what}, ${duration(round.step.step_ms)}`;
 }
 
-/** How many of a round's tokens were drafted. */
+/** How many of a round's tokens were proposed before the target took them. */
 export function acceptedIn(run, round) {
+  if (round.step) return Math.min(round.num, round.step.nodes.filter((node) => node.state === "accepted").length);
   return run.tokens.slice(round.start, round.start + round.num).filter((token) => token.origin === "draft").length;
 }
 
@@ -59,38 +60,59 @@ function timesOf(run, number) {
 }
 
 /** The nodes, and behind those that were accepted what the target took itself. Each has `parent`, null at the root. */
-function nodesOf(run, round) {
-  const nodes = round.step.nodes.map((node) => ({ ...node }));
-  let above = null;
-  nodes.forEach((node, index) => {
-    if (node.state === "accepted") above = index;
+export function nodesOf(run, round) {
+  const tokens = run.tokens.slice(round.start, round.start + round.num);
+  let [above, numAccepted] = [null, 0];
+  const nodes = round.step.nodes.map((node, index) => {
+    if (node.state !== "accepted") return { ...node, by: "draft" };
+    const token = tokens[numAccepted];
+    [above, numAccepted] = [index, numAccepted + 1];
+    return { ...node, by: token?.origin === "forced" ? "forced" : drafterOf(token) };
   });
-  const own = run.tokens.slice(round.start, round.start + round.num).filter((token) => token.origin !== "draft");
-  for (const token of own) {
-    nodes.push({ text: token.text, parent: above, score: null, logprob: token.logprob, state: "target" });
+  for (const token of tokens.slice(numAccepted)) {
+    nodes.push({ text: token.text, parent: above, score: null, logprob: token.logprob, state: "target", by: "" });
     above = nodes.length - 1;
   }
   return nodes;
 }
 
+/** Who drafted a token: a drafter without a model by its name, else the draft. */
+function drafterOf(token) {
+  return isFromModel(token) ? "draft" : token.drafter;
+}
+
+/** Whether a drafted token is the draft model's. */
+export function isFromModel(token) {
+  return !token?.drafter || token.drafter === "draft_model";
+}
+
 function chances(node) {
-  const draft = node.score === null ? "" : `draft ${share(node.score)}`;
+  const draft = node.score === null ? "" : `${node.by} ${share(node.score)}`;
   const target = node.logprob === null ? "" : `target ${percent(node.logprob)}`;
   return [draft, target].filter(Boolean).join(" · ");
 }
 
-/** Places: depth to the right, taken path on top, each other branch on a row of its own. */
+/** Places: depth to the right, the taken path on top; each other branch on the first row below with room for it. */
 function placed(nodes) {
   const children = new Map();
   nodes.forEach((node, index) => children.set(node.parent, [...(children.get(node.parent) ?? []), index]));
-  const isTaken = (index) => ["accepted", "target"].includes(nodes[index].state);
+  const rank = (index) => ["accepted", "target", "rejected"].indexOf(nodes[index].state) >>> 0;
+  for (const below of children.values()) below.sort((a, b) => rank(a) - rank(b) || a - b);
+  const length = (index) => 1 + (children.has(index) ? length(children.get(index)[0]) : 0);
   const places = [];
-  let rows = 0;
+  const taken = [];
+  const rowFor = (above, depth, num) => {
+    for (let row = above; ; row += 1) {
+      taken[row] ??= new Set();
+      const columns = Array.from({ length: num + 1 }, (_, column) => depth + column);
+      if (columns.some((column) => taken[row].has(column))) continue;
+      columns.forEach((column) => taken[row].add(column));
+      return row;
+    }
+  };
   const visit = (parent, depth, row) => {
-    const below = children.get(parent) ?? [];
-    below.sort((a, b) => isTaken(b) - isTaken(a) || a - b);
-    below.forEach((index, order) => {
-      const own = order === 0 ? row : (rows += 1);
+    (children.get(parent) ?? []).forEach((index, order) => {
+      const own = order === 0 && parent !== null ? row : rowFor(order === 0 ? row : row + 1, depth, length(index));
       places[index] = { depth, row: own };
       visit(index, depth + 1, own);
     });
@@ -131,12 +153,12 @@ function picture(nodes) {
 
 function tableOf(nodes) {
   const depth = (index) => (nodes[index].parent === null ? 1 : 1 + depth(nodes[index].parent));
-  const head = ["Depth", "Token", "Follows", "Draft", "Target", "What became of it"];
+  const head = ["Depth", "Token", "Follows", "Drafted", "Target", "What became of it"];
   const rows = nodes.map((node, index) => [
     String(depth(index)),
     shown(node.text),
     node.parent === null ? "the text before" : shown(nodes[node.parent].text),
-    node.score === null ? "" : share(node.score),
+    node.score === null ? "" : `${node.by} ${share(node.score)}`,
     node.logprob === null ? "" : percent(node.logprob),
     BECAME[node.state] ?? node.state,
   ]);

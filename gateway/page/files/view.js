@@ -1,17 +1,16 @@
 // A run on the page: its figures, its text, its rounds as bars, and the round that is pointed at.
 
-import { acceptedIn, element, roundDetails, roundSentence } from "./tree.js";
+import { acceptedIn, element, isFromModel, roundDetails, roundSentence } from "./tree.js";
 import { duration, share } from "./text.js";
 
 const MOST_REFUSED = 12;
-const DRAFTED = new Set(["draft", "prediction"]);
 const HINT = "Point at a token or at a bar to see its round. Arrow keys move among the bars.";
 let numViews = 0;
 
-/** The class of an origin: who the token is of. */
-function kindOf(origin) {
-  if (DRAFTED.has(origin)) return "draft";
-  return origin === "forced" ? "forced" : "target";
+/** Who a token is of, as a class. */
+function kindOf(token) {
+  if (token.origin === "draft") return isFromModel(token) ? "draft" : "lookup";
+  return token.origin === "forced" ? "forced" : "target";
 }
 
 /** Shows one run. */
@@ -21,7 +20,7 @@ export class RunView {
 
   constructor(run, prompt) {
     this.run = run;
-    const template = document.getElementById("run-template");
+    const template = /** @type {any} */ (document.getElementById("run-template"));
     this.root = template.content.firstElementChild.cloneNode(true);
     this.id = `run-${(numViews += 1)}`;
     const heading = this.root.querySelector("h2");
@@ -60,8 +59,8 @@ export class RunView {
     this.root.querySelector(".ending").textContent = run.ending;
   }
 
-  /** Shows a round, and marks its tokens and its bar. */
-  show(number) {
+  /** Shows a round, and marks its tokens and its bar. Text stands still under the mouse that points at it. */
+  show(number, isFromBar = true) {
     const round = this.run.rounds[number];
     if (!round || number === this.#shown) return;
     this.#shown = number;
@@ -77,6 +76,7 @@ export class RunView {
       this.bars.setAttribute("aria-activedescendant", bar.id);
       this.#reveal(bar);
     }
+    if (isFromBar) this.#scrollTo(this.output.querySelector(".now"));
     this.round.replaceChildren(...roundDetails(this.run, number));
   }
 
@@ -91,7 +91,7 @@ export class RunView {
       last.append(text);
       return;
     }
-    const kind = token ? `t ${kindOf(token.origin)}` : "";
+    const kind = token ? `t ${kindOf(token)}` : "";
     const span = element("span", { class: `${kind}${isThought ? " thought" : ""}` }, text);
     if (token) span.dataset.token = String(index);
     this.output.append(span);
@@ -113,7 +113,7 @@ export class RunView {
     const round = run.rounds[number];
     const blocks = run.tokens
       .slice(round.start, round.start + round.num)
-      .map((token) => element("i", { class: kindOf(token.origin) }));
+      .map((token) => element("i", { class: kindOf(token) }));
     const refused = round.step?.nodes.filter((node) => node.state === "rejected").length ?? 0;
     for (let index = 0; index < Math.min(refused, MOST_REFUSED); index += 1) {
       blocks.push(element("i", { class: "refused" }));
@@ -136,9 +136,15 @@ export class RunView {
     if (right > this.bars.scrollLeft + this.bars.clientWidth) this.bars.scrollLeft = right - this.bars.clientWidth + 20;
   }
 
+  #scrollTo(span) {
+    if (!span) return;
+    const [top, { clientHeight, scrollTop }] = [span.offsetTop - this.output.offsetTop, this.output];
+    if (top < scrollTop || top > scrollTop + clientHeight - 40) this.output.scrollTop = top - clientHeight / 3;
+  }
+
   #pointAtToken(event) {
     const span = event.target.closest("[data-token]");
-    if (span) this.show(this.run.roundOf(Number(span.dataset.token)));
+    if (span) this.show(this.run.roundOf(Number(span.dataset.token)), false);
   }
 
   #pointAtBar(event) {

@@ -5,11 +5,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
 from gateway.page.assembly import SCRIPTS, assembled
 
+ROOT = Path(__file__).parents[3]
+TSC = ROOT / ".tools/node_modules/.bin/tsc"
 PAGE = assembled()
 HTML = PAGE.html.decode()
 
@@ -45,6 +49,15 @@ def test_modules_become_one_script_without_imports() -> None:
     assert not re.search(r"^(import|export) ", script, re.MULTILINE)
     names = re.findall(r"^(?:const|let|class|function|async function\*?) (\w+)", script, re.MULTILINE)
     assert len(names) == len(set(names)) > len(SCRIPTS)
+
+
+def test_modules_name_only_what_they_import_and_what_browsers_have() -> None:
+    folder = ROOT / "gateway/page/files"
+    options = ["--allowJs", "--checkJs", "--noEmit", "--skipLibCheck", "--moduleResolution", "node"]
+    options += ["--target", "es2022", "--module", "es2022", "--lib", "es2023,dom,dom.iterable"]
+    sources = [str(folder / name) for name in SCRIPTS]
+    run = subprocess.run([str(TSC), *options, *sources], capture_output=True, text=True, check=False, timeout=120)
+    assert run.returncode == 0, run.stdout
 
 
 def test_every_field_has_a_label() -> None:

@@ -61,8 +61,9 @@ def test_a_wheel_brings_all_kernels_of_its_machine_and_they_load_without_a_compi
     machine = platform.machine()
     assert wheel.name.endswith(f"-py3-none-linux_{machine}.whl")
     libraries = {f"specdec/engine/native/lib/{library_name(variant)}" for variant in variants_for(machine)}
+    page = {f"gateway/page/files/{path.name}" for path in (ROOT / "gateway/page/files").iterdir()}
     with zipfile.ZipFile(wheel) as archive:
-        assert libraries <= set(archive.namelist())
+        assert libraries | page <= set(archive.namelist())
         archive.extractall(tmp_path / "installed")
     script = "from specdec.engine.native.build import load_library; print(load_library()[0]._name)"
     loaded = subprocess.run(
