@@ -134,7 +134,11 @@ class DecodeLoop:
             session.request.num_cached_tokens = verdict.num_cached_tokens
         if kept or step.text:
             logprobs = verdict.logprobs[num_known:]
-            session.request.stream.output(session.choice, step.text, session.detokenizers, kept, origins, logprobs)
+            # Accepted tokens come before all others of a verdict.
+            names = verdict.accepted_by[num_known:]
+            session.request.stream.output(
+                session.choice, step.text, session.detokenizers, kept, origins, logprobs, names
+            )
         if verdict.is_partial:
             session.tally.num_partial_tokens += len(kept)
         else:

@@ -12,6 +12,8 @@ from coordinator.intake.validation import (
     CheckedSampling,
     Limits,
     check_num_messages,
+    check_prediction,
+    check_prediction_length,
     check_prompt,
     check_prompt_bytes,
     check_prompt_length,
@@ -63,6 +65,26 @@ class PromptReader:
                 num_tokens, token_ids = await self._encode(body.prompt, num_bytes, True, most)
             check_prompt_length(kind, num_tokens, sampling, self._limits)
         return check_prompt(kind, token_ids, sampling, self._limits)
+
+    async def read_prediction(self, body: api.GenerateRequest) -> list[int]:
+        """The tokens that the client expects; none where it says nothing.
+
+        Raises:
+            InvalidRequest: they are too many, or not of the vocabulary.
+        """
+        prediction = body.prediction
+        match prediction.WhichOneof("content"):
+            case "text":
+                num_bytes = len(prediction.text.encode())
+                check_prompt_bytes("prediction.text", num_bytes, self._prompt_limits)
+                most = self._limits.max_model_len
+                num_tokens, token_ids = await self._encode(prediction.text, num_bytes, False, most)
+                check_prediction_length("prediction.text", num_tokens, self._limits)
+                return token_ids
+            case "token_ids":
+                return check_prediction("prediction.token_ids", prediction.token_ids.token_ids, self._limits)
+            case _:
+                return []
 
     async def convert(
         self, field: str, text: str, add_special_tokens: bool, answer: Callable[[list[int]], bytes]

@@ -54,8 +54,11 @@ class ClientStream:
         token_ids: Sequence[int] = (),
         origins: Sequence[pb.Origin.ValueType] = (),
         logprobs: Sequence[pb.PositionLogprobs] = (),
+        drafters: Sequence[str] = (),
     ) -> None:
         """Queue output of a choice: some text, and tokens with their origins and, where wanted, log-probabilities.
+
+        `drafters` are those that proposed the tokens of a draft, in order; none: not known.
 
         Of what is too much for one chunk no text comes before the tokens that it is of: a client that is cut off
         between two chunks can resume.
@@ -65,10 +68,15 @@ class ClientStream:
             delta = self._delta(index)
             delta.text += text
             _add_tokens(delta, detokenizers, token_ids, origins, logprobs)
+            if drafters:
+                _name_drafters(delta.tokens[len(delta.tokens) - len(token_ids) :], drafters)
             return
         for start in range(0, len(token_ids), _MOST_MERGED_TOKENS):
             some = slice(start, start + _MOST_MERGED_TOKENS)
-            _add_tokens(self._new_delta(index), detokenizers, token_ids[some], origins[some], logprobs[some])
+            delta = self._new_delta(index)
+            _add_tokens(delta, detokenizers, token_ids[some], origins[some], logprobs[some])
+            # Accepted tokens come before all others.
+            _name_drafters(delta.tokens, drafters[some])
         for piece in text_pieces(text, _MOST_TEXT_BYTES):
             self._new_delta(index).text = piece
 
@@ -155,3 +163,9 @@ def _add_tokens(
     else:
         for token_id, origin in zip(token_ids, origins, strict=True):
             add(id=token_id, text=text(token_id), origin=origin)
+
+
+def _name_drafters(tokens: Iterable[api.OutputToken], drafters: Sequence[str]) -> None:
+    drafted = (token for token in tokens if token.origin == pb.ORIGIN_DRAFT)
+    for token, name in zip(drafted, drafters, strict=False):
+        token.drafter = name

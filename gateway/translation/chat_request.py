@@ -41,6 +41,8 @@ def chat_to_generate(request: ChatRequest, tool_parser: str = "none") -> api.Gen
             template_variables=template_variables(request.chat_template_kwargs, request.reasoning_effort),
         )
     )
+    if request.prediction is not None and request.prediction.text:
+        body.prediction.text = request.prediction.text
     if calls_tools(request) and request.skip_special_tokens is None and marks_are_special_tokens(tool_parser):
         body.sampling.skip_special_tokens = False
     return body

@@ -83,7 +83,6 @@ def test_each_field_has_limits_and_is_named_when_they_are_crossed(
         (ChatRequest, "response_format", {"type": "json_object"}),
         (ChatRequest, "store", True),
         (ChatRequest, "functions", [{"name": "f"}]),
-        (ChatRequest, "prediction", {"type": "content", "content": "x"}),
         (ChatRequest, "web_search_options", {}),
         (ChatRequest, "chat_template", "{{ 1 }}"),
         (ChatRequest, "structured_outputs", {"regex": "a"}),
