@@ -139,7 +139,9 @@ class Pacing:
         if not session.max_nodes:
             return
         if session.gate is None:
-            session.gate = self.gate.admit(f"{session.mode.name} {kind_of(session.params.temperature)}", now_s)
+            session.gate = self.gate.admit(
+                f"{session.mode.name} {kind_of(session.params.temperature)} {session.sources}", now_s
+            )
         else:
             has_proposal = len(session.tree) > 0
             self.gate.stepped(session.gate, len(walk.path), has_proposal, now_s, num_nodes=num_nodes)

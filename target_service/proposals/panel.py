@@ -132,7 +132,7 @@ class DrafterPanel:
             context = Context(session.token_ids, body.num_prompt_tokens, body.cache_salt, session.prediction)
             known = self._known[session.session_id] = _Known(context)
             for name, drafter in tuple(self._drafters.items()):
-                if session.wanted_drafters is None or name in session.wanted_drafters:
+                if session.may_use(name):
                     self._open(known, name, drafter)
                     session.own_records[name] = OwnRecord()
         return known
