@@ -22,13 +22,13 @@ from bench.pairs import PAIRS, NoSuchPair, Pair, resolve_pair
 from bench.plan import Plan
 from bench.prompts import held_out_prompts
 from bench.report import file_name, versions
-from bench.systems import compare
+from bench.systems import compare, drafters
 from specdec.benchmark.progress import Progress
 from specdec.benchmark.report import Report, machine
 from specdec.cli.up import stop_on_signals
 
 RESULTS = Path(__file__).parent / "results"
-PARTS = ("decode", "systems", "steps", "sweep", "arrivals", "adversity")
+PARTS = ("decode", "systems", "steps", "sweep", "arrivals", "adversity", "drafters")
 _USUAL = PARTS[:3]
 _CHECK_PROMPTS, _CHECK_TOKENS = 2, 32
 _LOG_WIDTH = 200
@@ -121,6 +121,8 @@ def main(
             arrivals.run(plan, found, progress)
         if "adversity" in parts:
             adversity.run(plan, found, progress)
+        if "drafters" in parts:
+            drafters.run(plan, found, progress)
         facts["load_average_at_the_end"] = [round(load, 2) for load in os.getloadavg()]
         facts["seconds"] = round(time.monotonic() - began_s, 1)
     if save:

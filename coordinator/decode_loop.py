@@ -136,8 +136,9 @@ class DecodeLoop:
         if kept or step.text:
             logprobs = verdict.logprobs[num_known:]
             told = None if verdict.is_partial else step_told(session, verdict, len(kept), now_s)
+            names = _drafters_of(verdict)[num_known:]
             session.request.stream.output(
-                session.choice, step.text, session.detokenizers, kept, origins, logprobs, told
+                session.choice, step.text, session.detokenizers, kept, origins, logprobs, told, names
             )
         if verdict.is_partial:
             session.tally.num_partial_tokens += len(kept)
@@ -286,3 +287,11 @@ def _finish_of(verdict: pb.Verdict) -> Finish | None:
         return None
     stop_token_id = verdict.stop_token_id if verdict.HasField("stop_token_id") else None
     return Finish(verdict.finish_reason, stop_token_id=stop_token_id)
+
+
+def _drafters_of(verdict: pb.Verdict) -> list[str]:
+    """Who proposed each token, where that was a draft and the target tells; empty where it tells nothing."""
+    if not verdict.accepted_by:
+        return []
+    names = iter(verdict.accepted_by)
+    return [next(names, "") if origin == pb.ORIGIN_DRAFT else "" for origin in verdict.origins]

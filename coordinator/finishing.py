@@ -8,7 +8,7 @@ from __future__ import annotations
 from coordinator.observer import Observer
 from coordinator.sessions.session import Request, Session
 from coordinator.sessions.table import SessionTable
-from coordinator.sessions.tally import total
+from coordinator.sessions.tally import prediction_counts, total
 from coordinator.text.choice_output import Finish
 from specdec.rpc.errors import Cancelled, SpecdecError
 from specdec.v1 import common_pb2 as pb
@@ -81,8 +81,12 @@ def _summary(request: Request) -> api.GenerateFinished:
         cached_tokens=request.num_cached_tokens,
         completion_tokens=sum(session.num_output_tokens for session in request.sessions),
     )
+    stats = total(session.tally for session in request.sessions)
+    if any(session.prediction for session in request.sessions):
+        accepted, verified = prediction_counts(stats)
+        usage.accepted_prediction_tokens, usage.rejected_prediction_tokens = accepted, verified - accepted
     return api.GenerateFinished(
         usage=usage,
-        stats=total(session.tally for session in request.sessions),
+        stats=stats,
         numerics_changed=any(len(session.numerics_ids) > 1 for session in request.sessions),
     )

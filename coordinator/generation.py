@@ -27,6 +27,7 @@ from coordinator.sessions.session import Request, Session
 from coordinator.sessions.table import SessionTable
 from coordinator.sessions.target_side import TargetSide
 from coordinator.tenants.quotas import TenantLease, TenantLimits
+from specdec.drafters.options import DRAFT_MODEL
 from specdec.rpc.errors import Cancelled, NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
 from specdec.store.errors import RequestHeld, TooManyConcurrent
 from specdec.store.interface import RequestKey
@@ -256,7 +257,7 @@ class Generator:
         first = sessions[0]
         target = await self._fleet.pick_target(request, first.token_ids, self._target_timeout_s)
         # No wait from here on: who picks next is to see this one's load.
-        draft = self._fleet.pick_draft(first.position) if first.speculate else None
+        draft = self._fleet.pick_draft(first.position) if first.speculate and first.may_have_draft else None
         for session in sessions:
             if session.finish is None:
                 is_fork = session is not first and session.position == first.position == session.num_prompt_tokens
@@ -308,6 +309,9 @@ class Generator:
             detokenizers=served.tokenizer.detokenizers,
             max_draft_tokens=plan.speculation.max_draft_tokens,
             time_per_token_us=plan.speculation.time_per_token_us,
+            drafters=plan.speculation.drafters,
+            prediction=plan.prediction if plan.speculation.enabled else (),
+            may_have_draft=not plan.speculation.drafters or DRAFT_MODEL in plan.speculation.drafters,
             target=TargetSide(prompt=_prompt_progress(plan) if choice == 0 else None),
         )
 

@@ -22,6 +22,7 @@ from coordinator.replicas.status import describe_replicas
 from coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
 from coordinator.tenants.quotas import Allowance
 from specdec import __version__
+from specdec.drafters.options import DRAFT_MODEL
 from specdec.rpc.errors import InvalidRequest
 from specdec.telemetry.tracing import TRACE_HEADERS
 from specdec.v1 import common_pb2 as pb
@@ -135,6 +136,7 @@ class CoordinatorServicer:
             max_draft_tokens=limits.max_draft_tokens,
             has_chat_template=served.tokenizer.has_chat_template,
             tokenizer=served.tokenizer.describe() if request.with_tokenizer else None,
+            drafters=[*([DRAFT_MODEL] if draft is not None else []), *self._fleet.drafters()],
         )
 
     async def get_status(

@@ -42,6 +42,7 @@ _VALUE_NAMES = {
     "int": "INTEGER",
     "float": "NUMBER",
     "tuple[str,...]": "LIST",
+    "tuple[JSON,...]": "LIST",
 }
 
 

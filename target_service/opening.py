@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specdec.config import TargetSettings
+from specdec.drafters.options import DRAFT_MODEL
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
@@ -46,6 +47,7 @@ def new_session(
     wanted = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
     limit = min(wanted, settings.max_draft_tokens, settings.max_proposal_nodes)
     wants_prompt = body.HasField("num_prompt_logprobs") and body.prompt_logprobs_start < body.num_prompt_tokens
+    wanted_drafters = frozenset(body.drafters) if body.drafters else None
     return TargetSession(
         session_id=session_id,
         epoch=epoch,
@@ -57,10 +59,18 @@ def new_session(
         history=history,
         tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
         max_nodes=limit if body.speculate else 0,
-        wanted_drafters=frozenset(body.drafters) if body.drafters else None,
+        wanted_drafters=wanted_drafters,
+        sources=_sources(body, settings, wanted_drafters),
         prediction=list(body.prediction_token_ids),
         wanted_token_s=body.time_per_token_us * 1e-6,
         credit_position=body.credit_position,
         times=SessionTimes(now_s),
         prompt_logprobs=PromptLogprobs(body, identity.vocab_size, piece_bytes) if wants_prompt else None,
     )
+
+
+def _sources(body: pb.OpenSession, settings: TargetSettings, wanted: frozenset[str] | None) -> str:
+    names = [DRAFT_MODEL, *(options.method for options in settings.drafters)]
+    if not body.prediction_token_ids:
+        names = [name for name in names if name != "prediction"]
+    return " ".join(name for name in names if wanted is None or name in wanted)

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
+from specdec.drafters.options import DRAFT_MODEL
 from specdec.engine.tree import ROOT
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
@@ -15,7 +16,7 @@ from target_service.policy.source_records import SourceRecords
 from target_service.policy.step_time import StepTimeModel
 from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
 from target_service.session import SessionState, TargetSession
-from target_service.tree.speculation_tree import DRAFT_MODEL, Node
+from target_service.tree.speculation_tree import Node
 from target_service.tree.walk import Walk
 
 _MAX_FITTED_ROWS = 128
@@ -138,7 +139,9 @@ class Pacing:
         if not session.max_nodes:
             return
         if session.gate is None:
-            session.gate = self.gate.admit(f"{session.mode.name} {kind_of(session.params.temperature)}", now_s)
+            session.gate = self.gate.admit(
+                f"{session.mode.name} {kind_of(session.params.temperature)} {session.sources}", now_s
+            )
         else:
             has_proposal = len(session.tree) > 0
             self.gate.stepped(session.gate, len(walk.path), has_proposal, now_s, num_nodes=num_nodes)

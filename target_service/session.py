@@ -89,6 +89,8 @@ class TargetSession(EngineSession):
     """What waiting for its draft has brought."""
     wanted_drafters: frozenset[str] | None = None
     """Names of the target's own drafters that may propose for it; None: all."""
+    sources: str = ""
+    """Names of all that propose for it: what sessions gain depends on that."""
     prediction: Sequence[int] = ()
     """Text that its client expects."""
     own_records: dict[str, OwnRecord] = field(default_factory=dict)
@@ -128,6 +130,10 @@ class TargetSession(EngineSession):
             return 1.0
         num_tokens = self.num_tokens - self.times.num_first_tokens
         return urgency(self.wanted_token_s, now_s - self.times.first_verdict_at_s, num_tokens)
+
+    def may_use(self, source: str) -> bool:
+        """Whether its client lets a draft or a drafter propose for it."""
+        return self.wanted_drafters is None or source in self.wanted_drafters
 
     def held_s(self, now_s: float) -> float:
         """How long its next step has waited for a draft: held off, or while the target drafted itself."""

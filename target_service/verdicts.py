@@ -8,7 +8,7 @@ from specdec.message_sizes import cut
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.clamping import microseconds, uint32
 from target_service.decide import Decision
-from target_service.proposals.panel import DrafterStep
+from target_service.proposals.part import DrafterStep
 from target_service.session import SessionState, TargetSession
 
 _TOKEN_BYTES = 32

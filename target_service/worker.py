@@ -31,6 +31,8 @@ def run_engine(port: EnginePort, settings: TargetSettings) -> None:
         own = None
         if draft is not None and draft_recorder is not None:
             own = build_own_draft(host, built, draft, draft_recorder)
-        return Verifier(host, built, settings, recorder, own)
+        verifier = Verifier(host, built, settings, recorder, own)
+        built.info.drafters.extend(verifier.panel.names)
+        return verifier
 
     run_role(port, settings, _WIRE, "target-engine", make_role)

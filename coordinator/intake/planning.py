@@ -41,7 +41,7 @@ from coordinator.sessions.prompt_logprobs import MOST_JOINED_BYTES
 from coordinator.sessions.request_trace import RequestTrace
 from coordinator.sessions.session import Request
 from coordinator.tenants.quotas import Allowance
-from specdec.message_sizes import opening_bytes, position_bytes
+from specdec.message_sizes import opening_bytes, position_bytes, tokens_bytes
 from specdec.rpc.errors import InvalidRequest
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
@@ -84,6 +84,8 @@ class Plan:
     """Token ids, truncated if the client asked for it."""
     sampling: CheckedSampling
     speculation: CheckedSpeculation
+    prediction: list[int]
+    """What its output is expected to be."""
     max_tokens: int
     """Of each choice's output."""
     max_model_len: int
@@ -176,11 +178,13 @@ class Planner:
             prompt = await reader.read(body, sampling)
             for sequence in await reader.bad_words(body.sampling.bad_words):
                 sampling.token_sampling.bad_words.add(token_ids=sequence)
+            prediction = await reader.read_prediction(body)
         if is_constrained:
             resolve_start(sampling.token_sampling.constraint, prompt, served.tokenizer)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
         input_field = str(body.WhichOneof("input"))
         num_open_bytes = opening_bytes(len(prompt) + max_tokens, limits.vocab_size, sampling.token_sampling.ByteSize())
+        num_open_bytes += tokens_bytes(len(prediction), limits.vocab_size)
         check_opening(input_field, num_open_bytes, sampling, self._fleet.most_open_bytes())
         check_resumable(body, input_field, sampling.n, max_tokens, limits.vocab_size, self._max_message_bytes)
         trace.accepted(
@@ -236,6 +240,7 @@ class Planner:
             prompt=prompt,
             sampling=sampling,
             speculation=speculation,
+            prediction=prediction,
             max_tokens=max_tokens,
             max_model_len=model_limits.max_model_len,
             seed=seed,

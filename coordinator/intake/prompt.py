@@ -12,6 +12,8 @@ from coordinator.intake.validation import (
     CheckedSampling,
     Limits,
     check_num_messages,
+    check_prediction,
+    check_prediction_length,
     check_prompt,
     check_prompt_bytes,
     check_prompt_length,
@@ -75,6 +77,26 @@ class PromptReader:
         if num_bytes <= _INLINE_BYTES:
             return read()
         return await self._turns.run(read, num_bytes, self._tenant, self._weight)
+
+    async def read_prediction(self, body: api.GenerateRequest) -> list[int]:
+        """The tokens that the client expects; none where it says nothing.
+
+        Raises:
+            InvalidRequest: they are too many, or not of the vocabulary.
+        """
+        prediction = body.prediction
+        match prediction.WhichOneof("content"):
+            case "text":
+                num_bytes = len(prediction.text.encode())
+                check_prompt_bytes("prediction.text", num_bytes, self._prompt_limits)
+                most = self._limits.max_model_len
+                num_tokens, token_ids = await self._encode(prediction.text, num_bytes, False, most)
+                check_prediction_length("prediction.text", num_tokens, self._limits)
+                return token_ids
+            case "token_ids":
+                return check_prediction("prediction.token_ids", prediction.token_ids.token_ids, self._limits)
+            case _:
+                return []
 
     async def convert(
         self, field: str, text: str, add_special_tokens: bool, answer: Callable[[list[int]], bytes]

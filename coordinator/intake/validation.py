@@ -10,6 +10,7 @@ from coordinator.text.bad_words import check_bad_words
 from coordinator.text.choice_output import ChoiceOutput
 from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.constraint_limits import fault_of
+from specdec.drafters.options import DRAFT_MODEL, DRAFTER_NAMES
 from specdec.rpc.errors import InvalidRequest
 from specdec.sampling_limits import LOGIT_BIAS, MAX_ALLOWED_TOKEN_IDS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
 from specdec.v1 import common_pb2 as pb
@@ -82,6 +83,8 @@ class CheckedSpeculation:
     max_draft_tokens: int | None
     time_per_token_us: int = 0
     """Wanted; 0: not told."""
+    drafters: tuple[str, ...] = ()
+    """Those alone may propose; none: all."""
 
 
 def check_request_id(request_id: str) -> None:
@@ -161,7 +164,18 @@ def check_speculation(
         verify_mode=mode or default_mode,
         max_draft_tokens=max_draft_tokens,
         time_per_token_us=_time_per_token_us(params),
+        drafters=_drafters(params),
     )
+
+
+def _drafters(params: api.SpeculationParams) -> tuple[str, ...]:
+    names: dict[str, None] = {}
+    for index, name in enumerate(params.drafters):
+        if name != DRAFT_MODEL and name not in DRAFTER_NAMES:
+            known = ", ".join(sorted({DRAFT_MODEL, *DRAFTER_NAMES}))
+            raise InvalidRequest(f"speculation.drafters[{index}]", f"is none of {known}")
+        names[name] = None
+    return tuple(names)
 
 
 def _time_per_token_us(params: api.SpeculationParams) -> int:
@@ -200,6 +214,24 @@ def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
     for index, token_id in enumerate(token_ids):
         if token_id >= limits.vocab_size:
             raise InvalidRequest(f"token_ids[{index}]", f"{token_id} is outside the vocabulary of {limits.vocab_size}")
+
+
+def check_prediction_length(field: str, num_tokens: int, limits: Limits) -> None:
+    """Text that is expected is no more than a context holds. Raises InvalidRequest."""
+    if num_tokens > limits.max_model_len:
+        raise InvalidRequest(
+            field, f"{num_tokens} tokens are more than a context of {limits.max_model_len} tokens holds"
+        )
+
+
+def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
+    """Token ids that are expected: of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
+    check_prediction_length(field, len(token_ids), limits)
+    for index, token_id in enumerate(token_ids):
+        if token_id >= limits.vocab_size:
+            message = f"token id {token_id} is outside the vocabulary of {limits.vocab_size}"
+            raise InvalidRequest(f"{field}.token_ids[{index}]", message)
+    return list(token_ids)
 
 
 def check_prompt_length(field: str, num_tokens: int, sampling: CheckedSampling, limits: Limits) -> int:

@@ -12,6 +12,7 @@ from coordinator.links.replica_stream import ReplicaStream
 from coordinator.links.stream_end import describe, end_of
 from coordinator.links.wire import EntryT, RequestT, ResultT, Wire
 from coordinator.sessions.session import Session
+from specdec.drafters.options import DRAFTER_NAMES
 from specdec.message_sizes import ENTRY_OVERHEAD_BYTES, frame_bytes, most_bytes
 from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.errors import IncompatibleReplica
@@ -67,6 +68,8 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         """The last report on the stream that is up."""
         self.num_own_at_load = 0
         """How many sessions it had of us when that came."""
+        self.drafters: frozenset[str] = frozenset()
+        """Names of those that it runs itself."""
         self.steps_apart = False
         """It steps sessions alone that are opened so, and tells whom its engine was working for when that ended."""
         self.refused_s: float | None = None
@@ -161,6 +164,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         """Raises IncompatibleReplica if another link leads to this process."""
         self._told_message_bytes = info.max_message_bytes
         self.steps_apart = info.HasField("last_end")
+        self.drafters = frozenset(info.drafters) & DRAFTER_NAMES
         self._events.check_instance(self, info.instance_id)
 
     def on_too_large(self: Self, session_id: str, epoch: int, cause: str) -> None:

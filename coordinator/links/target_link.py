@@ -116,7 +116,7 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
             epoch=side.epoch,
             position=session.position,
         )
-        body = session.open_body(traceparent)
+        body = session.open_body(traceparent, for_target=True)
         body.tells_trees = session.request.with_steps
         if side.cleared_at is not None:
             body.apart_until = side.cleared_at

@@ -238,7 +238,7 @@ class DraftRecovery:
         Where another one has it, that one goes on until it says the same.
         """
         self._drop(session, host, cause)
-        session.speculate = bool(session.drafting.sides)
+        session.may_have_draft = bool(session.drafting.sides)
 
     def _move(self, session: Session, host: DraftHost, other: DraftLink, cause: str) -> None:
         """Another draft gets the session."""
@@ -263,7 +263,7 @@ class DraftRecovery:
     def _open(self, session: Session) -> None:
         """Give a session that has none a draft, if there is one and the session may have it."""
         drafting = session.drafting
-        if session.finish is not None or not session.speculate or drafting.sides:
+        if session.finish is not None or not (session.speculate and session.may_have_draft) or drafting.sides:
             return
         if drafting.num_failures >= _MOST_DRAFT_FAILURES:
             return

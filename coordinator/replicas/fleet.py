@@ -170,6 +170,11 @@ class Fleet:
         """The largest entry that opens a session and that some target takes; None: no target is there."""
         return max((most_entry_bytes(link.message_bytes) for link in self._ready_targets()), default=None)
 
+    def drafters(self) -> list[str]:
+        """Names of the drafters that every target runs itself."""
+        links = self._ready_targets()
+        return sorted(frozenset.intersection(*(link.drafters for link in links))) if links else []
+
     def pick_draft(self, position: int, besides: DraftHost | None = None) -> DraftLink | None:
         """The least loaded draft that takes sessions and whose context reaches past a position."""
         return min(with_room(_usable(self._fit_drafts(position, besides))), key=weight, default=None)

@@ -57,9 +57,12 @@ class ClientStream:
         origins: Sequence[pb.Origin.ValueType] = (),
         logprobs: Sequence[pb.PositionLogprobs] = (),
         step: api.DecodingStep | None = None,
+        drafters: Sequence[str] = (),
     ) -> None:
         """Queue output of a choice: some text, and tokens with their origins and, where wanted, log-probabilities and
         the step that they are of.
+
+        `drafters`: who proposed each token, "" where no draft did; empty: not known.
 
         Of what is too much for one chunk no text comes before the tokens that it is of: a client that is cut off
         between two chunks can resume.
@@ -71,10 +74,14 @@ class ClientStream:
             _add_tokens(delta, detokenizers, token_ids, origins, logprobs)
             if step is not None:
                 delta.steps.append(step)
+            if drafters:
+                _name_drafters(delta.tokens[len(delta.tokens) - len(token_ids) :], drafters)
             return
         for start in range(0, len(token_ids), _MOST_MERGED_TOKENS):
             some = slice(start, start + _MOST_MERGED_TOKENS)
-            _add_tokens(self._new_delta(index), detokenizers, token_ids[some], origins[some], logprobs[some])
+            delta = self._new_delta(index)
+            _add_tokens(delta, detokenizers, token_ids[some], origins[some], logprobs[some])
+            _name_drafters(delta.tokens, drafters[some])
         for piece in text_pieces(text, _MOST_TEXT_BYTES):
             self._new_delta(index).text = piece
         if step is not None:
@@ -179,3 +186,8 @@ def _add_tokens(
     else:
         for token_id, origin in zip(token_ids, origins, strict=True):
             add(id=token_id, text=text(token_id), origin=origin)
+
+
+def _name_drafters(tokens: Iterable[api.OutputToken], drafters: Sequence[str]) -> None:
+    for token, name in zip(tokens, drafters, strict=False):
+        token.drafter = name

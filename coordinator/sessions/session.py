@@ -124,6 +124,12 @@ class Session:
     max_draft_tokens: int | None = None
     time_per_token_us: int = 0
     """Wanted; 0: not told."""
+    drafters: tuple[str, ...] = ()
+    """Those alone may propose; none: all."""
+    prediction: Sequence[int] = ()
+    """What its output is expected to be."""
+    may_have_draft: bool = True
+    """Whether a draft may be opened for it, if it speculates."""
     fork_from: str = ""
     """Used at the first opening only: later ones find the prompt in the prefix cache."""
     num_written: int = 0
@@ -173,7 +179,7 @@ class Session:
         if numerics_id not in self.numerics_ids:
             self.numerics_ids.append(numerics_id)
 
-    def open_body(self, traceparent: str) -> pb.OpenSession:
+    def open_body(self, traceparent: str, *, for_target: bool = False) -> pb.OpenSession:
         """The OpenSession of either side, with all committed tokens."""
         body = pb.OpenSession(
             token_ids=self.token_ids,
@@ -190,6 +196,9 @@ class Session:
         )
         if self.position == self.num_prompt_tokens:
             body.fork_from = self.fork_from
+        if for_target:
+            body.drafters.extend(self.drafters)
+            body.prediction_token_ids.extend(self.prediction)
         return body
 
 

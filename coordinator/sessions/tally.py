@@ -9,8 +9,26 @@ from itertools import zip_longest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
+_MOST_DRAFTERS = 64
 _MOST_COUNT = 2**32 - 1
 """What the fields of counts hold. Targets say what is summed up here, and may say anything."""
+
+
+@dataclass(slots=True)
+class DrafterTally:
+    """Of one of the target's own drafters."""
+
+    num_proposed: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    cost_us: int = 0
+
+    def add(self, other: pb.DrafterRecord | DrafterTally) -> None:
+        """Count a step, or the steps of another choice."""
+        self.num_proposed += other.num_proposed
+        self.num_verified += other.num_verified
+        self.num_accepted += other.num_accepted
+        self.cost_us += other.cost_us
 
 
 @dataclass(slots=True)
@@ -36,6 +54,8 @@ class SpeculationTally:
     hit_outside_us: float = 0.0
     first_verdict_s: float | None = None
     last_verdict_s: float = 0.0
+    drafters: dict[str, DrafterTally] = field(default_factory=dict)
+    """By name, those of the target's own that were asked."""
     num_partial_tokens: int = 0
     """Of a step whose last verdict is still to come."""
 
@@ -57,6 +77,8 @@ class SpeculationTally:
         self.last_verdict_s = now_s
         if self.first_verdict_s is None:
             self.first_verdict_s = now_s
+        for record in verdict.drafters:
+            self._add_drafter(record.name, record)
         self.queue_us += verdict.queue_us
         self.prefill_us += verdict.prefill_us
         self.num_wasted += verdict.num_wasted
@@ -72,6 +94,14 @@ class SpeculationTally:
         self.draft_us += verdict.draft_us
         if verdict.verified_by_depth:
             self._add_verified(verdict, num_kept)
+
+    def _add_drafter(self, name: str, record: pb.DrafterRecord | DrafterTally) -> None:
+        known = self.drafters.get(name)
+        if known is None:
+            if len(self.drafters) >= _MOST_DRAFTERS:
+                return
+            known = self.drafters[name] = DrafterTally()
+        known.add(record)
 
     def _add_verified(self, verdict: pb.Verdict, num_kept: int) -> None:
         verified = list(verdict.verified_by_depth)
@@ -97,11 +127,21 @@ def total(tallies: Iterable[SpeculationTally]) -> api.SpeculationStats:
     for tally in tallies:
         for name in _SUMMED:
             setattr(sum_, name, getattr(sum_, name) + getattr(tally, name))
+        for name, record in tally.drafters.items():
+            sum_._add_drafter(name, record)
         _count_depths(sum_.verified_by_depth, tally.verified_by_depth)
         _count_depths(sum_.accepted_by_depth, tally.accepted_by_depth)
         sum_.admission_s = max(sum_.admission_s, tally.admission_s)
         outside_us += tally.to_proto().outside_ms * 1e3
     return _stats(sum_, outside_us)
+
+
+def prediction_counts(stats: api.SpeculationStats) -> tuple[int, int]:
+    """Tokens of a prediction that were accepted, and that were verified; a target may say anything of them."""
+    for record in stats.drafters:
+        if record.name == "prediction":
+            return min(record.num_accepted, record.num_verified), record.num_verified
+    return 0, 0
 
 
 _SUMMED = (
@@ -154,4 +194,14 @@ def _stats(tally: SpeculationTally, outside_us: float) -> api.SpeculationStats:
         num_hits=tally.num_hits,
         num_suspended_steps=tally.num_suspended_steps,
         hit_outside_ms=tally.hit_outside_us / 1e3,
+        drafters=[
+            api.DrafterStats(
+                name=name,
+                num_proposed=min(record.num_proposed, _MOST_COUNT),
+                num_verified=min(record.num_verified, _MOST_COUNT),
+                num_accepted=min(record.num_accepted, _MOST_COUNT),
+                cost_ms=record.cost_us / 1e3,
+            )
+            for name, record in sorted(tally.drafters.items())
+        ],
     )

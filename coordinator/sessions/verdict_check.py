@@ -12,6 +12,9 @@ _MOST_ORIGIN = 255
 _MOST_DEPTHS = 64
 """Of a tree: as many as a proposal has nodes. Each depth is a series of the metrics."""
 
+_MOST_DRAFTERS = 64
+_MOST_NAME_CHARS = 32
+
 
 def fault_of(session: Session, verdict: pb.Verdict) -> str | None:
     """Why a verdict does not go on from what was delivered, or is none that a working target sends; None if it is one.
@@ -45,7 +48,18 @@ def fault_of(session: Session, verdict: pb.Verdict) -> str | None:
         return f"verdict counts {len(verdict.verified_by_depth)} depths of a tree"
     if session.request.with_steps and (fault := tree_fault(verdict.tree, vocab_size)) is not None:
         return fault
+    num_drafted = sum(origin == pb.ORIGIN_DRAFT for origin in verdict.origins) if verdict.accepted_by else 0
+    if len(verdict.accepted_by) != num_drafted:
+        return f"verdict names {len(verdict.accepted_by)} drafters for {num_drafted} tokens"
+    if len(verdict.drafters) > _MOST_DRAFTERS:
+        return f"verdict tells of {len(verdict.drafters)} drafters"
+    if not all(map(_is_name, (*verdict.accepted_by, *(record.name for record in verdict.drafters)))):
+        return "verdict names a drafter that has no such name"
     known = session.token_ids[verdict.start_position :][: len(token_ids)] if num_known else []
     if known != list(token_ids[:num_known]):
         return f"verdict differs from what was delivered from {verdict.start_position} on"
     return None
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= _MOST_NAME_CHARS and name.isascii() and name.replace("_", "a").isalnum()

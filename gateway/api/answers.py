@@ -21,6 +21,13 @@ class PromptTokensDetails(AnswerModel):
     cached_tokens: int = Field(description="Found in a prefix cache.")
 
 
+class CompletionTokensDetails(AnswerModel):
+    """Of the output's tokens, where the request had a prediction."""
+
+    accepted_prediction_tokens: int = Field(description="Taken over from the prediction.")
+    rejected_prediction_tokens: int = Field(description="Of the prediction, tried and not taken.")
+
+
 class UsageAnswer(AnswerModel):
     """Tokens used."""
 
@@ -28,6 +35,7 @@ class UsageAnswer(AnswerModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class SpeculativeDecoding(AnswerModel):
@@ -56,6 +64,7 @@ class TokenOrigin(AnswerModel):
     origin: Literal["prefill", "draft", "recovered", "bonus", "decode", "forced"]
     round: int = Field(description="The step that committed it, from 0.")
     depth: int | None = Field(description="Of a draft token: its distance from the last token committed before.")
+    drafter: str | None = Field(description="Of a draft token: who proposed it, where that is known.")
 
 
 class StepNode(AnswerModel):

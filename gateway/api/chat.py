@@ -13,10 +13,32 @@ from gateway.api.fields import (
     EmptyObject,
     NumLogprobs,
     PositiveCount,
+    RequestModel,
     SamplingFields,
 )
 
 _NO_MEANING = "Accepted, without meaning here."
+
+
+class PredictionPart(RequestModel):
+    """A part of what is expected."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(RequestModel):
+    """Text that is expected in the output, such as a file that is to be changed in places."""
+
+    type: Literal["content"]
+    content: str | list[PredictionPart]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
 
 
 class ChatRequest(SamplingFields):
@@ -24,7 +46,7 @@ class ChatRequest(SamplingFields):
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
         *("audio", "chat_template", "documents", "function_call", "functions", "media_io_kwargs", "modalities"),
-        *("mm_processor_kwargs", "moderation", "prediction", "store", "web_search_options"),
+        *("mm_processor_kwargs", "moderation", "store", "web_search_options"),
     }
 
     messages: list[dict[str, Any]] = Field(
@@ -44,6 +66,7 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: Literal[False] | None = None
+    prediction: Prediction | None = Field(None, description="What the output is expected to be, for the most part.")
     echo: bool | None = Field(None, description="Begin with the last message, if it is the assistant's.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
 
@@ -64,7 +87,6 @@ class ChatRequest(SamplingFields):
     mm_processor_kwargs: EmptyObject | None = None
     modalities: list[Literal["text"]] | None = None
     moderation: None = None
-    prediction: None = None
     store: Literal[False] | None = None
     web_search_options: None = None
 

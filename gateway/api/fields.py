@@ -60,6 +60,9 @@ class Speculation(RequestModel):
     time_per_token_ms: Annotated[float, Field(ge=0.001, le=60_000)] | None = Field(
         None, description="Wanted mean time of an output token after the first."
     )
+    drafters: Annotated[list[str], Field(max_length=64)] | None = Field(
+        None, description="Names of the drafters that may propose; draft_model is the draft. Default: all."
+    )
 
 
 class StructuredOutputs(RequestModel):

@@ -43,6 +43,8 @@ def chat_to_generate(
             template_variables=template_variables(request.chat_template_kwargs, request.reasoning_effort),
         )
     )
+    if request.prediction is not None and request.prediction.text:
+        body.prediction.text = request.prediction.text
     marks_calls = calls_tools(request) and tool_calls.marks_are_special_tokens(tool_parser)
     if request.skip_special_tokens is None and (marks_calls or reasoning.marks_are_special_tokens(reasoning_parser)):
         body.sampling.skip_special_tokens = False

@@ -41,6 +41,7 @@ class OriginCounter:
             "origin": _NAMES.get(token.origin, "decode"),
             "round": self._round,
             "depth": self._depth if is_draft else None,
+            "drafter": token.drafter or None,
         }
         self._round += not is_draft
         return told

@@ -52,6 +52,7 @@ def speculation_params(speculation: Speculation | None) -> api.SpeculationParams
         verify_mode=_MODES[speculation.verify_mode],
         max_draft_tokens=speculation.max_draft_tokens,
         time_per_token_ms=speculation.time_per_token_ms,
+        drafters=speculation.drafters or (),
     )
 
 

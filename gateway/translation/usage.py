@@ -13,10 +13,16 @@ def usage_of(finished: Iterable[api.Usage]) -> dict[str, Any]:
     all_of = list(finished)
     prompt = sum(usage.prompt_tokens for usage in all_of)
     cached = sum(usage.cached_tokens for usage in all_of)
-    return {
+    told = {
         **usage_so_far(prompt, sum(usage.completion_tokens for usage in all_of)),
         "prompt_tokens_details": {"cached_tokens": cached},
     }
+    if any(usage.HasField("accepted_prediction_tokens") for usage in all_of):
+        told["completion_tokens_details"] = {
+            "accepted_prediction_tokens": sum(usage.accepted_prediction_tokens for usage in all_of),
+            "rejected_prediction_tokens": sum(usage.rejected_prediction_tokens for usage in all_of),
+        }
+    return told
 
 
 def usage_so_far(num_prompt: int, num_output: int) -> dict[str, Any]:

@@ -65,6 +65,8 @@ def generate(
     verify_mode: options.VerifyModeName = None,
     max_draft_tokens: options.MaxDraftTokens = None,
     time_per_token_ms: options.TimePerToken = None,
+    drafters: options.Drafters = None,
+    prediction_file: options.PredictionFile = None,
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Colour tokens by their origin.", rich_help_panel=_OUTPUT)
     ] = False,
@@ -141,6 +143,7 @@ def generate(
         max_draft_tokens=max_draft_tokens,
         time_per_token_ms=time_per_token_ms,
     )
+    options.set_drafting(request, drafters, prediction_file)
     request.speculation.verify_mode = options.parse_verify_mode(verify_mode)
 
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)

@@ -94,6 +94,15 @@ TimePerToken = Annotated[
     _option("Wanted mean time per token, in milliseconds.", "--time-per-token-ms", panel=_SPECULATION),
 ]
 
+Drafters = Annotated[
+    str | None,
+    _option("These drafters alone; draft_model is the draft.", "--drafters", panel=_SPECULATION, metavar="NAME,..."),
+]
+PredictionFile = Annotated[
+    Path | None,
+    _option("A file with text that the output is expected to have.", "--prediction-file", panel=_SPECULATION),
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
@@ -134,6 +143,19 @@ def _read_prompt(file: Path | None) -> str:
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a PROMPT, --prompt-file, --token-ids, --message, or standard input")
     return sys.stdin.read()
+
+
+def set_drafting(request: coordinator_pb2.GenerateRequest, drafters: str | None, prediction_file: Path | None) -> None:
+    """Set who may propose, and what is expected. Raises typer.BadParameter for a file that cannot be read."""
+    if drafters is not None:
+        request.speculation.drafters.extend(name.strip() for name in drafters.split(",") if name.strip())
+    if prediction_file is not None:
+        try:
+            request.prediction.text = prediction_file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(
+                f"cannot read {prediction_file}: {error}", param_hint="--prediction-file"
+            ) from error
 
 
 def _parse_message(text: str) -> coordinator_pb2.ChatMessage:

@@ -63,6 +63,11 @@ DrafterOptions = Annotated[
 ]
 
 
+DRAFT_MODEL = "draft_model"
+"""The name of the draft beside those of drafters."""
+DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling"})
+
+
 def read_drafters(value: Any) -> Any:
     """Names with commas between them, or JSON: a list of names and of objects with a `method` and its options."""
     if isinstance(value, str):

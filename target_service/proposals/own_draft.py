@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specdec.config import DraftSettings
+from specdec.drafters.options import DRAFT_MODEL
 from specdec.drafting.local import Appetite, LocalDraft
 from specdec.drafting.metrics import DraftRecorder
 from specdec.engine.errors import EngineError, ModelLoadError
@@ -82,7 +83,7 @@ class OwnDraft:
         It is opened at the draft when proposals are first of use: one that is suspended from the start costs nothing.
         A draft that a session has lost it does not get again.
         """
-        if self.draft is None or session.max_nodes == 0:
+        if self.draft is None or session.max_nodes == 0 or not session.may_use(DRAFT_MODEL):
             return
         if session.session_id in self._known:
             self.draft.commit(session.session_id, start, token_ids, suspend=is_suspended)
@@ -101,13 +102,13 @@ class OwnDraft:
 
     def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
         """Draft for sessions whose next step is due; the time it takes is noted as one that they wait for a draft."""
-        if self.draft is None or not any(pacing.may_verify(session) for session in ready):
+        if self.draft is None or not any(pacing.may_verify(s) and s.may_use(DRAFT_MODEL) for s in ready):
             return
         began_s = time.monotonic()
         self.draft.work(self._appetite(pacing))
         drafted_s = time.monotonic() - began_s
         for session in ready:
-            if session.max_nodes > 0:
+            if session.max_nodes > 0 and session.may_use(DRAFT_MODEL):
                 session.drafted_s += drafted_s
 
     def observe(self, step: StepRecord, turn_s: float) -> None:

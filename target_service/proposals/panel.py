@@ -17,7 +17,7 @@ from typing import Protocol
 import structlog
 import torch
 
-from specdec.drafters.interface import Context, Drafter, Room, SessionDrafter
+from specdec.drafters.interface import Context, Drafter, Room
 from specdec.drafters.options import DrafterOptions
 from specdec.drafters.registry import make_drafter
 from specdec.engine.tree import ROOT
@@ -26,20 +26,13 @@ from target_service.decide import Decision
 from target_service.pacing import Pacing
 from target_service.policy.source_records import OwnRecord
 from target_service.proposals.deadline import Deadline, Overdue
+from target_service.proposals.part import DrafterPart, DrafterStep
 from target_service.session import SessionState, TargetSession
 from target_service.tree.speculation_tree import Node
 
 MOST_CALL_S = 0.25
 """Of CPU time that one call may take: a thousand times what it should."""
-_MOST_INTERVAL = 64
-"""Steps between two calls of a drafter that brings nothing."""
-_JUDGED_CALLS = 16
-"""Before a drafter is judged in a session."""
-_WEIGHT = 1 / 16
-"""Of a call in the means of a session."""
 _COST_WEIGHT = 1 / 64
-_FREE_TOKENS = 0.005
-"""Calls that cost no more are not worth leaving out."""
 _log = structlog.get_logger("specdec.worker")
 
 
@@ -57,48 +50,11 @@ class PanelRecorder(Protocol):
 
 
 @dataclass(slots=True)
-class DrafterStep:
-    """What a drafter did for a session's step."""
-
-    name: str
-    num_proposed: int = 0
-    num_verified: int = 0
-    num_accepted: int = 0
-    elapsed_s: float = 0.0
-
-
-@dataclass(slots=True)
-class _Part:
-    """A drafter's part of a session, and whether it pays."""
-
-    name: str
-    drafter: SessionDrafter
-    wait: int = 0
-    """Steps until it is asked again."""
-    interval: int = 1
-    num_calls: int = 0
-    gain: float = 0.0
-    """Tokens accepted thanks to a call: a mean."""
-    step: DrafterStep | None = None
-    """What it did for the step at hand; None: it was not asked."""
-
-    def judge(self, credit: float, cost_tokens: float) -> None:
-        """A step is over for which it was asked."""
-        self.num_calls += 1
-        self.gain += max(_WEIGHT, 1 / self.num_calls) * (credit - self.gain)
-        if credit > 0:
-            self.interval = 1
-        elif self.num_calls >= _JUDGED_CALLS and self.gain + _FREE_TOKENS < cost_tokens:
-            self.interval = min(_MOST_INTERVAL, 2 * self.interval)
-        self.wait = self.interval - 1
-
-
-@dataclass(slots=True)
 class _Known:
     """What the panel keeps of a session."""
 
     context: Context
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[DrafterPart] = field(default_factory=list)
     asked_at: int = 0
     """Number of its tokens when drafters were last asked."""
 
@@ -157,7 +113,7 @@ class DrafterPanel:
                 continue
             began_s = time.monotonic()
             try:
-                with self._deadline.armed():
+                with self._deadline:
                     offer = part.drafter.propose(known.context, room)
                 elapsed_s = time.monotonic() - began_s
                 num_nodes = 0
@@ -166,8 +122,6 @@ class DrafterPanel:
             except (Exception, Overdue) as error:
                 self._drop(part.name, error)
                 continue
-            cost_s = self._costs_s.get(part.name, elapsed_s)
-            self._costs_s[part.name] = cost_s + _COST_WEIGHT * (elapsed_s - cost_s)
             part.step = DrafterStep(part.name, num_nodes, elapsed_s=elapsed_s)
             self._recorder.asked(part.name, num_nodes, elapsed_s)
 
@@ -178,20 +132,20 @@ class DrafterPanel:
             context = Context(session.token_ids, body.num_prompt_tokens, body.cache_salt, session.prediction)
             known = self._known[session.session_id] = _Known(context)
             for name, drafter in tuple(self._drafters.items()):
-                if session.wanted_drafters is None or name in session.wanted_drafters:
+                if session.may_use(name):
                     self._open(known, name, drafter)
                     session.own_records[name] = OwnRecord()
         return known
 
     def _open(self, known: _Known, name: str, drafter: Drafter) -> None:
         try:
-            with self._deadline.armed():
+            with self._deadline:
                 opened = drafter.open(known.context)
         except (Exception, Overdue) as error:
             self._drop(name, error)
             return
         if opened is not None:
-            known.parts.append(_Part(name, opened))
+            known.parts.append(DrafterPart(name, opened))
 
     # --- after a step
 
@@ -204,34 +158,45 @@ class DrafterPanel:
         num_top = max((d.capabilities.num_target_top for d in self._drafters.values()), default=0)
         if num_top == 0:
             return
+        began_s = time.monotonic()
         rows: list[int] = []
-        shares: list[tuple[_Known, list[int]]] = []
+        shares: list[tuple[DrafterPart, Context, list[int]]] = []
         for decision in decisions:
             candidate = decision.candidate
             known = self._known.get(candidate.session.session_id)
-            if known is None:
+            part = None if known is None else next((part for part in known.parts if self._reads(part)), None)
+            if known is None or part is None:
                 continue
             is_rejection = candidate.session.mode is VerifyMode.REJECTION
             nodes = decision.walk.rows if is_rejection else range(ROOT, candidate.num_nodes)
             last = candidate.session.token_ids[-1]
-            shares.append((known, [last if node == ROOT else candidate.tree.token_ids[node] for node in nodes]))
+            token_ids = [last if node == ROOT else candidate.tree.token_ids[node] for node in nodes]
+            shares.append((part, known.context, token_ids))
             rows += [candidate.root_row + 1 + node for node in nodes]
         if not rows:
             return
         needed = logits if rows == list(range(len(logits))) else logits[rows]
         top_ids = needed[:, : self._vocab_size].topk(min(num_top, self._vocab_size), dim=1).indices.tolist()
         first = 0
-        for known, token_ids in shares:
+        for part, context, token_ids in shares:
             best = top_ids[first : first + len(token_ids)]
             first += len(token_ids)
-            for part in tuple(known.parts):
-                drafter = self._drafters[part.name]
-                if drafter.capabilities.num_target_top:
-                    try:
-                        with self._deadline.armed():
-                            drafter.verified(known.context, token_ids, best)
-                    except (Exception, Overdue) as error:
-                        self._drop(part.name, error)
+            drafter = self._drafters.get(part.name)
+            if drafter is not None:
+                try:
+                    with self._deadline:
+                        drafter.verified(context, token_ids, best)
+                except (Exception, Overdue) as error:
+                    self._drop(part.name, error)
+        each_s = (time.monotonic() - began_s) / len(shares)
+        for part, _, _ in shares:
+            if part.step is not None:
+                part.step.elapsed_s += each_s
+                self._recorder.asked(part.name, 0, each_s)
+
+    def _reads(self, part: DrafterPart) -> bool:
+        """Whether a part wants to know what the target found: it does where it was asked for the step."""
+        return part.step is not None and self._drafters[part.name].capabilities.num_target_top > 0
 
     def learn(self, decision: Decision, pacing: Pacing) -> list[DrafterStep]:
         """A decision is about to be committed: what became of the offers below the session's last committed token.
@@ -271,7 +236,9 @@ class DrafterPanel:
         token_s = pacing.step_time.predict(1)
         for part in known.parts:
             if part.step is not None:
-                part.judge(credits[part.name], self._costs_s.get(part.name, 0.0) / token_s)
+                cost_s = self._costs_s.get(part.name, part.step.elapsed_s)
+                self._costs_s[part.name] = cost_s = cost_s + _COST_WEIGHT * (part.step.elapsed_s - cost_s)
+                part.judge(credits[part.name], cost_s / token_s)
                 self._recorder.judged(part.name, part.step.num_verified, depths[part.name])
                 part.step = None
         return list(steps.values())
@@ -283,7 +250,7 @@ class DrafterPanel:
             return
         for part in known.parts:
             try:
-                with self._deadline.armed():
+                with self._deadline:
                     part.drafter.close(known.context)
             except (Exception, Overdue) as error:
                 self._drop(part.name, error)

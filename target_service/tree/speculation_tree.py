@@ -20,14 +20,13 @@ from dataclasses import dataclass, field, replace
 
 from google.rpc import code_pb2
 
+from specdec.drafters.options import DRAFT_MODEL
 from specdec.engine.errors import TreeError
 from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution
 from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree, check_tree
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
 
-DRAFT_MODEL = "draft_model"
-"""Source of what a draft sent."""
 DEFAULT_SCORE = 0.7
 """Estimated acceptance of a node whose proposal carries no score."""
 _NOWHERE = -1
@@ -138,8 +137,8 @@ class SpeculationTree:
             if node is not None:
                 self.nodes[node] = self.nodes[node].offered(source, score)
             elif above is not None:
-                mass = ((token,), (1.0,)) if self.is_chain else ((), ())
-                node = self.place(above, token, Node(score, *mass, source=source))
+                payload = Node(score, (token,), (1.0,), source=source) if self.is_chain else Node(score, source=source)
+                node = self.place(above, token, payload)
             places.append(node)
         return sum(place is not None for place in places)
 

@@ -35,6 +35,13 @@ ORIGIN_MEANINGS = {
     common_pb2.ORIGIN_PREFILL: "first token",
     common_pb2.ORIGIN_FORCED: "all that a constraint allowed",
 }
+DRAFTER_STYLES = {
+    "ngram": "blue",
+    "suffix": "bright_blue",
+    "prediction": "bright_magenta",
+    "token_recycling": "bright_cyan",
+}
+"""Of accepted tokens that no draft model proposed."""
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -44,6 +51,10 @@ def legend() -> Text:
     for origin, meaning in ORIGIN_MEANINGS.items():
         text.append(f"  {ORIGIN_NAMES[origin]:<10}", style=ORIGIN_STYLES[origin])
         text.append(f"{meaning}\n", style="dim")
+        if origin == common_pb2.ORIGIN_DRAFT:
+            for name, style in DRAFTER_STYLES.items():
+                text.append(f"    {name:<17}", style=style)
+                text.append("the same, guessed by this drafter of the target's own\n", style="dim")
     return text
 
 
@@ -51,6 +62,12 @@ def legend() -> Text:
 class _Pending:
     text: str
     origin: common_pb2.Origin.ValueType
+    drafter: str = ""
+
+    @property
+    def style(self) -> str:
+        """The colour of its text."""
+        return DRAFTER_STYLES.get(self.drafter) or ORIGIN_STYLES.get(self.origin, "")
 
 
 class OriginPainter:
@@ -62,14 +79,21 @@ class OriginPainter:
 
     def __init__(self) -> None:
         self._pending: deque[_Pending] = deque()
-        self._last: common_pb2.Origin.ValueType = common_pb2.ORIGIN_UNSPECIFIED
+        self._last = _Pending("", common_pb2.ORIGIN_UNSPECIFIED)
 
     def paint(self, delta: coordinator_pb2.ChoiceDelta) -> list[tuple[str, common_pb2.Origin.ValueType]]:
         """Return the delta's text as (span, origin) pairs."""
-        self._pending.extend(_Pending(token.text, token.origin) for token in delta.tokens)
+        return [(span, token.origin) for span, token in self._paint(delta)]
+
+    def styled(self, delta: coordinator_pb2.ChoiceDelta) -> list[tuple[str, str]]:
+        """Return the delta's text as pairs of a span and its colour, which names its origin or its drafter."""
+        return [(span, token.style) for span, token in self._paint(delta)]
+
+    def _paint(self, delta: coordinator_pb2.ChoiceDelta) -> list[tuple[str, _Pending]]:
+        self._pending.extend(_Pending(token.text, token.origin, token.drafter) for token in delta.tokens)
         return list(self._spans(delta.text))
 
-    def _spans(self, text: str) -> Iterator[tuple[str, common_pb2.Origin.ValueType]]:
+    def _spans(self, text: str) -> Iterator[tuple[str, _Pending]]:
         position = 0
         while position < len(text):
             rest = text[position:]
@@ -77,7 +101,7 @@ class OriginPainter:
                 yield rest, self._last
                 return
             token = self._pending[0]
-            self._last = token.origin
+            self._last = token
             if rest.startswith(token.text):
                 self._pending.popleft()
                 length = len(token.text)
@@ -87,7 +111,7 @@ class OriginPainter:
             else:
                 length = self._skip_unmatched(rest)
             if length:
-                yield rest[:length], token.origin
+                yield rest[:length], token
                 position += length
 
     def _skip_unmatched(self, rest: str) -> int:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from specdec.cli.views.origins import ORIGIN_STYLES, OriginPainter
+from specdec.cli.views.origins import OriginPainter
 from specdec.cli.views.shown import cell, harmless
 from specdec.v1 import coordinator_pb2
 
@@ -60,8 +60,8 @@ class StreamView:
     def _show_delta(self, delta: coordinator_pb2.ChoiceDelta) -> None:
         text = Text()
         if self._show_origin:
-            for span, origin in self._painters[delta.index].paint(delta):
-                text.append(self._shown(span), style=ORIGIN_STYLES.get(origin, ""))
+            for span, style in self._painters[delta.index].styled(delta):
+                text.append(self._shown(span), style=style)
         else:
             text.append(self._shown(delta.text))
         if delta.index == self._current:

@@ -59,6 +59,15 @@ def statistics_table(completion: Completion) -> Table:
         table.add_row("acceptance length", f"{stats.mean_acceptance_length:.2f} tokens per verifying step, on average")
         table.add_row("proposal at hand", f"{stats.hit_rate:.0%} of steps")
         table.add_row("draft wasted", str(stats.num_wasted))
+    for record in stats.drafters:
+        table.add_row(
+            cell(f"  {record.name}"),
+            f"{record.num_accepted} of {record.num_verified} verified, {record.num_proposed} offered, "
+            f"{record.cost_ms:.1f} ms",
+        )
+    if usage.HasField("accepted_prediction_tokens"):
+        taken, refused = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
+        table.add_row("prediction", f"{taken} tokens taken over, {refused} tried in vain")
     if stats.num_suspended_steps:
         table.add_row("draft suspended", f"{stats.num_suspended_steps} steps: plain decoding was measured to be faster")
     table.add_section()
@@ -79,6 +88,8 @@ def origin_counts(completion: Completion) -> Text:
         for origin, name in ORIGIN_NAMES.items()
         if counts[origin]
     ]
+    named = Counter(token.drafter for choice in completion.choices.values() for token in choice.tokens if token.drafter)
+    parts += [cell(f"({name} {count})") for name, count in sorted(named.items())]
     return Text("  ").join(parts)
 
 
@@ -168,6 +179,8 @@ def model_table(info: coordinator_pb2.GetModelInfoResponse) -> Table:
         else "none: decodes plainly"
     )
     table.add_row("draft", cell(draft))
+    if info.drafters:
+        table.add_row("drafters", cell(", ".join(info.drafters)))
     table.add_row("verification", _MODES.get(info.default_verify_mode, str(info.default_verify_mode)))
     numerics = f"{info.target.numerics_id}{' (row-invariant)' if info.target.row_invariant else ''}"
     table.add_row("numerics", cell(numerics))

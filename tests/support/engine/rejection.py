@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
+from typing import Any
 
 import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
+from specdec.drafters.options import DrafterOptions
 from specdec.v1 import common_pb2 as pb
 from target_service.policy.gate import SpeculationGate
 from tests.support.engine.local_pair import MODELS, LocalPair, Outcome, open_session, prompts
@@ -68,11 +70,14 @@ def sampled(
     mode: pb.VerifyMode.ValueType,
     gates: Callable[[], SpeculationGate] | None = None,
     own_draft: bool = False,
+    drafters: Sequence[DrafterOptions] = (),
+    use_draft: bool = True,
+    prediction: Sequence[int] = (),
 ) -> list[Outcome]:
     """Short sessions with seeds of their own, many at once."""
     outcomes: list[Outcome] = []
     for first in range(0, num_samples, 64):
-        pair.reset(own_draft=own_draft)
+        pair.reset(own_draft=own_draft, drafters=drafters)
         opens = {
             str(seed): rejection_session(
                 prompt, seed=seed, top_k=TOP_K, max_tokens=NUM_DRAFTED + 1, body={"max_draft_tokens": NUM_DRAFTED}
@@ -81,8 +86,10 @@ def sampled(
         }
         for body in opens.values():
             body.verify_mode = mode
+            body.prediction_token_ids.extend(prediction)
         gate = None if gates is None else gates()
-        outcomes += pair.run(opens, draft_turns=NUM_DRAFTED + 3, hold_off_ms=HOLD_MS, gate=gate).values()
+        how = {"draft_turns": NUM_DRAFTED + 3, "hold_off_ms": HOLD_MS, "gate": gate, "use_draft": use_draft}
+        outcomes += pair.run(opens, **how).values()  # type: ignore[arg-type]
     return outcomes
 
 
@@ -92,10 +99,11 @@ def check_distribution(
     num_samples: int,
     gates: Callable[[], SpeculationGate] | None = None,
     own_draft: bool = False,
+    **how: Any,
 ) -> None:
     """The first three tokens of sessions with seeds of their own are distributed as the target's."""
     prompt = prompts()[1][:17]
-    outcomes = sampled(pair, prompt, num_samples, mode, gates, own_draft)
+    outcomes = sampled(pair, prompt, num_samples, mode, gates, own_draft, **how)
     origins = Counter(origin for outcome in outcomes for origin in outcome.origins[1:3])
     assert origins[pb.ORIGIN_DRAFT] > num_samples / 4
     assert origins[pb.ORIGIN_RECOVERED] > num_samples / 4

@@ -82,7 +82,6 @@ def test_each_field_has_limits_and_is_named_when_they_are_crossed(
         (ChatRequest, "modalities", ["audio"]),
         (ChatRequest, "store", True),
         (ChatRequest, "functions", [{"name": "f"}]),
-        (ChatRequest, "prediction", {"type": "content", "content": "x"}),
         (ChatRequest, "web_search_options", {}),
         (ChatRequest, "chat_template", "{{ 1 }}"),
         (CompletionRequest, "suffix", "x"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from specdec.drafters.options import NgramOptions, PredictionOptions, SuffixOptions, TokenRecyclingOptions
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import MODELS, UNLIMITED, LocalPair, Outcome, chain, open_session, prompts
 from tests.support.engine.rejection import (
@@ -164,6 +165,14 @@ def test_first_tokens_follow_the_target_exactly(mode: pb.VerifyMode.ValueType, p
 @pytest.mark.parametrize("mode", [REJECTION, pb.VERIFY_MODE_COUPLED])
 def test_first_tokens_follow_the_target_exactly_over_many_seeds(mode: pb.VerifyMode.ValueType, pair: LocalPair) -> None:
     check_distribution(pair, mode, 20_000)
+
+
+@pytest.mark.parametrize("use_draft", [False, True])
+def test_point_masses_of_the_targets_own_drafters_leave_the_distribution(use_draft: bool, pair: LocalPair) -> None:
+    likely = max(exact_distribution(prompts()[1][:17], 3).items(), key=lambda item: item[1])[0]
+    drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1), TokenRecyclingOptions()]
+    check_distribution(pair, REJECTION, 768, drafters=drafters, use_draft=use_draft, prediction=likely)
+    assert pair.verifier.panel.names == ["prediction", "suffix", "ngram", "token_recycling"]
 
 
 def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) -> None:

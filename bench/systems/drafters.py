@@ -1,0 +1,130 @@
+"""Drafters without weights, each alone, merged, and merged with a draft, on texts that differ in what can be guessed.
+
+One deployment has all of them and its draft in the target's process; each request names those that may propose. Every
+task is run by every set, one right after the other, in an order that is turned by one place and reversed from task to
+task; the first task of each kind warms up and does not count. All tokens must be those of plain decoding.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bench.decode import TokensDiffer
+from bench.deployment import Deployment, running
+from bench.plan import Plan
+from bench.systems.workloads import Task, workloads
+from specdec.benchmark.figures import spread
+from specdec.benchmark.progress import Progress
+from specdec.benchmark.report import Report
+from specdec.benchmark.requests import Sampling, make_request, new_tenant
+from specdec.benchmark.tables import Table
+from specdec.client import Completion
+
+EVERY = ("ngram", "suffix", "prediction", "token_recycling")
+PLAIN = "plain"
+SETS: dict[str, tuple[str, ...]] = {
+    PLAIN: (),
+    "draft": ("draft_model",),
+    **{name: (name,) for name in EVERY},
+    "merged": EVERY,
+    "merged and draft": (*EVERY, "draft_model"),
+}
+_TOKENS_BESIDE = 1024
+
+
+@dataclass(slots=True)
+class Row:
+    """What one set did with the tasks of one kind."""
+
+    speeds: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    num_steps: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    cost_ms: float = 0.0
+
+    def add(self, completion: Completion) -> None:
+        """Count a task."""
+        stats = completion.require_finished().stats
+        self.speeds.append(completion.tokens_per_second or 0.0)
+        self.num_tokens += completion.num_tokens
+        self.num_steps += stats.num_steps
+        self.num_verified += stats.num_proposed
+        self.num_accepted += stats.num_accepted
+        self.cost_ms += sum(record.cost_ms for record in stats.drafters)
+
+
+def run(plan: Plan, report: Report, progress: Progress) -> None:
+    """Measure all sets on all kinds of text."""
+    progress.part("drafters")
+    deployment = Deployment(
+        pair=plan.pair,
+        cores=plan.cores,
+        device=plan.device,
+        placement="together",
+        most_tokens=plan.max_tokens + _TOKENS_BESIDE,
+        target={"drafters": ",".join(EVERY)},
+    )
+    table = Table(
+        f"{plan.label}, drafters",
+        ["text", "drafters", "tokens/s", "over plain", "tokens/step", "accepted of verified", "drafter ms/token"],
+    )
+    found: list[dict[str, object]] = []
+    with running(deployment, progress) as cluster:
+        for kind, tasks in workloads(plan.pair.target.folder, plan.num_prompts + 1).items():
+            rows = asyncio.run(_measure(cluster.address, kind, tasks, plan, progress))
+            for name, row in rows.items():
+                case = _described(kind, name, row, rows[PLAIN])
+                found.append(case)
+                columns = ("text", "drafters", "tokens_per_s", "over_plain")
+                table.add(
+                    *(case[column] for column in columns),
+                    f"{row.num_tokens / max(1, row.num_steps):.2f}",
+                    f"{row.num_accepted / row.num_verified:.0%}" if row.num_verified else "",
+                    f"{row.cost_ms / max(1, row.num_tokens):.3f}",
+                )
+    report.add("drafters", {"cases": found, "settings": deployment.settings}, [table], {})
+
+
+async def _measure(address: str, kind: str, tasks: Sequence[Task], plan: Plan, progress: Progress) -> dict[str, Row]:
+    rows = {name: Row() for name in SETS if name != "prediction" or any(task.prediction for task in tasks)}
+    turns = [(number, task) for _ in range(plan.repeats) for number, task in enumerate(tasks)]
+    for turn, (number, task) in enumerate(turns):
+        names = list(rows)
+        first = turn % len(names)
+        order = [*names[first:], *names[:first]]
+        answers: dict[str, Completion] = {}
+        for name in order if turn % 2 == 0 else reversed(order):
+            progress.tell(f"{kind}: turn {turn + 1} of {len(turns)}, {name}")
+            answers[name] = await _ask(address, name, task, number, plan.max_tokens)
+            if number:
+                rows[name].add(answers[name])
+        for name, answer in answers.items():
+            if answer.choices[0].token_ids != answers[PLAIN].choices[0].token_ids:
+                raise TokensDiffer(f"{kind}, text {number}: {name} gave other tokens than plain decoding")
+    return rows
+
+
+async def _ask(address: str, name: str, task: Task, seed: int, max_tokens: int) -> Completion:
+    sampling = Sampling(temperature=task.temperature, max_tokens=max_tokens)
+    request = make_request(task.prompt, sampling, seed, speculate=name != PLAIN)
+    request.speculation.drafters.extend(SETS[name])
+    request.prediction.token_ids.token_ids.extend(task.prediction)
+    async with new_tenant(address) as client:
+        return await client.complete(request)
+
+
+def _described(kind: str, name: str, row: Row, plain: Row) -> dict[str, object]:
+    return {
+        "text": kind,
+        "drafters": name,
+        "tokens_per_s": spread(row.speeds),
+        "over_plain": spread([a / b for a, b in zip(row.speeds, plain.speeds, strict=True)]),
+        "tokens": row.num_tokens,
+        "steps": row.num_steps,
+        "verified": row.num_verified,
+        "accepted": row.num_accepted,
+        "drafter_ms": row.cost_ms,
+    }

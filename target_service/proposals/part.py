@@ -1,0 +1,53 @@
+"""A drafter's part of a session: what it did for the step at hand, and whether it pays to ask it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.drafters.interface import SessionDrafter
+
+_MOST_INTERVAL = 64
+"""Steps between two calls of a drafter that brings nothing."""
+_JUDGED_CALLS = 16
+"""Before a drafter is judged in a session."""
+_WEIGHT = 1 / 16
+"""Of a call in the means of a session."""
+_FREE_TOKENS = 0.005
+"""Calls that cost no more are not worth leaving out."""
+
+
+@dataclass(slots=True)
+class DrafterStep:
+    """What a drafter did for a session's step."""
+
+    name: str
+    num_proposed: int = 0
+    num_verified: int = 0
+    num_accepted: int = 0
+    elapsed_s: float = 0.0
+
+
+@dataclass(slots=True)
+class DrafterPart:
+    """A drafter's part of a session, and whether it pays."""
+
+    name: str
+    drafter: SessionDrafter
+    wait: int = 0
+    """Steps until it is asked again."""
+    interval: int = 1
+    num_calls: int = 0
+    gain: float = 0.0
+    """Tokens accepted thanks to a call: a mean."""
+    step: DrafterStep | None = None
+    """What it did for the step at hand; None: it was not asked."""
+
+    def judge(self, credit: float, cost_tokens: float) -> None:
+        """A step is over for which it was asked."""
+        self.num_calls += 1
+        self.gain += max(_WEIGHT, 1 / self.num_calls) * (credit - self.gain)
+        if credit > 0:
+            self.interval = 1
+        elif self.num_calls >= _JUDGED_CALLS and self.gain + _FREE_TOKENS < cost_tokens:
+            self.interval = min(_MOST_INTERVAL, 2 * self.interval)
+        self.wait = self.interval - 1
