@@ -128,7 +128,7 @@ async def test_drawn_drafts_are_verified_by_rejection_across_versions(
 async def test_a_constraint_holds_or_is_refused(
     mixture: tuple[str, str, str], fleet: MixedFleet, builds: Mapping[str, Build]
 ) -> None:
-    """The last release knows none: its targets get no such request, and its coordinators are found out by the client."""
+    """The last release knows none: its targets get no such request, its coordinators are found out by the client."""
     body = make_request(max_tokens=40, temperature=1.0)
     body.sampling.constraint.choice.texts.extend(["red", "green"])
     coordinator, target, _ = mixture
