@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from specdec.client import Client
-from specdec.rpc.errors import SpecdecError
+from specdec.rpc.errors import FailedPrecondition, InvalidRequest, SpecdecError
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.releases import Build, last_release
@@ -124,6 +124,24 @@ async def test_drawn_drafts_are_verified_by_rejection_across_versions(
     assert len(completion.choices[0].token_ids) == 100, describe(mixture, builds)
 
 
+@pytest.mark.parametrize("mixture", MIXTURES, ids="-".join)
+async def test_a_constraint_holds_or_is_refused(
+    mixture: tuple[str, str, str], fleet: MixedFleet, builds: Mapping[str, Build]
+) -> None:
+    """The last release knows none: its targets get no such request, its coordinators are found out by the client."""
+    body = make_request(max_tokens=40, temperature=1.0)
+    body.sampling.constraint.choice.texts.extend(["red", "green"])
+    coordinator, target, _ = mixture
+    async with Client(fleet.address(coordinator_of(mixture))) as client:
+        if mixture[:2] == ("this", "this"):
+            answer = await client.complete(body)
+            assert answer.choices[0].text in ("red", "green"), describe(mixture, builds)
+            return
+        with pytest.raises(FailedPrecondition if coordinator == "last" else InvalidRequest) as error:
+            await client.complete(body)
+        assert error.value.reason == "CONSTRAINTS_UNKNOWN", (target, describe(mixture, builds))
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 async def test_a_client_of_the_last_release_gets_every_answer(
     version: str, fleet: MixedFleet, builds: Mapping[str, Build], undisturbed: dict[str, Answer]
@@ -142,5 +160,6 @@ async def test_numerics_ids_agree_as_long_as_kernels_are_the_same(
     last, this = [await mixed_fleet.identity(f"target-{version}") for version in VERSIONS]
     assert last.numerics_id == this.numerics_id, f"with {dict(common_numerics)}; {mixed_fleet}"
     assert last.row_invariant and this.row_invariant
-    last.numerics_id = this.numerics_id = ""
+    assert this.constraints_id and not last.constraints_id
+    last.numerics_id = this.numerics_id = this.constraints_id = ""
     assert last == this, str(mixed_fleet)

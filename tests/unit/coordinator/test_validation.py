@@ -151,3 +151,29 @@ def test_a_bad_word_that_the_model_cannot_say_is_left_out_and_one_of_many_tokens
     with pytest.raises(InvalidRequest) as caught:
         bad_word_sequences(["a", "a" * 65], pieces, 1000)
     assert caught.value.field == "sampling.bad_words[1]"
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field"),
+    [
+        (pb.Constraint(), "sampling.constraint"),
+        (pb.Constraint(regex=""), "sampling.constraint.regex"),
+        (pb.Constraint(json_schema="{"), "sampling.constraint.json_schema"),
+        (pb.Constraint(grammar="a" * 2**17), "sampling.constraint.grammar"),
+        (pb.Constraint(regex="a", after_token_id=100), "sampling.constraint.after_token_id"),
+        (pb.Constraint(regex="a", after_token_id=1, after_token="b"), "sampling.constraint.after_token"),
+    ],
+)
+def test_a_constraint_that_cannot_be_one_is_refused(constraint: pb.Constraint, field: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        check_sampling(api.SamplingParams(constraint=constraint), replace(LIMITS, knows_constraints=True))
+    assert error.value.field == field
+
+
+def test_a_constraint_that_no_target_knows_is_refused_by_a_reason_of_its_own() -> None:
+    params = api.SamplingParams(constraint=pb.Constraint(regex="a"))
+    with pytest.raises(InvalidRequest) as error:
+        check_sampling(params, LIMITS)
+    assert (error.value.field, error.value.reason) == ("sampling.constraint", "CONSTRAINTS_UNKNOWN")
+    checked = check_sampling(params, replace(LIMITS, knows_constraints=True))
+    assert checked.for_choice(0, 1, 2).constraint.regex == "a"

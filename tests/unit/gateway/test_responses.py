@@ -61,7 +61,7 @@ def test_messages_of_an_earlier_answer_are_taken() -> None:
         ({"previous_response_id": "resp_0"}, "previous_response_id"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"background": True}, "background"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": [{"type": "reasoning"}]}, "input[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
