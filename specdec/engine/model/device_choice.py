@@ -5,6 +5,7 @@ Triton is imported when it is needed: machines without a GPU do not have it.
 
 from collections.abc import Sequence
 
+import torch
 from transformers import PreTrainedModel
 
 from specdec.engine.attention.kv_cache import LayerGeometry
@@ -15,6 +16,11 @@ from specdec.engine.model.ragged import StepModel
 
 _MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
 _KERNELS_VERSION = 1  # raised with every change of a kernel that may change a bit
+
+
+def is_on_gpu(device: torch.device) -> bool:
+    """Whether kernels in Triton run there."""
+    return device.type == "cuda"
 
 
 def device_attention(geometries: Sequence[LayerGeometry]) -> AttentionKernel:

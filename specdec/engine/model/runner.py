@@ -13,7 +13,7 @@ from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.device_choice import device_attention, device_decoder, triton_path
+from specdec.engine.model.device_choice import device_attention, device_decoder, is_on_gpu, triton_path
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
 from specdec.engine.model.kv_budget import CudaMemory, affordable_kv_bytes
@@ -141,7 +141,7 @@ class _RunnerBuilder:
         self._loaded = load_model(settings, group)
         loaded = self._loaded
         self._is_quantized = settings.weight_quantization != "none"
-        self._is_exact = loaded.device.type == "cpu" and loaded.dtype == torch.float32
+        self._is_exact = not is_on_gpu(loaded.device) and loaded.dtype == torch.float32
         if settings.deterministic and not self._is_exact:
             raise ModelLoadError("deterministic needs float32 on CPU: no row-invariant kernels exist for anything else")
         self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
@@ -161,7 +161,7 @@ class _RunnerBuilder:
             shard_model(loaded.model, self._group)  # expected is what transformers' own wrappers made of the shards
         ragged = RaggedModel(loaded.model, TiledAttention())
         recorded = ragged.record_attention(self._probe)
-        if loaded.device.type != "cpu":
+        if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
         cache = self._allocate(step_model, recorded.geometries)
@@ -175,7 +175,7 @@ class _RunnerBuilder:
         """The fastest step model that passes the self-test, its kernel path, whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
         on_device = None
-        if loaded.device.type == "cuda" and self._group is None and self._settings.fused == "auto":
+        if is_on_gpu(loaded.device) and self._group is None and self._settings.fused == "auto":
             on_device = device_decoder(loaded.model, recorded, loaded.max_model_len)
         if on_device is not None:
             error, row_invariant = self._test(on_device, recorded.geometries, expected)
