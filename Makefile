@@ -22,6 +22,7 @@ DEMO_ARGS ?=
 CHAOS_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_ARGS ?=
+GPU_SLOT_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -128,6 +129,15 @@ defects: $(STAMP)  ## Reproduce known defects in this version's services, or in 
 .PHONY: test-gpu
 test-gpu: $(STAMP)  ## Run the tests that need a CUDA device.
 	@$(BIN)/pytest tests -m gpu --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
+
+# On a machine that may have no network and no .venv: whatever Python has torch for CUDA.
+.PHONY: gpu-slot
+gpu-slot:  ## Check and measure on a GPU what ten minutes allow, going on where the last slot stopped (GPU_SLOT_ARGS="--dry").
+	@"$(or $(GPU_PYTHON),python3)" -m bench.gpu_slot $(GPU_SLOT_ARGS)
+
+.PHONY: gpu-wheels
+gpu-wheels: $(STAMP)  ## Collect the wheels that a GPU machine lacks in dist/gpu-wheels (GPU_HAS=its "pip list --format json").
+	@$(BIN)/python -m bench.gpu_slot.wheels dist/gpu-wheels $(if $(GPU_HAS),--has $(GPU_HAS))
 
 .PHONY: chaos
 chaos: $(STAMP) servers  ## Break a fleet at random while clients compare all answers (CHAOS_ARGS="--seed 7").

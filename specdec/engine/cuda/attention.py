@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -10,13 +11,14 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext, cache_of
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention_kernels import attention_kernel, fold_kernel, write_kv_kernel
+from specdec.engine.cuda.launch import launch
 
 SPLIT = 512
 """Positions per split: a multiple of every tile's length."""
 MAX_HEAD_DIM = 256
 """Wider heads do not fit into the registers and the shared memory of a multiprocessor."""
 _TILE_ROWS = 16
-_TILE_QUERIES = 64
+_TILE_QUERIES = 32
 _MOST_PART_BYTES = 1 << 26
 _MIN_DOT = 16
 
@@ -52,10 +54,10 @@ def launch_shape(num_heads: int, geometry: LayerGeometry, dtype: torch.dtype) ->
     widest = max(geometry.key_dim, geometry.value_dim)
     return LaunchShape(
         rows_per_tile=rows,
-        block_m=max(_MIN_DOT, _power_of_two(rows * group)),
-        block_n=32 if widest > 128 or dtype == torch.float32 else 64,
-        block_k=max(_MIN_DOT, _power_of_two(geometry.key_dim)),
-        block_v=max(_MIN_DOT, _power_of_two(geometry.value_dim)),
+        block_m=max(_MIN_DOT, power_of_two(rows * group)),
+        block_n=64 if 64 < widest <= 128 and dtype != torch.float32 else 32,
+        block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
+        block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
         num_warps=4 if widest <= 128 else 8,
         num_stages=2,
     )
@@ -76,7 +78,9 @@ def plan_tiles(batch: Batch, rows_per_tile: int, block_size: int) -> TilePlan:
 def write_kv(layer: int, batch: Batch, cache: KVCache, key: torch.Tensor, value: torch.Tensor) -> None:
     """Store keys and values ``[T, num_kv_heads, dim]`` at the slots of their rows."""
     geometry = cache.geometries[layer]
-    write_kv_kernel[(key.shape[0], geometry.num_kv_heads)](
+    launch(
+        write_kv_kernel,
+        (key.shape[0], geometry.num_kv_heads),
         key,
         value,
         cache.keys[layer],
@@ -90,8 +94,9 @@ def write_kv(layer: int, batch: Batch, cache: KVCache, key: torch.Tensor, value:
         KEY_DIM=geometry.key_dim,
         VALUE_DIM=geometry.value_dim,
         BLOCK_SIZE=cache.block_size,
-        BLOCK_D=_power_of_two(max(geometry.key_dim, geometry.value_dim)),
-        num_warps=1,
+        BLOCK_D=power_of_two(max(geometry.key_dim, geometry.value_dim)),
+        options={"num_warps": 1},
+        cached=(cache.keys[layer], cache.values[layer]),
     )
 
 
@@ -114,17 +119,18 @@ def attend(
         peaks, totals = torch.empty(2, num_parts, dtype=torch.float32, device=query.device).unbind(0)
         parts = torch.empty(num_parts, geometry.value_dim, dtype=torch.float32, device=query.device)
     sinks = out if options.sinks is None else options.sinks
-    common = {
+    common: dict[str, Any] = {
         "NUM_HEADS": num_heads,
         "VALUE_DIM": geometry.value_dim,
         "BLOCK_V": shape.block_v,
         "SPLIT": SPLIT,
         "HAS_WINDOW": options.sliding_window is not None,
         "HAS_SINKS": options.sinks is not None,
-        "enable_fp_fusion": False,
     }
     window = options.sliding_window or 0
-    attention_kernel[(plan.num_tiles, geometry.num_kv_heads, 1 if is_whole else plan.num_splits)](
+    launch(
+        attention_kernel,
+        (plan.num_tiles, geometry.num_kv_heads, 1 if is_whole else plan.num_splits),
         query,
         cache.keys[layer],
         cache.values[layer],
@@ -156,13 +162,24 @@ def attend(
         HAS_SOFTCAP=options.softcap is not None,
         WHOLE=is_whole,
         PRECISION="ieee",
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
+        options={"num_warps": shape.num_warps, "num_stages": shape.num_stages, "enable_fp_fusion": False},
+        cached=(cache.keys[layer], cache.values[layer]),
         **common,
     )
     if not is_whole:
-        fold_kernel[(num_rows, num_heads)](
-            sinks, out, peaks, totals, parts, batch.position_ids, plan.num_splits, window, num_warps=1, **common
+        launch(
+            fold_kernel,
+            (num_rows, num_heads),
+            sinks,
+            out,
+            peaks,
+            totals,
+            parts,
+            batch.position_ids,
+            plan.num_splits,
+            window,
+            options={"num_warps": 1, "enable_fp_fusion": False},
+            **common,
         )
     return out
 
@@ -198,5 +215,6 @@ class TritonAttention:
         return attend(query, layer, batch, cache, options, plan)
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
+    """The least power of two that is no less."""
     return 1 << (number - 1).bit_length()

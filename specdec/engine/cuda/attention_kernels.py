@@ -197,7 +197,7 @@ def attention_kernel(
                 split_out = tl.dot(weights.to(value_tile.dtype), value_tile, acc=split_out, input_precision=PRECISION)
             else:  # around the end of the shared tokens each row has positions of its own: row by row, the same sums
                 products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                for r in range(start, end):
+                for r in tl.range(start, end, num_stages=1):
                     own_last = tl.load(positions + r).to(tl.int32)
                     slots = _slots_of_row(
                         n,
@@ -219,7 +219,7 @@ def attention_kernel(
                 scores = _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP)
                 weights, before, split_peak, split_total = _weights(scores, split_peak, split_total)
                 split_out = split_out * before[:, None]
-                for r in range(start, end):
+                for r in tl.range(start, end, num_stages=1):
                     own_last = tl.load(positions + r).to(tl.int32)
                     slots = _slots_of_row(
                         n,

@@ -55,9 +55,9 @@ def is_fusable(
     model: PreTrainedModel,
     geometries: Sequence[LayerGeometry],
     options: Sequence[AttentionOptions],
-    kernels: NativeKernels,
+    max_head_dim: int,
 ) -> bool:
-    """Whether a model with these attention calls has the one shape that the fused decoder computes."""
+    """Whether a model with these attention calls has the one shape that fused decoders compute."""
     config = model.config
     first = geometries[0]
     return (
@@ -68,7 +68,7 @@ def is_fusable(
         and all(geometry == first for geometry in geometries)
         and first.key_dim == first.value_dim
         and first.key_dim % 2 == 0
-        and first.key_dim <= kernels.max_head_dim
+        and first.key_dim <= max_head_dim
         and all(option.softcap is None and option.sinks is None for option in options)
     )
 
@@ -99,7 +99,7 @@ class FusedDecoder:
         for target, layer, geometry, option in zip(self._layers, layers, geometries, options, strict=True):
             target.attention = _attention_view(heads, geometry, option)
             self._take_layer(target, layer)
-        cosines, sines = _rotary_tables(decoder.rotary_emb, max_model_len)
+        cosines, sines = rotary_tables(decoder.rotary_emb, max_model_len)
         self.num_logits = int(head.weight.shape[0])
         embedding = decoder.embed_tokens.weight
         embedding_is_bfloat16 = kernels.packing.fits(embedding, WeightFormat.BFLOAT16)
@@ -224,12 +224,15 @@ def _attention_view(num_heads: int, geometry: LayerGeometry, options: AttentionO
     )
 
 
-def _rotary_tables(rotary: Any, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines ``[num_positions, head_dim / 2]`` as the model's own rotary module gives them."""
+def rotary_tables(
+    rotary: Any, num_positions: int, device: torch.device | str = "cpu"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines ``[num_positions, head_dim / 2]`` float32 as the model's own rotary module, which is on this
+    device, gives them."""
     parts = []
-    probe = torch.zeros(1, dtype=torch.float32)
+    probe = torch.zeros(1, dtype=torch.float32, device=device)
     for start in range(0, num_positions, _TABLE_CHUNK):
-        positions = torch.arange(start, min(start + _TABLE_CHUNK, num_positions))[None]
+        positions = torch.arange(start, min(start + _TABLE_CHUNK, num_positions), device=device)[None]
         cosines, sines = rotary(probe, positions)
         half = cosines.shape[-1] // 2
         parts.append((cosines[0, :, :half], sines[0, :, :half]))

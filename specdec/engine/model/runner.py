@@ -13,6 +13,7 @@ from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.device_choice import device_attention, device_decoder, is_on_gpu, triton_path
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
 from specdec.engine.model.kv_budget import CudaMemory, affordable_kv_bytes
@@ -140,7 +141,7 @@ class _RunnerBuilder:
         self._loaded = load_model(settings, group)
         loaded = self._loaded
         self._is_quantized = settings.weight_quantization != "none"
-        self._is_exact = loaded.device.type == "cpu" and loaded.dtype == torch.float32
+        self._is_exact = not is_on_gpu(loaded.device) and loaded.dtype == torch.float32
         if settings.deterministic and not self._is_exact:
             raise ModelLoadError("deterministic needs float32 on CPU: no row-invariant kernels exist for anything else")
         self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
@@ -158,8 +159,10 @@ class _RunnerBuilder:
         expected = self._dense_logits() if settings.self_test else {}
         if self._group is not None:
             shard_model(loaded.model, self._group)  # expected is what transformers' own wrappers made of the shards
-        ragged = RaggedModel(loaded.model, TiledAttention() if loaded.device.type == "cpu" else GatherAttention())
+        ragged = RaggedModel(loaded.model, TiledAttention())
         recorded = ragged.record_attention(self._probe)
+        if is_on_gpu(loaded.device):
+            ragged.kernel = device_attention(recorded.geometries)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
         cache = self._allocate(step_model, recorded.geometries)
         runner = ModelRunner(loaded, settings, step_model, cache, kernel_path)
@@ -171,11 +174,22 @@ class _RunnerBuilder:
     ) -> tuple[StepModel, str, bool]:
         """The fastest step model that passes the self-test, its kernel path, whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
+        on_device = None
+        if is_on_gpu(loaded.device) and self._group is None and self._settings.fused == "auto":
+            on_device = device_decoder(loaded.model, recorded, loaded.max_model_len)
+        if on_device is not None:
+            error, row_invariant = self._test(on_device, recorded.geometries, expected)
+            if error <= tolerance(loaded.dtype):
+                loaded.release_model()
+                return on_device, triton_path("decoder"), False  # torch chooses products by the number of rows
+            _logger.error("the GPU's decoder failed its self-test and is not used", extra={"logit_error": error})
+            loaded.model = load_model(self._settings).model
+            ragged = RaggedModel(loaded.model, ragged.kernel)
         if (
             kernels is not None
             and self._group is None  # the fused decoder has no place for collectives
             and self._settings.fused == "auto"
-            and is_fusable(loaded.model, recorded.geometries, recorded.options, kernels)
+            and is_fusable(loaded.model, recorded.geometries, recorded.options, kernels.max_head_dim)
         ):
             fused = FusedDecoder(loaded.model, kernels, recorded.geometries, recorded.options, loaded.max_model_len)
             error, row_invariant = self._test(fused, recorded.geometries, expected)
@@ -223,7 +237,7 @@ class _RunnerBuilder:
     def _install_kernels(self, ragged: RaggedModel) -> str:
         """Give a transformers model the best kernels at hand; returns the name of the path."""
         if not self._is_exact:
-            return "torch"
+            return "torch" if isinstance(ragged.kernel, TiledAttention | GatherAttention) else triton_path("attention")
         if self._kernels is None:
             make_modules_row_invariant(ragged.model, partial(TorchWeight, num_threads=self._settings.num_threads))
             return torch_path()

@@ -84,7 +84,12 @@ class Sampler:
         self._rows_at_once = rows_at_once or (None if self.device.type == "cpu" else _DEVICE_ROWS)
         self.is_native = False
         self._perturbed_top = perturbed_top
+        self._most_top: int | None = None
         self._cut_ = logit_processors.cut_
+        if self.device.type == "cuda":
+            from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top  # a CPU has no triton
+
+            self._perturbed_top, self._most_top = device_perturbed_top, MOST_TOP
         if native == "off" or self.device.type != "cpu":
             return
         try:
@@ -206,7 +211,9 @@ class Sampler:
         return logits[:, : self.vocab_size].to(torch.float32)
 
     def _top(self, logits: Tensor, rows: Sequence[RowContext], num_top: int) -> tuple[list[int], list[float]]:
-        most = self._rows_at_once
+        # Cuts sort whole rows: that is what memory limits where the rest is done by kernels.
+        is_heavy = self._most_top is None or any(row.params.has_cuts for row in rows)
+        most = self._rows_at_once if is_heavy else None
         if most is None or len(rows) <= most:
             return self._top_of_few(logits, rows, num_top)
         parts = [self._top_of_few(logits[i : i + most], rows[i : i + most], num_top) for i in range(0, len(rows), most)]
@@ -219,6 +226,8 @@ class Sampler:
         for row in rows:
             params = row.params
             keys += (0, 0) if params.is_greedy else noise_key(params.seed, params.choice, Purpose.PLAIN, row.position)
+        if self._most_top is not None and num_top > self._most_top:
+            return perturbed_top(scores, temperatures, keys, num_top)
         return self._perturbed_top(scores, temperatures, keys, num_top)
 
     def _cut_scores(self, adjusted: Tensor, rows: Sequence[RowContext]) -> tuple[Tensor, list[float]]:

@@ -1,0 +1,188 @@
+"""Compiles the GPU's kernels without a GPU: registers, shared memory and spills of each, for several architectures.
+
+    python -m bench.cubins --markdown bench/results/cubins.md
+
+Kernels are those that a step of each shape launches, recorded on the meta device, with the constants and the types that
+it launches them with. Needs triton and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions, ForwardContext
+from specdec.engine.batch import Batch
+from specdec.engine.cuda.attention import TritonAttention
+from specdec.engine.cuda.launch import Launch, LaunchCounter
+
+ARCHITECTURES = (80, 90, 100)
+_WARP = 32
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+_ALIGNED = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model's attention."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype = torch.bfloat16
+
+
+SHAPES = {
+    "8B": Shape(32, 8, 128),
+    "1B": Shape(32, 8, 64),
+    "0.5B": Shape(14, 2, 64),
+    "wide heads": Shape(16, 8, 256),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What one kernel needs on one architecture."""
+
+    kernel: str
+    shape: str
+    variant: str
+    architecture: str
+    registers: int
+    spilled_bytes: int
+    """Stack of a thread: what did not fit into its registers."""
+    shared_bytes: int
+    num_warps: int
+    code_bytes: int
+
+
+def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
+    """One sequence's rows at the end of a context, without data."""
+
+    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    return Batch(
+        input_ids=meta(num_rows, dtype=torch.int64),
+        position_ids=meta(num_rows, dtype=torch.int64),
+        slot_mapping=meta(num_rows, dtype=torch.int64),
+        row_seq=meta(num_rows),
+        context_lens=meta(num_rows),
+        path_offsets=meta(num_rows + 1),
+        path_slots=meta(num_rows),
+        block_tables=meta(1, -(-context_len // block_size)),
+        logits_indices=meta(num_rows, dtype=torch.int64),
+        num_seqs=1,
+    )
+
+
+def attention_launches(shape: Shape, num_rows: int, context_len: int) -> list[Launch]:
+    """What attention of one layer launches."""
+    geometry = LayerGeometry(shape.num_kv_heads, shape.head_dim, shape.head_dim)
+    cache = KVCache([geometry], 4, 16, shape.dtype, torch.device("meta"))
+    batch, kernel = meta_batch(num_rows, context_len), TritonAttention()
+    query, key, value = (
+        torch.empty(num_rows, heads, shape.head_dim, dtype=shape.dtype, device="meta")
+        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    with LaunchCounter() as counter:
+        kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), AttentionOptions(shape.head_dim**-0.5))
+    return counter.launches
+
+
+def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) -> Compiled:
+    """Compile one launch to a cubin and read what it needs from it."""
+    kernel = launch.kernel
+    signature: dict[str, str] = {}
+    aligned: dict[tuple[int], Any] = {}
+    values = iter(launch.arguments)
+    for index, name in enumerate(kernel.arg_names):
+        if name in launch.constants:
+            signature[name] = "constexpr"
+            continue
+        value = next(values)
+        if isinstance(value, torch.Tensor):
+            signature[name] = f"*{_TYPES[value.dtype]}"
+            aligned[(index,)] = _ALIGNED
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and value > 0:
+                aligned[(index,)] = _ALIGNED
+    source = ASTSource(kernel, signature, constexprs=dict(launch.constants), attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, _WARP), options=dict(launch.options))
+    cubin = compiled.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_TOOLS / "cuobjdump"), "--dump-resource-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if match is None:
+        raise RuntimeError(f"cuobjdump says nothing of registers: {usage}")
+    return Compiled(
+        kernel=launch.name,
+        shape=shape,
+        variant=variant,
+        architecture=f"sm_{architecture}",
+        registers=int(match[1]),
+        spilled_bytes=int(match[2]),
+        shared_bytes=int(compiled.metadata.shared),
+        num_warps=int(launch.options.get("num_warps", 4)),
+        code_bytes=len(cubin),
+    )
+
+
+def markdown(rows: list[Compiled]) -> str:
+    """A page with one table."""
+    head = "| kernel | shape | variant | target | registers | spilled bytes | shared memory | warps |"
+    lines = [
+        f"# GPU kernels as Triton {triton.__version__} compiles them",
+        "",
+        "Compiled without a GPU by `python -m bench.cubins`; nothing here has run on one.",
+        "",
+        head,
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r.kernel} | {r.shape} | {r.variant} | {r.architecture} | {r.registers} | {r.spilled_bytes} "
+        f"| {r.shared_bytes} | {r.num_warps} |"
+        for r in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Compile all; the exit code is 1 where a kernel spills."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--architectures", type=int, nargs="*", default=list(ARCHITECTURES))
+    parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--markdown", type=Path, help="write the table there")
+    options = parser.parse_args()
+    rows = []
+    for name in options.shapes:
+        variants = {"one program for all splits": (8, 256), "a program for each split": (8, 4096)}
+        for variant, (num_rows, context_len) in variants.items():
+            for launch in attention_launches(SHAPES[name], num_rows, context_len):
+                for architecture in options.architectures:
+                    rows.append(compile_launch(launch, name, variant, architecture))
+                    print(json.dumps(asdict(rows[-1])), flush=True)
+    if options.markdown:
+        options.markdown.write_text(markdown(rows))
+    return int(any(row.spilled_bytes for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,263 @@
+"""The steps of a slot. Each is a process: ``python -m bench.gpu_slot.steps NAME --out FILE [--dry]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu_slot import graphs, models
+from bench.gpu_slot.models import Place
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions, ForwardContext
+from specdec.engine.attention.torch_kernels import GatherAttention
+from specdec.engine.batch import Batch
+from specdec.engine.cuda.attention import TritonAttention
+from specdec.engine.cuda.sampling import device_perturbed_top, launch_top, row_parameters
+from specdec.engine.sampling.noise import Purpose, noise_key
+from specdec.engine.sampling.perturbed_top import perturbed_top
+
+Found = dict[str, Any]
+_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "grpcio", "protobuf", "pydantic", "numpy")
+_REPEATS = 20
+
+
+def versions(place: Place) -> Found:
+    """What is installed, and on what."""
+    found: Found = {"python": sys.version}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    if place.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(place.device)
+        found |= {
+            "gpu": properties.name,
+            "memory_bytes": properties.total_memory,
+            "sms": properties.multi_processor_count,
+        }
+    return found
+
+
+def exactness(place: Place) -> Found:
+    """Tokens and scores of the device's sampling against the CPU's; raises where a token differs."""
+    num_rows, vocab_size = (3, 3000) if place.dry else (64, 128256)
+    logits = torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 3
+    temperatures = [(0.0, 0.7, 1.0)[row % 3] for row in range(num_rows)]
+    keys = [part for row in range(num_rows) for part in noise_key(row, 0, Purpose.PLAIN, row)]
+    expected = perturbed_top(logits, temperatures, keys, 4)
+    ids, scores = device_perturbed_top(logits.to(place.device), temperatures, keys, 4)
+    found = {
+        "tokens": len(ids),
+        "tokens_that_differ": sum(a != b for a, b in zip(ids, expected[0], strict=True)),
+        "scores_that_differ": sum(a != b for a, b in zip(scores, expected[1], strict=True)),
+    }
+    if found["tokens_that_differ"]:
+        raise AssertionError(found)
+    return found
+
+
+def attention(place: Place) -> Found:
+    """Triton's attention against gathering, in each dtype; raises where they are far apart."""
+    found = {}
+    limits = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+    for dtype, limit in limits.items():
+        if place.dry and dtype == torch.bfloat16:
+            continue  # wrong in the interpreter
+        for head_dim in (64, 128):
+            for num_rows, context in ((1, 40), (8, 200)) if place.dry else ((1, 1000), (8, 5000), (512, 4000)):
+                error = _attention_error(place, dtype, head_dim, num_rows, context)
+                found[f"{dtype} heads of {head_dim}, {num_rows} rows after {context}"] = error
+                if not error <= limit:
+                    raise AssertionError(found)
+    return found
+
+
+def _attention_error(place: Place, dtype: torch.dtype, head_dim: int, num_rows: int, context: int) -> float:
+    geometry, num_heads = LayerGeometry(2, head_dim, head_dim), 8
+    generator = torch.Generator(place.device).manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device=place.device).to(dtype)
+
+    caches = [KVCache([geometry], -(-(context + num_rows) // 16), 16, dtype, place.device) for _ in range(2)]
+    for store, other in ((caches[0].keys[0], caches[1].keys[0]), (caches[0].values[0], caches[1].values[0])):
+        store.copy_(random(*store.shape))
+        other.copy_(store)
+    query = random(num_rows, num_heads, head_dim)
+    key, value = random(num_rows, 2, head_dim), random(num_rows, 2, head_dim)
+    batch = _one_sequence(place, context, num_rows)
+    options = AttentionOptions(head_dim**-0.5)
+    results = []
+    for kernel, cache in ((GatherAttention(), caches[0]), (TritonAttention(), caches[1])):
+        results.append(kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options).float())
+    return float((results[0] - results[1]).abs().max())
+
+
+def _one_sequence(place: Place, start: int, num_rows: int) -> Batch:
+    positions = torch.arange(start, start + num_rows, device=place.device)
+    empty = torch.zeros(num_rows + 1, dtype=torch.int32, device=place.device)
+    tables = torch.arange(-(-(start + num_rows) // 16), dtype=torch.int32, device=place.device)[None]
+    return Batch(
+        input_ids=positions,
+        position_ids=positions,
+        slot_mapping=positions.clone(),
+        row_seq=empty[:-1],
+        context_lens=(positions + 1).int(),
+        path_offsets=empty,
+        path_slots=empty[:0],
+        block_tables=tables,
+        logits_indices=positions[:0],
+        num_seqs=1,
+    )
+
+
+def bitwise(place: Place) -> Found:
+    """In how many rows logits differ when the same tokens are computed in chunks of other sizes."""
+    length = 24 if place.dry else 512
+    model = models.make("1b", place, 64 if place.dry else 1024)
+    whole = model.decoder(model.rows(0, length), model.cache)
+    found = {}
+    for rows in (1, 2, 7) if place.dry else (1, 2, 7, 8, 16, 64):
+        starts = range(0, length - rows + 1, max(rows, length // 8))
+        differing = 0
+        for start in starts:
+            part = model.decoder(model.rows(start, rows), model.cache)
+            differing += int((part != whole[start : start + rows]).any(1).sum())
+        found[f"rows in chunks of {rows} that differ from one prefill"] = [differing, rows * len(starts)]
+    return found
+
+
+def graph(place: Place) -> Found:
+    """Replays of a captured step against eager ones; raises where a bit differs or a step waits for the device."""
+    model = models.make("1b", place, 64 if place.dry else 2048)
+    found: Found = {}
+    context = 32 if place.dry else 1024
+    model.decoder(model.rows(0, context), model.cache)
+    for rows in (1, 2) if place.dry else (1, 8, 64):
+        began_s = time.monotonic()
+        replay, logits = graphs.captured(model, model.rows(context, rows, context + rows))
+        found[f"{rows} rows: capture s"] = round(time.monotonic() - began_s, 2)
+        batch = model.rows(context - rows, rows, context + rows)
+        if place.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        replay(batch)
+        if place.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        replayed = logits.clone()
+        same = bool(torch.equal(replayed, model.decoder(batch, model.cache)))
+        found[f"{rows} rows: equal bits"] = same
+        if not same:
+            raise AssertionError(found)
+    return found
+
+
+def steps(place: Place) -> Found:
+    """Times of a step, eager and replayed, of 8B and 1B shapes at several contexts."""
+    found: Found = {}
+    contexts = (16, 32) if place.dry else (256, 1024, 4096)
+    for name in ("1b", "8b"):
+        model = models.make(name, place, contexts[-1] + 512)
+        found[f"{name}: weights GB"] = round(model.weight_bytes / 1e9, 2)
+        for context in contexts:
+            for rows in (1, 8) if place.dry else (1, 8, 64, 512):
+                batch = model.rows(context, rows, context + rows)
+                label = f"{name}: {rows} rows at {context}"
+                found[f"{label}, eager ms"] = _median_ms(place, lambda m=model, b=batch: m.decoder(b, m.cache))
+                if rows <= 64:
+                    replay, _ = graphs.captured(model, batch)
+                    found[f"{label}, graph ms"] = _median_ms(place, lambda r=replay, b=batch: r(b))
+        del model
+    vocab_size = 3000 if place.dry else 128256
+    logits = torch.randn(8, vocab_size, device=place.device)
+    rows = row_parameters([1.0] * 8, list(range(16))).to(place.device)
+    found["sampling of 8 rows ms"] = _median_ms(place, lambda: launch_top(logits, rows, 4))
+    return found
+
+
+def draft(place: Place) -> Found:
+    """Eight tokens one after the other, each computed and drawn on the device without a word from the host."""
+    model = models.make("1b", place, 64 if place.dry else 2048)
+    context, num_tokens = (16, 2) if place.dry else (1024, 8)
+    batches = [model.rows(context + i, 1, context + num_tokens) for i in range(num_tokens)]
+    rows = row_parameters([1.0], [1, 2]).to(place.device)
+
+    def run() -> None:
+        for i, batch in enumerate(batches):
+            drawn = launch_top(model.decoder(batch, model.cache), rows, 1)
+            if i + 1 < num_tokens:
+                batches[i + 1].input_ids.copy_(drawn[0, 0])
+
+    return {"tokens": num_tokens, "eager ms": _median_ms(place, run)}
+
+
+def served(place: Place) -> Found:
+    """The demo: the shipped pair behind all three services, compared with plain decoding."""
+    command = [sys.executable, "-m", "specdec.cli.main", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
+    return {"output": done.stdout[-3000:]}
+
+
+def trace(place: Place) -> Found:
+    """Where the time of a step of the 8B shape goes, by kernel."""
+    from torch.profiler import ProfilerActivity, profile
+
+    model = models.make("8b", place, 64 if place.dry else 2048)
+    batch = model.rows(16, 1) if place.dry else model.rows(1024, 8)
+    model.decoder(batch, model.cache)
+    activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if place.device.type == "cuda" else [])
+    with profile(activities=activities) as profiler:
+        model.decoder(batch, model.cache)
+        place.synchronize()
+    order = "cuda_time_total" if place.device.type == "cuda" else "cpu_time_total"
+    return {"table": profiler.key_averages().table(sort_by=order, row_limit=25).splitlines()}
+
+
+def _median_ms(place: Place, run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(1 if place.dry else 3):
+        run()
+    for _ in range(1 if place.dry else _REPEATS):
+        place.synchronize()
+        began_s = time.perf_counter()
+        run()
+        place.synchronize()
+        times.append(time.perf_counter() - began_s)
+    return round(statistics.median(times) * 1000, 4)
+
+
+STEPS: dict[str, Callable[[Place], Found]] = {
+    step.__name__: step for step in (versions, exactness, attention, bitwise, graph, steps, draft, served, trace)
+}
+
+
+@torch.inference_mode()
+def main() -> int:
+    """Run one step and write what it found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("step", choices=list(STEPS))
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--dry", action="store_true")
+    options = parser.parse_args()
+    if not options.dry and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device is here: --dry runs the same steps without one")
+    place = Place(torch.device("cpu" if options.dry else "cuda:0"), options.dry)
+    found = STEPS[options.step](place)
+    options.out.write_text(json.dumps(found))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,100 @@
+"""Launches of Triton kernels, in a form that can be counted, priced and compiled without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+_NO_KERNEL = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "detach", "_to_copy_view", "lift_fresh"})
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch of a Triton kernel."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any]
+    options: Mapping[str, Any]
+    """How it is compiled: ``num_warps`` and the like."""
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.kernel.fn.__name__)
+
+
+class LaunchCounter(TorchDispatchMode):
+    """Counts what a pass launches; on the meta device nothing runs, and what depends on data raises.
+
+    Views and allocations launch nothing. Bytes are those of tensors that an operation takes and gives, each once; what
+    a Triton kernel reads of the KV cache depends on positions and is left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.operations: list[tuple[str, int]] = []
+        """Name and bytes of every kernel, Triton's and torch's, in order."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count one of torch's operations."""
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if name not in _NO_KERNEL and not func.is_view:
+            self.operations.append((name, _num_bytes([*args, *(kwargs or {}).values(), result])))
+        return result
+
+    def add(self, launch: Launch, cached: tuple[torch.Tensor, ...]) -> None:
+        """Count one launch; the bytes of ``cached`` tensors are not counted."""
+        self.launches.append(launch)
+        skipped = {tensor.untyped_storage()._cdata for tensor in cached}
+        tensors = [a for a in launch.arguments if not _is_in(a, skipped)]
+        self.operations.append((launch.name, _num_bytes(tensors)))
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    options: Mapping[str, Any],
+    cached: tuple[torch.Tensor, ...] = (),
+    **constants: Any,
+) -> None:
+    """Launch a kernel; on meta tensors only count it.
+
+    Args:
+        kernel: a function of ``triton.jit``.
+        grid: programs.
+        arguments: all that are no constants, in order.
+        options: ``num_warps`` and other options of the compiler.
+        cached: those tensors of which a kernel reads a part only.
+        constants: the kernel's constants.
+    """
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, LaunchCounter):
+            mode.add(Launch(kernel, grid, arguments, constants, options), cached)
+    if arguments[0].device.type != "meta":
+        kernel[grid](*arguments, **constants, **options)
+
+
+def _is_in(argument: Any, storages: set[int]) -> bool:
+    return isinstance(argument, torch.Tensor) and argument.untyped_storage()._cdata in storages
+
+
+def _num_bytes(values: list[Any]) -> int:
+    seen: dict[tuple[int, int, int], int] = {}
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            key = (value.untyped_storage()._cdata, int(value.storage_offset()), value.numel())
+            seen[key] = value.numel() * value.element_size()
+        elif isinstance(value, list | tuple):
+            stack += value
+    return sum(seen.values())

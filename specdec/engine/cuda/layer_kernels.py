@@ -1,0 +1,114 @@
+"""What a decoder layer does between its matrix products, in Triton; float32 inside. Each row is a program's own, and so
+its bits depend on no other row."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def embed_norm_kernel(
+    input_ids, embedding, weight, residual, normed, epsilon, NUM_EMBEDDINGS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Embedding of a token, kept as the residual, and its norm; grid (rows,). An id out of range gives NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    token = tl.load(input_ids + row)
+    is_known = (token >= 0) & (token < NUM_EMBEDDINGS)
+    x = tl.load(embedding + token * WIDTH + d, mask=(d < WIDTH) & is_known, other=0.0)
+    tl.store(residual + row * WIDTH + d, x, mask=d < WIDTH)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
+    scale = tl.where(is_known, scale, float("nan"))
+    w = tl.load(weight + d, mask=d < WIDTH, other=0.0)
+    tl.store(normed + row * WIDTH + d, (x * scale).to(w.dtype) * w, mask=d < WIDTH)
+
+
+@triton.jit
+def add_norm_kernel(added, weight, residual, normed, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """``residual += added``, rounded as it is stored, and its norm; grid (rows,)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, BLOCK)
+    x = tl.load(residual + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+    x = x + tl.load(added + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+    tl.store(residual + row * WIDTH + d, x, mask=d < WIDTH)
+    x = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)
+    w = tl.load(weight + d, mask=d < WIDTH, other=0.0)
+    tl.store(normed + row * WIDTH + d, (x * scale).to(w.dtype) * w, mask=d < WIDTH)
+
+
+@triton.jit
+def _head_norm(low, high, weight, d, epsilon, HALF: tl.constexpr):
+    scale = tl.rsqrt((tl.sum(low * low, 0) + tl.sum(high * high, 0)) / (2 * HALF) + epsilon)
+    low_weight = tl.load(weight + d, mask=d < HALF, other=0.0).to(tl.float32)
+    high_weight = tl.load(weight + HALF + d, mask=d < HALF, other=0.0).to(tl.float32)
+    return low * scale * low_weight, high * scale * high_weight
+
+
+@triton.jit
+def rotate_write_kernel(
+    qkv,
+    query,
+    keys,
+    values,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    positions,
+    slot_mapping,
+    epsilon,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Rotary positions of one head: a query's to ``query``, a key's, with its value, to the row's slot in the cache.
+
+    Grid (rows, heads + KV heads). Halves of a head are rotated with each other, after their norm with
+    ``HAS_NORM``.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    DIM: tl.constexpr = 2 * HALF
+    d = tl.arange(0, BLOCK)
+    is_dim = d < HALF
+    own = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * DIM
+    low = tl.load(own + d, mask=is_dim, other=0.0).to(tl.float32)
+    high = tl.load(own + HALF + d, mask=is_dim, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        if head < NUM_HEADS:
+            low, high = _head_norm(low, high, query_norm, d, epsilon, HALF)
+        else:
+            low, high = _head_norm(low, high, key_norm, d, epsilon, HALF)
+    pos = tl.load(positions + row)
+    cosine = tl.load(cosines + pos * HALF + d, mask=is_dim, other=0.0)
+    sine = tl.load(sines + pos * HALF + d, mask=is_dim, other=0.0)
+    new_low, new_high = low * cosine - high * sine, high * cosine + low * sine
+    if head < NUM_HEADS:
+        to = query + (row * NUM_HEADS + head) * DIM
+        tl.store(to + d, new_low.to(query.dtype.element_ty), mask=is_dim)
+        tl.store(to + HALF + d, new_high.to(query.dtype.element_ty), mask=is_dim)
+    else:
+        slot = tl.load(slot_mapping + row)
+        line = ((slot // BLOCK_SIZE) * NUM_KV_HEADS + head - NUM_HEADS) * BLOCK_SIZE + slot % BLOCK_SIZE
+        to = keys + line * DIM
+        tl.store(to + d, new_low.to(keys.dtype.element_ty), mask=is_dim)
+        tl.store(to + HALF + d, new_high.to(keys.dtype.element_ty), mask=is_dim)
+        value = own + NUM_KV_HEADS * DIM
+        to = values + line * DIM
+        tl.store(to + d, tl.load(value + d, mask=is_dim), mask=is_dim)
+        tl.store(to + HALF + d, tl.load(value + HALF + d, mask=is_dim), mask=is_dim)
+
+
+@triton.jit
+def gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """SiLU of the first half of a row, times the second; grid (rows, blocks)."""
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up + row * 2 * WIDTH + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + d, mask=d < WIDTH, other=0.0)
+    activated = (gate / (1.0 + tl.exp(-gate))).to(up.dtype)
+    tl.store(out + row * WIDTH + d, activated * up, mask=d < WIDTH)

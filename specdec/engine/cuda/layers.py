@@ -1,0 +1,121 @@
+"""What a decoder layer does between its matrix products, by the kernels of ``layer_kernels.py``: one launch each."""
+
+from __future__ import annotations
+
+import torch
+
+from specdec.engine.attention.kv_cache import KVCache
+from specdec.engine.batch import Batch
+from specdec.engine.cuda.attention import power_of_two
+from specdec.engine.cuda.launch import launch
+from specdec.engine.cuda.layer_kernels import add_norm_kernel, embed_norm_kernel, gate_kernel, rotate_write_kernel
+
+_GATE_BLOCK = 1024
+
+
+def embed_norm(
+    input_ids: torch.Tensor, embedding: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Embeddings ``[T, width]`` of tokens ``[T]``, and their norms. A token that there is not has a norm of NaN."""
+    num_embeddings, width = embedding.shape
+    residual = embedding.new_empty(input_ids.shape[0], width)
+    normed = torch.empty_like(residual)
+    launch(
+        embed_norm_kernel,
+        (input_ids.shape[0],),
+        input_ids,
+        embedding,
+        weight,
+        residual,
+        normed,
+        epsilon,
+        NUM_EMBEDDINGS=num_embeddings,
+        WIDTH=width,
+        BLOCK=power_of_two(width),
+        options=_options(width),
+        cached=(embedding,),
+    )
+    return residual, normed
+
+
+def add_norm(
+    added: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, epsilon: float
+) -> None:
+    """``residual += added``, then ``normed`` is its norm; all ``[T, width]``, contiguous."""
+    num_rows, width = residual.shape
+    launch(
+        add_norm_kernel,
+        (num_rows,),
+        added,
+        weight,
+        residual,
+        normed,
+        epsilon,
+        WIDTH=width,
+        BLOCK=power_of_two(width),
+        options=_options(width),
+    )
+
+
+def rotate_write(
+    qkv: torch.Tensor,
+    num_heads: int,
+    layer: int,
+    batch: Batch,
+    cache: KVCache,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None,
+    epsilon: float,
+) -> torch.Tensor:
+    """Queries ``[T, num_heads, dim]`` with rotary positions; keys, with theirs, and values go to the cache.
+
+    Args:
+        qkv: ``[T, (num_heads + 2 * num_kv_heads) * dim]``, contiguous.
+        num_heads: of the queries.
+        layer: whose cache is written.
+        batch: positions and slots of the rows.
+        cache: of the model.
+        tables: cosines and sines ``[positions, dim / 2]`` float32.
+        head_norms: weights ``[dim]`` of the norms of queries and keys, where there are any.
+        epsilon: of these norms.
+    """
+    geometry, num_rows = cache.geometries[layer], qkv.shape[0]
+    query = qkv.new_empty(num_rows, num_heads, geometry.key_dim)
+    query_norm, key_norm = head_norms or (query, query)
+    launch(
+        rotate_write_kernel,
+        (num_rows, num_heads + geometry.num_kv_heads),
+        qkv,
+        query,
+        cache.keys[layer],
+        cache.values[layer],
+        *tables,
+        query_norm,
+        key_norm,
+        batch.position_ids,
+        batch.slot_mapping,
+        epsilon,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=geometry.num_kv_heads,
+        HALF=geometry.key_dim // 2,
+        BLOCK_SIZE=cache.block_size,
+        BLOCK=power_of_two(geometry.key_dim // 2),
+        HAS_NORM=head_norms is not None,
+        options={"num_warps": 1},
+        cached=(cache.keys[layer], cache.values[layer], *tables),
+    )
+    return query
+
+
+def gate(gate_up: torch.Tensor) -> torch.Tensor:
+    """SiLU of the first half of rows ``[T, 2 * width]``, times the second: ``[T, width]``."""
+    num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_rows, width)
+    block = min(_GATE_BLOCK, power_of_two(width))
+    grid = (num_rows, -(-width // block))
+    launch(gate_kernel, grid, gate_up, out, WIDTH=width, BLOCK=block, options={"num_warps": 4})
+    return out
+
+
+def _options(width: int) -> dict[str, int]:
+    return {"num_warps": 4 if width <= 2048 else 8}

@@ -1,0 +1,48 @@
+"""What runs a model on a GPU: Triton kernels where the model has their shape, torch's where it has not.
+
+Triton is imported when it is needed: machines without a GPU do not have it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from specdec.engine.attention.kv_cache import LayerGeometry
+from specdec.engine.attention.paged import AttentionKernel, RecordingKernel
+from specdec.engine.attention.torch_kernels import GatherAttention
+from specdec.engine.model.fused import is_fusable
+from specdec.engine.model.ragged import StepModel
+
+_MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
+_KERNELS_VERSION = 1  # raised with every change of a kernel that may change a bit
+
+
+def is_on_gpu(device: torch.device) -> bool:
+    """Whether kernels in Triton run there."""
+    return device.type == "cuda"
+
+
+def device_attention(geometries: Sequence[LayerGeometry]) -> AttentionKernel:
+    """Attention for models that transformers runs on a GPU."""
+    if any(max(geometry.key_dim, geometry.value_dim) > _MAX_HEAD_DIM for geometry in geometries):
+        return GatherAttention()
+    from specdec.engine.cuda.attention import TritonAttention
+
+    return TritonAttention()
+
+
+def device_decoder(model: PreTrainedModel, recorded: RecordingKernel, max_model_len: int) -> StepModel | None:
+    """The decoder in Triton kernels, which takes the model's weights; None for a model that has not its shape."""
+    if not is_fusable(model, recorded.geometries, recorded.options, _MAX_HEAD_DIM):
+        return None
+    from specdec.engine.model.device_decoder import DeviceDecoder
+
+    return DeviceDecoder(model, recorded.geometries, recorded.options, max_model_len)
+
+
+def triton_path(part: str) -> str:
+    """What a numerics id says of kernels in Triton: whose they are, and which compiler made them."""
+    import triton
+
+    return f"triton-{part}-{_KERNELS_VERSION}-{triton.__version__}"

@@ -1,0 +1,102 @@
+"""Llama-like decoders on a GPU: four matrix products a layer and Triton kernels between them, ten launches at most.
+
+transformers' modules launch sixty kernels a layer, which a small batch waits for. What counts is the self-test, as with
+the CPU's fused decoder: this one must give the logits of the model's own dense forward pass, or it is not used.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions
+from specdec.engine.batch import Batch
+from specdec.engine.cuda.attention import attend, launch_shape, plan_tiles
+from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
+from specdec.engine.model.fused import rotary_tables
+
+Weight = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class _Layer:
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    qkv: Weight
+    output: Weight
+    gate_up: Weight
+    down: Weight
+
+
+class DeviceDecoder:
+    """Runs a model that ``is_fusable`` accepts, in its own dtype, on its own device.
+
+    No operation depends on data, so that a pass can be captured; a token id that the model does not have gives NaN.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        geometries: Sequence[LayerGeometry],
+        options: Sequence[AttentionOptions],
+        max_model_len: int,
+    ) -> None:
+        """Take the weights off the modules, one layer after the other: memory peaks a layer above the model's."""
+        decoder: Any = model.model
+        head: Any = model.lm_head
+        self._geometries, self._options = list(geometries), list(options)
+        self._num_heads = int(model.config.num_attention_heads)
+        self._epsilon = float(model.config.rms_norm_eps)
+        self._embedding = decoder.embed_tokens.weight.detach()
+        self._final_norm = decoder.norm.weight.detach()
+        self._head: Weight = (head.weight.detach(), _detached(head.bias))
+        self._tables = rotary_tables(decoder.rotary_emb, max_model_len, self._embedding.device)
+        self._layers = [_taken(layer) for layer in decoder.layers]
+
+    def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
+        """See ``StepModel``. Cost: nine launches a layer, ten where splits are folded apart, and some ten a pass."""
+        shape = launch_shape(self._num_heads, self._geometries[0], cache.dtype)
+        plan = plan_tiles(batch, shape.rows_per_tile, cache.block_size)
+        epsilon = self._epsilon
+        norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
+        residual, normed = embed_norm(batch.input_ids, self._embedding, self._layers[0].input_norm, epsilon)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
+            qkv = linear(normed, *layer.qkv)
+            query = rotate_write(qkv, self._num_heads, index, batch, cache, self._tables, layer.head_norms, epsilon)
+            attended = attend(query, index, batch, cache, self._options[index], plan)
+            add_norm(linear(attended.flatten(1), *layer.output), layer.post_norm, residual, normed, epsilon)
+            gated = gate(linear(normed, *layer.gate_up))
+            add_norm(linear(gated, *layer.down), next_norm, residual, normed, epsilon)
+        return linear(normed.index_select(0, batch.logits_indices), *self._head).float()
+
+
+def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach()
+
+
+def _joined(modules: Sequence[Any]) -> Weight:
+    weights = [module.weight.detach() for module in modules]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    bias = None if modules[0].bias is None else torch.cat([module.bias.detach() for module in modules])
+    for module in modules:
+        module.weight = None
+    return weight, bias
+
+
+def _taken(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    has_norms = hasattr(attention, "q_norm")
+    return _Layer(
+        input_norm=layer.input_layernorm.weight.detach(),
+        post_norm=layer.post_attention_layernorm.weight.detach(),
+        head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
+        qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
+        output=_joined([attention.o_proj]),
+        gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
+        down=_joined([mlp.down_proj]),
+    )

@@ -1,0 +1,108 @@
+"""A slot on a GPU: it stops in time, goes on where it stopped, and loses nothing to a step that fails."""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu_slot.__main__ import STEPS, State, run_process, run_slot, unpack
+from bench.gpu_slot.wheels import check_size, wanted
+
+ROOT = Path(__file__).resolve().parents[3]
+DRY = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+
+
+class Slot:
+    """Steps that take as long as they are said to, on a clock of their own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **seconds: float) -> None:
+        self.now_s, self.seconds, self.saved = 100.0, seconds, [""]
+        self.ran: list[tuple[str, float]] = []
+        monkeypatch.setattr("bench.gpu_slot.__main__.time.monotonic", lambda: self.now_s)
+
+    def run(self, name: str, timeout_s: float) -> dict[str, Any]:
+        self.ran.append((name, timeout_s))
+        self.now_s += min(self.seconds[name], timeout_s)
+        return {"status": "ok" if self.seconds[name] <= timeout_s else "timeout"}
+
+    def save(self, state: State) -> None:
+        self.saved.append(json.dumps(state))
+
+
+def test_a_second_slot_goes_on_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = Slot(monkeypatch, versions=5, exactness=60, attention=50)
+    names = ["versions", "exactness", "attention"]
+    state = run_slot({}, names, slot.run, slot.save, 70)
+    assert slot.ran == [("versions", 60), ("exactness", 65)]  # 5 s are left, in which nothing is begun
+    assert "attention" not in state
+    run_slot(json.loads(slot.saved[-1]), names, slot.run, slot.save, 570)
+    assert slot.ran[2:] == [("attention", 120)]
+    assert json.loads(slot.saved[-1])["attention"] == {"status": "ok", "seconds": 50}
+
+
+def test_a_step_that_hangs_costs_its_own_time_and_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = Slot(monkeypatch, versions=1000, exactness=1)
+    state = run_slot({}, ["versions", "exactness"], slot.run, slot.save, 570)
+    assert [state[name]["status"] for name in state] == ["timeout", "ok"]
+    run_slot(state, ["versions", "exactness"], slot.run, slot.save, 570)
+    assert [name for name, _ in slot.ran] == ["versions", "exactness", "versions"]
+
+
+def test_what_was_running_when_the_machine_was_taken_away_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = Slot(monkeypatch, versions=1)
+
+    def taken_away(name: str, timeout_s: float) -> dict[str, Any]:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        run_slot({}, ["versions"], taken_away, slot.save, 570)
+    assert json.loads(slot.saved[-1]) == {"versions": {"status": "running"}}
+
+
+def test_a_step_runs_without_a_gpu_and_says_what_it_found() -> None:
+    result = run_process("exactness", 200, True, DRY)
+    assert result["status"] == "ok", result
+    assert result["found"] == {"tokens": 12, "tokens_that_differ": 0, "scores_that_differ": 0}
+
+
+def test_a_step_that_fails_says_why() -> None:
+    result = run_process("versions", 100, False, {**DRY, "CUDA_VISIBLE_DEVICES": "-1"})
+    assert result["status"] == "failed"
+    assert "no CUDA device is here" in result["output"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STEPS)
+def test_every_step_runs_without_a_gpu(name: str) -> None:
+    result = run_process(name, 900, True, DRY)
+    assert result["status"] == "ok", result
+    assert result["found"]
+
+
+def test_wheels_are_what_the_machine_lacks_and_nothing_that_cuda_brings() -> None:
+    everything = wanted({})
+    assert {"grpcio", "protobuf", "transformers", "pydantic", "fastapi", "tokenizers"} <= set(everything)
+    assert not [name for name in everything if name.startswith(("torch", "triton", "nvidia"))]
+    has = {"numpy": everything["numpy"], "transformers": "5.17.0", "redis": everything["redis"]}
+    lacking = wanted(has)
+    assert "redis" not in lacking
+    assert lacking["transformers"] == everything["transformers"]  # the machine's is too old
+
+
+def test_wheels_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "small.whl").write_bytes(b"x" * 10)
+    assert check_size(tmp_path) == 10
+    with (tmp_path / "large.whl").open("wb") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(ValueError, match=r"^65\.0 MiB of wheels, and 64 may be carried; large\.whl 65\.0"):
+        check_size(tmp_path)
+
+
+def test_carried_wheels_are_found_before_what_is_installed(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "one-1-py3-none-any.whl", "w") as archive:
+        archive.writestr("one/__init__.py", "")
+    unpack(tmp_path, tmp_path / "site")
+    assert (tmp_path / "site" / "one" / "__init__.py").exists()

@@ -1,0 +1,87 @@
+"""The GPU's decoder: the logits of transformers' own modules, few launches, and nothing that waits for data."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions
+from specdec.engine.attention.torch_kernels import TiledAttention
+from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.model.device_decoder import DeviceDecoder
+from specdec.engine.model.fused import is_fusable
+from specdec.engine.model.kv_budget import largest_batch
+from specdec.engine.model.loader import load_model, random_model
+from specdec.engine.model.probe import Probe
+from specdec.engine.model.ragged import RaggedModel
+from specdec.engine.settings import EngineSettings
+from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.engine.triton_device import DEVICE
+
+META = torch.device("meta")
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+)
+
+
+@pytest.mark.parametrize("architecture", ["llama_yarn_bias", "qwen3"])
+@torch.inference_mode()
+def test_its_logits_are_those_of_the_models_own_modules(architecture: str, tmp_path: Path) -> None:
+    settings = EngineSettings(
+        model=str(save_tiny_model(architecture, tmp_path)), device=DEVICE, dtype="float32", block_size=8
+    )
+    loaded = load_model(settings)
+    probe = Probe(loaded.vocab_size, loaded.max_model_len, 8, loaded.device)
+    expected = {
+        tuple(tokens): loaded.model(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=False).logits[0]
+        for tokens in probe.sequences
+    }
+    recorded = RaggedModel(loaded.model, TiledAttention()).record_attention(probe)
+    assert is_fusable(loaded.model, recorded.geometries, recorded.options, 256)
+    decoder = DeviceDecoder(loaded.model, recorded.geometries, recorded.options, loaded.max_model_len)
+    cache = KVCache(recorded.geometries, probe.num_blocks, 8, torch.float32, loaded.device)
+    log = probe.run(decoder, cache)
+    assert log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences) < 1e-5
+
+
+@pytest.fixture(scope="module")
+def decoder_of_8b() -> DeviceDecoder:
+    model = random_model(LLAMA_8B, torch.bfloat16, META)
+    layers = LLAMA_8B.num_hidden_layers
+    return DeviceDecoder(model, [LayerGeometry(8, 128, 128)] * layers, [AttentionOptions(128**-0.5)] * layers, 8192)
+
+
+@pytest.mark.parametrize(("num_rows", "context_len", "most"), [(1, 256, 9), (8, 256, 9), (8, 4096, 10), (512, 512, 9)])
+@torch.inference_mode()
+def test_a_step_of_an_8b_model_launches_at_most_ten_kernels_a_layer(
+    num_rows: int, context_len: int, most: int, decoder_of_8b: DeviceDecoder
+) -> None:
+    batch, num_blocks = largest_batch(num_rows, 8192, 16, META)
+    batch.block_tables = torch.empty(1, context_len // 16, dtype=torch.int32, device=META)
+    layers = LLAMA_8B.num_hidden_layers
+    cache = KVCache([LayerGeometry(8, 128, 128)] * layers, num_blocks, 16, torch.bfloat16, META)
+    with LaunchCounter() as counter:
+        logits = decoder_of_8b(batch, cache)
+    assert logits.shape == (num_rows, LLAMA_8B.vocab_size)
+    per_pass = len(counter.operations) - most * layers
+    assert 0 < per_pass <= 12, counter.operations[-20:]
+
+
+@torch.inference_mode()
+def test_a_step_of_one_row_moves_little_besides_the_weights(decoder_of_8b: DeviceDecoder) -> None:
+    batch, num_blocks = largest_batch(1, 8192, 16, META)
+    cache = KVCache([LayerGeometry(8, 128, 128)] * LLAMA_8B.num_hidden_layers, num_blocks, 16, torch.bfloat16, META)
+    with LaunchCounter() as counter:
+        decoder_of_8b(batch, cache)
+    embedding = LLAMA_8B.vocab_size * LLAMA_8B.hidden_size * 2
+    weights = 8_030_261_248 * 2 - embedding  # of the embedding a row is read
+    moved = sum(num_bytes for _, num_bytes in counter.operations)
+    assert weights < moved < weights * 1.002

@@ -1,0 +1,76 @@
+"""Sampling on the device: the tokens and scores that the CPU has, for any rows."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top, launch_top, read_top, row_parameters
+from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE
+from specdec.engine.sampling.noise import Purpose, noise_key
+from specdec.engine.sampling.perturbed_top import perturbed_top
+from specdec.engine.sampling.sampler import Sampler
+from tests.support.engine.extreme_rows import Batch, batches
+from tests.support.engine.triton_device import DEVICE
+
+EXAMPLES = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def keys_of(num_rows: int) -> list[int]:
+    return [part for row in range(num_rows) for part in noise_key(2**64 - 1 - row, row % 3, Purpose.PLAIN, 7 * row)]
+
+
+@pytest.mark.parametrize(("vocab_size", "num_top"), [(17, MOST_TOP), (1024, 1), (5003, 3)])
+def test_rows_of_any_temperature_have_the_cpus_tokens_and_scores(vocab_size: int, num_top: int) -> None:
+    temperatures = [0.0, 1.0, 0.7, MIN_TEMPERATURE, 100.0, 1e6]
+    logits = torch.randn(len(temperatures), vocab_size, generator=torch.Generator().manual_seed(num_top)) * 4
+    logits[:, 3] = logits[:, 11]  # ties go to the lower id
+    keys = keys_of(len(temperatures))
+    expected = perturbed_top(logits, temperatures, keys, num_top)
+    assert device_perturbed_top(logits.to(DEVICE), temperatures, keys, num_top) == expected
+
+
+def test_noise_is_that_of_the_cpu_for_every_token() -> None:
+    vocab_size = 1500  # equal logits: the best are those of the noise
+    logits, keys = torch.zeros(20, vocab_size), keys_of(20)
+    expected = perturbed_top(logits, [1.0] * 20, keys, 4)
+    assert device_perturbed_top(logits.to(DEVICE), [1.0] * 20, keys, 4) == expected
+
+
+@EXAMPLES
+@given(batch=batches())
+def test_extreme_rows_give_what_they_give_on_the_cpu(batch: Batch) -> None:
+    on_cpu = Sampler(batch.vocab_size, "cpu", native="off")
+    on_device = Sampler(batch.vocab_size, "cpu", native="off")
+    on_device._perturbed_top = device_perturbed_top
+    assert on_device.sample(batch.logits, batch.rows) == on_cpu.sample(batch.logits, batch.rows)
+    got, expected = (sampler.candidates(batch.logits, batch.rows, 4) for sampler in (on_device, on_cpu))
+    assert got == expected
+
+
+def test_a_row_that_is_not_finite_is_nan_and_harms_no_other() -> None:
+    logits = torch.zeros(4, 2100)
+    logits[0, 2050], logits[1, 5], logits[2] = math.nan, math.inf, -math.inf
+    for temperature in (0.0, 1.0):
+        ids, scores = device_perturbed_top(logits.to(DEVICE), [temperature] * 4, keys_of(4), 2)
+        assert all(math.isnan(score) for score in scores[:6])
+        assert all(math.isfinite(score) for score in scores[6:])
+        assert len(set(ids[6:])) == 2
+
+
+def test_sampling_launches_three_kernels_and_waits_for_nothing() -> None:
+    with LaunchCounter() as counter:
+        out = launch_top(torch.empty(8, 150_000, device="meta"), torch.empty(8, 3, dtype=torch.int32, device="meta"), 4)
+    assert [launch.name for launch in counter.launches] == ["row_peak_kernel", "draw_kernel", "merge_kernel"]
+    assert len(counter.operations) == 3
+    assert out.shape == (8, 2, 4)
+    assert read_top(torch.zeros(8, 2, 4, dtype=torch.int32)) == ([0] * 32, [0.0] * 32)
+    logits_bytes = 8 * 150_000 * 4
+    assert logits_bytes * 2 < sum(num_bytes for _, num_bytes in counter.operations) < logits_bytes * 2.02
+
+
+def test_parameters_of_rows_keep_all_bits() -> None:
+    rows = row_parameters([0.7], [0xFFFFFFFF, 1])
+    assert rows.tolist() == [[-1, 1, torch.tensor([0.7]).view(torch.int32).item()]]

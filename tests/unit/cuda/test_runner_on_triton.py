@@ -1,0 +1,53 @@
+"""What a runner on a GPU chooses, played in Triton's interpreter: all that CUDA decides is said to be so."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.torch_kernels import GatherAttention
+from specdec.engine.batch import Batch
+from specdec.engine.model import runner as runner_module
+from specdec.engine.model.device_choice import device_attention
+from specdec.engine.model.device_decoder import DeviceDecoder
+from specdec.engine.model.kv_budget import largest_batch
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.settings import EngineSettings
+from tests.support.engine.tiny_models import save_tiny_model
+from tests.support.engine.triton_device import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU a runner chooses this without being told")
+
+
+def load(architecture: str, folder: Path, on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
+    model = save_tiny_model(architecture, folder / str(on_gpu))
+    with monkeypatch.context() as patch:
+        if on_gpu:
+            patch.setattr(runner_module, "is_on_gpu", lambda device: True)
+        return ModelRunner.load(EngineSettings(model=str(model), device="cpu", block_size=8, num_blocks=16))
+
+
+@pytest.mark.parametrize(("architecture", "path"), [("mistral", "triton-decoder"), ("gemma2", "triton-attention")])
+def test_a_model_runs_on_triton_kernels_with_the_logits_that_it_has_on_a_cpu(
+    architecture: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(architecture, tmp_path, True, monkeypatch)
+    assert path in runner.numerics_id
+    assert not runner.row_invariant
+    batch, _ = largest_batch(20, 20, 8, torch.device("cpu"))
+    expected = load(architecture, tmp_path, False, monkeypatch).forward(batch)
+    torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_decoder_that_fails_its_self_test_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(self: DeviceDecoder, batch: Batch, cache: KVCache) -> torch.Tensor:
+        return torch.zeros(len(batch.logits_indices), 131)
+
+    monkeypatch.setattr(DeviceDecoder, "__call__", wrong)
+    assert "triton-attention" in load("llama", tmp_path, True, monkeypatch).numerics_id
+
+
+def test_heads_that_are_too_wide_are_gathered() -> None:
+    assert isinstance(device_attention([LayerGeometry(2, 64, 64), LayerGeometry(1, 512, 64)]), GatherAttention)
+    assert not isinstance(device_attention([LayerGeometry(2, 256, 256)]), GatherAttention)
