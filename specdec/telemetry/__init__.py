@@ -15,6 +15,7 @@ from specdec.telemetry.gateway_metrics import GatewayMetrics, VllmMetrics
 from specdec.telemetry.logs import setup_logging
 from specdec.telemetry.registry import BuildInfo, enable_multiprocess_metrics, forget_gauges, scrape_registry
 from specdec.telemetry.relay_metrics import RelayMetrics
+from specdec.telemetry.tallies import Tallies
 from specdec.telemetry.target_metrics import TargetMetrics
 from specdec.telemetry.tls_metrics import TlsMetrics
 
@@ -25,6 +26,7 @@ __all__ = [
     "GatewayMetrics",
     "RelayMetrics",
     "SupervisorMetrics",
+    "Tallies",
     "TargetMetrics",
     "TlsMetrics",
     "VllmMetrics",

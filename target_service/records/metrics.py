@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import prometheus_client
 
 from specdec.engine.outputs import EngineStats
-from specdec.telemetry import TargetMetrics
+from specdec.telemetry import Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
 from target_service.policy.payoff import Payoff
@@ -37,6 +37,8 @@ class TargetRecorder:
     def __init__(self, metrics: TargetMetrics) -> None:
         self._metrics = metrics
         self._engine = EngineGauges(metrics)
+        self._tallies = Tallies()
+        """Of a step and its verdicts, written when its turn is over: before anybody is told of it."""
         self._tokens = _Labelled(metrics.tokens, lambda origin: _ORIGINS[origin])
         self._proposed_at = _Labelled(metrics.proposed_tokens, str)
         self._accepted_at = _Labelled(metrics.accepted_tokens, str)
@@ -93,39 +95,39 @@ class TargetRecorder:
 
     def turn(self, outside_s: float, payoff: Payoff | None) -> None:
         """The turn of a step is over: what it took besides the step, and what it says of speculation."""
-        metrics = self._metrics
-        metrics.loop_seconds.observe(outside_s)
+        metrics, tallies = self._metrics, self._tallies
+        tallies.observe(metrics.loop_seconds, outside_s)
         if payoff is not None:
-            metrics.decode_seconds.inc(payoff.decode_s)
-            metrics.plain_equivalent_seconds.inc(payoff.plain_s)
+            tallies.count(metrics.decode_seconds, payoff.decode_s)
+            tallies.count(metrics.plain_equivalent_seconds, payoff.plain_s)
+        tallies.write()
 
     def verdict(self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float) -> None:
         """One verdict, before the session's own record of its last one is updated."""
-        metrics = self._metrics
+        metrics, tallies = self._metrics, self._tallies
         for origin, count in Counter(verdict.origins).items():
-            self._tokens[origin].inc(count)
+            tallies.count(self._tokens[origin], count)
         last_at_s = session.times.last_verdict_at_s
         if last_at_s is None:
-            metrics.ttft_seconds.observe(decided_at_s - session.times.opened_at_s)
+            tallies.observe(metrics.ttft_seconds, decided_at_s - session.times.opened_at_s)
         else:
             num_tokens = len(verdict.token_ids)
             each_s = (decided_at_s - last_at_s) / max(1, num_tokens)
-            for _ in range(num_tokens):
-                metrics.inter_token_seconds.observe(each_s)
-            (metrics.hits if verdict.hit else metrics.misses).inc()
-            metrics.hold_off_seconds.observe(verdict.hold_off_us * 1e-6)
+            tallies.observe(metrics.inter_token_seconds, each_s, num_tokens)
+            tallies.count(metrics.hits if verdict.hit else metrics.misses)
+            tallies.observe(metrics.hold_off_seconds, verdict.hold_off_us * 1e-6)
         for depth, count in enumerate(verdict.verified_by_depth, 1):
             if count:
-                self._proposed_at[depth].inc()
+                tallies.count(self._proposed_at[depth])
         for depth in range(1, verdict.num_accepted + 1):
-            self._accepted_at[depth].inc()
+            tallies.count(self._accepted_at[depth])
         if verdict.verified_by_depth:
-            metrics.committed_per_verify.observe(len(verdict.token_ids))
+            tallies.observe(metrics.committed_per_verify, len(verdict.token_ids))
         num_rejected = sum(verdict.verified_by_depth) - verdict.num_accepted
         if num_rejected:
-            metrics.rollbacks.inc()
-            metrics.rollback_tokens.observe(num_rejected)
-        metrics.wasted_tokens.inc(verdict.num_wasted)
-        metrics.stale_proposals.inc(num_stale)
+            tallies.count(metrics.rollbacks)
+            tallies.observe(metrics.rollback_tokens, num_rejected)
+        tallies.count(metrics.wasted_tokens, verdict.num_wasted)
+        tallies.count(metrics.stale_proposals, num_stale)
         if verdict.finish_reason:
             metrics.requests.labels(_FINISH[verdict.finish_reason]).inc()
