@@ -11,6 +11,7 @@ from gateway.api.fields import (
     Count,
     Empty,
     EmptyObject,
+    Items,
     NumLogprobs,
     PositiveCount,
     RequestModel,
@@ -34,7 +35,7 @@ class ChatRequest(SamplingFields):
         *("mm_processor_kwargs", "moderation", "prediction", "response_format", "store", "web_search_options"),
     }
 
-    messages: list[dict[str, Any]] = Field(
+    messages: Items[dict[str, Any]] = Field(
         min_length=1,
         description="Oldest first: objects with role (system, developer, user, assistant, tool) and content, which is "
         "a text or a list of parts of type text.",
@@ -43,7 +44,7 @@ class ChatRequest(SamplingFields):
     max_tokens: PositiveCount | None = Field(None, description="The older name of max_completion_tokens, which wins.")
     logprobs: bool | None = Field(None, description="Tell log-probabilities of the output.")
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; needs logprobs.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Functions that may be called.")
+    tools: Items[dict[str, Any]] | None = Field(None, description="Functions that may be called.")
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required or a named function.")
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="A variable of the chat template, if that reads it.")
@@ -69,7 +70,7 @@ class ChatRequest(SamplingFields):
     functions: Empty | None = None
     media_io_kwargs: EmptyObject | None = None
     mm_processor_kwargs: EmptyObject | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     moderation: None = None
     prediction: None = None
     response_format: TextFormat | None = None
