@@ -12,6 +12,7 @@ from gateway.api.fields import (
     Empty,
     EmptyObject,
     Items,
+    Messages,
     NumLogprobs,
     PositiveCount,
     RequestModel,
@@ -35,8 +36,7 @@ class ChatRequest(SamplingFields):
         *("mm_processor_kwargs", "moderation", "prediction", "response_format", "store", "web_search_options"),
     }
 
-    messages: Items[dict[str, Any]] = Field(
-        min_length=1,
+    messages: Messages = Field(
         description="Oldest first: objects with role (system, developer, user, assistant, tool) and content, which is "
         "a text or a list of parts of type text.",
     )

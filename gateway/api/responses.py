@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from gateway.api.fields import (
     Empty,
     Items,
+    Messages,
     MinP,
     NumLogprobs,
     PositiveCount,
@@ -59,7 +60,7 @@ class ResponsesRequest(RequestModel):
     )
 
     model: str | None = Field(None, description="A name that /v1/models lists; default: the one that is served.")
-    input: str | Annotated[Items[dict[str, Any]], Field(min_length=1)] = Field(
+    input: str | Messages = Field(
         description="A text, or messages with role and content, which is a text or a list of parts of text."
     )
     instructions: str | None = Field(None, description="A system message before all others.")

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from gateway.api.fields import Empty, EmptyObject, Items, RequestModel, TokenId
+from gateway.api.fields import Empty, EmptyObject, Items, Messages, RequestModel, TokenId
 
 
 class TokenizeBody(RequestModel):
@@ -16,7 +16,7 @@ class TokenizeBody(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Items[dict[str, Any]] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     tools: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for a text, false for a conversation.")
     add_generation_prompt: bool | None = None
