@@ -38,6 +38,7 @@ _DESCRIBED: tuple[type[BaseModel], ...] = (
     *(ChatCompletionChunk, ResponseEvent),
 )
 """Models that no route of FastAPI's names: bodies, which are read by ours, and events."""
+_MOST_SHOWN_CHARS = 200
 _COMPONENT = "#/components/schemas/{model}"
 
 
@@ -80,7 +81,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     """What the router refuses."""
     if not isinstance(error, HTTPException):
         raise error
-    path = f"{request.method} {request.url.path}"
+    path = f"{request.method[:_MOST_SHOWN_CHARS]} {request.url.path[:_MOST_SHOWN_CHARS]}"
     message = f"Unknown request URL: {path}." if error.status_code == 404 else f"Not allowed to {path}."
     codes = {404: "unknown_url", 405: "method_not_allowed"}
     told = ApiError(error.status_code, message, code=codes.get(error.status_code))

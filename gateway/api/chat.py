@@ -11,6 +11,8 @@ from gateway.api.fields import (
     Count,
     Empty,
     EmptyObject,
+    Items,
+    Messages,
     NumLogprobs,
     PositiveCount,
     RequestModel,
@@ -49,8 +51,7 @@ class ChatRequest(SamplingFields):
         *("mm_processor_kwargs", "moderation", "store", "web_search_options"),
     }
 
-    messages: list[dict[str, Any]] = Field(
-        min_length=1,
+    messages: Messages = Field(
         description="Oldest first: objects with role (system, developer, user, assistant, tool) and content, which is "
         "a text or a list of parts of type text.",
     )
@@ -58,7 +59,7 @@ class ChatRequest(SamplingFields):
     max_tokens: PositiveCount | None = Field(None, description="The older name of max_completion_tokens, which wins.")
     logprobs: bool | None = Field(None, description="Tell log-probabilities of the output.")
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; needs logprobs.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Functions that may be called.")
+    tools: Items[dict[str, Any]] | None = Field(None, description="Functions that may be called.")
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required or a named function.")
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = Field(None, description="A variable of the chat template, if that reads it.")
@@ -85,7 +86,7 @@ class ChatRequest(SamplingFields):
     functions: Empty | None = None
     media_io_kwargs: EmptyObject | None = None
     mm_processor_kwargs: EmptyObject | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Items[Literal["text"]] | None = None
     moderation: None = None
     store: Literal[False] | None = None
     web_search_options: None = None

@@ -9,6 +9,7 @@ from pydantic import Field
 from gateway.api.fields import (
     UNSUPPORTED_IN_ALL,
     Count,
+    Items,
     NumLogprobs,
     PositiveCount,
     SamplingFields,
@@ -16,12 +17,12 @@ from gateway.api.fields import (
 )
 
 DEFAULT_MAX_TOKENS = 16
-Prompt = str | list[TokenId]
+Prompt = str | Items[TokenId]
 Prompts = (
     str
-    | Annotated[list[TokenId], Field(min_length=1)]
-    | Annotated[list[str], Field(min_length=1)]
-    | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    | Annotated[Items[TokenId], Field(min_length=1)]
+    | Annotated[Items[str], Field(min_length=1)]
+    | Annotated[Items[Annotated[Items[TokenId], Field(min_length=1)]], Field(min_length=1)]
 )
 
 

@@ -8,8 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.fields import (
     Empty,
+    Items,
     JsonObjectFormat,
     JsonSchema,
+    Messages,
     MinP,
     NumLogprobs,
     PositiveCount,
@@ -61,7 +63,7 @@ class ResponsesRequest(RequestModel):
     )
 
     model: str | None = Field(None, description="A name that /v1/models lists; default: the one that is served.")
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+    input: str | Messages = Field(
         description="A text, or messages with role and content, which is a text or a list of parts of text."
     )
     instructions: str | None = Field(None, description="A system message before all others.")
@@ -77,7 +79,7 @@ class ResponsesRequest(RequestModel):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(None, description="As in chats.")
     top_k: Annotated[int, Field(ge=-1, lt=2**32)] | None = Field(None, description="As in chats.")
     min_p: MinP | None = Field(None, description="As in chats.")
-    stop: str | list[str] | None = Field(None, description="As in chats.")
+    stop: str | Items[str] | None = Field(None, description="As in chats.")
     speculation: Speculation | None = Field(None, description="As in chats.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chats.")
 

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from gateway.api.fields import Empty, EmptyObject, RequestModel, TokenId
+from gateway.api.fields import Empty, EmptyObject, Items, Messages, RequestModel, TokenId
 
 
 class TokenizeBody(RequestModel):
@@ -16,8 +16,8 @@ class TokenizeBody(RequestModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
-    tools: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
+    tools: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for a text, false for a conversation.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -42,7 +42,7 @@ class DetokenizeBody(RequestModel):
     """Token ids to make text of."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class DetokenizeAnswer(BaseModel):

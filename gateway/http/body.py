@@ -18,6 +18,10 @@ _MOST_DEPTH = 64
 """Of objects and lists in each other: deep schemas of tools have twenty."""
 
 
+_MOST_FIELDS = 16 * 1024
+"""Of one object: each that is unknown is looked at before the first is told."""
+
+
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
     """What a body may be."""
@@ -69,14 +73,17 @@ def parsed(data: bytes) -> Any:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise invalid(None, f"the body is not valid JSON: {error}", "invalid_json") from None
-    if _is_deep(value):
-        raise invalid(None, f"the body is nested more than {_MOST_DEPTH} deep", "invalid_json")
+    # What has few brackets is neither deep nor large in its objects, and millions of numbers are not looked at.
+    if data.count(b":") > _MOST_FIELDS or data.count(b"[") + data.count(b"{") > _MOST_DEPTH:
+        _check_shape(value)
     return value
 
 
-def _is_deep(value: Any) -> bool:
+def _check_shape(value: Any) -> None:
     level = [value]
     for _ in range(_MOST_DEPTH):
+        if any(len(parent) > _MOST_FIELDS for parent in level if isinstance(parent, dict)):
+            raise invalid(None, f"an object of the body has more than {_MOST_FIELDS} fields", "invalid_json")
         level = [
             child
             for parent in level
@@ -85,8 +92,8 @@ def _is_deep(value: Any) -> bool:
             if isinstance(child, (dict, list))
         ]
         if not level:
-            return False
-    return True
+            return
+    raise invalid(None, f"the body is nested more than {_MOST_DEPTH} deep", "invalid_json")
 
 
 __all__ = ["BodyLimits", "BodyReader", "ClientDisconnect", "parsed"]

@@ -125,6 +125,10 @@ class MixedFleet:
         """Kill a service at once."""
         self._cluster.kill(name)
 
+    def is_running(self, name: str) -> bool:
+        """Whether a service has not ended."""
+        return self._cluster.services[name].is_running
+
     async def until_ready(self, coordinator: str, *replicas: str) -> None:
         """Wait until a coordinator uses these replicas."""
         wanted = {self.address(name) for name in replicas}

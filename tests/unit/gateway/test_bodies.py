@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import orjson
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -171,6 +172,29 @@ def test_what_is_not_json_is_refused(data: bytes) -> None:
     with pytest.raises(ApiError) as caught:
         parsed(data)
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (CompletionRequest, {"prompt": [0.5] * 1000}),
+        (CompletionRequest, {"prompt": [[0.5] * 1000] * 10}),
+        (CompletionRequest, {"prompt": "x", "stop": [1] * 1000}),
+        (CompletionRequest, {"prompt": "x", "stop_token_ids": ["a"] * 1000}),
+        (ChatRequest, {"messages": [1] * 1000}),
+        (ChatRequest, {"messages": MESSAGES, "tools": [1] * 1000}),
+    ],
+)
+def test_a_list_is_given_up_at_its_first_wrong_item(model: type[RequestModel], fields: dict[str, Any]) -> None:
+    with pytest.raises(pydantic.ValidationError) as caught:
+        model.model_validate(fields)
+    assert caught.value.error_count() <= 6, "one for each type that the value may have"
+
+
+def test_an_object_of_very_many_fields_is_refused_before_each_is_looked_at() -> None:
+    for body in ({str(number): 1 for number in range(20_000)}, {"a": [{str(n): 1 for n in range(20_000)}]}):
+        with pytest.raises(ApiError, match="more than 16384 fields"):
+            parsed(orjson.dumps(body))
 
 
 def test_json_is_nested_64_deep_at_most() -> None:
