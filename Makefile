@@ -34,7 +34,7 @@ CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
 # Clients of the gateway that tests run (docs/clients.md), and those that only "make test-long" runs.
 CLIENTS := $(foreach name,frameworks lm-eval llama-benchy,.tools/clients/$(name)/.installed)
-LONG_CLIENTS := $(foreach name,guidellm aiperf,.tools/clients/$(name)/.installed)
+LONG_CLIENTS := $(foreach name,guidellm aiperf vllm,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
 PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)

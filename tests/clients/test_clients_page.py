@@ -142,3 +142,12 @@ def test_aiperf_measures(reader: Reader) -> None:
     assert measured["output_sequence_length"]["avg"] == 8
     assert not measured["error_summary"]
     assert measured["total_spec_decode_steps"]["avg"] > 0
+
+
+@pytest.mark.long
+def test_vllm_bench_tells_acceptance(reader: Reader) -> None:
+    printed = reader.run("vllm bench serve", HF_HUB_OFFLINE="1")
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in printed.splitlines())}
+    assert (told["Successful requests"], told["Failed requests"]) == ("6", "0")
+    assert float(told["Acceptance rate (%)"]) > 0
+    assert int(told["Accepted tokens"]) > 0

@@ -21,6 +21,7 @@ INSTALLED = {
     "llama-benchy": "llama-benchy",
     "guidellm": "guidellm",
     "aiperf": "aiperf",
+    "vllm bench serve": "vllm",
 }
 """Where tests/clients/install.sh puts the client of a section; others are in the environment of these tests."""
 
