@@ -33,6 +33,9 @@ TSC := .tools/node_modules/.bin/tsc
 CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst @, ,$(package)))/package.json)
 CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
+# Clients of the gateway that tests run (docs/clients.md), and those that only "make test-long" runs.
+CLIENTS := $(foreach name,frameworks lm-eval llama-benchy,.tools/clients/$(name)/.installed)
+LONG_CLIENTS := $(foreach name,guidellm aiperf vllm,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
 PROTO_ROOT ?= proto
 PROTOS := $(wildcard $(PROTO_ROOT)/specdec/v1/*.proto)
@@ -74,11 +77,14 @@ $(SCHEMATHESIS):
 	@"$(PYTHON)" -m venv .tools/schemathesis
 	.tools/schemathesis/bin/pip install --quiet --disable-pip-version-check schemathesis==$(SCHEMATHESIS_VERSION)
 
+.tools/clients/%/.installed: tests/clients/%.txt $(STAMP)
+	@tests/clients/install.sh $*
+
 $(COMPOSE):
 	@tests/install-docker-compose.sh .tools
 
 .PHONY: tools
-tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(SCHEMATHESIS) $(COMPOSE)  ## Install buf, helm, checkov, schemathesis and others in .tools.
+tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, checkov, clients of the gateway and others in .tools.
 
 .PHONY: servers
 servers:  ## Install the servers that tests run, Redis and Prometheus, and a browser: Chromium.
@@ -119,7 +125,7 @@ test-isa: $(STAMP)  ## Run the tests of numerics under each instruction set that
 	@$(BIN)/python -m tests.support.engine.isa_selections
 
 .PHONY: test-long
-test-long: $(STAMP)  ## Run the tests that take minutes.
+test-long: $(STAMP) tools servers $(LONG_CLIENTS)  ## Run the tests that take minutes.
 	@$(BIN)/pytest tests -m "long and not gpu" --timeout 1800 $(PYTEST_ARGS) || test $$? -eq 5
 
 .PHONY: defects

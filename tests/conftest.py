@@ -14,8 +14,10 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["tests.support.services.cluster_fixtures", "tests.support.fork_server.plugin"]
-FOLDERS_WITH_CLUSTERS = ("tests/chaos", "tests/e2e", "tests/upgrade")
-PROCESS_FOLDERS = [Path(__file__).parent / name for name in ("integration", "e2e", "chaos", "upgrade", "security")]
+FOLDERS_WITH_CLUSTERS = ("tests/chaos", "tests/clients", "tests/e2e", "tests/upgrade")
+PROCESS_FOLDERS = [
+    Path(__file__).parent / name for name in ("integration", "clients", "e2e", "chaos", "upgrade", "security")
+]
 
 # Two workers with all cores' OpenMP threads each would stall one another. Read when torch is first imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
