@@ -49,6 +49,8 @@ def test_both_runs_have_the_text_that_any_client_gets_and_say_so(page: Browser, 
     texts = page.run("return [...document.querySelectorAll('.output')].map((one) => one.textContent);")
     assert texts == [body["prompt"] + answer["choices"][0]["text"]] * 2
     assert page.text("#verdict").startswith("Equal: all 64 token ids are the same. With speculation")
+    at_end = "(one) => one.scrollTop + one.clientHeight >= one.scrollHeight - 1"
+    page.until(f"[...document.querySelectorAll('.output')].every({at_end})")
     speeds = page.run("return [...document.querySelectorAll('[data-figure=speed]')].map((one) => one.textContent);")
     assert all(float(speed) > 0 for speed in speeds)
 
@@ -59,6 +61,8 @@ def test_a_round_shows_what_was_proposed_and_what_was_taken(page: Browser, url: 
     page.click("#compare")
     page.click("#send")
     page.until(DONE)
+    labels = page.run("return [...document.querySelectorAll('.bar')].map((one) => one.getAttribute('aria-label'));")
+    assert all(label.startswith(f"Round {n} of {len(labels)}:") for n, label in enumerate(labels, start=1))
     # One that is a word on one line: the middle of others may be nowhere.
     words = "[...document.querySelectorAll('.output .t.draft')].filter((one) => /\\w/.test(one.textContent))"
     page.run(f"{words}.find((one) => one.getClientRects().length === 1).id = 'drafted';")

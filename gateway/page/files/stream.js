@@ -49,7 +49,8 @@ async function refusal(response) {
     const state = response.status === 429 ? "Too many requests." : "Not available now.";
     return new Failure(`${state} The server says: ${said}`, { status: response.status, delay: delay ?? LEAST_DELAY_S });
   }
-  return new Failure(told.param ? `${told.param}: ${said}` : said, { status: response.status, param: told.param ?? null });
+  const isNamed = !told.param || said.includes(told.param);
+  return new Failure(isNamed ? said : `${told.param}: ${said}`, { status: response.status, param: told.param ?? null });
 }
 
 /** The names of the models that are served. */

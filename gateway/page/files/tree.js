@@ -3,7 +3,7 @@
 import { counted, duration, percent, share, shown } from "./text.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [140, 38, 22, 8];
+const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [150, 38, 22, 8];
 const BECAME = { accepted: "✓ taken", rejected: "✗ not taken", unverified: "– not verified", target: "the target's own" };
 
 /** A new element with attributes and children. */

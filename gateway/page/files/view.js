@@ -17,6 +17,9 @@ function kindOf(token) {
 export class RunView {
   #shown = null;
   #numBars = 0;
+  /** What is kept at its end while more comes: until somebody scrolls away from there. */
+  #follows = new Set();
+  #places = new Map();
 
   constructor(run, prompt) {
     this.run = run;
@@ -35,6 +38,12 @@ export class RunView {
     this.round = this.root.querySelector(".round");
     this.round.append(element("p", {}, HINT));
     if (prompt) this.output.append(element("span", { class: "given" }, prompt));
+    for (const box of [this.output, this.bars]) {
+      this.#follows.add(box);
+      box.addEventListener("scroll", () => this.#scrolled(box));
+    }
+    // The second run makes the first one narrower, and its text longer.
+    new ResizeObserver(() => this.#toEnd()).observe(this.output);
     this.output.addEventListener("mouseover", (event) => this.#pointAtToken(event));
     this.bars.addEventListener("mouseover", (event) => this.#pointAtBar(event));
     this.bars.addEventListener("click", (event) => this.#pointAtBar(event));
@@ -45,9 +54,8 @@ export class RunView {
   /** Something came. */
   update(pieces) {
     const { run } = this;
-    const wasAtEnd = this.output.scrollHeight - this.output.scrollTop - this.output.clientHeight < 40;
     for (const { text, index, isThought } of pieces) this.#addText(text, index, isThought);
-    if (wasAtEnd) this.output.scrollTop = this.output.scrollHeight;
+    this.#toEnd();
     this.output.setAttribute("aria-busy", String(run.isRunning));
     this.#addBars();
     const { speed, acceptance } = run;
@@ -99,13 +107,12 @@ export class RunView {
 
   #addBars() {
     const { rounds } = this.run;
-    // The last one may have grown, where the server tells no steps.
-    const first = Math.max(0, Math.min(this.#numBars, rounds.length) - 1);
+    // The last one may have grown, where the server tells no steps; at the end all can tell how many there are.
+    const first = this.run.isRunning ? Math.max(0, Math.min(this.#numBars, rounds.length) - 1) : 0;
     while (this.bars.children.length > first) this.bars.lastElementChild.remove();
-    const wasAtEnd = this.bars.scrollWidth - this.bars.scrollLeft - this.bars.clientWidth < 60;
     for (let number = first; number < rounds.length; number += 1) this.bars.append(this.#bar(number));
     this.#numBars = rounds.length;
-    if (wasAtEnd && this.run.isRunning) this.bars.scrollLeft = this.bars.scrollWidth;
+    if (this.#follows.has(this.bars) && this.run.isRunning) this.bars.scrollLeft = this.bars.scrollWidth;
   }
 
   #bar(number) {
@@ -134,6 +141,20 @@ export class RunView {
     const [left, right] = [bar.offsetLeft - this.bars.offsetLeft, bar.offsetLeft - this.bars.offsetLeft + bar.offsetWidth];
     if (left < this.bars.scrollLeft) this.bars.scrollLeft = left - 20;
     if (right > this.bars.scrollLeft + this.bars.clientWidth) this.bars.scrollLeft = right - this.bars.clientWidth + 20;
+  }
+
+  #toEnd() {
+    if (this.#follows.has(this.output)) this.output.scrollTop = this.output.scrollHeight;
+  }
+
+  /** Only who goes back wants to stay: an event may come when there is more already than it was sent for. */
+  #scrolled(box) {
+    const down = box.scrollHeight - box.scrollTop - box.clientHeight;
+    const right = box.scrollWidth - box.scrollLeft - box.clientWidth;
+    const place = box.scrollTop + box.scrollLeft;
+    if (Math.max(down, right) < 40) this.#follows.add(box);
+    else if (place < (this.#places.get(box) ?? 0)) this.#follows.delete(box);
+    this.#places.set(box, place);
   }
 
   #scrollTo(span) {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -134,8 +136,9 @@ def browser() -> Iterator[Browser]:
     if driver is None:
         raise FileNotFoundError("chromedriver: make servers installs it")
     port = free_port()
-    with tempfile.TemporaryDirectory() as profile:
-        process = subprocess.Popen([driver, f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        quiet = subprocess.DEVNULL
+        process = subprocess.Popen([driver, f"--port={port}"], stdout=quiet, stderr=quiet, start_new_session=True)
         try:
             base_url = f"http://127.0.0.1:{port}"
             _wait_for(base_url, process)
@@ -151,7 +154,8 @@ def browser() -> Iterator[Browser]:
             finally:
                 one.quit()
         finally:
-            process.terminate()
+            # All of its group: a browser that could not be told to quit would outlive its driver.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
