@@ -44,6 +44,7 @@ FLOORS = {
         source
         checker checker_child follower
         compiler
+        awaited
     """,
     "specdec.engine": """
         errors settings
@@ -59,7 +60,7 @@ FLOORS = {
     "specdec.worker": """
         clamping engine_gauges errors rank_child trace
         opening ranks sessions
-        build constraints isolation role
+        build isolation role
         pending_responses
         host
         loop
