@@ -145,7 +145,8 @@ class Pacing:
             parent = session.tree.tokens.parents[node]
             if parent in reached:
                 branched.add(parent)
-                self.acceptance.observe(session.tree.nodes[node].score, node in accepted)
+                if not session.tree.nodes[node].is_forced:  # says nothing of a draft that is sure
+                    self.acceptance.observe(session.tree.nodes[node].score, node in accepted)
         for depth in range(len(branched)):
             self.acceptance.observe_depth(depth < len(accepted))
 
