@@ -35,7 +35,7 @@ FLOORS = {
     """,
     "specdec.drafting": """
         growth metrics session
-        branches commits guess host opening proposals trace
+        branches commits forced guess host opening proposals trace
         ahead
         drafter
         local
