@@ -150,8 +150,10 @@ class DecodeLoop:
         if kept:
             self._note_output(session, now_s)
             self._observer.tokens(origins, now_s, previous_s)
-        if verdict.verified_by_depth and session.drafting.sides:
-            self._on_verified(session, verdict.num_accepted)
+        # What was forced was no draft's: a step that accepted nothing else says nothing of one.
+        num_drafted = verdict.num_accepted - list(verdict.origins).count(pb.ORIGIN_FORCED)
+        if verdict.verified_by_depth and session.drafting.sides and (num_drafted > 0 or not verdict.num_accepted):
+            self._on_verified(session, max(0, num_drafted))
         if step.finish is not None:
             self._finisher.finish(session, step.finish)
 

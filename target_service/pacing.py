@@ -159,7 +159,8 @@ class Pacing:
             parent, payload = session.tree.tokens.parents[node], session.tree.nodes[node]
             if parent in reached and not payload.is_passing:
                 branched[parent] = branched.get(parent, False) or node in accepted
-                self.acceptance.observe(payload.score, node in accepted)
+                if not payload.is_forced:  # says nothing of a draft that is sure
+                    self.acceptance.observe(payload.score, node in accepted)
         for went_on in branched.values():
             self.acceptance.observe_depth(went_on)
 

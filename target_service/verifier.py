@@ -8,12 +8,12 @@ from typing import Any
 from specdec.config import TargetSettings
 from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
+from specdec.grammar.awaited import POLL_S, AwaitedGrammars
 from specdec.grammar.source import GrammarError
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
-from specdec.worker.constraints import POLL_S, AwaitedGrammars, constraint_failure
-from specdec.worker.errors import invalid, non_finite_logits
+from specdec.worker.errors import constraint_failure, invalid, non_finite_logits
 from specdec.worker.host import SessionHost
 from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room

@@ -21,6 +21,7 @@ from specdec.config import DraftSettings
 from specdec.drafting.ahead import Ahead, Round
 from specdec.drafting.branches import Branches
 from specdec.drafting.commits import CommitConflict, num_known
+from specdec.drafting.forced import extend_forced
 from specdec.drafting.growth import GrowthPolicy
 from specdec.drafting.guess import Guesser, Place
 from specdec.drafting.host import DraftingHost
@@ -32,12 +33,12 @@ from specdec.drafting.trace import trace_end, trace_step
 from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
+from specdec.grammar.awaited import POLL_S, AwaitedGrammars
 from specdec.grammar.source import GrammarError
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
-from specdec.worker.constraints import POLL_S, AwaitedGrammars
 from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
 from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room
@@ -210,7 +211,7 @@ class Drafter:
             session.grammar = None
             return
         if not len(session.tree):
-            self._extend_forced(session, session.heads[0])
+            extend_forced(self._engine, self.growth, session, session.heads[0])
 
     # --- steps
 
@@ -357,28 +358,7 @@ class Drafter:
             return
         head.is_over = is_end
         if not is_end:
-            self._extend_forced(session, head)
-
-    def _extend_forced(self, session: DraftSession, head: Head) -> None:
-        """Go on with tokens that the constraint leaves no choice about: they need no logits, and are computed at once.
-
-        In coupled mode only: a chain for rejection is as long as positions say, whatever the tokens drawn.
-        """
-        if session.grammar is None or session.mode is VerifyMode.REJECTION or session.max_chain is not None:
-            return
-        growth, depth = self.growth, session.tree.depth(head.node)
-        limit = min(growth.max_depth(session.target_credit) - depth, growth.node_limit - len(session.tree))
-        for token in session.grammar.forced(head.seq.token_ids[session.num_committed :], max(0, limit)):
-            parent, is_end = head.node, session.ends_choice(token, len(head.seq.token_ids) + 1)
-            try:
-                self._engine.append(head.seq, [token])
-            except EngineError:  # the draft's context ends here
-                head.is_over = True
-                return
-            head.node = session.add(parent, token, 1.0, is_end, 0, None)
-            if is_end:
-                head.is_over = True
-                return
+            extend_forced(self._engine, self.growth, session, head)
 
     def _plan(self, session: DraftSession) -> None:
         """Decide which heads grow on, start new ones, and send what is due."""

@@ -21,6 +21,7 @@ from specdec.drafting.drafter import Drafter
 from specdec.drafting.growth import GrowthPolicy
 from specdec.drafting.metrics import DraftRecorder
 from specdec.drafting.session import DraftSession
+from specdec.grammar.source import GrammarError
 from specdec.rpc.bridge.step_memory import StepMemory
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
@@ -167,8 +168,8 @@ class LocalDraft:
 
     def _note(self, error: Exception) -> None:
         """What one session has raised; of a stated reason it is enough to go without."""
-        if isinstance(error, SessionFailure):
-            _log.info("no_draft", reason=error.reason, error=str(error))
+        if isinstance(error, SessionFailure | GrammarError):
+            _log.info("no_draft", reason=getattr(error, "reason", "CONSTRAINT"), error=str(error))
             return
         try:
             self._host.faults.note(error)

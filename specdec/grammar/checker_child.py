@@ -9,15 +9,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import resource
 import select
 import signal
 import sys
 import time
 
-from llguidance import LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 
-from specdec.grammar.source import TokenizerArguments, make_matcher, make_tokenizer
+from specdec.grammar.source import TokenizerArguments, make_matcher, make_tokenizer, shown
 from specdec.parent_process import die_with_parent
 
 _MOST_CPU_S = 0.5
@@ -28,6 +29,10 @@ _MOST_BYTES = 512 * 2**20
 _STACK_BYTES = 1 * 2**20
 """Less than what compiles the same grammar later has, so that this one overflows first."""
 _MOST_ANSWER_BYTES = 4096
+_MOST_MASK_S = 0.1
+"""Of processor time: all sessions of an engine wait for a mask."""
+_NUM_WALKS = 2
+_NUM_STEPS = 12
 
 
 def main() -> int:
@@ -72,9 +77,28 @@ def _check_apart(tokenizer: LLTokenizer, text: str) -> str:
 
 def _check(tokenizer: LLTokenizer, text: str) -> str:
     try:
-        make_matcher(tokenizer, text)
+        matcher = make_matcher(tokenizer, text, with_mask=False)
     except ValueError as error:
         return str(error) or "is not valid"
+    start = matcher.deep_copy()
+    faults = (_fault_on_the_way(start.deep_copy(), random.Random(seed)) for seed in range(_NUM_WALKS))
+    return next(filter(None, faults), "")
+
+
+def _fault_on_the_way(matcher: LLMatcher, rng: random.Random) -> str:
+    """Look at some way through the grammar: whoever decodes waits for its masks."""
+    for step in range(_NUM_STEPS):
+        before_s = time.process_time()
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            return shown(matcher.get_error()) if step == 0 else "is too complex: a mask takes too much"
+        if time.process_time() - before_s > _MOST_MASK_S:
+            return "is too complex: a mask takes too long"
+        first = rng.randrange(max(1, bits.bit_length()))
+        above = bits >> first << first or bits
+        token = (above & -above).bit_length() - 1
+        if token < 0 or matcher.try_consume_tokens([token]) != 1:
+            return ""
     return ""
 
 

@@ -85,15 +85,17 @@ def make_tokenizer(arguments: TokenizerArguments) -> LLTokenizer:
     return LLTokenizer(arguments["tokenizer"], n_vocab=arguments["n_vocab"], eos_token=arguments["eos_token"])
 
 
-def make_matcher(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+def make_matcher(tokenizer: LLTokenizer, text: str, *, with_mask: bool = True) -> LLMatcher:
     """Compile. May take seconds, or end the process, unless the text was checked (`GrammarChecker`).
+
+    `with_mask`: find the first mask, too, which is kept.
 
     Raises:
         ValueError: with the cause for people.
     """
     limits = LLParserLimits(precompute_large_lexemes=True, verbose_errors=False, **_LIMITS)
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-    if not matcher.is_error():
+    if with_mask and not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
         raise ValueError(shown(matcher.get_error()))

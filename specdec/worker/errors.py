@@ -6,6 +6,7 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.engine.errors import NonFiniteLogits
+from specdec.grammar.source import GrammarError
 
 
 class RankLost(RuntimeError):
@@ -56,6 +57,13 @@ def non_finite_logits(error: NonFiniteLogits, *, expected_position: int = 0) -> 
     """
     message = f"{error}: the model, its weights or its dtype are at fault"
     return SessionFailure(code_pb2.INTERNAL, "NON_FINITE_LOGITS", message, expected_position=expected_position)
+
+
+def constraint_failure(error: GrammarError, *, expected_position: int = 0) -> SessionFailure:
+    """A SessionFailure for a constraint that cannot be compiled, or followed."""
+    field = error.field if error.field.startswith("open.") else f"open.sampling.{error.field}"
+    reason = "INVALID_FIELD" if error.code == code_pb2.INVALID_ARGUMENT else "CONSTRAINT_NOT_COMPILED"
+    return SessionFailure(error.code, reason, f"{field}: {error}", field=field, expected_position=expected_position)
 
 
 def stream_status(code: int, reason: str, message: str) -> status_pb2.Status:

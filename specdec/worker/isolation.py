@@ -21,7 +21,8 @@ from specdec.engine.engine import Engine
 from specdec.engine.errors import KVInvariantError
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
-from specdec.worker.errors import RankLost, SessionFailure
+from specdec.grammar.source import GrammarError
+from specdec.worker.errors import RankLost, SessionFailure, constraint_failure
 from specdec.worker.sessions import SessionT
 
 _DEVICE_WORDS = ("CUDA", "cuBLAS", "cuDNN", "NCCL", "out of memory")
@@ -45,12 +46,14 @@ class FaultLog:
         self._seen: set[tuple[type, str, int]] = set()
 
     def failure(self, error: Exception) -> SessionFailure:
-        """What the session's owner is told; the very error where it is a SessionFailure.
+        """What the session's owner is told; the very error where it is a SessionFailure, and what a GrammarError says.
 
         Raises the error itself where it is the engine's own.
         """
         if isinstance(error, SessionFailure):
             return error
+        if isinstance(error, GrammarError):
+            return constraint_failure(error)
         self.note(error)
         message = f"the session met a fault of the replica: {type(error).__name__}"
         return SessionFailure(code_pb2.INTERNAL, "SESSION_FAULT", message)

@@ -45,6 +45,8 @@ HOSTILE: dict[str, Callable[[], pb.Constraint]] = {
     "allows nothing": lambda: json_schema(False),
     "is nested": lambda: pb.Constraint(json_schema='{"items":' * 500 + "{}" + "}" * 500),
     "is elsewhere": lambda: json_schema({"$ref": "http://127.0.0.1:9/x"}),
+    "takes half a second for a mask": lambda: pb.Constraint(regex="a" + "{2}" * 60),
+    "takes it behind its first token": lambda: pb.Constraint(regex="x" + "a" + "{2}" * 60),
     "looks around": lambda: pb.Constraint(regex="(?=a)b"),
     "is no regular expression": lambda: pb.Constraint(regex="(" * 3000),
     "is no grammar": lambda: pb.Constraint(grammar="start: ((("),

@@ -42,7 +42,7 @@ FLOORS = {
     """,
     "specdec.drafting": """
         growth metrics session
-        branches commits guess host opening proposals trace
+        branches commits forced guess host opening proposals trace
         ahead
         drafter
         local
@@ -51,6 +51,7 @@ FLOORS = {
         source
         checker checker_child follower
         compiler
+        awaited
     """,
     "specdec.engine": """
         errors settings
@@ -66,7 +67,7 @@ FLOORS = {
     "specdec.worker": """
         clamping engine_gauges errors rank_child trace
         opening ranks sessions
-        build constraints isolation role
+        build isolation role
         pending_responses
         host
         loop

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic
-
-from google.rpc import code_pb2
+from typing import Generic, Protocol, TypeVar
 
 from specdec.grammar.compiler import Compilation, GrammarCompiler
 from specdec.grammar.follower import GrammarFollower
 from specdec.grammar.source import GrammarError
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import SessionFailure, invalid
-from specdec.worker.sessions import SessionT
 
 POLL_S = 0.002
 """While a constraint is compiled the loop looks again after so long."""
 
 
-def constraint_failure(error: GrammarError, *, expected_position: int = 0) -> SessionFailure:
-    """What a session's owner is told."""
-    field = f"open.sampling.{error.field}"
-    reason = "INVALID_FIELD" if error.code == code_pb2.INVALID_ARGUMENT else "CONSTRAINT_NOT_COMPILED"
-    return SessionFailure(error.code, reason, f"{field}: {error}", field=field, expected_position=expected_position)
+class Constrained(Protocol):
+    """A session that may have a grammar."""
+
+    session_id: str
+    grammar: GrammarFollower | None
 
 
-class AwaitedGrammars(Generic[SessionT]):
+ConstrainedT = TypeVar("ConstrainedT", bound=Constrained)
+
+
+class AwaitedGrammars(Generic[ConstrainedT]):
     """Gives sessions their grammars, at once where these are known."""
 
     def __init__(
         self,
         compiler: GrammarCompiler | None,
-        output_of: Callable[[SessionT], Sequence[int]],
-        begin: Callable[[SessionT], None],
-        on_fault: Callable[[SessionT, Exception], None],
+        output_of: Callable[[ConstrainedT], Sequence[int]],
+        begin: Callable[[ConstrainedT], None],
+        on_fault: Callable[[ConstrainedT, Exception], None],
     ) -> None:
         """Wait for none yet.
 
@@ -47,26 +46,23 @@ class AwaitedGrammars(Generic[SessionT]):
         self._output_of = output_of
         self._begin = begin
         self._on_fault = on_fault
-        self._waiting: dict[str, tuple[SessionT, pb.OpenSession, Compilation]] = {}
+        self._waiting: dict[str, tuple[ConstrainedT, pb.OpenSession, Compilation]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def open(self, session: SessionT, body: pb.OpenSession) -> None:
+    def open(self, session: ConstrainedT, body: pb.OpenSession) -> None:
         """Begin a session, now or when its constraint is compiled.
 
         Raises:
-            SessionFailure: the constraint cannot be compiled, or the session's output is not what it allows.
+            GrammarError: the constraint cannot be compiled, or the session's output is not what it allows.
         """
         if not body.sampling.HasField("constraint"):
             self._begin(session)
             return
         if self._compiler is None:
-            raise invalid("open.sampling.constraint", "constraints are not known here")
-        try:
-            compilation = self._compiler.compile(body.sampling.constraint, body.cache_salt)
-        except GrammarError as error:
-            raise constraint_failure(error) from error
+            raise GrammarError("constraint", "constraints are not known here")
+        compilation = self._compiler.compile(body.sampling.constraint, body.cache_salt)
         if compilation.is_done:
             self._give(session, body, compilation)
         else:
@@ -82,20 +78,16 @@ class AwaitedGrammars(Generic[SessionT]):
                 except Exception as error:
                     self._on_fault(session, error)
 
-    def drop(self, session: SessionT) -> None:
+    def drop(self, session: ConstrainedT) -> None:
         """A session has ended; nothing happens if it did not wait."""
         if self._waiting.get(session.session_id, (None,))[0] is session:
             del self._waiting[session.session_id]
 
-    def _give(self, session: SessionT, body: pb.OpenSession, compilation: Compilation) -> None:
+    def _give(self, session: ConstrainedT, body: pb.OpenSession, compilation: Compilation) -> None:
         assert self._compiler is not None
         constraint = body.sampling.constraint
-        try:
-            matcher = compilation.result()
-        except GrammarError as error:
-            raise constraint_failure(error) from error
         session.grammar = GrammarFollower(
-            matcher,
+            compilation.result(),
             compilation.source.field,
             vocab_size=self._compiler.vocab_size,
             eos_token_ids=self._compiler.eos_token_ids,
@@ -105,5 +97,5 @@ class AwaitedGrammars(Generic[SessionT]):
         try:
             session.grammar.commit(self._output_of(session))
         except GrammarError as error:
-            raise invalid("open.token_ids", str(error)) from error
+            raise GrammarError("open.token_ids", str(error)) from error
         self._begin(session)
