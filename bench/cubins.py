@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from transformers import LlamaConfig
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -27,9 +28,14 @@ from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
 from specdec.engine.cuda.launch import Launch, LaunchCounter
+from specdec.engine.cuda.layers import rotate_write
+from specdec.engine.cuda.sampling import launch_top
+from specdec.engine.model.device_decoder import DeviceDecoder
+from specdec.engine.model.loader import random_model
 
 ARCHITECTURES = (80, 90, 100)
 _WARP = 32
+_META = torch.device("meta")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
 _ALIGNED = [["tt.divisibility", 16]]
@@ -89,18 +95,42 @@ def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
     )
 
 
-def attention_launches(shape: Shape, num_rows: int, context_len: int) -> list[Launch]:
-    """What attention of one layer launches."""
-    geometry = LayerGeometry(shape.num_kv_heads, shape.head_dim, shape.head_dim)
-    cache = KVCache([geometry], 4, 16, shape.dtype, torch.device("meta"))
-    batch, kernel = meta_batch(num_rows, context_len), TritonAttention()
-    query, key, value = (
-        torch.empty(num_rows, heads, shape.head_dim, dtype=shape.dtype, device="meta")
-        for heads in (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+def launches_of(shape: Shape) -> dict[str, list[Launch]]:
+    """Every launch of a step with a model of this shape, by variant."""
+    heads, dim = shape.num_heads, shape.head_dim
+    config = LlamaConfig(
+        hidden_size=heads * dim,
+        intermediate_size=4 * heads * dim,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=dim,
+        vocab_size=128256,
     )
+    geometry = LayerGeometry(shape.num_kv_heads, dim, dim)
+    model = random_model(config, shape.dtype, _META)
+    decoder = DeviceDecoder(model, [geometry], [AttentionOptions(dim**-0.5)], 8192)
+    cache = KVCache([geometry], 4, 16, shape.dtype, _META)
+    found = {}
+    for variant, context_len in {"one program for all splits": 256, "a program for each split": 4096}.items():
+        with torch.inference_mode(), LaunchCounter() as counter:
+            logits = decoder(meta_batch(8, context_len), cache)
+            launch_top(logits, torch.empty(8, 3, dtype=torch.int32, device=_META), 4)
+        found[variant] = counter.launches
+    sinks = torch.empty(heads, dtype=shape.dtype, device=_META)
+    options = AttentionOptions(dim**-0.5, sliding_window=512, softcap=30.0, sinks=sinks)
+    query, key, value = (
+        torch.empty(8, number, dim, dtype=shape.dtype, device=_META)
+        for number in (heads, shape.num_kv_heads, shape.num_kv_heads)
+    )
+    batch, kernel = meta_batch(8, 4096), TritonAttention()
+    norms, tables = (torch.empty(2, dim, dtype=shape.dtype, device=_META), torch.empty(2, 64, dim // 2, device=_META))
+    qkv = torch.empty(8, (heads + 2 * shape.num_kv_heads) * dim, dtype=shape.dtype, device=_META)
     with LaunchCounter() as counter:
-        kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), AttentionOptions(shape.head_dim**-0.5))
-    return counter.launches
+        kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options)
+        rotate_write(qkv, heads, 0, batch, cache, (tables[0], tables[1]), (norms[0], norms[1]), 1e-6)
+    found["window, softcap, sinks, norms of heads"] = counter.launches
+    return found
 
 
 def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) -> Compiled:
@@ -145,6 +175,10 @@ def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) 
     )
 
 
+def _is_same(launch: Launch, other: Launch) -> bool:
+    return (launch.name, launch.constants, launch.options) == (other.name, other.constants, other.options)
+
+
 def markdown(rows: list[Compiled]) -> str:
     """A page with one table."""
     head = "| kernel | shape | variant | target | registers | spilled bytes | shared memory | warps |"
@@ -173,9 +207,12 @@ def main() -> int:
     options = parser.parse_args()
     rows = []
     for name in options.shapes:
-        variants = {"one program for all splits": (8, 256), "a program for each split": (8, 4096)}
-        for variant, (num_rows, context_len) in variants.items():
-            for launch in attention_launches(SHAPES[name], num_rows, context_len):
+        done: list[Launch] = []
+        for variant, launches in launches_of(SHAPES[name]).items():
+            for launch in launches:
+                if any(_is_same(launch, other) for other in done):
+                    continue
+                done.append(launch)
                 for architecture in options.architectures:
                     rows.append(compile_launch(launch, name, variant, architecture))
                     print(json.dumps(asdict(rows[-1])), flush=True)

@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(slots=True)
 class SlotModel:
-    """A decoder and a cache for one long sequence."""
+    """A decoder and a cache for one long sequence, and a block for padding."""
 
     decoder: DeviceDecoder
     cache: KVCache
@@ -79,5 +79,5 @@ def make(name: str, place: Place, max_len: int) -> SlotModel:
     geometries = [LayerGeometry(config.num_key_value_heads, head_dim, head_dim)] * config.num_hidden_layers
     options = [AttentionOptions(head_dim**-0.5)] * config.num_hidden_layers
     decoder = DeviceDecoder(model, geometries, options, max_len)
-    cache = KVCache(geometries, -(-max_len // BLOCK_SIZE), BLOCK_SIZE, place.dtype, place.device)
+    cache = KVCache(geometries, -(-max_len // BLOCK_SIZE) + 1, BLOCK_SIZE, place.dtype, place.device)
     return SlotModel(decoder, cache, config.vocab_size, weight_bytes)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from specdec.engine.attention.kv_cache import LayerGeometry
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel, RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.model.fused import is_fusable
@@ -39,6 +39,17 @@ def device_decoder(model: PreTrainedModel, recorded: RecordingKernel, max_model_
     from specdec.engine.model.device_decoder import DeviceDecoder
 
     return DeviceDecoder(model, recorded.geometries, recorded.options, max_model_len)
+
+
+def with_replays(step_model: StepModel, cache: KVCache) -> StepModel:
+    """The decoder of a GPU with small steps as CUDA graphs; the last block of the cache is theirs."""
+    if cache.device.type != "cuda":
+        return step_model
+    from specdec.engine.cuda.buckets import BucketedSteps, cuda_capture
+
+    steps = BucketedSteps(step_model, cuda_capture)
+    steps.serve(cache)
+    return steps
 
 
 def triton_path(part: str) -> str:

@@ -13,7 +13,7 @@ from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.device_choice import device_attention, device_decoder, is_on_gpu, triton_path
+from specdec.engine.model.device_choice import device_attention, device_decoder, is_on_gpu, triton_path, with_replays
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
 from specdec.engine.model.kv_budget import CudaMemory, affordable_kv_bytes
@@ -164,8 +164,12 @@ class _RunnerBuilder:
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
-        cache = self._allocate(step_model, recorded.geometries)
+        has_spare = is_on_gpu(loaded.device) and not isinstance(step_model, RaggedModel)  # for rows of padding
+        cache = self._allocate(step_model, recorded.geometries, num_spare_blocks=int(has_spare))
+        if has_spare:
+            step_model = with_replays(step_model, cache)
         runner = ModelRunner(loaded, settings, step_model, cache, kernel_path)
+        runner.num_blocks -= int(has_spare)
         runner.row_invariant = row_invariant
         return runner
 
@@ -269,12 +273,12 @@ class _RunnerBuilder:
             log: ProbeLog = probe.run(step_model, cache)
         return log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences), log.row_invariant
 
-    def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry]) -> KVCache:
+    def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry], num_spare_blocks: int) -> KVCache:
         settings, loaded = self._settings, self._loaded
         num_blocks = settings.num_blocks or self._num_blocks_for_budget(step_model, geometries)
         if self._group is not None:
             num_blocks = self._group.smallest(num_blocks)  # one block table serves all ranks
-        return KVCache(geometries, num_blocks, settings.block_size, loaded.dtype, loaded.device)
+        return KVCache(geometries, num_blocks + num_spare_blocks, settings.block_size, loaded.dtype, loaded.device)
 
     def _num_blocks_for_budget(self, step_model: StepModel, geometries: list[LayerGeometry]) -> int:
         settings, loaded = self._settings, self._loaded

@@ -35,6 +35,8 @@ def test_a_model_runs_on_triton_kernels_with_the_logits_that_it_has_on_a_cpu(
     runner = load(architecture, tmp_path, True, monkeypatch)
     assert path in runner.numerics_id
     assert not runner.row_invariant
+    assert runner.num_blocks == 16
+    assert runner._cache.num_blocks == 16 + (path == "triton-decoder")  # one for rows of padding
     batch, _ = largest_batch(20, 20, 8, torch.device("cpu"))
     expected = load(architecture, tmp_path, False, monkeypatch).forward(batch)
     torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,111 @@
+"""Padding to buckets: rows keep their bits whatever pads them, and few captured steps serve many shapes of batches."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, bucket_of, empty_batch
+from specdec.engine.model.kv_budget import largest_batch
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.settings import EngineSettings
+from tests.support.engine import paged_scenarios as play
+from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
+
+TOKENS = play.random_tokens(45, 1, VOCAB_SIZE)
+WRONG = play.random_tokens(9, 3, VOCAB_SIZE)
+
+
+class Captures:
+    """Captures as a device does: what was captured is run again over the same tensors, into the same logits."""
+
+    def __init__(self) -> None:
+        self.num_captured = self.num_replayed = 0
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        self.num_captured += 1
+        logits = torch.full_like(run(), torch.nan)
+
+        def replay() -> None:
+            self.num_replayed += 1
+            logits.copy_(run())
+
+        return replay, logits
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> ModelRunner:
+    model = save_tiny_model("llama", tmp_path)
+    return ModelRunner.load(EngineSettings(model=str(model), device="cpu", block_size=8, num_blocks=40))
+
+
+def bucketed(runner: ModelRunner) -> tuple[BucketedSteps, Captures]:
+    """The runner's own model in buckets; the last block of its cache is given to nobody."""
+    captures = Captures()
+    steps = BucketedSteps(runner._step_model, captures)
+    steps.serve(runner._cache)
+    runner._step_model = steps
+    runner.num_blocks -= 1
+    return steps, captures
+
+
+def scenarios(runner: ModelRunner) -> list[play.Log]:
+    return [
+        play.play_trees(runner, TOKENS, 21, WRONG),
+        play.play_decodes(runner, TOKENS, 21),
+        play.play_in_batch(runner, TOKENS[:19], [WRONG, TOKENS[3:10]]),
+        play.play_rollback(runner, TOKENS, 21, WRONG),
+    ]
+
+
+def test_rows_have_the_same_bits_in_a_bucket_as_without(runner: ModelRunner) -> None:
+    expected = scenarios(runner)
+    _, captures = bucketed(runner)
+    for log, want in zip(scenarios(runner), expected, strict=True):
+        assert log.keys() == want.keys()
+        for path, rows in log.items():
+            assert all(torch.equal(row, want[path][0]) for row in rows), path
+    assert captures.num_replayed > 3 * captures.num_captured
+
+
+def test_steps_of_one_shape_are_captured_once_and_large_ones_never(runner: ModelRunner) -> None:
+    steps, captures = bucketed(runner)
+    for num_rows in (5, 6, 7):
+        batch, _ = largest_batch(num_rows, 64, 8, torch.device("cpu"))
+        assert steps(batch, runner._cache).shape == (num_rows, VOCAB_SIZE)
+    assert (captures.num_captured, captures.num_replayed, steps.num_graphs) == (1, 3, 1)
+    large, _ = largest_batch(65, 64, 8, torch.device("cpu"))
+    assert bucket_of(large) is None
+    assert steps(large, runner._cache).shape == (65, VOCAB_SIZE)
+    assert captures.num_captured == 1
+
+
+def test_where_capturing_fails_steps_run_as_they_are(runner: ModelRunner) -> None:
+    num_tried = 0
+
+    def fail(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        nonlocal num_tried
+        num_tried += 1
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    batch, _ = largest_batch(5, 64, 8, torch.device("cpu"))
+    expected = runner.forward(batch)
+    steps = BucketedSteps(runner._step_model, fail)
+    steps.serve(runner._cache)
+    assert torch.equal(steps(batch, runner._cache), expected)
+    assert torch.equal(steps(batch, runner._cache), expected)
+    assert num_tried == 1
+
+
+def test_a_batch_fits_its_bucket_with_a_sequence_for_the_padding() -> None:
+    for num_rows in range(1, ROW_BUCKETS[-1] + 1):
+        for max_model_len in (1, 3, 64):
+            batch, _ = largest_batch(num_rows, max_model_len, 8, torch.device("cpu"))
+            key = bucket_of(batch)
+            assert key is not None
+            rows, seqs, blocks, slots = key
+            assert rows >= num_rows
+            assert seqs >= batch.num_seqs + (rows > num_rows)
+            assert (blocks, slots) == (8, 0)
+            assert empty_batch(key, torch.device("cpu"), 9).slot_mapping.shape == (rows,)
