@@ -8,6 +8,7 @@ from typing import Any
 from specdec.config import TargetSettings
 from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
+from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
@@ -189,7 +190,11 @@ class Verifier:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
         self._due_at_s = now_s
         if self._own_draft.is_there:
-            self._own_draft.propose([s for s in self._ready() if s.state is SessionState.DECIDED], self.pacing)
+            due = [session for session in self._ready() if session.state is SessionState.DECIDED]
+            # In rejection mode a draft's chain comes first, as nothing can be verified beside it.
+            self.panel.propose([session for session in due if session.mode is VerifyMode.COUPLED], self.pacing)
+            if not all(self.pacing.needs_no_draft(session) for session in due):
+                self._own_draft.propose(due, self.pacing)
         self._turn_began_s = time.monotonic()
         for session in self._ready():
             if session.arrived is not None:
