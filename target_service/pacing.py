@@ -41,6 +41,8 @@ _CREDIT_MARGIN = 1.5
 steps of unequal size, and with no more than was verified on offer it could only fall."""
 _ENOUGH_TOKENS = 1.0
 """Where drafters of the target's own are expected to bring so many, a step does not wait for a draft as well."""
+_ENOUGH_SHARE = 0.7
+"""Of the nodes that a step may verify: where so many are expected to be accepted anyway, no draft is run. Chosen."""
 _FIRST_MEAN_NODES = 4.0
 """Before any step has verified anything; it makes a credit of seven nodes."""
 
@@ -204,6 +206,12 @@ class Pacing:
         return len(tree) > 0 and (
             not tree.is_passing or sum(self._path_scores(session, session.max_nodes)) >= _ENOUGH_TOKENS
         )
+
+    def needs_no_draft(self, session: TargetSession) -> bool:
+        """Whether what drafters of the target's own offer leaves a draft of its own little to add for the next step."""
+        limit = min(session.max_nodes, session.end.max_depth(session.num_tokens))
+        scores = self._path_scores(session, limit) if len(session.tree) else []
+        return sum(sorted(scores, reverse=True)[:limit]) >= _ENOUGH_SHARE * limit
 
     def _path_scores(self, session: TargetSession, max_depth: int) -> list[float]:
         """Estimated probability that each node is reached and accepted; 0 below `max_depth`."""

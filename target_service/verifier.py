@@ -10,6 +10,7 @@ from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
 from specdec.grammar.awaited import POLL_S, AwaitedGrammars
 from specdec.grammar.source import GrammarError
+from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
@@ -192,7 +193,11 @@ class Verifier:
         self._due_at_s = now_s
         self._grammars.poll()
         if self._own_draft.is_there:
-            self._own_draft.propose([s for s in self._ready() if s.state is SessionState.DECIDED], self.pacing)
+            due = [session for session in self._ready() if session.state is SessionState.DECIDED]
+            # In rejection mode a draft's chain comes first, as nothing can be verified beside it.
+            self._ask_drafters([session for session in due if session.mode is VerifyMode.COUPLED])
+            if not all(self.pacing.needs_no_draft(session) for session in due):
+                self._own_draft.propose(due, self.pacing)
         self._turn_began_s = time.monotonic()
         for session in self._ready():
             if session.grammar is not None and session.state is SessionState.DECIDED:
@@ -204,10 +209,7 @@ class Verifier:
                 except Exception as error:
                     self._fault(session, error)
         self._host.steps.work()
-        self.panel.propose(self._ready(), self.pacing)
-        for session in self._ready():
-            if session.grammar is not None:
-                self._keep_legal(session)
+        self._ask_drafters(self._ready())
         for group in self._groups():
             try:
                 self.pacing.plan(group, now_s)
@@ -382,11 +384,14 @@ class Verifier:
         except Exception as error:
             self._fault(session, error)
 
-    def _keep_legal(self, session: TargetSession) -> None:
-        try:
-            drop_illegal(session)
-        except Exception as error:
-            self._fault(session, error)
+    def _ask_drafters(self, sessions: list[TargetSession]) -> None:
+        self.panel.propose(sessions, self.pacing)
+        for session in sessions:
+            if session.grammar is not None:
+                try:
+                    drop_illegal(session)
+                except Exception as error:
+                    self._fault(session, error)
 
     def _admit(self, session: TargetSession) -> None:
         if may_fork(session, self._host.sessions.get(session.body.fork_from)):

@@ -138,6 +138,10 @@ def test_prediction_is_followed_from_its_start_and_found_again_after_each_kind_o
     assert offered([100, 101, 7, 103, 104])[0] == 105
     assert offered([100, 101, 7, 8, 9, 102, 103])[0] == 104
     assert offered(expected) == []
+    begun = Context([*prompt, *expected[:20]], 23, prediction=expected)
+    followed = Prediction(PredictionOptions()).open(begun)
+    assert followed is not None
+    assert first_tokens(followed.propose(begun, Room(8, 4))) == [120]
     assert Prediction(PredictionOptions()).open(Context(prompt, 3)) is None
 
 

@@ -233,3 +233,17 @@ def test_one_that_fails_is_dropped_for_good_and_costs_nobody_a_token(
     dropped = restored.target_registry.get_sample_value("specdec_target_drafters_dropped_total", {"drafter": "failing"})
     assert dropped == 1
     assert any(outcome.num_of("ngram", "num_proposed") for outcome in outcomes.values())
+
+
+def test_a_draft_in_the_target_is_not_run_where_a_prediction_says_it_all(restored: LocalPair, plainly: Plainly) -> None:
+    body = open_session(prompts()[0][:40], max_tokens=96, ignore_eos=True)
+    expected = plainly(body)
+    restored.reset(own_draft=True, drafters=[EVERY["prediction"]])
+    unhelped = restored.run({"a": body})["a"]
+    assert unhelped.num_accepted > 30
+    restored.reset(own_draft=True, drafters=[EVERY["prediction"]])
+    body.prediction_token_ids.extend(expected.token_ids)
+    helped = restored.run({"a": body})["a"]
+    assert_equal(helped, expected)
+    assert helped.accepted_by.count("draft_model") < unhelped.num_accepted / 4
+    assert helped.accepted_by.count("prediction") > 60
