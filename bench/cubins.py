@@ -146,10 +146,12 @@ def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) 
         value = next(values)
         if isinstance(value, torch.Tensor):
             signature[name] = f"*{_TYPES[value.dtype]}"
-            aligned[(index,)] = _ALIGNED
+            if not kernel.params[index].do_not_specialize_on_alignment:
+                aligned[(index,)] = _ALIGNED
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0 and value > 0:
+            is_free = kernel.params[index].do_not_specialize
+            if isinstance(value, int) and value % 16 == 0 and value > 0 and not is_free:
                 aligned[(index,)] = _ALIGNED
     source = ASTSource(kernel, signature, constexprs=dict(launch.constants), attrs=aligned)
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, _WARP), options=dict(launch.options))

@@ -11,9 +11,14 @@ import triton
 import triton.language as tl
 
 NO_LIMIT = tl.constexpr(2147483647)
+# Parts of one packed copy, and sizes of a batch: a kernel is compiled once, whatever they are.
+_OF_BATCH = [
+    "slot_mapping", "tile_starts", "row_seq", "positions", "context_lens", "path_offsets", "path_slots", "block_tables"
+]  # fmt: skip
+_SIZES = ["table_stride", "num_splits", "window"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def write_kv_kernel(
     key,
     value,
@@ -96,7 +101,7 @@ def _slots_of_row(
     return tl.where(by_path, on_path, block * BLOCK_SIZE + n % BLOCK_SIZE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
 def attention_kernel(
     query,
     keys,
@@ -256,7 +261,7 @@ def attention_kernel(
         tl.store(part_out + part[:, None] * VALUE_DIM + v[None, :], result, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
 def fold_kernel(
     sinks,
     out,

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# What is of the batch lies anywhere in one packed copy: a kernel is compiled once, wherever.
+@triton.jit(do_not_specialize_on_alignment=["input_ids"])
 def embed_norm_kernel(
     input_ids, embedding, weight, residual, normed, epsilon, NUM_EMBEDDINGS: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,7 +47,7 @@ def _head_norm(low, high, weight, d, epsilon, HALF: tl.constexpr):
     return low * scale * low_weight, high * scale * high_weight
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def rotate_write_kernel(
     qkv,
     query,
