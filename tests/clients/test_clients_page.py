@@ -139,7 +139,7 @@ def test_aiperf_measures(reader: Reader) -> None:
     (export,) = reader.folder.rglob("profile_export_aiperf.json")
     measured = json.loads(export.read_text())
     assert measured["request_count"]["avg"] == 8
-    assert measured["output_sequence_length"]["avg"] == 8
+    assert measured["usage_completion_tokens"]["avg"] == 8
     assert not measured["error_summary"]
     assert measured["total_spec_decode_steps"]["avg"] > 0
 
