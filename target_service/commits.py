@@ -65,7 +65,7 @@ class Commits:
         if is_suspended:
             num_wasted += session.tree.clear()
         verdict = make_verdict(decision, started_s, elapsed_s, session.held_s(due_at_s), num_wasted, is_suspended)
-        if drafters:
+        if self._panel.names:
             describe_drafters(verdict, accepted_by, drafters)
         self._tell(session, verdict, num_stale)
         start = session.num_tokens
