@@ -66,7 +66,7 @@ class Commits:
             num_wasted += session.tree.clear()
         held_s = session.held_s(due_at_s)
         verdict = make_verdict(decision, started_s, elapsed_s, held_s, num_wasted, is_suspended, told_tree)
-        if drafters:
+        if self._panel.names:
             describe_drafters(verdict, accepted_by, drafters)
         self._tell(session, verdict, num_stale)
         start = session.num_tokens
