@@ -9,6 +9,7 @@ from gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
 from gateway.chat.messages import ToolChoice
 from gateway.chat.reasoning import make_reasoning_parser
 from gateway.chat.tool_calls.families import make_tool_parser
+from gateway.chat.tool_calls.llama3 import Llama3JsonParser
 
 
 def make_message_parser(
@@ -17,20 +18,22 @@ def make_message_parser(
     *,
     has_tools: bool,
     tool_choice: ToolChoice = None,
+    forced: bool = False,
     parallel_tool_calls: bool = True,
     thinking: bool | None = None,
     schemas: Mapping[str, Any] | None = None,
 ) -> StreamingParser:
     """A parser of one message of one choice.
 
-    That a call is made is not guaranteed by parsing, not even with the tool choice required or a named function, nor
-    that it is of that function or that its arguments fit its schema: that takes structured output.
+    That a call is made, or that its arguments fit a schema, is not guaranteed by parsing. Where the output was held to
+    calls (`forced`), it is a list of them and nothing else.
 
     Args:
         reasoning: name of a reasoning parser (`reasoning.REASONING_PARSERS`).
         tools: name of a tool parser (`tool_calls.TOOL_PARSERS`).
         has_tools: the request has tools. Without them, or with the tool choice none, all is content.
         tool_choice: the request's.
+        forced: the output is held to a list of calls as JSON, after the reasoning.
         parallel_tool_calls: False: calls after the first are left out.
         thinking: what the request told the template; see `make_reasoning_parser`.
         schemas: see `make_tool_parser`.
@@ -42,6 +45,8 @@ def make_message_parser(
     tool_parser = make_tool_parser(tools, schemas)
     if not has_tools or tool_choice == "none":
         tool_parser = PlainParser()
+    elif forced:
+        tool_parser = Llama3JsonParser()
     elif tools == "harmony":
         return MessageParser(PlainParser(), tool_parser, parallel_tool_calls)
     return MessageParser(make_reasoning_parser(reasoning, thinking=thinking), tool_parser, parallel_tool_calls)

@@ -12,7 +12,10 @@ from gateway.chat import reasoning, tool_calls
 from gateway.chat.deltas import StreamingParser
 from gateway.chat.messages import ToolChoice, check_tools, to_chat_messages
 from gateway.chat.parsing import make_message_parser
+from gateway.translation.constraint import constraint_names
+from gateway.translation.forced_calls import calls_schema, is_forced
 from gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 CHAT_FIELD_NAMES = MappingProxyType(
@@ -45,7 +48,10 @@ def chat_to_generate(
     )
     if request.prediction is not None and request.prediction.text:
         body.prediction.text = request.prediction.text
-    marks_calls = calls_tools(request) and tool_calls.marks_are_special_tokens(tool_parser)
+    if forces_calls(request, tool_parser):
+        _force_calls(request, body.sampling, reasoning_parser)
+    is_read = calls_tools(request) and not forces_calls(request, tool_parser)
+    marks_calls = is_read and tool_calls.marks_are_special_tokens(tool_parser)
     if request.skip_special_tokens is None and (marks_calls or reasoning.marks_are_special_tokens(reasoning_parser)):
         body.sampling.skip_special_tokens = False
     return body
@@ -62,9 +68,31 @@ def calls_tools(request: ChatRequest) -> bool:
     return bool(request.tools) and request.tool_choice != "none"
 
 
+def forces_calls(request: ChatRequest, tool_parser: str) -> bool:
+    """Whether the output is held to calls, so that no parser of a family reads them."""
+    return calls_tools(request) and is_forced(request.tool_choice, tool_parser)
+
+
+def _force_calls(request: ChatRequest, sampling: api.SamplingParams, reasoning_parser: str) -> None:
+    if request.structured_outputs is not None:
+        raise invalid("structured_outputs", "goes not together with a tool choice that demands calls")
+    parallel = request.parallel_tool_calls is not False
+    schema = calls_schema(check_tools(request.tools), request.tool_choice, parallel=parallel)
+    after = reasoning.end_of_thinking(reasoning_parser, _thinking(request))
+    sampling.constraint.CopyFrom(pb.Constraint(json_schema=schema, after_token=after))
+
+
+def chat_constraint_names(request: ChatRequest, tool_parser: str) -> Mapping[str, str]:
+    """As `constraint_names`, where a tool choice may be what constrains."""
+    if forces_calls(request, tool_parser):
+        return {"constraint": "tool_choice", "constraint.json_schema": "tools"}
+    return constraint_names(request)
+
+
 def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Callable[[], StreamingParser]:
     """Makes a parser for each choice. Raises ApiError and InvalidRequest where tools cannot be read."""
-    if calls_tools(request) and tool_parser == "none":
+    forced = forces_calls(request, tool_parser)
+    if calls_tools(request) and tool_parser == "none" and not forced:
         raise unsupported("tools", "this gateway reads no calls of tools (its setting tool_parser is none)")
     choice: ToolChoice = request.tool_choice
 
@@ -77,6 +105,7 @@ def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Ca
             tool_parser,
             has_tools=bool(request.tools),
             tool_choice=choice,
+            forced=forced,
             parallel_tool_calls=request.parallel_tool_calls is not False,
             thinking=_thinking(request),
             schemas=schemas,

@@ -172,3 +172,55 @@ async def test_an_end_of_thinking_is_named_by_its_text(shipped_client: Client) -
     request = constrained(pb.Constraint(choice=choice, after_token=told.tokens[-1]))
     # The prompt ends with it: the answer begins at once.
     assert (await shipped_client.complete(request)).choices[0].text in choice.texts
+
+
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "paint", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "wash"}},
+]
+
+
+@pytest.mark.parametrize("speculate", [True, False])
+def test_a_named_function_is_called_with_arguments_of_its_schema(client: openai.OpenAI, speculate: bool) -> None:
+    answer = client.chat.completions.create(
+        model="target",
+        messages=CHAT,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "paint"}},
+        seed=3,
+        max_tokens=120,
+        extra_body={"speculation": {"enabled": speculate}},
+    )
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "paint"
+    Paint.model_validate_json(call.function.arguments)
+    assert not answer.choices[0].message.content
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_a_call_that_is_required_streams(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="target", messages=CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=3,
+        max_tokens=120, stream=True,
+    )  # fmt: skip
+    name, arguments, content, reason = "", "", "", None
+    for chunk in stream:
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for call in choice.delta.tool_calls or []:
+            assert call.index == 0
+            assert call.function is not None
+            name += call.function.name or ""
+            arguments += call.function.arguments or ""
+    assert name in ("paint", "wash")
+    assert isinstance(json.loads(arguments), dict)
+    assert (content, reason) == ("", "tool_calls")
+
+
+def test_a_function_whose_schema_cannot_be_compiled_is_named(client: openai.OpenAI) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"oneOf": [{}, {}]}}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="target", messages=CHAT, tools=[tool], tool_choice="required")
+    assert refused.value.param == "tools"
