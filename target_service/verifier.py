@@ -10,7 +10,6 @@ from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
 from specdec.grammar.awaited import POLL_S, AwaitedGrammars
 from specdec.grammar.source import GrammarError
-from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
@@ -27,8 +26,8 @@ from target_service.opening import new_session
 from target_service.pacing import Pacing
 from target_service.policy.gate_state import Phase
 from target_service.policy.payoff import PayoffMeter
+from target_service.proposals.gathering import Gathering
 from target_service.proposals.intake import ProposalIntake
-from target_service.proposals.legal import drop_illegal, hang_forced
 from target_service.proposals.own_draft import OwnDraft
 from target_service.proposals.panel import DrafterPanel
 from target_service.records.metrics import TargetRecorder
@@ -78,10 +77,11 @@ class Verifier:
         self._forks = Forks()
         self._grammars = AwaitedGrammars[TargetSession](built.grammars, _output_of, self._admit, self._fault)
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
-        self._intake = ProposalIntake(host, recorder)
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
         self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder)
         """The drafters of its own; they may be changed while sessions run."""
+        intake = ProposalIntake(host, recorder)
+        self._proposals = Gathering(host, self._own_draft, self.panel, intake, self._fault)
         self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.panel)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
@@ -192,24 +192,9 @@ class Verifier:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
         self._due_at_s = now_s
         self._grammars.poll()
-        if self._own_draft.is_there:
-            due = [session for session in self._ready() if session.state is SessionState.DECIDED]
-            # In rejection mode a draft's chain comes first, as nothing can be verified beside it.
-            self._ask_drafters([session for session in due if session.mode is VerifyMode.COUPLED])
-            if not all(self.pacing.needs_no_draft(session) for session in due):
-                self._own_draft.propose(due, self.pacing)
+        self._proposals.draft(self._ready(), self.pacing)
         self._turn_began_s = time.monotonic()
-        for session in self._ready():
-            if session.grammar is not None and session.state is SessionState.DECIDED:
-                self._hang_forced(session)
-            if session.arrived is not None:
-                self._host.steps.work_on([session.key])
-                try:
-                    self._intake.absorb(session, self.pacing, now_s)
-                except Exception as error:
-                    self._fault(session, error)
-        self._host.steps.work()
-        self._ask_drafters(self._ready())
+        self._proposals.gather(self._ready(), self.pacing, now_s)
         for group in self._groups():
             try:
                 self.pacing.plan(group, now_s)
@@ -375,23 +360,6 @@ class Verifier:
 
     def _ready(self) -> list[TargetSession]:
         return [session for session in self._by_seq.values() if session.seq.is_ready]
-
-    def _hang_forced(self, session: TargetSession) -> None:
-        if not self.pacing.may_verify(session):
-            return
-        try:
-            hang_forced(session)
-        except Exception as error:
-            self._fault(session, error)
-
-    def _ask_drafters(self, sessions: list[TargetSession]) -> None:
-        self.panel.propose(sessions, self.pacing)
-        for session in sessions:
-            if session.grammar is not None:
-                try:
-                    drop_illegal(session)
-                except Exception as error:
-                    self._fault(session, error)
 
     def _admit(self, session: TargetSession) -> None:
         if may_fork(session, self._host.sessions.get(session.body.fork_from)):

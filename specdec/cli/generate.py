@@ -50,6 +50,10 @@ def generate(
     logit_bias: options.LogitBias = None,
     allowed_token_id: options.AllowedTokenIds = None,
     bad_word: options.BadWords = None,
+    json_schema_file: options.JsonSchemaFile = None,
+    regex: options.Regex = None,
+    grammar_file: options.GrammarFile = None,
+    choice: options.Choices = None,
     seed: options.Seed = None,
     n: options.NumChoices = None,
     logprobs: options.Logprobs = None,
@@ -136,6 +140,9 @@ def generate(
         stop_token_ids=stop_token_id,
         allowed_token_ids=allowed_token_id,
         bad_words=bad_word,
+    )
+    options.set_constraint(
+        request.sampling, json_schema_file=json_schema_file, regex=regex, grammar_file=grammar_file, choices=choice
     )
     options.set_fields(
         request.speculation,

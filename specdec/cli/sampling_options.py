@@ -53,6 +53,14 @@ AllowedTokenIds = Annotated[
 BadWords = Annotated[
     list[str] | None, _option("A text that is not to come out; may be repeated.", "--bad-word", panel=_SAMPLING)
 ]
+JsonSchemaFile = Annotated[
+    Path | None, _option("A file with a JSON schema that the output must fit.", "--json-schema-file", panel=_SAMPLING)
+]
+Regex = Annotated[str | None, _option("What the output must match.", "--regex", panel=_SAMPLING)]
+GrammarFile = Annotated[
+    Path | None, _option("A file with a grammar (Lark) of the output.", "--grammar-file", panel=_SAMPLING)
+]
+Choices = Annotated[list[str] | None, _option("What the output may be; may be repeated.", "--choice", panel=_SAMPLING)]
 Seed = Annotated[int | None, _option("Seed of the noise. [server's default: random]", panel=_SAMPLING)]
 NumChoices = Annotated[int | None, _option("Number of choices.", "--n", "-n", panel=_SAMPLING)]
 Logprobs = Annotated[int | None, _option("Show log-probabilities, with this many alternatives.", panel=_SAMPLING)]
@@ -134,12 +142,37 @@ def set_prompt(request: coordinator_pb2.GenerateRequest, prompt: PromptOptions) 
         request.prompt = _read_prompt(prompt.file)
 
 
+def set_constraint(
+    sampling: coordinator_pb2.SamplingParams,
+    *,
+    json_schema_file: Path | None,
+    regex: str | None,
+    grammar_file: Path | None,
+    choices: list[str] | None,
+) -> None:
+    """Set what the output must be. Raises typer.BadParameter for more than one form, or a file that cannot be read."""
+    if sum(given is not None for given in (json_schema_file, regex, grammar_file, choices or None)) > 1:
+        raise typer.BadParameter("give one of --json-schema-file, --regex, --grammar-file, --choice")
+    if json_schema_file is not None:
+        sampling.constraint.json_schema = _read_file(json_schema_file, "--json-schema-file")
+    elif regex is not None:
+        sampling.constraint.regex = regex
+    elif grammar_file is not None:
+        sampling.constraint.grammar = _read_file(grammar_file, "--grammar-file")
+    elif choices:
+        sampling.constraint.choice.texts.extend(choices)
+
+
+def _read_file(file: Path, flag: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"cannot read {file}: {error}", param_hint=flag) from error
+
+
 def _read_prompt(file: Path | None) -> str:
     if file is not None and str(file) != "-":
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise typer.BadParameter(f"cannot read {file}: {error}", param_hint="--prompt-file") from error
+        return _read_file(file, "--prompt-file")
     if file is None and sys.stdin.isatty():
         raise typer.BadParameter("give a PROMPT, --prompt-file, --token-ids, --message, or standard input")
     return sys.stdin.read()
@@ -150,12 +183,7 @@ def set_drafting(request: coordinator_pb2.GenerateRequest, drafters: str | None,
     if drafters is not None:
         request.speculation.drafters.extend(name.strip() for name in drafters.split(",") if name.strip())
     if prediction_file is not None:
-        try:
-            request.prediction.text = prediction_file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise typer.BadParameter(
-                f"cannot read {prediction_file}: {error}", param_hint="--prediction-file"
-            ) from error
+        request.prediction.text = _read_file(prediction_file, "--prediction-file")
 
 
 def _parse_message(text: str) -> coordinator_pb2.ChatMessage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -76,6 +77,7 @@ class SyncClient:
         self._stub = coordinator_pb2_grpc.CoordinatorServiceStub(parsing(self._channel))
         self._calls: weakref.WeakSet[_RunningCall] = weakref.WeakSet()
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def __enter__(self) -> SyncClient:
         return self
@@ -85,10 +87,14 @@ class SyncClient:
     ) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Close the channel; running calls are cancelled."""
+    def close(self, grace_s: float | None = None) -> None:
+        """Close the channel; running streams are cancelled, at once or after `grace_s`. New ones are not taken."""
         with self._lock:
+            self._is_closed = True
             calls = list(self._calls)
+        until_s = time.monotonic() + (grace_s or 0.0)
+        for call in calls:
+            call.wait_idle(until_s - time.monotonic())
         for call in calls:
             call.end()
         self._channel.close()
@@ -163,6 +169,8 @@ class SyncClient:
     def _running_call(self) -> _RunningCall:
         running = _RunningCall(self._start)
         with self._lock:
+            if self._is_closed:
+                raise Cancelled("the client is closed")
             self._calls.add(running)
         return running
 
@@ -186,6 +194,9 @@ class _RunningCall:
         self._start = start
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._idle = threading.Event()
+        """No attempt runs."""
+        self._idle.set()
         self._call: Any = None
 
     @property
@@ -198,7 +209,17 @@ class _RunningCall:
             if self.is_ended:
                 raise Cancelled("the stream is closed")
             self._call = self._start(request)
+            self._idle.clear()
             return self._call
+
+    def wait_idle(self, wait_s: float) -> None:
+        """Return when no attempt runs, or after a time."""
+        self._idle.wait(max(0.0, wait_s))
+
+    def stop(self) -> None:
+        """The attempt is over; what is left of it is cancelled."""
+        self._call.cancel()
+        self._idle.set()
 
     def wait(self, wait_s: float) -> None:
         """Return after a time, or when `end` is called."""
@@ -222,7 +243,7 @@ def _chunks(running: _RunningCall, request: api.GenerateRequest) -> Iterator[api
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
     finally:
-        call.cancel()
+        running.stop()
 
 
 def _resumed_chunks(running: _RunningCall, resumption: Resumption) -> Iterator[api.GenerateResponse]:

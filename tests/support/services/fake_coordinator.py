@@ -60,6 +60,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         seed = request.sampling.seed if request.sampling.HasField("seed") else 4711
         num_choices = request.sampling.n or 1
         started = coordinator_pb2.GenerateStarted(request_id="r", seed=seed, model=TARGET, notices=["a limit"])
+        started.is_constrained = request.sampling.HasField("constraint")
         yield coordinator_pb2.GenerateResponse(started=started)
         if request.sampling.HasField("prompt_logprobs"):
             positions = [common_pb2.PositionLogprobs(logprob=logprob) for logprob in (-1.5, -2.5)]

@@ -55,7 +55,7 @@ def test_every_sampling_parameter_has_a_flag(command: Command) -> None:
     flags = "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
     flags += " --frequency-penalty 0.3 --logit-bias 5=1.5 --logit-bias 6=-100 --seed 18446744073709551615"
     flags += " --max-tokens 9 --min-tokens 2 --stop END --stop ; --include-stop --stop-token-id 7 --ignore-eos -n 2"
-    flags += " --allowed-token-id 4 --allowed-token-id 3 --bad-word no --bad-word never"
+    flags += " --allowed-token-id 4 --allowed-token-id 3 --bad-word no --bad-word never --regex [ab]+"
     flags += " --logprobs 0 --prompt-logprobs 1 --no-skip-special-tokens --truncate-prompt-tokens 64"
     result = command("generate", "x", *flags.split())
     assert result.exit_code == 0, result.stderr
@@ -82,10 +82,26 @@ def test_every_sampling_parameter_has_a_flag(command: Command) -> None:
         truncate_prompt_tokens=64,
         allowed_token_ids=[4, 3],
         bad_words=["no", "never"],
+        constraint=common_pb2.Constraint(regex="[ab]+"),
     )
     assert command.request.sampling == expected
     filled = {field.name for field, _ in command.request.sampling.ListFields()}
     assert filled == set(coordinator_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_what_the_output_must_be_is_given_in_one_of_four_forms(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "form").write_text("{}")
+    file = str(tmp_path / "form")
+    forms = {
+        ("--json-schema-file", file): common_pb2.Constraint(json_schema="{}"),
+        ("--grammar-file", file): common_pb2.Constraint(grammar="{}"),
+        ("--choice", "a", "--choice", "b"): common_pb2.Constraint(choice=common_pb2.TextChoices(texts=["a", "b"])),
+    }
+    for flags, constraint in forms.items():
+        assert command("generate", "x", *flags).exit_code == 0
+        assert command.request.sampling.constraint == constraint
+    assert "give one of" in command("generate", "x", "--regex", "a", "--choice", "b").stderr
+    assert "cannot read" in command("generate", "x", "--grammar-file", f"{file}.not").stderr
 
 
 def test_a_flag_not_given_is_left_to_the_server(command: Command) -> None:

@@ -234,3 +234,21 @@ def test_a_program_may_end_with_a_stream_open(open_ended: tuple[OpenEnded, str])
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert (done.returncode, done.stdout, done.stderr) == (0, "r\n", "")
     assert servicer.has_ended.wait(PATIENCE_S)
+
+
+def test_a_client_that_closes_with_grace_lets_a_running_stream_end_and_takes_no_other(
+    coordinator: tuple[FakeCoordinator, str],
+) -> None:
+    client = SyncClient(coordinator[1])
+    stream = client.generate(api.GenerateRequest(prompt="p"))
+    first = next(stream)
+    with futures.ThreadPoolExecutor(1) as pool:
+        closing = pool.submit(client.close, 60.0)
+        rest = list(stream)
+        closing.result(60)
+    completion = Completion()
+    for chunk in (first, *rest):
+        completion.add(chunk)
+    assert completion.text == TEXT
+    with pytest.raises(Cancelled):
+        client.generate(api.GenerateRequest(prompt="p"))
