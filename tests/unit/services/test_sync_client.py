@@ -249,6 +249,6 @@ def test_a_client_that_closes_with_grace_lets_a_running_stream_end_and_takes_no_
     completion = Completion()
     for chunk in (first, *rest):
         completion.add(chunk)
-    assert completion.text == TEXT
+    assert completion.choices[0].text == TEXT
     with pytest.raises(Cancelled):
         client.generate(api.GenerateRequest(prompt="p"))
