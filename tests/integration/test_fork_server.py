@@ -37,7 +37,7 @@ def probe(module: Any, folder: Path, *, starter: bool = False, **options: Any) -
             stdout=log,
             stderr=subprocess.STDOUT,
             pass_fds=[write_end],
-            env={**os.environ, "SPECDEC_PROBE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "SPECDEC_PROBE": "1", "PYTHONPATH": str(folder)},
             **options,
         )
     os.close(write_end)

@@ -70,14 +70,15 @@ def main(argv: Sequence[str]) -> None:
 
 def _start_engines_from_here() -> None:
     """A service starts its engine as its own child: from a template that is a child of the service."""
-    from specdec.rpc.bridge import engine_launch
-    from tests.support.fork_server.popen import Forking, Template
-
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     service = os.getpid()
     pid = os.fork()
     if pid:
         theirs.close()
+        # Not before the fork: prometheus_client reads its environment when it is imported.
+        from specdec.rpc.bridge import engine_launch
+        from tests.support.fork_server.popen import Forking, Template
+
         template = Template(ours, dict(os.environ))
         engine_launch.subprocess = Forking(lambda _: template)  # type: ignore[attr-defined]
         return
