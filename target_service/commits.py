@@ -58,7 +58,8 @@ class Commits:
         session = decision.candidate.session
         num_stale, told_tree = session.tree.num_stale, tree_of(decision)
         pacing.observe_gain(session, decision.walk, decision.candidate.num_nodes, started_s + elapsed_s)
-        accepted_by = _sources(decision)
+        has_panel = self._panel.has_drafters
+        accepted_by = _sources(decision) if has_panel else []
         drafters = self._panel.learn(decision, pacing)
         num_wasted = _prune(decision, pacing) + num_stale
         is_suspended = session.max_nodes > 0 and not pacing.may_verify(session)
@@ -66,7 +67,7 @@ class Commits:
             num_wasted += session.tree.clear()
         held_s = session.held_s(due_at_s)
         verdict = make_verdict(decision, started_s, elapsed_s, held_s, num_wasted, is_suspended, told_tree)
-        if self._panel.names:
+        if has_panel:
             describe_drafters(verdict, accepted_by, drafters)
         self._tell(session, verdict, num_stale)
         start = session.num_tokens

@@ -108,17 +108,23 @@ def pieces_of(verdict: pb.Verdict, most_bytes: int) -> list[pb.Verdict]:
             logprobs=verdict.logprobs[piece],
             is_partial=True,
             suspends_draft=verdict.suspends_draft,
-            accepted_by=verdict.accepted_by[piece],
+            accepted_by=_names_of(verdict, piece),
         )
         for piece in before
     ]
     last = pb.Verdict()
     last.CopyFrom(verdict)
     last.start_position += rest.start
-    # Accepted tokens come before all others, so these are counted alike.
-    for of_tokens in (last.token_ids, last.origins, last.logprobs, last.accepted_by):
+    last.accepted_by[:] = _names_of(verdict, rest)
+    for of_tokens in (last.token_ids, last.origins, last.logprobs):
         del of_tokens[: rest.start]
     return [*pieces, last]
+
+
+def _names_of(verdict: pb.Verdict, piece: slice) -> Sequence[str]:
+    """Who proposed the piece's tokens of drafts: there are names for these only, not for what was forced among them."""
+    before, among = (list(verdict.origins[part]).count(pb.ORIGIN_DRAFT) for part in (slice(piece.start), piece))
+    return verdict.accepted_by[before : before + among]
 
 
 def depths_of(tree_depths: Sequence[int]) -> list[int]:

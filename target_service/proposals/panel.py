@@ -75,6 +75,11 @@ class DrafterPanel:
         """Drafters that are asked."""
         return list(self._drafters)
 
+    @property
+    def has_drafters(self) -> bool:
+        """Whether any is asked."""
+        return bool(self._drafters)
+
     def add(self, name: str, drafter: Drafter) -> None:
         """Ask one more drafter for all sessions, those that run included."""
         self._drafters[name] = drafter

@@ -88,11 +88,6 @@ class SpeculationTree:
         return len(self.nodes)
 
     @property
-    def max_depth(self) -> int:
-        """Depth of the deepest node; 0 for an empty tree."""
-        return max(self.tokens.depths, default=0)
-
-    @property
     def lasting_depth(self) -> int:
         """Depth of the deepest node that a draft has proposed."""
         depths = zip(self.tokens.depths, self.nodes, strict=True)

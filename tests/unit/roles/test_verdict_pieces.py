@@ -49,3 +49,21 @@ def test_pieces_follow_each_other_are_bounded_and_say_all_that_the_whole_says(to
 def test_a_verdict_that_fits_is_left_alone() -> None:
     whole = a_verdict([20] * 5)
     assert pieces_of(whole, 10_000)[0] is whole
+
+
+@settings(max_examples=60)
+@given(st.lists(st.sampled_from([pb.ORIGIN_DRAFT, pb.ORIGIN_FORCED]), min_size=1, max_size=64))
+def test_each_piece_names_the_drafters_of_its_own_tokens_whatever_is_forced_among_them(
+    accepted: list[pb.Origin.ValueType],
+) -> None:
+    whole = a_verdict([256] * (len(accepted) + 1))
+    whole.origins[:] = [*accepted, pb.ORIGIN_BONUS]
+    names = iter(range(len(accepted)))
+    told = [f"drafter_{next(names)}" if origin == pb.ORIGIN_DRAFT else "" for origin in accepted]
+    whole.accepted_by.extend(name for name in told if name)
+    found: list[str] = []
+    for piece in pieces_of(whole, 10_000):
+        own = iter(piece.accepted_by)
+        found += [next(own) if origin == pb.ORIGIN_DRAFT else "" for origin in piece.origins]
+        assert next(own, None) is None
+    assert found == [*told, ""]
