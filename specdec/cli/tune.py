@@ -18,14 +18,13 @@ from specdec.benchmark.report import Report, machine
 from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
 from specdec.cli.local.plan import shipped_model
-from specdec.cli.tuning.probes import Places, Questions, measure_pair, places
-from specdec.cli.tuning.verification import verify, with_outside
+from specdec.cli.tuning.placements import PlacementWish, Tuned, apart, tune_placements
+from specdec.cli.tuning.probes import Questions
 from specdec.cli.up import Device, DraftModel, TargetModel, stop_on_signals
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.files import find_model_files, read_tokenizer
-from specdec.tuning.advice import Advice, advise
 from specdec.tuning.pages import plots_of, results, tables_of
-from specdec.tuning.prediction import MODES, Measurements, pick
+from specdec.tuning.prediction import MODES
 from specdec.tuning.settings_files import Deployment, chart_file, up_file
 
 _LOG_WIDTH = 200
@@ -53,13 +52,20 @@ def tune(
         str, typer.Option(help="Requests at once that you expect.", rich_help_panel=_ASKED)
     ] = "1,4,8",
     verify_mode: Annotated[Literal["coupled", "rejection", "any"], typer.Option(help="Modes to choose from.")] = "any",
+    placement: Annotated[
+        PlacementWish,
+        typer.Option(
+            help="A draft service with cores of its own, or a draft that the target runs in turns with itself. "
+            "auto tries both on CPU, and advises the faster one.",
+        ),
+    ] = "auto",
     repeats: Annotated[int, typer.Option(help="Runs of each kind that verify the pick; 0: none.", min=0)] = 2,
     out: Annotated[
         Path, typer.Option(help="Where the settings go: for up here, for the chart to NAME.chart.yaml.", dir_okay=False)
     ] = Path("specdec-tuned.yaml"),
     report: Annotated[Path | None, typer.Option(help="Folder for JSON, a page and plots.", file_okay=False)] = None,
 ) -> None:
-    """Measure step times and acceptance of a pair here, and say what to set: draft length, width, heads, mode, cores.
+    """Measure step times and acceptance of a pair here, and say what to set: draft length, width, heads, mode, place.
 
     Says whether to speculate at all, and if not, why not. The pick is run against plain decoding before it is advised.
     Use the file with `specdec up --config FILE`, and the one for the chart with `helm install -f FILE`. Stop other work
@@ -89,31 +95,18 @@ def tune(
             loads=loads,
         )
         modes = MODES if verify_mode == "any" else (verify_mode,)
-        measured, where = measure_pair(questions, places(device), progress.tell)
-        measured, advice = _advice(questions, measured, where, modes, repeats, progress)
-    _show(questions, measured, advice, used.source, report, notes)
-    if where.target_cores:
-        own_cores = {"target": where.target_cores, "draft": where.draft_cores}
+        found = tune_placements(questions, device, placement, modes, repeats, progress.tell)
+    best = found[0]
+    _show(questions, best, used.source, report, notes)
+    if len(found) > 1:
+        rates = ", ".join(f"{one.where.placement} {one.tokens_per_s:.0f}" for one in found)
+        how = "decoded" if repeats else "predicted"
+        notes.print(f"placement: {best.where.placement} (tokens/s {how}: {rates})")
+    if best.where.target_cores:
+        own_cores = {"target": best.where.target_cores, "draft": best.where.draft_cores}
         words = ", ".join(f"{role} {' '.join(map(str, cores))}" for role, cores in own_cores.items())
         notes.print(f"cores: {words}")
-    _write(questions, advice, where, out, notes)
-
-
-def _advice(
-    questions: Questions,
-    measured: Measurements,
-    where: Places,
-    modes: tuple[str, ...],
-    repeats: int,
-    progress: Progress,
-) -> tuple[Measurements, Advice]:
-    """Pick, and verify what was picked."""
-    choice = pick(measured, questions.loads, modes)
-    if repeats == 0:
-        return measured, advise(measured, choice, questions.loads, {})
-    verified = verify(questions, where, measured, choice, repeats, progress.tell)
-    measured = with_outside(measured, verified)
-    return measured, advise(measured, choice, questions.loads, verified.speedups, verified.between_ms)
+    _write(questions, best, apart(found), out, notes)
 
 
 def _tokenizer_digest(model: str) -> str:
@@ -124,9 +117,8 @@ def _tokenizer_digest(model: str) -> str:
         raise ClusterFailed(str(error)) from error
 
 
-def _show(
-    questions: Questions, measured: Measurements, advice: Advice, source: str, folder: Path | None, notes: Console
-) -> None:
+def _show(questions: Questions, tuned: Tuned, source: str, folder: Path | None, notes: Console) -> None:
+    measured, advice = tuned.measured, tuned.advice
     output = Console(highlight=False)
     if not output.is_terminal:
         output = Console(width=_LOG_WIDTH, highlight=False)
@@ -137,6 +129,7 @@ def _show(
         "prompts": source,
         "num_prompts": len(questions.prompts),
         "max_tokens": questions.max_tokens,
+        "placement": tuned.where.placement,
         "machine": machine(sorted(os.sched_getaffinity(0))),
     }
     found = Report(pair=pair, facts=facts, console=output)
@@ -159,18 +152,23 @@ def _show(
             raise typer.BadParameter(f"cannot write to {folder}: {error.strerror}", param_hint="--report") from error
 
 
-def _write(questions: Questions, advice: Advice, where: Places, out: Path, notes: Console) -> None:
-    deployment = Deployment(
+def _write(questions: Questions, best: Tuned, for_pods: Tuned, out: Path, notes: Console) -> None:
+    chart = out.with_name(f"{out.stem}.chart.yaml")
+    try:
+        out.write_text(up_file(best.advice, _deployment(questions, best)), encoding="utf-8")
+        chart.write_text(chart_file(for_pods.advice, _deployment(questions, for_pods)), encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}", param_hint="--out") from error
+    notes.print(f"Use it: specdec up --config {out}   or: helm install -f {chart} ...", markup=False, soft_wrap=True)
+
+
+def _deployment(questions: Questions, tuned: Tuned) -> Deployment:
+    where = tuned.where
+    return Deployment(
         target_model=questions.target_model,
         draft_model=questions.draft_model,
         device=where.target_device.partition(":")[0],
         target_cores=where.target_cores,
         draft_cores=where.draft_cores,
+        placement=where.placement,
     )
-    chart = out.with_name(f"{out.stem}.chart.yaml")
-    try:
-        out.write_text(up_file(advice, deployment), encoding="utf-8")
-        chart.write_text(chart_file(advice, deployment), encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}", param_hint="--out") from error
-    notes.print(f"Use it: specdec up --config {out}   or: helm install -f {chart} ...", markup=False, soft_wrap=True)

@@ -22,6 +22,8 @@ class Deployment:
     target_cores: tuple[int, ...] = ()
     """Of the engine; none: the device is no CPU."""
     draft_cores: tuple[int, ...] = ()
+    placement: str = "apart"
+    """Or `together`: the target runs the draft, on its own cores."""
 
 
 def role_settings(choice: Choice) -> dict[str, dict[str, Any]]:
@@ -43,13 +45,15 @@ def role_settings(choice: Choice) -> dict[str, dict[str, Any]]:
 def up_file(advice: Advice, deployment: Deployment) -> str:
     """YAML for `specdec up --config FILE`."""
     settings = role_settings(advice.choice)
-    cores = {"target": deployment.target_cores, "draft": deployment.draft_cores}
+    cores = {"target": deployment.target_cores}
+    if deployment.placement == "apart":
+        cores["draft"] = deployment.draft_cores
     for role, own in cores.items():
         if own:
             settings[role] |= {"engine_cores": ",".join(map(str, own)), "num_threads": len(own)}
     values: dict[str, Any] = {"target": deployment.target_model, "draft": deployment.draft_model}
     values["device"] = deployment.device
-    values["placement"] = "apart"
+    values["placement"] = deployment.placement
     roles = ["target", "draft", "coordinator"]
     if not advice.speculate:
         values["num-drafts"] = 0

@@ -43,6 +43,12 @@ def test_the_shipped_pair_is_measured_verified_and_written_down(tmp_path: Path) 
     assert found["reasons"] and found["reasons"][0] in result.stdout.replace("\n", " ")
     values = yaml.safe_load(out.read_text())["up"]
     assert ("num-drafts" in values) is not found["speculate"]
+    assert values["placement"] in ("apart", "together")
+    rates = re.search(r"placement: (\w+) \(tokens/s decoded: (\w+) (\d+), (\w+) (\d+)\)", result.stderr)
+    assert rates is not None
+    assert values["placement"] == rates[1] == rates[2]  # the fastest comes first
+    assert {rates[2], rates[4]} == {"apart", "together"}
+    assert int(rates[3]) >= int(rates[5]) > 0
     assert yaml.safe_load((tmp_path / "tuned.chart.yaml").read_text())["draft"]
 
 

@@ -14,8 +14,9 @@ from typing import Any
 
 from specdec.benchmark.requests import Prompt
 from specdec.cli.errors import ClusterFailed
-from specdec.cli.local.cores import assign_cores
+from specdec.cli.local.cores import assign_cores, share_cores
 from specdec.cli.local.devices import count_gpus, plan_devices
+from specdec.cli.local.plan import Placement
 from specdec.tuning.measured import Agreement, StepTimes
 from specdec.tuning.prediction import Measurements
 
@@ -36,10 +37,13 @@ class Places:
     draft_cores: tuple[int, ...]
     shared_cores: tuple[int, ...] = ()
     """Of everything but the engines."""
+    placement: Placement = "apart"
 
     @property
     def is_parallel(self) -> bool:
         """Whether the draft computes while the target does, undisturbed by what relays between them."""
+        if self.placement == "together":
+            return False
         if self.target_device != "cpu":
             return self.target_device != self.draft_device
         return not set(self.draft_cores) & {*self.target_cores, *self.shared_cores}
@@ -57,44 +61,47 @@ class Questions:
     loads: Sequence[int]
 
 
-def places(device: str) -> Places:
+def places(device: str, placement: Placement = "apart") -> Places:
     """As `specdec up` would choose them. Raises ClusterFailed when the device is not there."""
     try:
         devices = plan_devices(device, 0 if device == "cpu" else count_gpus())
     except ValueError as error:
         raise ClusterFailed(str(error)) from error
-    cores = assign_cores(sorted(os.sched_getaffinity(0)))
+    usable = sorted(os.sched_getaffinity(0))
+    is_apart = placement == "apart"
+    cores = assign_cores(usable) if is_apart else share_cores(usable)
     is_cpu = not devices.is_cuda
     return Places(
         target_device=devices.targets[0].device,
-        draft_device=devices.drafts[0].device,
+        draft_device=devices.drafts[0].device if is_apart else devices.targets[0].device,
         target_cores=cores.target_engine if is_cpu else (),
-        draft_cores=cores.draft_engine if is_cpu else (),
+        draft_cores=(cores.draft_engine if is_apart else cores.target_engine) if is_cpu else (),
         shared_cores=cores.shared,
+        placement=placement,
     )
 
 
-def measure_pair(questions: Questions, where: Places, tell: Callable[[str], None]) -> tuple[Measurements, Places]:
+def measure_pair(
+    questions: Questions, where: Places, tell: Callable[[str], None], known: Measurements | None = None
+) -> tuple[Measurements, Places]:
     """Measure steps and agreement; the places come back with the target on fewer cores where those do as well.
+
+    Agreement does not depend on places, and is taken from what is `known` of the pair elsewhere.
 
     Raises ClusterFailed with what the engine said.
     """
     sequences = sorted({*_SEQUENCES[: 1 + sum(count < max(questions.loads) for count in _SEQUENCES)], *questions.loads})
     task: dict[str, Any] = {"sequences": sequences, "rows": ROWS, "candidates": 1}
-    target = run_probe(
-        task
-        | {
-            "settings": _settings(questions.target_model, where.target_device, where.target_cores),
-            "prompts": list(questions.prompts),
-            "temperatures": list(questions.temperatures),
-            "max_tokens": questions.max_tokens,
-        },
-        where.target_cores,
-        tell,
-    )
+    asked = {} if known is not None else {
+        "prompts": list(questions.prompts),
+        "temperatures": list(questions.temperatures),
+        "max_tokens": questions.max_tokens,
+    }  # fmt: skip
+    settings = _settings(questions.target_model, where.target_device, where.target_cores)
+    target = run_probe(task | {"settings": settings} | asked, where.target_cores, tell)
     steps = _times(target)
     fewer = where.target_cores[: len(where.target_cores) // 2]
-    if fewer:
+    if fewer and where.placement == "apart":
         settings = _settings(questions.target_model, where.target_device, fewer)
         other = _times(run_probe(task | {"settings": settings}, fewer, tell))
         if all(other.of(load, 8) <= _WORTH * steps.of(load, 8) for load in questions.loads):
@@ -102,7 +109,7 @@ def measure_pair(questions: Questions, where: Places, tell: Callable[[str], None
     draft = run_probe(
         {
             "settings": _settings(questions.draft_model, where.draft_device, where.draft_cores),
-            "outputs": target["outputs"],
+            "outputs": target.get("outputs", []),
             "sequences": sequences if len(sequences) > 1 else [*sequences, 2 * sequences[0]],
             "rows": [1],
             "candidates": 3,
@@ -110,6 +117,8 @@ def measure_pair(questions: Questions, where: Places, tell: Callable[[str], None
         where.draft_cores,
         tell,
     )
+    if known is not None:
+        return dataclasses.replace(known, target=steps, draft=_times(draft), is_parallel=where.is_parallel), where
     if not draft["agreement"]:
         raise ClusterFailed(
             f"no output fits the draft's context of {draft['max_model_len']} tokens: shorten the prompts"

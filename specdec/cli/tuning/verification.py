@@ -35,6 +35,8 @@ class Verified:
     """By requests at once: see `Measurements`."""
     between_ms: Mapping[tuple[float, int], tuple[float, float]]
     """By temperature and requests at once: what passed between steps, with speculation and without, per step."""
+    tokens_per_s: Mapping[tuple[float, int], float]
+    """By temperature and requests at once: decoded with speculation, all requests together."""
 
 
 def verify(
@@ -48,7 +50,8 @@ def verify(
 ) -> Verified:
     """Start what the settings file would start, and measure. Raises ClusterFailed and `specdec.rpc.errors`."""
     settings: dict[str, dict[str, Any]] = role_settings(choice)
-    for role, cores in (("target", where.target_cores), ("draft", where.draft_cores)):
+    own_cores = {"target": where.target_cores, "draft": where.draft_cores if where.placement == "apart" else ()}
+    for role, cores in own_cores.items():
         if cores:
             settings[role] |= {"engine_cores": cores, "num_threads": len(cores)}
     plan = LocalPlan(
@@ -56,6 +59,7 @@ def verify(
         draft_model=questions.draft_model,
         device=where.target_device.partition(":")[0],
         free_ports=True,
+        placement=where.placement,
         target_settings=settings["target"],
         draft_settings=settings["draft"],
         coordinator_settings=settings["coordinator"],
@@ -74,19 +78,23 @@ def verify(
             )
             asyncio.run(_measure(cluster.address, wishes, passes[temperature], tell))
     every = [one for own in passes.values() for one in own]
-    speedups = {}
-    for (temperature, own), load in itertools.product(passes.items(), questions.loads):
-        ratio = decoding_speedup([one for one in own if one.load.concurrency == load])
-        if ratio is not None:
-            speedups[temperature, load] = ratio
+    points = {
+        (temperature, load): [one for one in own if one.load.concurrency == load]
+        for (temperature, own), load in itertools.product(passes.items(), questions.loads)
+    }
+    speedups = {point: ratio for point, own in points.items() if (ratio := decoding_speedup(own)) is not None}
     if not speedups:
         failures = sorted({stream.failure for one in every for stream in one.streams if stream.failure})
         raise ClusterFailed(f"no request of the verifying run ended: {'; '.join(failures) or 'no reason is known'}")
-    between = {
-        (temperature, load): (_between_ms(own, load, True), _between_ms(own, load, False))
-        for (temperature, own), load in itertools.product(passes.items(), questions.loads)
-    }
-    return Verified(speedups, {load: outside_ms(every, load, measured) for load in questions.loads}, between)
+    return Verified(
+        speedups=speedups,
+        outside_ms={load: outside_ms(every, load, measured) for load in questions.loads},
+        between_ms={
+            (temperature, load): (_between_ms(own, load, True), _between_ms(own, load, False))
+            for (temperature, load), own in points.items()
+        },
+        tokens_per_s={point: rate for point, own in points.items() if (rate := _tokens_per_s(own)) is not None},
+    )
 
 
 async def _measure(address: str, wishes: Wishes, passes: list[Pass], tell: Callable[[str], None]) -> None:
@@ -109,6 +117,14 @@ def decoding_speedup(passes: Sequence[Pass]) -> float | None:
 def _ms_per_token(one: Pass) -> float | None:
     gaps = [1e3 * gap for stream in one.streams if stream.ended_s is not None for gap in stream.gaps_s]
     return statistics.fmean(gaps) if gaps else None
+
+
+def _tokens_per_s(passes: Sequence[Pass]) -> float | None:
+    """Median over the passes with speculation."""
+    found = [
+        1e3 * one.load.concurrency / ms for one in passes if one.speculate and (ms := _ms_per_token(one)) is not None
+    ]
+    return statistics.median(found) if found else None
 
 
 def outside_ms(passes: Sequence[Pass], load: int, measured: Measurements) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from specdec.cli.app import app
 from specdec.cli.inputs.config_file import read_config
 from specdec.cli.local.plan import LocalPlan, plan_services
 from specdec.cli.local.service_process import ServiceSpec
+from specdec.cli.tuning.placements import speed
 from specdec.cli.up import parse_settings
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
-from specdec.tuning.advice import Advice
-from specdec.tuning.prediction import Choice
+from specdec.tuning.advice import Advice, Point
+from specdec.tuning.measured import StepTimes
+from specdec.tuning.prediction import Choice, Measurements
 from specdec.tuning.settings_files import Deployment, chart_file, up_file
 
 CHOICE = Choice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
@@ -60,6 +63,38 @@ def test_up_takes_every_value_of_the_file(tmp_path: Path) -> None:
     drafts = read_settings(DraftSettings, draft)
     assert (drafts.max_draft_tokens, drafts.max_ahead_tokens, drafts.num_siblings, drafts.max_heads) == (5, 11, 1, 2)
     assert read_settings(CoordinatorSettings, coordinator).verify_mode == "rejection"
+
+
+def test_a_target_that_runs_its_draft_gets_the_settings_of_the_draft(tmp_path: Path) -> None:
+    place = dataclasses.replace(PLACE, target_cores=(0, 1), draft_cores=(0, 1), placement="together")
+    values = written(tmp_path, up_file(advice(), place))
+    plan = LocalPlan(
+        target_model=values["target"],
+        draft_model=values["draft"],
+        device=values["device"],
+        free_ports=True,
+        placement=values["placement"],
+        target_settings=parse_settings(values["target_set"], "--target-set"),
+        draft_settings=parse_settings(values["draft_set"], "--draft-set"),
+    )
+    target, _ = plan_services(plan, environment={}, cores=(0, 1))
+    read = read_settings(TargetSettings, target)
+    own = read.own_draft_settings
+    assert (read.engine_cores, read.num_threads) == ("0,1", 2)
+    assert (own.model, own.max_draft_tokens, own.max_ahead_tokens, own.num_siblings) == ("d", 5, 11, 1)
+
+
+def test_the_faster_placement_is_the_one_that_decodes_more_as_advised() -> None:
+    measured = Measurements(target=StepTimes({1: {1: 10.0}}), draft=StepTimes({1: {1: 1.0}}), outputs={})
+    points = (
+        Point(temperature=0.0, load=1, predicted=3.0, measured=2.0),
+        Point(temperature=1.0, load=1, predicted=2.0),
+    )
+    both = dataclasses.replace(advice(), points=points)
+    rates = {(0.0, 1): 180.0}
+    assert speed(measured, both, rates) == pytest.approx((180 * 200) ** 0.5)  # the second one as predicted
+    plain = dataclasses.replace(both, speculate=False)
+    assert speed(measured, plain, rates) == pytest.approx((90 * 100) ** 0.5)
 
 
 def test_without_speculation_there_is_no_draft(tmp_path: Path) -> None:
