@@ -31,7 +31,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench import report
+from specdec.benchmark.report import machine
 from specdec.cli.local.plan import shipped_model
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -144,10 +144,10 @@ async def _serve_replicas(base_port: int, step_ms: float, tokens_per_verdict: in
     for role in ("target", "draft"):
         server = grpc.aio.server(options=[("grpc.http2.min_ping_interval_without_data_ms", 1000)])
         if role == "target":
-            target = PacedTarget(identity, step_ms, tokens_per_verdict)
-            target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)  # type: ignore[no-untyped-call]
+            target = PacedTarget(identity, step_ms, tokens_per_verdict)  # type: ignore[abstract]
+            target_pb2_grpc.add_TargetServiceServicer_to_server(target, server)
         else:
-            draft_pb2_grpc.add_DraftServiceServicer_to_server(EchoDraft(identity), server)  # type: ignore[no-untyped-call]
+            draft_pb2_grpc.add_DraftServiceServicer_to_server(EchoDraft(identity), server)  # type: ignore[abstract]
         server.add_insecure_port(f"127.0.0.1:{base_port + _PORTS[role]}")
         await server.start()
         servers.append(server)
@@ -162,7 +162,7 @@ def clients(base_port: int, num_streams: int, prompt_tokens: int) -> None:
 
 async def _read_streams(address: str, num_streams: int, prompt_tokens: int) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
-        call = channel.unary_stream(
+        call: grpc.aio.UnaryStreamMultiCallable[api.GenerateRequest, bytes] = channel.unary_stream(
             "/specdec.v1.CoordinatorService/Generate", request_serializer=api.GenerateRequest.SerializeToString
         )
 
@@ -186,7 +186,7 @@ def measure(
 ) -> None:
     """Measure and print a table."""
     console = Console()
-    console.print_json(json.dumps(report.machine(sorted(os.sched_getaffinity(0)))))
+    console.print_json(json.dumps(machine(sorted(os.sched_getaffinity(0)))))
     table = Table(title=f"one coordinator process: a verdict of {tokens_per_verdict} tokens every {step_ms:g} ms")
     columns = ("streams", "tokens/s offered", "tokens/s relayed", "cores", "CPU us/token", "CPU us/verdict", "RSS MB")
     for column in (*columns, "KB/stream"):
@@ -232,7 +232,8 @@ def _system(step_ms: float, num_tokens: int, speculate: bool, num_streams: int) 
 
 @contextmanager
 def _clients(base_port: int, num_streams: int, prompt_tokens: int) -> Iterator[None]:
-    cores = sorted(os.sched_getaffinity(0))[2:]
+    usable = sorted(os.sched_getaffinity(0))
+    cores = usable[2:] or usable[1:]
     command = [sys.executable, "-m", "bench.relay", "clients", str(base_port)]
     share = [str(num_streams // _NUM_CLIENTS), str(prompt_tokens)]
     with _process([*command, *share], cores), _process([*command, *share], cores):

@@ -72,11 +72,13 @@ class SlotModel:
 
 def make(name: str, place: Place, max_len: int) -> SlotModel:
     """A model of a shape, or the tiny one in a dry run."""
-    config = LlamaConfig(**_SHAPES["tiny" if place.dry else name], max_position_embeddings=max_len)
+    config = LlamaConfig.from_dict({**_SHAPES["tiny" if place.dry else name], "max_position_embeddings": max_len})
     model = random_model(config, place.dtype, place.device).eval()
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     head_dim = config.hidden_size // config.num_attention_heads
-    geometries = [LayerGeometry(config.num_key_value_heads, head_dim, head_dim)] * config.num_hidden_layers
+    geometries = [
+        LayerGeometry(config.num_key_value_heads or config.num_attention_heads, head_dim, head_dim)
+    ] * config.num_hidden_layers
     options = [AttentionOptions(head_dim**-0.5)] * config.num_hidden_layers
     decoder = DeviceDecoder(model, geometries, options, max_len)
     cache = KVCache(geometries, -(-max_len // BLOCK_SIZE) + 1, BLOCK_SIZE, place.dtype, place.device)

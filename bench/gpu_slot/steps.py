@@ -200,8 +200,8 @@ def steps(place: Place) -> Found:
         del model, replays
     vocab_size = 3000 if place.dry else 128256
     logits = torch.randn(8, vocab_size, device=place.device)
-    rows = row_parameters([1.0] * 8, list(range(16))).to(place.device)
-    found["sampling of 8 rows ms"] = _median_ms(place, lambda: launch_top(logits, rows, 4))
+    parameters = row_parameters([1.0] * 8, list(range(16))).to(place.device)
+    found["sampling of 8 rows ms"] = _median_ms(place, lambda: launch_top(logits, parameters, 4))
     return found
 
 

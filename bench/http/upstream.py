@@ -46,7 +46,7 @@ class PacedCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
 async def _serve(port: int, interval_s: float) -> None:
     server = grpc.aio.server()
-    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(PacedCoordinator(interval_s), server)
+    coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server(PacedCoordinator(interval_s), server)  # type: ignore[abstract]
     server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
     await server.wait_for_termination()

@@ -229,7 +229,7 @@ def _result(row: Row, rows: Sequence[Row], sampling: Sampling) -> dict[str, obje
         "setting": row.system.setting,
         "tokens_per_s": spread(row.speeds),
         **ratios,
-        "tokens": row.verdict(sampling.temperature, sampling.verify_mode),
+        "tokens": row.verdict(sampling.temperature, sampling.verify_mode or "coupled"),
         "differences": [dataclasses.asdict(difference) for difference in row.differences],
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ class Task:
     temperature: float
 
 
-def workloads(model: Path, count: int) -> dict[str, Sequence[Task]]:
+def workloads(model: Path, count: int) -> Mapping[str, Sequence[Task]]:
     """So many tasks of each kind, from the held-out texts in a model's tokens.
 
     code: go on with a text; sampled: the same at temperature 1; edit: write a text again with a name changed, of which
