@@ -7,7 +7,9 @@ from typing import Any
 
 from specdec.config import TargetSettings
 from specdec.engine.errors import EngineError
+from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
+from specdec.engine.tree import TokenTree
 from specdec.grammar.awaited import POLL_S, AwaitedGrammars
 from specdec.grammar.source import GrammarError
 from specdec.v1 import common_pb2 as pb
@@ -22,6 +24,7 @@ from target_service.candidates import CandidateReader
 from target_service.commits import Commits
 from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
+from target_service.masks import MaskFilling, worth_a_thread_s
 from target_service.opening import new_session
 from target_service.pacing import Pacing
 from target_service.policy.gate_state import Phase
@@ -68,7 +71,9 @@ class Verifier:
         self._recorder = recorder
         self._by_seq: dict[int, TargetSession] = {}
         self._apart = ApartTurns[TargetSession](lambda session: session.num_tokens)
+        self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         built.engine.before_pass = self._note_pass
+        built.engine.beside_pass = self._begin_masks
         self._payoff = PayoffMeter()
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
@@ -219,14 +224,17 @@ class Verifier:
             chosen = self.pacing.choose_trees(group, started_s)
         except Exception as error:
             chosen = self._give_up_trees(group, error)
-        output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error), only)
+        try:
+            output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error), only)
+        finally:
+            self._masks.wait()
         if output is None:
             return
         preempted = [self._by_seq[seq.seq_id] for seq in output.preempted]
         candidates, undecided = self._reader.read(output, lambda item: self._by_seq[item.seq.seq_id], chosen, started_s)
 
         def decide_some(some: list[Candidate]) -> list[Decision]:
-            decided, spoiled = decide(some, output.logits, self._sampler)
+            decided, spoiled = decide(some, output.logits, self._sampler, self._masks)
             undecided.extend(spoiled)
             return decided
 
@@ -357,6 +365,13 @@ class Verifier:
 
     def _note_pass(self, sequences: list[Sequence]) -> None:
         self._host.steps.work_on([self._by_seq[seq.seq_id].key for seq in sequences])
+
+    def _begin_masks(self, items: list[ScheduledItem]) -> None:
+        self._masks.begin(
+            (self._by_seq[item.seq.seq_id], item.seq.tree or TokenTree(), item.num_tree_nodes)
+            for item in items
+            if item.completes
+        )
 
     def _ready(self) -> list[TargetSession]:
         return [session for session in self._by_seq.values() if session.seq.is_ready]
