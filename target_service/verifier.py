@@ -80,7 +80,14 @@ class Verifier:
         self._last_turn_s: float | None = None
         """When the last turn with a step ended, if it left something to do."""
         self._forks = Forks()
-        self._grammars = AwaitedGrammars[TargetSession](built.grammars, _output_of, self._admit, self._fault)
+        self._grammars = AwaitedGrammars[TargetSession](
+            built.grammars,
+            _output_of,
+            self._admit,
+            self._fault,
+            None if built.grammars is None else built.grammars.figures,
+        )
+        self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
         self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder)
@@ -177,6 +184,7 @@ class Verifier:
         )
         self._own_draft.load()
         self._recorder.load(stats, len(self._host.sessions), credit, num_suspended, self.pacing.gate.price)
+        self._recorder.grammars(self._compiler)
         for session in due_for_progress(self._host.sessions, time.monotonic()):
             self._host.emit(session, progress=describe_progress(session))
         return pb.LoadReport(
@@ -242,6 +250,7 @@ class Verifier:
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
         self.panel.read(decisions, output.logits)
+        self._recorder.masks(self._masks.fill_s, self._masks.wait_s)
         elapsed_s = time.monotonic() - started_s
         gates = [decision.candidate.session.gate for decision in decisions]
         # All are of before the verdicts, which end hold-offs and prefills.
@@ -286,6 +295,8 @@ class Verifier:
         session = undecided.session
         if isinstance(undecided.error, GrammarError):
             failure = constraint_failure(undecided.error, expected_position=session.num_tokens)
+            if self._compiler is not None:
+                self._compiler.figures.refused(undecided.error)
         else:
             failure = non_finite_logits(undecided.error, expected_position=session.num_tokens)
             self._engine.distrust(session.seq)

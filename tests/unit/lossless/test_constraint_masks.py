@@ -186,6 +186,21 @@ def test_a_thread_is_there_only_where_it_can_run_beside_the_pass(monkeypatch: py
     assert worth_a_thread_s("cpu") is None
 
 
+@pytest.mark.parametrize("worth_s", [0.0, None])
+def test_the_time_of_masks_is_told_of_the_steps_that_had_some(worth_s: float | None, pair: LocalPair) -> None:
+    def num_steps(name: str) -> float | None:
+        return pair.target_registry.get_sample_value(f"specdec_target_{name}_seconds_count")
+
+    free = constrained(pb.Constraint(), max_tokens=10)
+    free.sampling.ClearField("constraint")
+    pair.verifier._masks = MaskFilling(worth_s)
+    pair.run({"a": free}, use_draft=False)
+    assert num_steps("mask") == 0
+    outcome = pair.run({"a": constrained(json_schema(SCHEMAS["nested"]))}, use_draft=False)["a"]
+    assert num_steps("mask") == num_steps("mask_wait") == len(outcome.verdicts)
+    pair.reset()
+
+
 def test_few_cheap_masks_wake_no_thread_and_its_thread_ends_with_the_filling(pair: LocalPair) -> None:
     bodies = {"a": constrained(json_schema(SCHEMAS["nested"]))}
     pair.verifier._masks = MaskFilling(10.0)
