@@ -49,7 +49,7 @@ FLOORS = {
     """,
     "specdec.grammar": """
         source
-        checker checker_child follower
+        checker checker_child figures follower
         compiler
         awaited
     """,
