@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.fields import (
+    CacheSalt,
     Empty,
     Items,
     JsonObjectFormat,
@@ -82,6 +83,7 @@ class ResponsesRequest(RequestModel):
     stop: str | Items[str] | None = Field(None, description="As in chats.")
     speculation: Speculation | None = Field(None, description="As in chats.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chats.")
+    cache_salt: CacheSalt | None = Field(None, description="As in chats.")
     return_token_origins: bool | None = Field(None, description="As in chats: token_origins of each delta, and of all.")
     return_steps: bool | None = Field(None, description="As in chats: steps of each delta, and all.")
 

@@ -11,6 +11,7 @@ from specdec.grammar.follower import GrammarFollower
 from specdec.grammar.source import GrammarError
 from specdec.v1 import common_pb2 as pb
 
+_SALT_MARK = b"\0"
 POLL_S = 0.002
 """While a constraint is compiled the loop looks again after so long."""
 
@@ -23,6 +24,11 @@ class Constrained(Protocol):
 
 
 ConstrainedT = TypeVar("ConstrainedT", bound=Constrained)
+
+
+def tenant_of(cache_salt: bytes) -> bytes:
+    """Whose a session is: a tenant may have many salts, but takes turns as one."""
+    return cache_salt.partition(_SALT_MARK)[0]
 
 
 class AwaitedGrammars(Generic[ConstrainedT]):
@@ -67,7 +73,7 @@ class AwaitedGrammars(Generic[ConstrainedT]):
         if self._compiler is None:
             raise GrammarError("constraint", "constraints are not known here")
         try:
-            compilation = self._compiler.compile(body.sampling.constraint, body.cache_salt)
+            compilation = self._compiler.compile(body.sampling.constraint, tenant_of(body.cache_salt))
         except GrammarError as error:
             self._figures.refused(error)
             raise

@@ -124,7 +124,8 @@ def test_origins_and_steps_come_with_their_tokens_and_with_the_whole_answer() ->
 
 
 def test_speculation_and_what_is_told_of_it_are_asked_for_as_in_chats() -> None:
-    body = generate(return_steps=True, speculation={"enabled": False})
+    body = generate(return_steps=True, speculation={"enabled": False}, cache_salt="x")
+    assert body.cache_salt == "x"
     assert body.with_steps and body.speculation.enabled is False
     assert not generate().with_steps
     assert refusal(prediction={"type": "content", "content": "x"}).param == "prediction"
