@@ -332,6 +332,7 @@ class Generator:
             num_prompt_tokens=len(plan.prompt),
             notices=[*self._fleet.notices(), *notices],
             is_constrained=plan.request.is_constrained,
+            is_salted=plan.request.is_salted,
         )
         return api.GenerateResponse(started=started)
 

@@ -18,6 +18,7 @@ MAX_BAD_WORDS = 256
 """Texts; each is two sequences of tokens at most, with a space before it and without."""
 MAX_BAD_WORD_BYTES = 256
 MAX_BAD_WORD_TOKENS = 64
+MAX_CACHE_SALT_BYTES = 128
 MAX_LOGPROBS = 256
 """Alternatives per position: log-probabilities of one position fit into any message (3.4 KB), and a step that computes
 them for a whole chunk of a prompt ends."""

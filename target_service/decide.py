@@ -17,6 +17,7 @@ from specdec.grammar.source import GrammarError
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import node_logprobs, position_logprobs
+from target_service.masks import MaskFilling
 from target_service.session import SessionState, TargetSession
 from target_service.tree.walk import Walk, walk_tree
 
@@ -57,17 +58,18 @@ class Undecided:
 
 
 def decide(
-    candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler
+    candidates: list[Candidate], logits: torch.Tensor, sampler: Sampler, filling: MaskFilling
 ) -> tuple[list[Decision], list[Undecided]]:
     """Sample the row of every committed token and node, and walk every tree.
 
-    Rows that no walk comes to decide nothing, whatever they hold. Masks of constraints are made here, while a device
-    may still be at work on the logits.
+    Rows that no walk comes to decide nothing, whatever they hold. Masks that were not filled beside the forward pass
+    are filled here, while a device may still be at work on the logits.
 
     Args:
         candidates: whose rows to sample; forks of one prompt share a row.
         logits: [R, V] float32.
         sampler: draws by the shared noise.
+        filling: has the masks of constraints.
     """
     rows: list[int] = []
     contexts: list[RowContext] = []
@@ -78,7 +80,7 @@ def decide(
         contexts += _contexts(candidate)
     if not rows:
         return [], []
-    masks, faults = _masks(candidates, firsts, contexts)
+    masks, faults = _masks(candidates, firsts, contexts, filling)
     needed = masked_logits(logits if rows == list(range(len(logits))) else logits[rows], masks)
     tokens = sampler.sample(needed, contexts)
     decisions: list[Decision] = []
@@ -95,7 +97,7 @@ def decide(
 
 
 def _masks(
-    candidates: list[Candidate], firsts: list[int], contexts: list[RowContext]
+    candidates: list[Candidate], firsts: list[int], contexts: list[RowContext], filling: MaskFilling
 ) -> tuple[dict[int, MaskWords], dict[int, dict[int, GrammarError]]]:
     """What constraints allow in each row, and by the first row of a candidate at which nodes that is not known.
 
@@ -104,18 +106,14 @@ def _masks(
     words: dict[int, MaskWords] = {}
     faults: dict[int, dict[int, GrammarError]] = {}
     for candidate, first in zip(candidates, firsts, strict=True):
-        grammar = candidate.session.grammar
-        if grammar is None:
+        if candidate.session.grammar is None:
             continue
-        num, params = candidate.num_nodes, candidate.session.params
-        own = contexts[first : first + 1 + num]
-        held = [params.min_tokens_ids if params.holds_back(row.position - row.num_prompt_tokens) else () for row in own]
-        found = grammar.masks(candidate.tree.token_ids[:num], candidate.tree.parents[:num], held)
+        found = filling.take(candidate.session, candidate.tree, candidate.num_nodes)
         for index, mask in enumerate(found):
             if mask.words is not None:
                 words[first + index] = mask.words
             if mask.must_end:
-                contexts[first + index] = replace(own[index], must_end=True)
+                contexts[first + index] = replace(contexts[first + index], must_end=True)
             if mask.fault is not None:
                 faults.setdefault(first, {})[index - 1] = mask.fault
     return words, faults

@@ -11,6 +11,8 @@ from target_service.decide import Decision
 from target_service.proposals.part import DrafterStep
 from target_service.session import SessionState, TargetSession
 
+FORCED = "forced"
+"""In place of a drafter's name, where a constraint allowed nothing else."""
 _TOKEN_BYTES = 32
 """A token's id, origin and drafter."""
 _STATISTICS_BYTES = 6144
@@ -68,6 +70,8 @@ def tree_of(decision: Decision) -> pb.StepTree | None:
     tree = candidate.session.tree
     if not (candidate.session.body.tells_trees and len(tree)):
         return None
+    proposed_by = [FORCED if node.is_forced else node.source for node in tree.nodes]
+    drafters = list(dict.fromkeys(proposed_by))
     return pb.StepTree(
         token_ids=tree.tokens.token_ids,
         parents=tree.tokens.parents,
@@ -75,6 +79,8 @@ def tree_of(decision: Decision) -> pb.StepTree | None:
         verified=candidate.chosen[: candidate.num_nodes],
         logprobs=decision.node_logprobs,
         accepted=[candidate.chosen[node] for node in decision.walk.path],
+        drafters=drafters,
+        proposed_by=bytes(map(drafters.index, proposed_by)),
     )
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 from specdec.config import TargetSettings
 from specdec.engine.errors import EngineError
+from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
+from specdec.engine.tree import TokenTree
 from specdec.grammar.awaited import POLL_S, AwaitedGrammars
 from specdec.grammar.source import GrammarError
 from specdec.v1 import common_pb2 as pb
@@ -22,6 +24,7 @@ from target_service.candidates import CandidateReader
 from target_service.commits import Commits
 from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
+from target_service.masks import MaskFilling, worth_a_thread_s
 from target_service.opening import new_session
 from target_service.pacing import Pacing
 from target_service.policy.gate_state import Phase
@@ -68,14 +71,23 @@ class Verifier:
         self._recorder = recorder
         self._by_seq: dict[int, TargetSession] = {}
         self._apart = ApartTurns[TargetSession](lambda session: session.num_tokens)
+        self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         built.engine.before_pass = self._note_pass
+        built.engine.beside_pass = self._begin_masks
         self._payoff = PayoffMeter()
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
         self._last_turn_s: float | None = None
         """When the last turn with a step ended, if it left something to do."""
         self._forks = Forks()
-        self._grammars = AwaitedGrammars[TargetSession](built.grammars, _output_of, self._admit, self._fault)
+        self._grammars = AwaitedGrammars[TargetSession](
+            built.grammars,
+            _output_of,
+            self._admit,
+            self._fault,
+            None if built.grammars is None else built.grammars.figures,
+        )
+        self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
         self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder)
@@ -172,6 +184,7 @@ class Verifier:
         )
         self._own_draft.load()
         self._recorder.load(stats, len(self._host.sessions), credit, num_suspended, self.pacing.gate.price)
+        self._recorder.grammars(self._compiler)
         for session in due_for_progress(self._host.sessions, time.monotonic()):
             self._host.emit(session, progress=describe_progress(session))
         return pb.LoadReport(
@@ -219,14 +232,17 @@ class Verifier:
             chosen = self.pacing.choose_trees(group, started_s)
         except Exception as error:
             chosen = self._give_up_trees(group, error)
-        output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error), only)
+        try:
+            output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error), only)
+        finally:
+            self._masks.wait()
         if output is None:
             return
         preempted = [self._by_seq[seq.seq_id] for seq in output.preempted]
         candidates, undecided = self._reader.read(output, lambda item: self._by_seq[item.seq.seq_id], chosen, started_s)
 
         def decide_some(some: list[Candidate]) -> list[Decision]:
-            decided, spoiled = decide(some, output.logits, self._sampler)
+            decided, spoiled = decide(some, output.logits, self._sampler, self._masks)
             undecided.extend(spoiled)
             return decided
 
@@ -234,6 +250,7 @@ class Verifier:
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
         self.panel.read(decisions, output.logits)
+        self._recorder.masks(self._masks.fill_s, self._masks.wait_s)
         elapsed_s = time.monotonic() - started_s
         gates = [decision.candidate.session.gate for decision in decisions]
         # All are of before the verdicts, which end hold-offs and prefills.
@@ -278,6 +295,8 @@ class Verifier:
         session = undecided.session
         if isinstance(undecided.error, GrammarError):
             failure = constraint_failure(undecided.error, expected_position=session.num_tokens)
+            if self._compiler is not None:
+                self._compiler.figures.refused(undecided.error)
         else:
             failure = non_finite_logits(undecided.error, expected_position=session.num_tokens)
             self._engine.distrust(session.seq)
@@ -357,6 +376,13 @@ class Verifier:
 
     def _note_pass(self, sequences: list[Sequence]) -> None:
         self._host.steps.work_on([self._by_seq[seq.seq_id].key for seq in sequences])
+
+    def _begin_masks(self, items: list[ScheduledItem]) -> None:
+        self._masks.begin(
+            (self._by_seq[item.seq.seq_id], item.seq.tree or TokenTree(), item.num_tree_nodes)
+            for item in items
+            if item.completes
+        )
 
     def _ready(self) -> list[TargetSession]:
         return [session for session in self._by_seq.values() if session.seq.is_ready]

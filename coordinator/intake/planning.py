@@ -28,6 +28,7 @@ from coordinator.intake.validation import (
     CheckedSampling,
     CheckedSpeculation,
     Limits,
+    check_cache_salt,
     check_request_id,
     check_sampling,
     check_speculation,
@@ -68,10 +69,12 @@ class Caller:
     held: ExitStack = field(default_factory=ExitStack)
     """What the call holds until its end has reached the caller, who may take its time."""
 
-    @property
-    def cache_salt(self) -> bytes:
-        """Keeps tenants' prefixes apart."""
-        return self.tenant.encode()
+    def salted(self, cache_salt: str) -> bytes:
+        """Keeps tenants' prefixes apart, and within a tenant those of requests with different salts.
+
+        Names of tenants have no NUL, so that no tenant's salt is another's.
+        """
+        return self.tenant.encode() + (b"\0" + cache_salt.encode() if cache_salt else b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +159,7 @@ class Planner:
     def key(self, body: api.GenerateRequest, caller: Caller) -> RequestKey:
         """Whose the request is, and its id: the client's, or one made up. Raises InvalidRequest."""
         check_request_id(body.request_id)
+        check_cache_salt(body.cache_salt)
         return RequestKey(caller.tenant, body.request_id or uuid.uuid4().hex)
 
     async def plan(self, body: api.GenerateRequest, key: RequestKey, caller: Caller, trace: RequestTrace) -> Plan:
@@ -227,7 +231,8 @@ class Planner:
             with_steps=body.with_steps,
             is_constrained=is_constrained,
             priority=body.priority,
-            cache_salt=caller.cache_salt,
+            cache_salt=caller.salted(body.cache_salt),
+            is_salted=bool(body.cache_salt),
             deadline_s=caller.deadline_s,
             trace=trace,
             num_context_tokens=len(prompt) + max_tokens,

@@ -12,7 +12,14 @@ from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.constraint_limits import fault_of
 from specdec.drafters.options import DRAFT_MODEL, DRAFTER_NAMES
 from specdec.rpc.errors import InvalidRequest
-from specdec.sampling_limits import LOGIT_BIAS, MAX_ALLOWED_TOKEN_IDS, MAX_STOP_TOKEN_IDS, RANGES, leaves_no_token
+from specdec.sampling_limits import (
+    LOGIT_BIAS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_CACHE_SALT_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    leaves_no_token,
+)
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
@@ -93,6 +100,12 @@ def check_request_id(request_id: str) -> None:
         raise InvalidRequest("request_id", f"must be at most {_MAX_REQUEST_ID_BYTES} bytes")
     if not request_id.isprintable():
         raise InvalidRequest("request_id", "must be printable")
+
+
+def check_cache_salt(cache_salt: str) -> None:
+    """A cache salt is short: it is part of what opens a session."""
+    if len(cache_salt.encode()) > MAX_CACHE_SALT_BYTES:
+        raise InvalidRequest("cache_salt", f"must be at most {MAX_CACHE_SALT_BYTES} bytes")
 
 
 def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSampling:

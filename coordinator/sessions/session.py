@@ -60,6 +60,8 @@ class Request:
     priority: int = 0
     """Orders its tenant's requests in the queue. Engines are not told: there it would stop what runs of others."""
     cache_salt: bytes = b""
+    is_salted: bool = False
+    """The client has chosen a part of it."""
     deadline_s: float | None = None
     """On the monotonic clock."""
     trace: RequestTrace = field(default_factory=RequestTrace)

@@ -7,6 +7,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_NODES = 64
+_MOST_NAME_CHARS = 64
 
 
 def step_told(session: Session, verdict: pb.Verdict, num_kept: int, now_s: float) -> api.DecodingStep | None:
@@ -45,6 +46,8 @@ def tree_fault(tree: pb.StepTree, vocab_size: int) -> str | None:
         return f"verdict tells of token {max(tree.token_ids)}, outside the vocabulary of {vocab_size}"
     if not all(-1 <= parent < index for index, parent in enumerate(tree.parents)):
         return "verdict tells of a tree with a node before its parent"
+    if not _names_fit(tree):
+        return "verdict tells of a tree without a drafter for each node"
     verified = set(tree.verified)
     if len(verified) != len(tree.verified) or len(tree.logprobs) != len(verified):
         return "verdict tells of verified nodes without a log-probability each"
@@ -56,3 +59,16 @@ def tree_fault(tree: pb.StepTree, vocab_size: int) -> str | None:
             return "verdict tells of accepted nodes that are no path of verified ones"
         above = node
     return None
+
+
+def _names_fit(tree: pb.StepTree) -> bool:
+    """Whether each node has a drafter's name, or none has; targets of the last release do not tell."""
+    names, places = tree.drafters, tree.proposed_by
+    if not names and not places:
+        return True
+    return (
+        len(places) == len(tree.token_ids)
+        and len(names) <= _MOST_NODES
+        and max(places, default=-1) < len(names)
+        and all(len(name) <= _MOST_NAME_CHARS for name in names)
+    )

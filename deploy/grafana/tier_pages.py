@@ -14,13 +14,14 @@ _D = "specdec_draft"
 
 def target() -> dict[str, Any]:
     """Return the dashboard of targets."""
-    rows = [Row("Verification", _verification()), *_engine_rows(_T)]
+    constraints = Row("Constraints", [*_constraints(_T), _masks()])
+    rows = [Row("Verification", _verification()), *_engine_rows(_T), constraints]
     return dashboard("specdec-target", "specdec / Targets", "Verification and plain decoding.", rows, f"{_T}_kv_blocks")
 
 
 def draft() -> dict[str, Any]:
     """Return the dashboard of drafts."""
-    rows = [Row("Drafting", _drafting()), *_engine_rows(_D)]
+    rows = [Row("Drafting", _drafting()), *_engine_rows(_D), Row("Constraints", _constraints(_D))]
     return dashboard("specdec-draft", "specdec / Drafts", "Drafting.", rows, f"{_D}_kv_blocks")
 
 
@@ -184,6 +185,44 @@ def _sessions(prefix: str) -> list[Panel]:
             width=12,
         ),
     ]
+
+
+def _constraints(prefix: str) -> list[Panel]:
+    return [
+        Panel(
+            "Compiling constraints",
+            "Time of compiling a grammar, or of finding out that it does not compile. Sessions wait for it.",
+            quantiles(f"{prefix}_grammar_compile_seconds", _OF),
+            "s",
+            width=12,
+        ),
+        Panel(
+            "Constraints known",
+            "Share of the sessions with a constraint whose grammar was known. Low: clients send many different ones.",
+            {"hits": ratio(f"{prefix}_grammar_cache_hits_total{_OF}", f"{prefix}_grammar_cache_queries_total{_OF}")},
+            "percentunit",
+            width=12,
+        ),
+        Panel(
+            "Constraints refused",
+            "Sessions per second that were refused or ended for their constraint. invalid and too_complex are the "
+            "clients' own; busy: more are asked for than are compiled.",
+            {"{{reason}}": rate(f"{prefix}_grammar_refusals_total{_OF}", "reason")},
+            "ops",
+            width=12,
+        ),
+    ]
+
+
+def _masks() -> Panel:
+    return Panel(
+        "Masks",
+        "Mean time of a step's masks, and what of it the step waited for. Equal: they are filled behind the forward "
+        "pass, as a GPU's thread and a single core do.",
+        {"filling": mean(f"{_T}_mask_seconds", _OF), "waiting": mean(f"{_T}_mask_wait_seconds", _OF)},
+        "s",
+        width=12,
+    )
 
 
 def _streams(prefix: str) -> list[Panel]:

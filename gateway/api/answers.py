@@ -76,6 +76,11 @@ class StepNode(AnswerModel):
     score: float = Field(description="The drafter's estimate that it is accepted if its parent is.")
     logprob: float | None = Field(description="Under the target's raw logits, of a verified one.")
     state: Literal["accepted", "rejected", "unverified"]
+    drafter: str | None = Field(
+        default=None,
+        description="Who proposed it first: draft_model, a drafter of the target's own, or forced, where a constraint "
+        "allowed nothing else; null: the target does not say.",
+    )
 
 
 class DecodingStep(AnswerModel):

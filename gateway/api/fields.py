@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from specdec.sampling_limits import LOGIT_BIAS, MAX_LOGPROBS, RANGES, Range
+from specdec.sampling_limits import LOGIT_BIAS, MAX_CACHE_SALT_BYTES, MAX_LOGPROBS, RANGES, Range
 
 MAX_REQUEST_ID_CHARS = 128
 _MOST_COUNT = 2**32 - 1
@@ -29,6 +29,7 @@ Temperature = Annotated[float, _within(RANGES["temperature"])]
 TopP = Annotated[float, _within(RANGES["top_p"])]
 MinP = Annotated[float, _within(RANGES["min_p"])]
 RepetitionPenalty = Annotated[float, _within(RANGES["repetition_penalty"])]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_BYTES)]
 Penalty = Annotated[float, _within(RANGES["presence_penalty"])]
 Bias = Annotated[float, _within(LOGIT_BIAS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
@@ -158,9 +159,12 @@ class SamplingFields(RequestModel):
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_REQUEST_ID_CHARS, pattern=r"^[!-~]+$")] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    cache_salt: CacheSalt | None = Field(
+        None,
+        description="Keeps its prefixes apart from those of requests with another salt, or none; 128 bytes.",
+    )
     user: str | None = Field(None, description="Accepted, without meaning here.")
 
-    cache_salt: None = None
     logits_processors: Empty | None = None
     thinking_token_budget: None = None
     use_beam_search: Literal[False] | None = None
@@ -189,7 +193,7 @@ class SamplingFields(RequestModel):
 
 UNSUPPORTED_IN_ALL = frozenset(
     {
-        *("cache_salt", "logits_processors"),
-        *("thinking_token_budget", "use_beam_search", "vllm_xargs", "spaces_between_special_tokens"),
+        *("logits_processors", "thinking_token_budget"),
+        *("use_beam_search", "vllm_xargs", "spaces_between_special_tokens"),
     }
 )

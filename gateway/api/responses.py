@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from gateway.api.fields import (
+    CacheSalt,
     Empty,
     Items,
     JsonObjectFormat,
@@ -82,6 +83,9 @@ class ResponsesRequest(RequestModel):
     stop: str | Items[str] | None = Field(None, description="As in chats.")
     speculation: Speculation | None = Field(None, description="As in chats.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="As in chats.")
+    cache_salt: CacheSalt | None = Field(None, description="As in chats.")
+    return_token_origins: bool | None = Field(None, description="As in chats: token_origins of each delta, and of all.")
+    return_steps: bool | None = Field(None, description="As in chats: steps of each delta, and all.")
 
     metadata: dict[str, Any] | None = Field(None, description=_NO_MEANING)
     parallel_tool_calls: bool | None = Field(None, description=_NO_MEANING)
@@ -107,7 +111,9 @@ class ResponsesRequest(RequestModel):
 
 
 class ResponseAnswer(BaseModel):
-    """The answer of /v1/responses, as OpenAI has it, with `metrics` and `system_fingerprint` as in chats."""
+    """The answer of /v1/responses, as OpenAI has it, with `metrics` and `system_fingerprint` as in chats, and
+    `token_origins` and `steps` where they were asked for.
+    """
 
     model_config = ConfigDict(extra="allow")
 

@@ -8,6 +8,8 @@ from gateway.api.responses import ResponsesRequest
 from gateway.chat.deltas import MessageDelta, StreamingParser
 from gateway.translation.head import Head
 from gateway.translation.logprobs import chat_logprobs
+from gateway.translation.origins import OriginCounter
+from gateway.translation.steps import steps_told
 from gateway.translation.usage import metrics_of
 from gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import common_pb2 as pb
@@ -26,6 +28,13 @@ class ResponseEvents:
         self._item_id = f"msg_{head.id}"
         self._text = ""
         self._logprobs: list[dict[str, Any]] = []
+        self._origins = OriginCounter()
+        self._extensions: dict[str, list[dict[str, Any]]] = {}
+        """What was asked for of each token and step, of all so far."""
+        if request.return_token_origins:
+            self._extensions["token_origins"] = []
+        if request.return_steps:
+            self._extensions["steps"] = []
         self._is_cut = False
         self._num_events = 0
 
@@ -44,10 +53,10 @@ class ResponseEvents:
                 logprobs: list[dict[str, Any]] = []
                 if self._request.top_logprobs is not None and chunk.delta.tokens:
                     logprobs = chat_logprobs(chunk.delta.tokens, texts)["content"]
-                return self._deltas(self._parser.push(chunk.delta.text), logprobs)
+                return self._deltas(self._parser.push(chunk.delta.text), logprobs, self._extend(chunk.delta, texts))
             case "choice_finished":
                 self._is_cut = chunk.choice_finished.reason == pb.FINISH_REASON_LENGTH
-                return self._deltas(self._parser.finish(), [])
+                return self._deltas(self._parser.finish(), [], {name: [] for name in self._extensions})
             case "finished":
                 return self._end(chunk.finished)
         return []
@@ -61,13 +70,26 @@ class ResponseEvents:
             self._event("response.content_part.added", **self._at, part=self._part("", [])),
         ]
 
-    def _deltas(self, deltas: list[MessageDelta], logprobs: list[dict[str, Any]]) -> list[Event]:
+    def _extend(self, delta: api.ChoiceDelta, texts: TokenTexts) -> dict[str, list[dict[str, Any]]]:
+        """What a delta adds to the extensions."""
+        own: dict[str, list[dict[str, Any]]] = {}
+        if "token_origins" in self._extensions:
+            own["token_origins"] = self._origins.told(delta.tokens)
+        if "steps" in self._extensions:
+            own["steps"] = steps_told(delta.steps, texts)
+        for name, told in own.items():
+            self._extensions[name] += told
+        return own
+
+    def _deltas(
+        self, deltas: list[MessageDelta], logprobs: list[dict[str, Any]], extensions: dict[str, list[dict[str, Any]]]
+    ) -> list[Event]:
         text = "".join(delta.content for delta in deltas)
         self._text += text
         self._logprobs += logprobs
-        if not text and not logprobs:
+        if not text and not logprobs and not any(extensions.values()):
             return []
-        return [self._event("response.output_text.delta", **self._at, delta=text, logprobs=logprobs)]
+        return [self._event("response.output_text.delta", **self._at, delta=text, logprobs=logprobs, **extensions)]
 
     def _end(self, finished: api.GenerateFinished) -> list[Event]:
         status = "incomplete" if self._is_cut else "completed"
@@ -127,6 +149,7 @@ class ResponseEvents:
             "usage": None if finished is None else _usage(finished.usage),
             "metrics": None if finished is None else metrics_of([finished.stats]),
             "user": request.user,
+            **({} if finished is None else self._extensions),
         }
 
 

@@ -16,7 +16,7 @@ from specdec.v1 import coordinator_pb2 as api
 _INDEX = re.compile(r"messages\[(\d+)\]")
 _SAME_NAMES = (
     *("model", "temperature", "top_p", "top_logprobs", "stream", "seed", "top_k", "min_p", "stop"),
-    *("speculation", "chat_template_kwargs"),
+    *("speculation", "chat_template_kwargs", "cache_salt", "return_token_origins", "return_steps"),
 )
 
 

@@ -67,6 +67,7 @@ def generate_request(
         sampling=sampling,
         speculation=speculation_params(request.speculation),
         priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
         prompt_logprobs_in_parts=True,
         with_steps=bool(request.return_steps),
     )

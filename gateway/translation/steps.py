@@ -33,6 +33,7 @@ def _step(step: api.DecodingStep, texts: TokenTexts) -> dict[str, Any]:
 def _nodes(tree: pb.StepTree, texts: TokenTexts) -> Iterator[dict[str, Any]]:
     logprobs = dict(zip(tree.verified, tree.logprobs, strict=False))
     accepted = set(tree.accepted)
+    drafters = [tree.drafters[place] for place in tree.proposed_by]
     for node, (token_id, parent, score) in enumerate(zip(tree.token_ids, tree.parents, tree.scores, strict=False)):
         logprob = logprobs.get(node)
         yield {
@@ -42,6 +43,7 @@ def _nodes(tree: pb.StepTree, texts: TokenTexts) -> Iterator[dict[str, Any]]:
             "score": score / 255,
             "logprob": None if logprob is None else _finite(logprob),
             "state": "unverified" if logprob is None else "accepted" if node in accepted else "rejected",
+            "drafter": drafters[node] if drafters else None,
         }
 
 

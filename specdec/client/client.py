@@ -123,10 +123,15 @@ def as_sent(request: coordinator_pb2.GenerateRequest) -> coordinator_pb2.Generat
 
 
 def check_started(request: coordinator_pb2.GenerateRequest, chunk: coordinator_pb2.GenerateResponse) -> None:
-    """Raises FailedPrecondition where a server has begun without the constraint of a request: it knows of none."""
-    if chunk.HasField("started") and request.sampling.HasField("constraint") and not chunk.started.is_constrained:
+    """Raises FailedPrecondition where a server has begun without a request's constraint or salt: it knows of none."""
+    if not chunk.HasField("started"):
+        return
+    if request.sampling.HasField("constraint") and not chunk.started.is_constrained:
         message = "the server knows no constraints: its output would be whatever the model says"
         raise FailedPrecondition(f"sampling.constraint: {message}", reason="CONSTRAINTS_UNKNOWN")
+    if request.cache_salt and not chunk.started.is_salted:
+        message = "the server knows none: others could find out what is asked for"
+        raise FailedPrecondition(f"cache_salt: {message}", reason="CACHE_SALT_UNKNOWN")
 
 
 class Client:

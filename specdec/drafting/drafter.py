@@ -54,7 +54,10 @@ class Drafter:
         built: BuiltEngine,
         settings: DraftSettings,
         recorder: DraftRecorder,
+        *,
+        shares_grammars: bool = False,
     ) -> None:
+        """`shares_grammars`: a target of this process compiles them, too, and tells what that takes."""
         self._host = host
         self._engine = built.engine
         self._guesser = Guesser(built.sampler, settings.num_siblings, settings.num_sparse)
@@ -73,8 +76,13 @@ class Drafter:
         """Of guesses, in the last step."""
         # Without, guesses are not masked: that costs acceptance, never correctness.
         self._knows_constraints = built.grammars is not None
+        self._told_grammars = None if shares_grammars else built.grammars
         self._grammars = AwaitedGrammars[DraftSession](
-            built.grammars, lambda session: session.output, self._begin, self._fault
+            built.grammars,
+            lambda session: session.output,
+            self._begin,
+            self._fault,
+            None if self._told_grammars is None else self._told_grammars.figures,
         )
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         recorder.serves(self._identity)
@@ -158,6 +166,7 @@ class Drafter:
         """Load of the engine; exports the gauges too."""
         stats = self._engine.stats()
         self._recorder.load(stats, len(self._host.sessions))
+        self._recorder.grammars(self._told_grammars)
         return pb.LoadReport(
             num_running=stats.running,
             num_waiting=stats.waiting,

@@ -77,7 +77,7 @@ class LocalDraft:
     ) -> None:
         """`deliver` is called with a session's id and an encoded Proposal; `steps` notes whom it is at work for."""
         self._host = _Host(steps, deliver)
-        self._drafter = Drafter(self._host, built, settings, recorder)
+        self._drafter = Drafter(self._host, built, settings, recorder, shares_grammars=True)
         self._engine = built.engine
         self._settings = settings
         self._owner = Owner(owner_id="", lease_generation=0, stream_id=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specdec.engine.outputs import EngineStats, StepOutput
+from specdec.grammar.compiler import GrammarCompiler
 from specdec.telemetry import DraftMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
@@ -22,6 +23,11 @@ class DraftRecorder:
     def load(self, stats: EngineStats, num_sessions: int) -> None:
         """Gauges, a few times a second."""
         self._engine.observe(stats, num_sessions)
+
+    def grammars(self, grammars: GrammarCompiler | None) -> None:
+        """What was compiled, a few times a second."""
+        if grammars is not None:
+            self._engine.observe_grammars(grammars)
 
     def opened(self) -> None:
         """A session was opened."""

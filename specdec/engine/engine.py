@@ -31,6 +31,8 @@ class Engine:
         """What roles draw ahead between steps."""
         self.before_pass: Callable[[list[Sequence]], None] = lambda sequences: None
         """Told, before anything is computed, for which sequences a step is."""
+        self.beside_pass: Callable[[list[ScheduledItem]], None] = lambda items: None
+        """Told what a forward pass computes, right before it: to start on another thread what can be done meanwhile."""
         self._ids = itertools.count()
         self._unaccepted: list[Sequence] = []  # verified in the last step
         self._in_step: list[Sequence] | None = None  # who is in the last step; None: it is not decided
@@ -193,6 +195,7 @@ class Engine:
             self.runner.copy_blocks(scheduled.copies)
         self._check_writes(scheduled)
         batch, item_rows = build_batch(scheduled, self.block_pool.block_size, self.runner.device)
+        self.beside_pass(scheduled.items)
         logits = self.runner.forward(batch)
         outputs = []
         for rows in item_rows:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from specdec.grammar.compiler import Compilation, GrammarCompiler
+from specdec.grammar.figures import GrammarFigures
 from specdec.grammar.follower import GrammarFollower
 from specdec.grammar.source import GrammarError
 from specdec.v1 import common_pb2 as pb
 
+_SALT_MARK = b"\0"
 POLL_S = 0.002
 """While a constraint is compiled the loop looks again after so long."""
 
@@ -24,6 +26,11 @@ class Constrained(Protocol):
 ConstrainedT = TypeVar("ConstrainedT", bound=Constrained)
 
 
+def tenant_of(cache_salt: bytes) -> bytes:
+    """Whose a session is: a tenant may have many salts, but takes turns as one."""
+    return cache_salt.partition(_SALT_MARK)[0]
+
+
 class AwaitedGrammars(Generic[ConstrainedT]):
     """Gives sessions their grammars, at once where these are known."""
 
@@ -33,6 +40,7 @@ class AwaitedGrammars(Generic[ConstrainedT]):
         output_of: Callable[[ConstrainedT], Sequence[int]],
         begin: Callable[[ConstrainedT], None],
         on_fault: Callable[[ConstrainedT, Exception], None],
+        figures: GrammarFigures | None = None,
     ) -> None:
         """Wait for none yet.
 
@@ -41,7 +49,9 @@ class AwaitedGrammars(Generic[ConstrainedT]):
             output_of: a session's committed output tokens.
             begin: called once for each session, when its `grammar` is set; may raise.
             on_fault: ends a session that has not begun.
+            figures: are told what was asked for and refused; None: nobody is.
         """
+        self._figures = figures or GrammarFigures()
         self._compiler = compiler
         self._output_of = output_of
         self._begin = begin
@@ -62,7 +72,12 @@ class AwaitedGrammars(Generic[ConstrainedT]):
             return
         if self._compiler is None:
             raise GrammarError("constraint", "constraints are not known here")
-        compilation = self._compiler.compile(body.sampling.constraint, body.cache_salt)
+        try:
+            compilation = self._compiler.compile(body.sampling.constraint, tenant_of(body.cache_salt))
+        except GrammarError as error:
+            self._figures.refused(error)
+            raise
+        self._figures.asked(is_known=compilation.num_asked > 1)
         if compilation.is_done:
             self._give(session, body, compilation)
         else:
@@ -85,17 +100,28 @@ class AwaitedGrammars(Generic[ConstrainedT]):
 
     def _give(self, session: ConstrainedT, body: pb.OpenSession, compilation: Compilation) -> None:
         assert self._compiler is not None
+        try:
+            session.grammar = self._follower(self._compiler, body, compilation, self._output_of(session))
+        except GrammarError as error:
+            self._figures.refused(error)
+            raise
+        self._begin(session)
+
+    @staticmethod
+    def _follower(
+        compiler: GrammarCompiler, body: pb.OpenSession, compilation: Compilation, output: Sequence[int]
+    ) -> GrammarFollower:
         constraint = body.sampling.constraint
-        session.grammar = GrammarFollower(
+        follower = GrammarFollower(
             compilation.result(),
             compilation.source.field,
-            vocab_size=self._compiler.vocab_size,
-            eos_token_ids=self._compiler.eos_token_ids,
+            vocab_size=compiler.vocab_size,
+            eos_token_ids=compiler.eos_token_ids,
             after_token_id=constraint.after_token_id if constraint.HasField("after_token_id") else None,
             holds_back_eos=body.sampling.ignore_eos,
         )
         try:
-            session.grammar.commit(self._output_of(session))
+            follower.commit(output)
         except GrammarError as error:
             raise GrammarError("open.token_ids", str(error)) from error
-        self._begin(session)
+        return follower

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from google.rpc import code_pb2
 from llguidance import LLMatcher, LLTokenizer
 
 from specdec.grammar.checker import GrammarChecker
+from specdec.grammar.figures import GrammarFigures
 from specdec.grammar.source import GrammarError, GrammarSource, TokenizerArguments, grammar_source, make_matcher
 from specdec.grammar.source import make_tokenizer as _make_tokenizer
 from specdec.v1 import common_pb2 as pb
@@ -33,6 +35,8 @@ class Compilation:
     """To be copied."""
     fault: str = ""
     """What is wrong with it."""
+    num_asked: int = 1
+    """How often it was asked for, since it is kept."""
     code: int = code_pb2.INVALID_ARGUMENT
 
     @property
@@ -73,6 +77,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer = _make_tokenizer(self._arguments)
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.figures = GrammarFigures()
         self._lock = threading.Condition()
         self._known: OrderedDict[bytes, Compilation] = OrderedDict()
         self._waiting: OrderedDict[bytes, deque[Compilation]] = OrderedDict()
@@ -86,6 +91,7 @@ class GrammarCompiler:
         with self._lock:
             known = self._known.get(key)
             if known is not None:
+                known.num_asked += 1
                 self._known.move_to_end(key)
                 return known
             if sum(map(len, self._waiting.values())) >= _MOST_WAITING:
@@ -96,6 +102,12 @@ class GrammarCompiler:
             self._start()
             self._lock.notify()
         return compilation
+
+    @property
+    def num_cached(self) -> int:
+        """Grammars that are kept, compiled; not those that could not be."""
+        with self._lock:
+            return sum(known.matcher is not None for known in self._known.values())
 
     def _forget(self) -> None:
         """Drop what was used least lately: those with a grammar, and those with a fault, up to a number each."""
@@ -119,6 +131,7 @@ class GrammarCompiler:
         checker = GrammarChecker(self._arguments)
         while True:
             compilation = self._take()
+            started_s = time.monotonic()
             try:
                 compilation.fault = checker.fault_of(compilation.source.text)
                 if not compilation.fault:
@@ -128,6 +141,7 @@ class GrammarCompiler:
             except Exception as error:
                 compilation.fault = f"could not be compiled: {type(error).__name__}"
                 compilation.code = code_pb2.INTERNAL
+            self.figures.compiled(time.monotonic() - started_s)
             compilation.done.set()
 
     def _take(self) -> Compilation:

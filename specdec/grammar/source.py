@@ -106,6 +106,11 @@ def shown(error: str) -> str:
     """An error of llguidance, for people: without its inner state."""
     if error.startswith("panic") or "schema too large" in error:
         return "is too large"
+    if error.startswith("oneOf"):
+        return (
+            "oneOf is supported where no value can fit two of its schemas; with "
+            '"x-guidance": {"coerce_one_of": true} in the schema it is taken as anyOf'
+        )
     if error.startswith("NoExtensionBias"):
         return "nothing matches it"
     text = error.split("\n<state>")[0].split("\n<non-verbose/>")[0].replace("\n", " ").strip()

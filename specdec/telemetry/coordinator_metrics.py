@@ -98,7 +98,7 @@ class CoordinatorMetrics(MetricGroup):
             "tokens_total",
             "Output tokens sent to clients, by origin.",
             {
-                "origin": "prefill, draft, recovered, bonus, decode",
+                "origin": "prefill, draft, recovered, bonus, decode, forced",
             },
             promql="sum by (origin) (rate($tokens_total[5m]))",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from specdec.telemetry.registry import BATCH_TOKENS, FINE_S, TOKENS, MetricGroup
+from specdec.telemetry.registry import BATCH_TOKENS, COARSE_S, FINE_S, TOKENS, MetricGroup
 
 
 class EngineMetrics(MetricGroup):
@@ -22,6 +22,7 @@ class EngineMetrics(MetricGroup):
         self._make_step_metrics()
         self._make_session_metrics()
         self._make_cache_metrics()
+        self._make_grammar_metrics()
 
     def _make_step_metrics(self) -> None:
         kind = {"kind": self._kinds}
@@ -136,4 +137,36 @@ class EngineMetrics(MetricGroup):
             "Rollback depth: tokens that a rollback forgot.",
             TOKENS,
             promql="histogram_quantile(0.95, sum by (le) (rate($rollback_tokens_bucket[5m])))",
+        )
+
+    def _make_grammar_metrics(self) -> None:
+        self.grammar_compile_seconds = self._histogram(
+            "grammar_compile_seconds",
+            "Time of compiling a constraint, checking it in a process of its own included, or of finding out that it"
+            " does not compile; the wait for a thread is not.",
+            COARSE_S,
+            promql="histogram_quantile(0.95, sum by (le) (rate($grammar_compile_seconds_bucket[5m])))",
+        )
+        self.grammar_cache_queries = self._counter(
+            "grammar_cache_queries_total",
+            "Sessions opened with a constraint.",
+            promql="sum by (instance) (rate($grammar_cache_queries_total[5m]))",
+        )
+        self.grammar_cache_hits = self._counter(
+            "grammar_cache_hits_total",
+            "Of these, those whose constraint was known, or being compiled.",
+            promql="sum(rate($grammar_cache_hits_total[5m])) / sum(rate($grammar_cache_queries_total[5m]))",
+        )
+        self.grammars_cached = self._gauge(
+            "grammars_cached", "Compiled constraints that are kept.", promql="sum by (instance) ($grammars_cached)"
+        )
+        self.grammar_refusals = self._counter(
+            "grammar_refusals_total",
+            "Sessions that were refused or ended for their constraint.",
+            {
+                "reason": "invalid; too_complex: compiling or following it would take too much; output: what was"
+                " committed is not what it allows; busy: too many others wait to be compiled; fault"
+            },
+            promql="sum by (reason) (rate($grammar_refusals_total[5m]))",
+            initial=("invalid", "too_complex", "output", "busy", "fault"),
         )

@@ -30,12 +30,13 @@ class TargetMetrics(EngineMetrics):
         self.tokens = self._counter(
             "tokens_total",
             "Committed tokens, by origin.",
-            {"origin": "prefill, draft, recovered, bonus, decode"},
+            {"origin": "prefill, draft, recovered, bonus, decode, forced"},
             promql="sum by (origin) (rate($tokens_total[5m]))",
             initial=("prefill", "draft", "recovered", "bonus", "decode", "forced"),
         )
         self._make_speculation_metrics()
         self._make_latency_metrics()
+        self._make_mask_metrics()
         self._make_payoff_metrics()
         self._make_drafter_metrics()
 
@@ -117,6 +118,20 @@ class TargetMetrics(EngineMetrics):
             "Time between committed tokens; a burst of n is n intervals of 1/n.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($inter_token_seconds_bucket[5m])))",
+        )
+
+    def _make_mask_metrics(self) -> None:
+        self.mask_seconds = self._histogram(
+            "mask_seconds",
+            "Time of filling the masks of a step's constraints, on whichever thread; of steps that had any.",
+            FINE_S,
+            promql="sum(rate($mask_seconds_sum[5m])) / sum(rate($mask_seconds_count[5m]))",
+        )
+        self.mask_wait_seconds = self._histogram(
+            "mask_wait_seconds",
+            "Time that such a step waited for its masks, or filled them itself behind the forward pass.",
+            FINE_S,
+            promql="sum(rate($mask_wait_seconds_sum[5m])) / sum(rate($mask_seconds_sum[5m]))",
         )
 
     def _make_payoff_metrics(self) -> None:

@@ -756,8 +756,12 @@ class StepTree(_message.Message):
     VERIFIED_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     ACCEPTED_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    PROPOSED_BY_FIELD_NUMBER: _builtins.int
     scores: _builtins.bytes
     """One byte per node: estimated probability of acceptance given its parent's, times 255."""
+    proposed_by: _builtins.bytes
+    """One byte per node: the place in drafters of who proposed it, of several the one that did first. Empty without drafters."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens that were proposed below the last committed one, parents before children; at most 64."""
@@ -778,6 +782,12 @@ class StepTree(_message.Message):
     def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The nodes that were accepted, from the root down."""
 
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who proposed the nodes, each name once: draft_model, the name of a drafter of the target's own, or forced, where a constraint
+        allowed nothing else. Targets before 0.2 do not tell.
+        """
+
     def __init__(
         self,
         *,
@@ -787,10 +797,12 @@ class StepTree(_message.Message):
         verified: _abc.Iterable[_builtins.int] | None = ...,
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         accepted: _abc.Iterable[_builtins.int] | None = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+        proposed_by: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "logprobs", b"logprobs", "parents", b"parents", "scores", b"scores", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "drafters", b"drafters", "logprobs", b"logprobs", "parents", b"parents", "proposed_by", b"proposed_by", "scores", b"scores", "token_ids", b"token_ids", "verified", b"verified"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

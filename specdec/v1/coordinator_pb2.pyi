@@ -497,6 +497,7 @@ class GenerateRequest(_message.Message):
     PROMPT_LOGPROBS_IN_PARTS_FIELD_NUMBER: _builtins.int
     PREDICTION_FIELD_NUMBER: _builtins.int
     WITH_STEPS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Chosen by the client, unique among running requests of its tenant; made up when empty."""
     model: _builtins.str
@@ -511,6 +512,10 @@ class GenerateRequest(_message.Message):
     """
     with_steps: _builtins.bool
     """Tell each step of the target with the tokens that it committed. Of tokens that are replayed after an interruption none is told."""
+    cache_salt: _builtins.str
+    """Keeps its prefixes, and what drafters keep of its output, apart from those of requests of the same tenant with another salt or
+    none: by timing nobody finds out what it asks. At most 128 bytes; empty: apart from other tenants' alone.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> Global___TokenIds:
         """As token ids."""
@@ -552,10 +557,11 @@ class GenerateRequest(_message.Message):
         prompt_logprobs_in_parts: _builtins.bool = ...,
         prediction: Global___Prediction | None = ...,
         with_steps: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "prediction", b"prediction", "prompt", b"prompt", "prompt_token_ids", b"prompt_token_ids", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["input", b"input", "messages", b"messages", "model", b"model", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "with_steps", b"with_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "input", b"input", "messages", b"messages", "model", b"model", "prediction", b"prediction", "priority", b"priority", "prompt", b"prompt", "prompt_logprobs_in_parts", b"prompt_logprobs_in_parts", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "with_steps", b"with_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "prompt_token_ids", "messages"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -576,6 +582,7 @@ class GenerateStarted(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NOTICES_FIELD_NUMBER: _builtins.int
     IS_CONSTRAINED_FIELD_NUMBER: _builtins.int
+    IS_SALTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     seed: _builtins.int
@@ -586,6 +593,8 @@ class GenerateStarted(_message.Message):
     """The prompt's length in tokens, after truncation."""
     is_constrained: _builtins.bool
     """The request's constraint holds for its output. False for a request without one, and from a server that does not know constraints."""
+    is_salted: _builtins.bool
+    """The request's cache_salt holds. False for a request without one, and from a server that does not know of them."""
     @_builtins.property
     def model(self) -> _common_pb2.ModelIdentity:
         """The target that decides the tokens."""
@@ -604,10 +613,11 @@ class GenerateStarted(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         notices: _abc.Iterable[_builtins.str] | None = ...,
         is_constrained: _builtins.bool = ...,
+        is_salted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_constrained", b"is_constrained", "model", b"model", "notices", b"notices", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "resume_token", b"resume_token", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_constrained", b"is_constrained", "is_salted", b"is_salted", "model", b"model", "notices", b"notices", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "resume_token", b"resume_token", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

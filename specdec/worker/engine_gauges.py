@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import Counter
 
 from specdec.engine.outputs import EngineStats, StepOutput
+from specdec.grammar.compiler import GrammarCompiler
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 
@@ -41,6 +42,17 @@ class EngineGauges:
         self._count(metrics.prefix_cache_hits, "hits", stats.prefix_hit_tokens)
         self._count(metrics.preemptions, "preemptions", stats.preemptions)
         self._count(metrics.rollbacks, "rollbacks", stats.rollbacks)
+
+    def observe_grammars(self, grammars: GrammarCompiler) -> None:
+        """Export what was compiled and asked for since the last call."""
+        metrics, figures = self._metrics, grammars.figures
+        metrics.grammars_cached.set(grammars.num_cached)
+        for elapsed_s in figures.take_compile_s():
+            metrics.grammar_compile_seconds.observe(elapsed_s)
+        self._count(metrics.grammar_cache_queries, "grammar queries", figures.num_queries)
+        self._count(metrics.grammar_cache_hits, "grammar hits", figures.num_hits)
+        for reason, total in list(figures.refusals.items()):
+            self._count(metrics.grammar_refusals.labels(reason), f"refusals {reason}", total)
 
     def observe_step(self, output: StepOutput, kind: str, elapsed_s: float) -> None:
         """Export one step."""

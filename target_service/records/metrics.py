@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import prometheus_client
 
 from specdec.engine.outputs import EngineStats
+from specdec.grammar.compiler import GrammarCompiler
 from specdec.telemetry import Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
@@ -55,6 +56,17 @@ class TargetRecorder:
         self._metrics.draft_credit.set(draft_credit)
         self._metrics.suspended_sessions.set(num_suspended)
         self._metrics.speculation_price.set(price_tokens)
+
+    def grammars(self, grammars: GrammarCompiler | None) -> None:
+        """What was compiled, a few times a second."""
+        if grammars is not None:
+            self._engine.observe_grammars(grammars)
+
+    def masks(self, fill_s: float, wait_s: float) -> None:
+        """What the masks of a step took, and what it waited for them; nothing where it had none."""
+        if fill_s:
+            self._tallies.observe(self._metrics.mask_seconds, fill_s)
+            self._tallies.observe(self._metrics.mask_wait_seconds, wait_s)
 
     def opened(self) -> None:
         """A session was opened."""

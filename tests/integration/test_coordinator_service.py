@@ -229,3 +229,20 @@ async def test_a_draft_with_a_shorter_context_is_a_stated_limit() -> None:
     assert "context of 16" in result.started.notices[0]
     assert result.ids() == expected_ids(target, 100)
     assert draft.closed[0][1] == "past the draft's context"
+
+
+async def test_prefixes_are_kept_apart_by_tenant_and_by_the_requests_salt() -> None:
+    target = ScriptedTarget()
+    async with running([target]) as harness:
+        for tenant, salt in (("a", ""), ("a", "x"), ("b", "x")):
+            body = request()
+            body.cache_salt = salt
+            result = await collect(harness.stub.Generate(body, metadata=(("specdec-tenant", tenant),)))
+            assert result.started is not None
+            assert result.started.is_salted == bool(salt)
+        body.cache_salt = "x" * 129
+        error = await error_of(harness.stub.Generate(body))
+    assert isinstance(error, InvalidRequest)
+    assert error.field == "cache_salt"
+    opened = [entry.open for frame in target.frames for entry in frame.entries if entry.HasField("open")]
+    assert [each.cache_salt for each in opened] == [b"a", b"a\0x", b"b\0x"]

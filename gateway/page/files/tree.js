@@ -64,7 +64,7 @@ export function nodesOf(run, round) {
   const tokens = run.tokens.slice(round.start, round.start + round.num);
   let [above, numAccepted] = [null, 0];
   const nodes = round.step.nodes.map((node, index) => {
-    if (node.state !== "accepted") return { ...node, by: "draft" };
+    if (node.state !== "accepted") return { ...node, by: node.drafter === "forced" ? "forced" : drafterOf(node) };
     const token = tokens[numAccepted];
     [above, numAccepted] = [index, numAccepted + 1];
     return { ...node, by: token?.origin === "forced" ? "forced" : drafterOf(token) };
@@ -90,6 +90,12 @@ function chances(node) {
   const draft = node.score === null ? "" : `${node.by} ${share(node.score)}`;
   const target = node.logprob === null ? "" : `target ${percent(node.logprob)}`;
   return [draft, target].filter(Boolean).join(" · ");
+}
+
+/** Who proposed a node, how likely it was, and what became of it: shown where the mouse rests. */
+function hint(node) {
+  const by = { "": "", draft: "proposed by the draft model", forced: "nothing else was allowed" }[node.by] ?? `proposed by ${node.by}`;
+  return [shown(node.text), by, chances(node), BECAME[node.state] ?? node.state].filter(Boolean).join("\n");
 }
 
 /** Places: depth to the right, the taken path on top; each other branch on the first row below with room for it. */
@@ -140,6 +146,7 @@ function picture(nodes) {
       svg(
         "g",
         { class: node.state, transform: `translate(${x} ${y})` },
+        svg("title", {}, hint(node)),
         svg("rect", { width: WIDTH, height: HEIGHT, rx: node.state === "target" ? 14 : 4 }),
         svg("text", { x: 8, y: 16 }, `${{ accepted: "✓ ", rejected: "✗ " }[node.state] ?? ""}${shown(node.text)}`),
         svg("text", { x: 8, y: 32, class: "small" }, chances(node)),

@@ -28,7 +28,13 @@ def rejection_session(prompt: list[int], **options: object) -> pb.OpenSession:
     return open_session(prompt, verify_mode=REJECTION, **options)  # type: ignore[arg-type]
 
 
-def exact_distribution(prompt: list[int], num_tokens: int) -> dict[tuple[int, ...], float]:
+Banned = Callable[[tuple[int, ...]], Sequence[int]]
+"""From the output so far to the token ids that may not follow it."""
+
+
+def exact_distribution(
+    prompt: list[int], num_tokens: int, banned: Banned = lambda output: ()
+) -> dict[tuple[int, ...], float]:
     """Joint probabilities of the first tokens at temperature 1 and top-k, from the logits of transformers."""
     model = AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
     joint: dict[tuple[int, ...], float] = {(): 1.0}
@@ -36,6 +42,8 @@ def exact_distribution(prompt: list[int], num_tokens: int) -> dict[tuple[int, ..
         prefixes = list(joint)
         with torch.inference_mode():
             logits = model(torch.tensor([[*prompt, *prefix] for prefix in prefixes])).logits[:, -1].double()
+            for row, prefix in enumerate(prefixes):
+                logits[row, list(banned(prefix))] = -torch.inf
         values, ids = logits.topk(TOP_K)
         probs = values.softmax(-1)
         joint = {
@@ -73,6 +81,7 @@ def sampled(
     drafters: Sequence[DrafterOptions] = (),
     use_draft: bool = True,
     prediction: Sequence[int] = (),
+    **sampling: Any,
 ) -> list[Outcome]:
     """Short sessions with seeds of their own, many at once."""
     outcomes: list[Outcome] = []
@@ -80,7 +89,12 @@ def sampled(
         pair.reset(own_draft=own_draft, drafters=drafters)
         opens = {
             str(seed): rejection_session(
-                prompt, seed=seed, top_k=TOP_K, max_tokens=NUM_DRAFTED + 1, body={"max_draft_tokens": NUM_DRAFTED}
+                prompt,
+                seed=seed,
+                top_k=TOP_K,
+                max_tokens=NUM_DRAFTED + 1,
+                body={"max_draft_tokens": NUM_DRAFTED},
+                **sampling,
             )
             for seed in range(first, min(first + 64, num_samples))
         }
@@ -99,6 +113,7 @@ def check_distribution(
     num_samples: int,
     gates: Callable[[], SpeculationGate] | None = None,
     own_draft: bool = False,
+    banned: Banned = lambda output: (),
     **how: Any,
 ) -> None:
     """The first three tokens of sessions with seeds of their own are distributed as the target's."""
@@ -108,4 +123,4 @@ def check_distribution(
     assert origins[pb.ORIGIN_DRAFT] > num_samples / 4
     assert origins[pb.ORIGIN_RECOVERED] > num_samples / 4
     counts = Counter(tuple(outcome.token_ids[:3]) for outcome in outcomes)
-    assert chi_square_p_value(counts, exact_distribution(prompt, 3)) > FALSE_ALARM_RATE
+    assert chi_square_p_value(counts, exact_distribution(prompt, 3, banned)) > FALSE_ALARM_RATE

@@ -61,6 +61,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         num_choices = request.sampling.n or 1
         started = coordinator_pb2.GenerateStarted(request_id="r", seed=seed, model=TARGET, notices=["a limit"])
         started.is_constrained = request.sampling.HasField("constraint")
+        started.is_salted = bool(request.cache_salt)
         yield coordinator_pb2.GenerateResponse(started=started)
         if request.sampling.HasField("prompt_logprobs"):
             positions = [common_pb2.PositionLogprobs(logprob=logprob) for logprob in (-1.5, -2.5)]

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from coordinator.intake.constraint_start import resolve_start
+from coordinator.intake.planning import Caller
 from coordinator.intake.resume import check_params, encode_params
 from coordinator.replicas.compatibility import may_serve
 from coordinator.sessions.client_stream import ClientStream
 from coordinator.sessions.session import Request
 from coordinator.text.tokenizer import TextTokenizer
 from specdec.client.client import check_started
+from specdec.grammar.awaited import tenant_of
 from specdec.rpc.errors import FailedPrecondition, InvalidRequest
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
@@ -109,3 +111,20 @@ def test_a_client_finds_out_that_a_server_knows_no_constraints() -> None:
     assert error.value.reason == "CONSTRAINTS_UNKNOWN"
     check_started(request, api.GenerateResponse(started=api.GenerateStarted(is_constrained=True)))
     check_started(api.GenerateRequest(), old)
+
+
+def test_a_client_finds_out_that_a_server_knows_no_salts() -> None:
+    request, old = api.GenerateRequest(cache_salt="a"), api.GenerateResponse(started=api.GenerateStarted())
+    with pytest.raises(FailedPrecondition) as error:
+        check_started(request, old)
+    assert error.value.reason == "CACHE_SALT_UNKNOWN"
+    check_started(request, api.GenerateResponse(started=api.GenerateStarted(is_salted=True)))
+
+
+def test_a_tenant_with_many_salts_takes_turns_as_one() -> None:
+    caller = Caller("team-a", None)
+    salts = [caller.salted(salt) for salt in ("", "x", "x\0y", "y")]
+    assert len(set(salts)) == 4
+    assert salts[0] == b"team-a"
+    assert {tenant_of(salt) for salt in salts} == {b"team-a"}
+    assert Caller("team", None).salted("-a") != caller.salted("")

@@ -18,6 +18,8 @@ def tree(**changes: object) -> pb.StepTree:
         "verified": [0, 1],
         "logprobs": [-0.5, -1.0],
         "accepted": [0, 1],
+        "drafters": ["draft_model", "ngram"],
+        "proposed_by": b"\x00\x01\x00",
         **changes,
     }
     return pb.StepTree(**fields)  # type: ignore[arg-type]
@@ -26,6 +28,7 @@ def tree(**changes: object) -> pb.StepTree:
 def test_a_tree_and_no_tree_pass() -> None:
     assert tree_fault(tree(), 10) is None
     assert tree_fault(pb.StepTree(), 10) is None
+    assert tree_fault(tree(drafters=[], proposed_by=b""), 10) is None, "a target of the last release"
 
 
 @pytest.mark.parametrize(
@@ -45,6 +48,12 @@ def test_a_tree_and_no_tree_pass() -> None:
         ({"accepted": [0, 2]}, "no path"),
         ({"accepted": [UINT32_MAX]}, "no path"),
         ({"accepted": [0, 0]}, "no path"),
+        ({"proposed_by": b"\x00\x01"}, "without a drafter"),
+        ({"proposed_by": b"\x00\x01\x02"}, "without a drafter"),
+        ({"proposed_by": b""}, "without a drafter"),
+        ({"drafters": []}, "without a drafter"),
+        ({"drafters": ["draft_model", "x" * 65]}, "without a drafter"),
+        ({"drafters": ["x"] * 65}, "without a drafter"),
     ],
 )
 def test_what_is_no_tree_is_named(changes: dict[str, object], why: str) -> None:

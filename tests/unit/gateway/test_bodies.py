@@ -87,7 +87,8 @@ def test_each_field_has_limits_and_is_named_when_they_are_crossed(
         (ChatRequest, "chat_template", "{{ 1 }}"),
         (CompletionRequest, "suffix", "x"),
         (CompletionRequest, "best_of", 3),
-        (CompletionRequest, "cache_salt", "x"),
+        (CompletionRequest, "logits_processors", ["x"]),
+        (ChatRequest, "documents", [{"text": "x"}]),
         (CompletionRequest, "use_beam_search", True),
         (CompletionRequest, "vllm_xargs", {"a": 1}),
     ],
@@ -244,3 +245,8 @@ def test_any_object_is_taken_or_refused_with_an_error_of_ours(fields: dict[str, 
         error = error_of(model, body)
         assert error is None or error.status == 400
         assert error is None or json.loads(orjson.dumps(error.body))["error"]["message"]
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 129, 5])
+def test_a_salt_is_a_short_text(salt: Any) -> None:
+    assert refusal(ChatRequest, cache_salt=salt).param == "cache_salt"

@@ -71,10 +71,13 @@ def event(text: str, tokens: list[tuple[str, str]], steps: list[dict[str, Any]] 
     return {"choices": [choice if steps is None else {**choice, "steps": steps}]}
 
 
-def step(start: int, num: int, states: list[str], at_ms: float = 1.0) -> dict[str, Any]:
-    """A step with a chain of nodes in these states."""
+def step(
+    start: int, num: int, states: list[str], at_ms: float = 1.0, drafters: list[str | None] | None = None
+) -> dict[str, Any]:
+    """A step with a chain of nodes in these states, of these drafters."""
     nodes = [
         {"id": 0, "text": "x", "parent": n - 1 if n else None, "score": 0.5, "logprob": -1.0, "state": state}
+        | ({} if drafters is None else {"drafter": drafters[n]})
         for n, state in enumerate(states)
     ]
     return {
@@ -123,6 +126,27 @@ def test_forced_tokens_are_nodes_and_not_told_twice() -> None:
     tokens = [("a", "forced"), ("b", "draft"), ("c", "bonus")]
     (told,) = answers({"chunks": in_pieces(stream([event("abc", tokens, [step(0, 3, ["accepted"] * 2)])]), 999)})
     assert told["nodes"] == [[["accepted", "forced"], ["accepted", "draft"], ["target", ""]]]
+
+
+def test_nodes_that_were_not_taken_are_of_who_proposed_them_where_that_is_told() -> None:
+    drafters = [None, "draft_model", "ngram", "forced"]
+    (told,) = answers(
+        {
+            "chunks": in_pieces(
+                stream(
+                    [
+                        event(
+                            "a",
+                            [("a", "bonus")],
+                            [step(0, 1, ["rejected", "rejected", "rejected", "unverified"], drafters=drafters)],
+                        )
+                    ]
+                ),
+                999,
+            )
+        }
+    )
+    assert [by for _, by in told["nodes"][0]] == ["draft", "draft", "ngram", "forced", ""]
 
 
 def test_a_run_is_equal_to_itself() -> None:

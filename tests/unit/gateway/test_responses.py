@@ -102,3 +102,30 @@ def test_log_probabilities_come_with_their_text() -> None:
     told = events(*chunks, top_logprobs=1)
     (entry,) = told[-1]["response"]["output"][0]["content"][0]["logprobs"]
     assert (entry["token"], entry["logprob"]) == ("one", -1.0)
+
+
+def test_origins_and_steps_come_with_their_tokens_and_with_the_whole_answer() -> None:
+    first, second = delta("one", [1]), delta("", [2, 0])
+    step = api.DecodingStep(start=0, num_tokens=1, tree=pb.StepTree(token_ids=[1], parents=[-1], scores=b"\xff"))
+    first.delta.steps.append(step)
+    second.delta.steps.append(api.DecodingStep(start=1, num_tokens=2))
+    chunks = (started(), first, second, choice_finished(), finished())
+    told = events(*chunks, return_token_origins=True, return_steps=True)
+    deltas = [event for event in told if event["type"] == "response.output_text.delta"]
+    assert [[token["id"] for token in event["token_origins"]] for event in deltas] == [[1], [2, 0]]
+    assert [step["start"] for event in deltas for step in event["steps"]] == [0, 1]
+    whole = told[-1]["response"]
+    assert whole["token_origins"] == [token for event in deltas for token in event["token_origins"]]
+    assert whole["steps"] == [step for event in deltas for step in event["steps"]]
+    assert whole["steps"][0]["nodes"][0]["text"] == "one"
+    assert not {"token_origins", "steps"} & told[0]["response"].keys()
+    silent = events(*chunks)
+    assert all(not {"token_origins", "steps"} & {**event, **event.get("response", {})}.keys() for event in silent)
+
+
+def test_speculation_and_what_is_told_of_it_are_asked_for_as_in_chats() -> None:
+    body = generate(return_steps=True, speculation={"enabled": False}, cache_salt="x")
+    assert body.cache_salt == "x"
+    assert body.with_steps and body.speculation.enabled is False
+    assert not generate().with_steps
+    assert refusal(prediction={"type": "content", "content": "x"}).param == "prediction"

@@ -29,6 +29,8 @@ TREE = pb.StepTree(
     verified=[0, 1],
     logprobs=[-0.5, -math.inf],
     accepted=[0],
+    drafters=["ngram", "draft_model"],
+    proposed_by=bytes([1, 0, 1]),
 )
 STEP = api.DecodingStep(start=0, num_tokens=2, tree=TREE, at_us=1500, step_us=700, hold_off_us=200, draft_us=100)
 
@@ -47,8 +49,18 @@ def test_a_step_tells_what_it_had_to_choose_from_and_what_it_took() -> None:
     assert [node["state"] for node in told["nodes"]] == ["accepted", "rejected", "unverified"]
     assert [node["score"] for node in told["nodes"]] == [1.0, 0.2, 0.0]
     assert [node["logprob"] for node in told["nodes"]] == [-0.5, LEAST, None]
+    assert [node["drafter"] for node in told["nodes"]] == ["draft_model", "ngram", "draft_model"]
     times = [told[name] for name in ("at_ms", "step_ms", "hold_off_ms", "draft_ms")]
     assert times == [1.5, 0.7, 0.2, 0.1]
+
+
+def test_nodes_of_a_target_that_does_not_name_drafters_have_none() -> None:
+    silent = api.DecodingStep()
+    silent.CopyFrom(STEP)
+    silent.tree.ClearField("drafters")
+    silent.tree.ClearField("proposed_by")
+    (told,) = steps_told([silent], TEXTS)
+    assert [node["drafter"] for node in told["nodes"]] == [None, None, None]
 
 
 def test_texts_are_asked_for_of_all_tokens_of_a_tree() -> None:

@@ -126,3 +126,20 @@ def test_choices_are_taken_literally(compiler: GrammarCompiler) -> None:
     grammar = pb.Constraint(choice=pb.TextChoices(texts=texts))
     for text in texts:
         follower(compiler, grammar).commit(ids(text))
+
+
+OVERLAPPING = {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "maxLength": 2}]}
+
+
+def test_one_of_schemas_that_exclude_each_other_compiles(compiler: GrammarCompiler) -> None:
+    found = follower(compiler, json_schema({"oneOf": [{"type": "boolean"}, {"type": "integer"}]}))
+    assert found.legal_nodes(ids("true"), range(-1, len(ids("true")) - 1)) == [True] * len(ids("true"))
+
+
+def test_one_of_schemas_that_overlap_is_refused_with_what_to_do_and_taken_as_any_of_when_told(
+    compiler: GrammarCompiler,
+) -> None:
+    with pytest.raises(GrammarError, match=r"oneOf .* \"x-guidance\": \{\"coerce_one_of\": true\}") as error:
+        wait_for(compiler.compile(json_schema({"properties": {"a": OVERLAPPING}}), b"")).result()
+    assert (error.value.field, error.value.code) == ("constraint.json_schema", code_pb2.INVALID_ARGUMENT)
+    follower(compiler, json_schema({**OVERLAPPING, "x-guidance": {"coerce_one_of": True}}))

@@ -49,7 +49,7 @@ FLOORS = {
     """,
     "specdec.grammar": """
         source
-        checker checker_child follower
+        checker checker_child figures follower
         compiler
         awaited
     """,
@@ -136,7 +136,7 @@ FLOORS = {
         logprobs policy servicer tree
         prompt_logprobs
         __main__ session
-        forks opening pacing records
+        forks masks opening pacing records
         decide
         candidates proposals
         verdicts

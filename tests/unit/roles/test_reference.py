@@ -15,6 +15,7 @@ from specdec.message_sizes import MIN_MESSAGE_BYTES
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import Owner
 from target_service.decide import Candidate, decide
+from target_service.masks import MaskFilling
 from target_service.opening import new_session
 from target_service.session import TargetSession
 from target_service.tree import reference
@@ -57,7 +58,7 @@ def walked(session: TargetSession, model_seed: int) -> list[int]:
     paths = [tuple(tree.token_ids[above] for above in tree.path(node)) for node in range(-1, len(tree))]
     logits = torch.stack([target(model_seed, path) for path in paths])
     candidate = Candidate(session, root_row=0, tree=tree, num_nodes=len(tree), chosen=chosen)
-    [decision], _ = decide([candidate], logits, Sampler(VOCAB_SIZE, "cpu", native="off"))
+    [decision], _ = decide([candidate], logits, Sampler(VOCAB_SIZE, "cpu", native="off"), MaskFilling(None))
     return decision.walk.token_ids
 
 

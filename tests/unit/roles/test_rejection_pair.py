@@ -21,6 +21,7 @@ from tests.support.engine.rejection import (
     HOLD_MS,
     REJECTION,
     TOP_K,
+    Banned,
     check_distribution,
     chi_square_p_value,
     exact_distribution,
@@ -173,6 +174,51 @@ def test_point_masses_of_the_targets_own_drafters_leave_the_distribution(use_dra
     drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1), TokenRecyclingOptions()]
     check_distribution(pair, REJECTION, 768, drafters=drafters, use_draft=use_draft, prediction=likely)
     assert pair.verifier.panel.names == ["prediction", "suffix", "ngram", "token_recycling"]
+
+
+ALLOWED = [token for token in range(2, 1200) if token % 3]
+
+
+def banned_words() -> list[tuple[int, ...]]:
+    """The likeliest outputs of one and of two tokens, and one of three: each takes much of the distribution away."""
+    single = max(exact_distribution(prompts()[1][:17], 1).items(), key=lambda item: item[1])[0]
+    pair = max(exact_distribution(prompts()[1][:17], 2, lambda output: single).items(), key=lambda item: item[1])[0]
+    triple = sorted(exact_distribution(prompts()[1][:17], 3, lambda output: single).items(), key=lambda item: item[1])
+    return [single, pair, next(ids for ids, _ in reversed(triple) if ids[:2] != pair)]
+
+
+def restricted(kind: str) -> tuple[dict[str, Any], Banned]:
+    """Sampling parameters, and what they rule out behind an output."""
+    if kind == "allowed_token_ids":
+        ruled_out = sorted(set(range(4096)) - set(ALLOWED))
+        return {"allowed_token_ids": ALLOWED}, lambda output: ruled_out
+    words = banned_words()
+
+    def banned(output: tuple[int, ...]) -> list[int]:
+        return [word[-1] for word in words if len(word) == 1 or output[-len(word) + 1 :] == word[:-1]]
+
+    return {"bad_words": [{"token_ids": word} for word in words]}, banned
+
+
+@pytest.mark.parametrize("kind", ["allowed_token_ids", "bad_words"])
+def test_what_restrictions_leave_follows_the_target_exactly(kind: str, pair: LocalPair) -> None:
+    sampling, banned = restricted(kind)
+    exact = exact_distribution(prompts()[1][:17], 3)
+    assert sum(exact[ids] for ids in exact if any(ids[at] in banned(ids[:at]) for at in range(3))) > 0.3
+    check_distribution(pair, REJECTION, 768, banned=banned, **sampling)
+
+
+@pytest.mark.parametrize("kind", ["allowed_token_ids", "bad_words"])
+def test_restricted_greedy_sessions_give_the_tokens_of_plain_decoding(kind: str, pair: LocalPair) -> None:
+    sampling, _ = restricted(kind)
+    opens = {str(i): rejection_session(prompts()[i][:40], temperature=0.0, **sampling) for i in range(4)}
+    plain = {session_id: outcome.token_ids for session_id, outcome in pair.run(opens, use_draft=False).items()}
+    pair.reset()
+    outcomes = pair.run(opens, hold_off_ms=HOLD_MS)
+    assert {session_id: outcome.token_ids for session_id, outcome in outcomes.items()} == plain
+    assert sum(outcome.num_accepted for outcome in outcomes.values()) > 0
+    if kind == "allowed_token_ids":
+        assert {token for outcome in outcomes.values() for token in outcome.token_ids} <= set(ALLOWED)
 
 
 def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) -> None:

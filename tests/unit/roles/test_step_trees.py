@@ -8,8 +8,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from specdec.drafters.options import NgramOptions, TokenRecyclingOptions
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import LEAST_LOGPROB, node_logprobs
+from tests.support.engine.constrained import SCHEMAS, constrained
+from tests.support.engine.grammars import json_schema
 from tests.support.engine.local_pair import FreeRows, LocalPair, chain, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient
 
@@ -73,6 +76,26 @@ def test_a_tree_is_told_with_what_was_verified_and_what_was_taken(client: Worker
     assert [tree.token_ids[node] for node in tree.accepted] == list(verdict.token_ids[:2])
     assert len(tree.verified) == sum(verdict.verified_by_depth) == len(tree.logprobs)
     assert set(tree.accepted) <= set(tree.verified)
+
+
+def test_every_node_names_who_proposed_it_taken_or_not(loaded_pair: LocalPair) -> None:
+    free = open_session(PROMPT, max_tokens=40, ignore_eos=True, body={"tells_trees": True})
+    bound = constrained(json_schema(SCHEMAS["long names"]), body={"tells_trees": True})
+    loaded_pair.reset(drafters=[NgramOptions(), TokenRecyclingOptions()])
+    outcomes = loaded_pair.run({"free": free, "bound": bound})
+    names: dict[str, set[str]] = {"accepted": set(), "others": set()}
+    for outcome in outcomes.values():
+        for verdict in outcome.verdicts:
+            tree = verdict.tree
+            assert len(tree.proposed_by) == len(tree.token_ids)
+            of_node = [tree.drafters[place] for place in tree.proposed_by]
+            told = [name for name in (of_node[node] for node in tree.accepted) if name != "forced"]
+            assert told == list(verdict.accepted_by)
+            names["accepted"].update(of_node[node] for node in tree.accepted)
+            names["others"].update(name for node, name in enumerate(of_node) if node not in tree.accepted)
+    assert {"draft_model", "forced"} <= names["accepted"]
+    assert {"draft_model", "token_recycling"} <= names["others"]
+    assert (names["accepted"] | names["others"]) <= {"draft_model", "forced", "token_recycling", "ngram"}
 
 
 def test_accepted_nodes_have_the_log_probability_of_their_token(client: WorkerClient, truth: list[int]) -> None:
