@@ -93,7 +93,9 @@ class Pacing:
         for session in ready:
             if session.gate is not None:
                 self.gate.reconsider(session.gate, now_s)
-                if not self.gate.is_open(session.gate) and not (self.may_offer(session) and session.tree.is_passing):
+                if not len(session.tree) or self.gate.is_open(session.gate):
+                    continue
+                if not (self.may_offer(session) and session.tree.is_passing):
                     session.tree.clear()
 
     def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
