@@ -11,7 +11,15 @@ from specdec.engine.tree import ROOT
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.policy.gate import SpeculationGate
-from target_service.policy.hold_off import DraftLatency, Episode, HoldOff, HoldOffChoice, kind_of
+from target_service.policy.hold_off import (
+    DEPTHS,
+    DraftLatency,
+    Episode,
+    HoldOff,
+    HoldOffChoice,
+    WaitAllowance,
+    kind_of,
+)
 from target_service.policy.source_records import SourceRecords
 from target_service.policy.step_time import StepTimeModel
 from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
@@ -22,8 +30,11 @@ from target_service.tree.walk import Walk
 _MAX_FITTED_ROWS = 128
 """Prefill chunks would bend the line that decodes and verifications lie on."""
 _MAX_UNANSWERED = 2
-"""A draft that let so many misses in a row go by is not waited for until it has sent something: it may be gone. Chosen,
-not measured: every wait in vain delays a token, and a single answer may be late."""
+"""A draft that so many steps in a row have waited for in vain is silent until it has sent something: it may be gone, or
+slower than steps are, so that what it sends is stale. Then it is waited for as `WaitAllowance` grants. Chosen, not
+measured: every wait in vain delays a token, and a single answer may be late."""
+_CATCH_UP_DEPTH = DEPTHS[1]
+"""What a silent draft is waited for, where nothing is known to be better."""
 _PATIENCE = 1.5
 """A step waits this many times what a draft takes on average for the depth that is wanted. About half of the answers
 take longer than the average, and one that is missed by little has cost the wait and brought nothing. Chosen, not
@@ -60,6 +71,7 @@ class Pacing:
         """Of what drafters of the target's own offer."""
         self.draft_latency = DraftLatency()
         self._hold_off: defaultdict[str, HoldOffChoice] = defaultdict(HoldOffChoice)
+        self._allowance = WaitAllowance()
         self._hold_off_ms = hold_off_ms
         self._mean_nodes = _FIRST_MEAN_NODES
 
@@ -81,7 +93,9 @@ class Pacing:
         for session in ready:
             if session.gate is not None:
                 self.gate.reconsider(session.gate, now_s)
-                if not self.gate.is_open(session.gate) and not (self.may_offer(session) and session.tree.is_passing):
+                if not len(session.tree) or self.gate.is_open(session.gate):
+                    continue
+                if not (self.may_offer(session) and session.tree.is_passing):
                     session.tree.clear()
 
     def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
@@ -188,17 +202,29 @@ class Pacing:
         if misses.episode is not None:
             last, misses.episode = misses.episode, None
             choice.observe(last.depth, session.num_tokens - last.num_tokens, now_s - last.began_s)
-        misses.num_unanswered += 1
-        if misses.num_unanswered > _MAX_UNANSWERED:
-            return None
+        is_silent, is_learnt = misses.num_unanswered >= _MAX_UNANSWERED, self._hold_off_ms is None
         if self._hold_off_ms is not None:
             wanted, hold_s = max_depth, self._hold_off_ms / 1e3
         else:
-            wanted = choice.choose(max_depth)
-            most_s = _MOST_STEPS_PER_NODE * wanted * self.step_time.predict(num_ready)
-            hold_s = min(_PATIENCE * self.draft_latency.until_depth(wanted), most_s)
+            wanted = choice.choose(max_depth) if not is_silent else _CATCH_UP_DEPTH if max_depth > 1 else 0
+            hold_s = self._patience_s(wanted, num_ready, is_silent=is_silent)
+        needs_grant = is_silent or (is_learnt and choice.is_trial(wanted))
+        if hold_s <= 0 or (needs_grant and not self._allowance.grants(hold_s, now_s)):
+            wanted = 0
+        if is_learnt and (wanted or not is_silent):
             misses.episode = Episode(wanted, now_s, session.num_tokens)
-        return HoldOff(now_s, now_s + hold_s, wanted) if wanted and hold_s > 0 else None
+        if not wanted:
+            return None
+        misses.num_unanswered += 1
+        return HoldOff(now_s, now_s + hold_s, wanted)
+
+    def _patience_s(self, wanted: int, num_ready: int, *, is_silent: bool) -> float:
+        """How long to wait for a depth. What a silent draft takes steps say nothing of: it is to catch up."""
+        if not wanted:
+            return 0.0
+        expected_s = _PATIENCE * self.draft_latency.until_depth(wanted)
+        most_s = _MOST_STEPS_PER_NODE * wanted * self.step_time.predict(num_ready)
+        return min(expected_s, max(most_s, self._allowance.most_s) if is_silent else most_s)
 
     def _has_enough(self, session: TargetSession) -> bool:
         """Whether there is no need to wait for a draft: it has proposed something, or others offer a token at least."""

@@ -382,8 +382,9 @@ class Drafter:
                 head.seq.paused = True
             return
         if session.mode is VerifyMode.COUPLED and session.max_chain is None and session.may_step:
-            num_free = growth.num_branches(len(self._host.sessions)) - self._branches.retire(session, growth)
-            self._branches.start(session, growth, num_free)
+            num_branches = growth.num_branches(len(self._host.sessions))
+            if num_branches or len(session.heads) > 1:
+                self._branches.start(session, growth, num_branches - self._branches.retire(session, growth))
         for head in session.heads:
             head.seq.paused = not session.may_step or not self._wants_more(session, head)
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from specdec.engine.outputs import EngineStats, StepOutput
 from specdec.grammar.compiler import GrammarCompiler
-from specdec.telemetry import DraftMetrics
+from specdec.telemetry import DraftMetrics, Tallies
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
 
 
 class DraftRecorder:
-    """Updates a draft's metrics; one call per step, one per commit, one per proposal."""
+    """Updates a draft's metrics; one call per step, one per commit, one per proposal.
+
+    What commits and proposals count is written with the next step, or with the gauges.
+    """
 
     def __init__(self, metrics: DraftMetrics) -> None:
         self._metrics = metrics
         self._engine = EngineGauges(metrics)
+        self._tallies = Tallies()
+        self._found = metrics.committed_tokens.labels("found")
+        self._missing = metrics.committed_tokens.labels("missing")
+        self._main_tokens = metrics.tokens.labels("main")
 
     def serves(self, identity: pb.ModelIdentity) -> None:
         """The model is loaded."""
@@ -22,6 +29,7 @@ class DraftRecorder:
 
     def load(self, stats: EngineStats, num_sessions: int) -> None:
         """Gauges, a few times a second."""
+        self._tallies.write()
         self._engine.observe(stats, num_sessions)
 
     def grammars(self, grammars: GrammarCompiler | None) -> None:
@@ -40,14 +48,15 @@ class DraftRecorder:
     def step(self, output: StepOutput, num_drafted: int, elapsed_s: float) -> None:
         """One step of the engine, which drafted this many tokens; `elapsed_s` for each token of a path."""
         self._engine.observe_step(output, "draft" if num_drafted else "prefill", elapsed_s)
-        self._metrics.drafted_tokens.inc(num_drafted)
+        self._tallies.count(self._metrics.drafted_tokens, num_drafted)
+        self._tallies.write()
 
     def commit(self, num_found: int, num_new: int, num_dropped: int) -> None:
         """A commit of `num_new` tokens of which the chain held `num_found`; `num_dropped` of it were wrong."""
-        self._metrics.committed_tokens.labels("found").inc(num_found)
-        self._metrics.committed_tokens.labels("missing").inc(num_new - num_found)
+        self._tallies.count(self._found, num_found)
+        self._tallies.count(self._missing, num_new - num_found)
         if num_dropped:
-            self._metrics.rollback_tokens.observe(num_dropped)
+            self._tallies.observe(self._metrics.rollback_tokens, num_dropped)
 
     def stale_commit(self) -> None:
         """A commit told nothing new."""
@@ -55,7 +64,7 @@ class DraftRecorder:
 
     def commit_handled(self, elapsed_s: float) -> None:
         """A commit was followed, whatever it told."""
-        self._metrics.loop_seconds.observe(elapsed_s)
+        self._tallies.observe(self._metrics.loop_seconds, elapsed_s)
 
     def mismatch(self) -> None:
         """A commit left a gap, or contradicted an earlier one."""
@@ -63,8 +72,8 @@ class DraftRecorder:
 
     def proposal(self, num_tokens: int, num_new: int, waited_s: float | None) -> None:
         """A proposal left; `waited_s` after the commit that it is the first answer to."""
-        self._metrics.proposals.inc()
-        self._metrics.tokens.labels("main").inc(num_new)
-        self._metrics.proposal_tokens.observe(num_tokens)
+        self._tallies.count(self._metrics.proposals)
+        self._tallies.count(self._main_tokens, num_new)
+        self._tallies.observe(self._metrics.proposal_tokens, num_tokens)
         if waited_s is not None:
-            self._metrics.draft_seconds.observe(waited_s)
+            self._tallies.observe(self._metrics.draft_seconds, waited_s)

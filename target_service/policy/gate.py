@@ -51,6 +51,9 @@ _CATCH_UP_STEPS, _CATCH_UP_S = 40, 0.1
 """A draft that was told to go on has so many steps, and at least so long, before its silence counts."""
 _REFERENCE_STEPS, _REFERENCE_LEAD = 8, 2
 """Of a reference; the first ones still meet drafts at work."""
+_SETTLING_S = 0.005
+"""Drafts that were told to stop may work on for so long: where steps are short, many meet them at it. A reference among
+them would find that plain steps take as long as any, and speculation to cost nothing."""
 _FIRST_REFERENCE = 4
 """Steps that speculate before the first reference of a load."""
 _REFERENCE_S, _MOST_REFERENCE_S = 2.0, 30.0
@@ -85,12 +88,17 @@ class SpeculationGate:
     """Tokens of the batch that could be decoded while one more node is verified."""
     _unsettled: int = 0
     """Steps until drafts have noticed what changed."""
+    _settled_s: float = -math.inf
+    """When they have, at the latest."""
 
     def admit(self, kind: str, now_s: float) -> GateState:
-        """A session begins to decode: as others of its kind do."""
+        """A session begins to decode: as others of its kind do; with nothing in the account, plainly."""
         gain = self._gains.expected(kind, self._num_sessions)
-        if not self.is_gating or gain is None:
-            return GateState(kind, Phase.PROBE if self.is_gating else Phase.ON, FIRST_GAIN, now_s)
+        if not self.is_gating:
+            return GateState(kind, Phase.ON, FIRST_GAIN, now_s)
+        if gain is None or self._account_s < 0:
+            # Sessions that end before they are judged would else go on losing what none of them is charged with.
+            return GateState(kind, Phase.PROBE if self._account_s >= 0 else Phase.OFF, gain or FIRST_GAIN, now_s)
         return GateState(kind, Phase.ON if self._pays(gain, _LEAVE, now_s) else Phase.OFF, gain, now_s)
 
     def expect(self, num_sessions: int) -> None:
@@ -180,8 +188,8 @@ class SpeculationGate:
         self._priced_for = 0
         num_speculating = num_free + sum(self.is_open(state) for state in states)
         step_s = turn_s * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
-        if self._unsettled:
-            self._unsettled -= 1
+        if self._unsettled or now_s - turn_s < self._settled_s:
+            self._unsettled = max(0, self._unsettled - 1)
         else:
             rows_s = min(num_nodes * row_s, step_s / 2)
             step_s = rows_s + self.costs.observe(len(states), num_speculating / len(states), step_s - rows_s, now_s)
@@ -200,9 +208,9 @@ class SpeculationGate:
                     if state.phase is not Phase.OFF:
                         self._suspend(state, now_s)
         if self._reference_left:
-            self._reference_left -= 1
+            self._reference_left -= now_s >= self._settled_s
             if not self._reference_left:
-                self._resume(waiting)
+                self._resume(waiting, now_s)
         elif num_speculating:
             self._consider_reference(num_tokens, step_s, plain_s, now_s)
         self._consider_probes(waiting, now_s)
@@ -239,7 +247,7 @@ class SpeculationGate:
 
     def _suspend(self, state: GateState, now_s: float) -> None:
         state.enter(Phase.OFF, now_s)
-        self._unsettled = _REFERENCE_LEAD
+        self._unsettle(now_s)
         self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_INTERVAL_S)
 
     def _consider_reference(self, num_tokens: int, step_s: float, plain_s: float | None, now_s: float) -> None:
@@ -247,7 +255,7 @@ class SpeculationGate:
         if plain_s is None:
             due_s = self._reference_due_s.setdefault(band, now_s + _FIRST_REFERENCE * step_s)
         else:
-            least_s = _REFERENCE_STEPS * plain_s / _REFERENCE_SHARE
+            least_s = (_SETTLING_S + _REFERENCE_STEPS * plain_s) / _REFERENCE_SHARE
             every_s = max(least_s, self._reference_every_s.get(band, _REFERENCE_S))
             due_s = self.costs.plain_seen_s(self._num_sessions) + every_s
         if now_s < due_s:
@@ -256,11 +264,16 @@ class SpeculationGate:
             is_clear = num_tokens / self._num_sessions * plain_s >= _CLEARLY * step_s
             every_s = self._reference_every_s.get(band, _REFERENCE_S)
             self._reference_every_s[band] = min(_MOST_REFERENCE_S, 2 * every_s) if is_clear else _REFERENCE_S
-        self._reference_left, self._unsettled = _REFERENCE_STEPS, _REFERENCE_LEAD
+        self._reference_left = _REFERENCE_STEPS
+        self._unsettle(now_s)
 
-    def _resume(self, states: Sequence[GateState]) -> None:
+    def _unsettle(self, now_s: float) -> None:
+        """Drafts are told otherwise: steps until they have noticed say nothing of what any cost."""
+        self._unsettled, self._settled_s = _REFERENCE_LEAD, now_s + _SETTLING_S
+
+    def _resume(self, states: Sequence[GateState], now_s: float) -> None:
         """Drafts begin again where they were told to stop: what they do until they have is not counted."""
-        self._unsettled = _REFERENCE_LEAD
+        self._unsettle(now_s)
         for state in states:
             if state.phase is not Phase.OFF:
                 state.restart()

@@ -89,6 +89,8 @@ class HoldOffChoice:
     _tokens: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
     _time_s: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
     _episodes: list[float] = field(default_factory=lambda: [0.0] * len(DEPTHS))
+    _num_tried: list[int] = field(default_factory=lambda: [0] * len(DEPTHS))
+    """Episodes, however long ago."""
     _num_windows: int = 0
     _current: int = 0
     _num_left: int = 0
@@ -101,6 +103,11 @@ class HoldOffChoice:
         self._num_left = self.window - 1
         self._current = self._pick(max_depth)
         return self._current
+
+    def is_trial(self, depth: int) -> bool:
+        """Whether waiting for a depth is known to be clearly worse than not waiting: then it keeps its rate current."""
+        arm, rates = DEPTHS.index(depth), self.rates()
+        return arm > 0 and self._num_tried[arm] >= self.window // 2 and self.min_gain * rates[arm] < rates[0]
 
     def _pick(self, max_depth: int) -> int:
         arms = [arm for arm, depth in enumerate(DEPTHS) if depth <= max_depth]
@@ -119,11 +126,45 @@ class HoldOffChoice:
         self._tokens[chosen] = self._tokens[chosen] * self.decay + num_tokens
         self._time_s[chosen] = self._time_s[chosen] * self.decay + elapsed_s
         self._episodes[chosen] += 1
+        self._num_tried[chosen] += 1
 
     def rates(self) -> Sequence[float]:
         """Tokens per second by arm; infinite where nothing is known."""
         pairs = zip(self._tokens, self._time_s, strict=True)
         return [tokens / time_s if time_s > 0 else float("inf") for tokens, time_s in pairs]
+
+
+@dataclass(slots=True, kw_only=True)
+class WaitAllowance:
+    """Waits that nothing speaks for: for drafts that have been silent, or to try again what did not pay.
+
+    They take at most a share of all time, and what has been saved up for one of them. A draft that is slower than the
+    target's steps sends nothing but what is stale until it is waited for: without such waits it never catches up.
+    """
+
+    share: float = 0.01
+    """Of all time."""
+    most_s: float = 0.01
+    """The longest wait for a silent draft: at that share one fits into each second."""
+    _saved_s: float = 0.01
+    _seen_s: float | None = None
+    _granted_s: float = 0.0
+    """How long the sessions that are planned now may wait."""
+
+    def grants(self, hold_s: float, now_s: float) -> bool:
+        """Whether a session may wait so long from now on; sessions of one moment wait together, and pay once."""
+        if self._seen_s != now_s:
+            if self._seen_s is not None:
+                earned_s = self.share * max(0.0, now_s - self._seen_s)
+                self._saved_s = min(max(self.most_s, hold_s), self._saved_s + earned_s)
+            self._seen_s, self._granted_s = now_s, 0.0
+        more_s = hold_s - self._granted_s
+        if more_s > self._saved_s:
+            return False
+        if more_s > 0:
+            self._saved_s -= more_s
+            self._granted_s = hold_s
+        return True
 
 
 def kind_of(temperature: float) -> str:

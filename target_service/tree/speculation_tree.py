@@ -139,6 +139,8 @@ class SpeculationTree:
 
     def drop_passing(self) -> int:
         """Drop what no draft has proposed; returns how many nodes that were."""
+        if not self.nodes:
+            return 0
         kept = [node for node in self.nodes if not node.is_passing]
         num_dropped = len(self.nodes) - len(kept)
         if not kept:
@@ -155,6 +157,8 @@ class SpeculationTree:
 
     def advance(self, token_ids: list[int]) -> int:
         """Tokens were committed: keep what hangs below them. Returns how many nodes were dropped unaccepted."""
+        if not self.nodes:
+            return 0
         root, num_walked = ROOT, 0
         for token in token_ids:
             child = self.tokens.child(root, token)
@@ -169,8 +173,8 @@ class SpeculationTree:
     def clear(self) -> int:
         """Drop everything; returns how many nodes there were."""
         dropped = len(self.nodes)
-        self.tokens = TokenTree()
-        self.nodes = []
+        if dropped:
+            self.tokens, self.nodes = TokenTree(), []
         return dropped
 
     def retain(self, keep: list[bool]) -> None:

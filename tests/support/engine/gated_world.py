@@ -44,12 +44,16 @@ class World:
     noise: float = 0.05
     step_s: float = 0.01
     """Of a plain step without sessions."""
+    lag_s: float = 0.0
+    """For so long a draft works on after it was told to stop."""
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         self.sessions: list[Session] = []
         self.num_begun = 0
+        self._at_work = (0.0, 0.0)
+        """What share of drafts is, and until when."""
 
     def run(self, seconds: float) -> tuple[float, float]:
         """Seconds that it took, and those that plain decoding would have taken for the same tokens."""
@@ -83,7 +87,11 @@ class World:
         is_open = [self.gate.is_open(state) for state in states]
         share = sum(is_open) / len(states)
         num_tokens = 0
-        step_s = plain_s * (1 + weather.costs * share) * self.random.lognormvariate(0, self.noise)
+        working, until_s = self._at_work
+        if share >= working or self.now_s >= until_s:
+            working, until_s = share, self.now_s + self.lag_s
+        self._at_work = (working, until_s)
+        step_s = plain_s * (1 + weather.costs * working) * self.random.lognormvariate(0, self.noise)
         self.now_s += step_s
         for session, can_speculate in zip(self.sessions, is_open, strict=True):
             num_tokens += self._decode(session, weather, can_speculate)

@@ -45,6 +45,18 @@ def test_decoding_is_never_slower_than_without_drafts(name: str, num_sessions: i
         assert plain_s / took_s >= BOUND, seed
 
 
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("length", [40, 100_000])
+def test_steps_shorter_than_a_draft_takes_to_stop_are_not_taken_for_plain_ones(length: int, answers: bool) -> None:
+    """Nor does it matter that requests end before they could be judged."""
+    for seed in range(2):
+        world = World(
+            lambda now_s: Weather(0.2, 0.6, answers=answers), seed=seed, length=length, step_s=0.0005, lag_s=0.004
+        )
+        took_s, plain_s = world.run(SECONDS)
+        assert plain_s / took_s >= BOUND, seed
+
+
 def test_a_load_that_comes_and_goes_is_met_by_speculation_where_it_pays() -> None:
     """It pays for one session and not for sixteen, which come and go every two seconds."""
     ratios = []

@@ -102,12 +102,12 @@ def test_on_a_machine_that_the_draft_slows_down_speculation_is_held_against_quie
     monkeypatch.setattr(pair.target_built.engine, "step", timed_step)
     if num_quiet_tokens:
         quiet = open_session(prompt, max_tokens=num_quiet_tokens, ignore_eos=True, body={"speculate": False})
-        pair.run({"warm": loud_session(prompt)}, use_draft=False, propose=late_proposals)
+        pair.run({"warm": loud_session(prompt)}, use_draft=False, propose=late_proposals, hold_off_ms=0.0)
         clock.is_draft_at_work = False
         pair.run({"quiet": quiet}, use_draft=False)
         clock.is_draft_at_work = True
     before = value(pair, "decode_seconds_total"), value(pair, "plain_equivalent_seconds_total")
-    pair.run({"loud": loud_session(prompt)}, use_draft=False, propose=late_proposals)
+    pair.run({"loud": loud_session(prompt)}, use_draft=False, propose=late_proposals, hold_off_ms=0.0)
     decode_s = value(pair, "decode_seconds_total") - before[0]
     plain_s = value(pair, "plain_equivalent_seconds_total") - before[1]
     assert plain_s / decode_s == pytest.approx(0.67 if num_quiet_tokens else 1.0, abs=0.03)
@@ -123,7 +123,7 @@ def late_proposals(session_id: str, tokens: list[int]) -> list[bytes]:
 
 
 class SteppingClock:
-    """Time that passes in steps only."""
+    """Time that passes in steps only: nothing may wait for its end."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
