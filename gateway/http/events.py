@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -30,6 +31,14 @@ def framed_by_name(event: Event) -> bytes:
     return b"event: " + str(event["type"]).encode() + b"\n" + framed(event)
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A stream's events, of which the first are there. Without a generator around them: each costs every token."""
+
+    first: Sequence[Event]
+    rest: AsyncGenerator[Sequence[Event], None]
+
+
 class EventStream(Response):
     """Sends what a generator yields, each list of events in one piece, as fast as the client reads.
 
@@ -41,7 +50,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        batches: AsyncGenerator[list[Event], None],
+        batches: Begun,
         *,
         on_error: Callable[[BaseException], ApiError],
         frame: Callable[[Event], bytes] = framed,
@@ -51,7 +60,7 @@ class EventStream(Response):
         """Send nothing yet.
 
         Args:
-            batches: what to send; its first has been looked at for errors.
+            batches: what to send.
             on_error: what the client is told, as the last event, of what `batches` raised.
             frame: makes bytes of an event.
             frame_error: makes bytes of an error; None: those of an event with `error`.
@@ -72,15 +81,15 @@ class EventStream(Response):
         except ClientDisconnect:
             scope["state"]["is_client_gone"] = True
         finally:
-            await self._batches.aclose()
+            await self._batches.rest.aclose()
 
     async def _send_all(self, start: Send, send: Send) -> None:
         await start({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with contextlib.aclosing(self._batches) as batches:
-                async for events in batches:
-                    body = b"".join(map(self._frame, events))
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            async with contextlib.aclosing(self._batches.rest) as rest:
+                await self._send_events(send, self._batches.first)
+                async for events in rest:
+                    await self._send_events(send, events)
         except Exception as error:
             await self._send_last(send, self._frame_error(self._on_error(error)))
         except asyncio.CancelledError:
@@ -92,6 +101,9 @@ class EventStream(Response):
         else:
             await self._send_last(send, b"")
 
+    async def _send_events(self, send: Send, events: Sequence[Event]) -> None:
+        await send({"type": "http.response.body", "body": b"".join(map(self._frame, events)), "more_body": True})
+
     async def _send_last(self, send: Send, body: bytes) -> None:
         await send({"type": "http.response.body", "body": body + self._last, "more_body": False})
 
@@ -101,20 +113,13 @@ def _cut_off() -> ApiError:
     return ApiError(503, message, type=SERVER_ERROR, code="service_unavailable", retry_after_s=1.0)
 
 
-async def begun(batches: AsyncGenerator[list[Event], None]) -> AsyncGenerator[list[Event], None]:
-    """The same batches, once the first is there: what goes wrong before it can still be an answer with a status."""
+async def begun(batches: AsyncGenerator[Sequence[Event], None]) -> Begun:
+    """The same batches, once the first is there: what goes wrong before it can still be an answer with a status.
+
+    Raises what `batches` raises before its first, and closes it then.
+    """
     try:
-        first = await anext(batches)
+        return Begun(await anext(batches), batches)
     except BaseException:
         await batches.aclose()
         raise
-    return _with_first(first, batches)
-
-
-async def _with_first(first: list[Event], rest: AsyncGenerator[list[Event], None]) -> AsyncGenerator[list[Event], None]:
-    try:
-        yield first
-        async for events in rest:
-            yield events
-    finally:
-        await rest.aclose()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -13,7 +11,7 @@ from starlette.responses import Response
 from gateway.api.answers import ChatCompletion, ChatCompletionChunk
 from gateway.api.chat import ChatRequest
 from gateway.http.connected import while_connected
-from gateway.http.events import Event, EventStream, begun
+from gateway.http.events import Begun, EventStream, begun
 from gateway.parts import Parts
 from gateway.routes.answers import JsonResponse, body_of, errors, streams
 from gateway.routes.output import new_id, output, stream_error, whole_output
@@ -51,7 +49,7 @@ def chat_routes(parts: Parts) -> APIRouter:
         caller = parts.caller(request)
         if asked.stream:
             events = ChatEvents(asked, head, make_parser, echoed(asked))
-            batches = await while_connected(request.receive, begun(_batches(parts, caller, asked, body, events)))
+            batches = await while_connected(request.receive, _begun(parts, caller, asked, body, events))
             return EventStream(batches, on_error=stream_error(parts, names))
         whole = ChatWhole(asked, head, make_parser, echoed(asked))
         return JsonResponse(await while_connected(request.receive, _answer(parts, caller, asked, body, head, whole)))
@@ -59,15 +57,12 @@ def chat_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _batches(
+async def _begun(
     parts: Parts, caller: Caller, asked: ChatRequest, body: api.GenerateRequest, events: ChatEvents
-) -> AsyncGenerator[list[Event], None]:
+) -> Begun:
     if asked.return_token_ids:
         events.tell_prompt(await _prompt_ids(caller, asked, body))
-    async with aclosing(output(parts, caller, body)) as told:
-        async for chunk, texts in told:
-            if batch := events.add(chunk, texts):
-                yield list(batch)
+    return await begun(output(parts, caller, body, events.add))
 
 
 async def _answer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from fastapi import APIRouter
@@ -87,31 +87,34 @@ class _Run:
         usage = completion_usage(self._asked, [result.finished for result, _ in results])
         return {**self._head.fields(KIND), "choices": choices, **usage}
 
-    async def batches(self) -> AsyncGenerator[list[Event], None]:
+    def batches(self) -> AsyncGenerator[Sequence[Event], None]:
         """The events of all prompts as they come, and at the end of all the usage, if it is wanted."""
         answers: list[CompletionEvents] = []
         streams_of = [self._events(number, answers) for number in range(len(self._bodies))]
         whole = streams_of[0] if len(streams_of) == 1 else merged(streams_of)
+        return self._with_usage(whole, answers) if self._asked.has_usage_chunk else whole
+
+    async def _with_usage(
+        self, whole: AsyncGenerator[Sequence[Event], None], answers: list[CompletionEvents]
+    ) -> AsyncGenerator[Sequence[Event], None]:
         async with aclosing(whole) as batches:
             async for batch in batches:
                 yield batch
         finished = [answer.finished for answer in answers if answer.finished is not None]
-        if self._asked.has_usage_chunk:
-            yield [{**self._head.fields(KIND), "choices": [], **completion_usage(self._asked, finished)}]
+        yield [{**self._head.fields(KIND), "choices": [], **completion_usage(self._asked, finished)}]
 
     async def _whole(self, number: int) -> tuple[WholeOutput, PromptTold]:
         async with self._places:
             told = await self._told(number)
             return await whole_output(self._parts, self._caller, self._bodies[number]), told
 
-    async def _events(self, number: int, answers: list[CompletionEvents]) -> AsyncGenerator[list[Event], None]:
+    async def _events(self, number: int, answers: list[CompletionEvents]) -> AsyncGenerator[Sequence[Event], None]:
         async with self._places:
             answer = CompletionEvents(self._asked, self._head, number, await self._told(number))
             answers.append(answer)
-            async with aclosing(output(self._parts, self._caller, self._bodies[number])) as told:
-                async for chunk, texts in told:
-                    if batch := answer.add(chunk, texts):
-                        yield list(batch)
+            async with aclosing(output(self._parts, self._caller, self._bodies[number], answer.add)) as batches:
+                async for batch in batches:
+                    yield batch
 
     async def _told(self, number: int) -> PromptTold:
         """What is told of a prompt: what the client did not send itself is asked for."""

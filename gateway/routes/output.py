@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gateway.api.errors import SERVER_ERROR, ApiError, from_specdec
 from gateway.parts import Parts
@@ -18,12 +19,18 @@ from specdec.client import Completion
 from specdec.rpc.errors import SpecdecError, internal_error
 from specdec.v1 import coordinator_pb2 as api
 
-Told = tuple[api.GenerateResponse, TokenTexts]
-"""A chunk, and the texts of the tokens that its log-probabilities name."""
+T = TypeVar("T")
+Translate = Callable[[api.GenerateResponse, TokenTexts], T]
+"""Makes something of a chunk, with the texts of the tokens that its log-probabilities name."""
 
 
-async def output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> AsyncGenerator[Told, None]:
-    """The chunks of a request. To be closed, which cancels it. Raises SpecdecError."""
+async def output(
+    parts: Parts, caller: Caller, body: api.GenerateRequest, translate: Translate[T]
+) -> AsyncGenerator[T, None]:
+    """What the chunks of a request are translated to, where that is not empty. To be closed, which cancels the request.
+
+    Raises SpecdecError.
+    """
     began_s, has_output, digest, texts = time.perf_counter(), False, "", TokenTexts({})
     names_tokens = body.sampling.HasField("logprobs") or body.sampling.HasField("prompt_logprobs")
     async with aclosing(caller.stream(body)) as chunks:
@@ -38,7 +45,8 @@ async def output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> Asy
                 parts.metrics.first_token_seconds.observe(time.perf_counter() - began_s)
             if names_tokens:
                 texts = await parts.vocabulary.learn(caller, digest, ids_in(chunk))
-            yield chunk, texts
+            if told := translate(chunk, texts):
+                yield told
 
 
 @dataclass(slots=True)
@@ -55,8 +63,8 @@ class WholeOutput:
 async def whole_output(parts: Parts, caller: Caller, body: api.GenerateRequest) -> WholeOutput:
     """Everything, at the end. Raises SpecdecError."""
     completion, texts = Completion(), TokenTexts({})
-    async with aclosing(output(parts, caller, body)) as told:
-        async for chunk, known in told:
+    async with aclosing(output(parts, caller, body, lambda *told: told)) as all_told:
+        async for chunk, known in all_told:
             completion.add(chunk)
             texts = known
     finished = completion.require_finished()

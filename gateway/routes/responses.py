@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from types import MappingProxyType
 
@@ -23,6 +23,7 @@ from gateway.translation.head import Head
 from gateway.translation.response_answer import ResponseEvents
 from gateway.translation.response_request import response_to_chat, response_to_generate
 from gateway.upstream.coordinators import Caller
+from gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 
 _CONSTRAINT_NAMES = {"constraint": "text.format", "constraint.json_schema": "text.format.schema"}
@@ -68,20 +69,24 @@ def response_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _batches(
+def _batches(
     parts: Parts, caller: Caller, body: api.GenerateRequest, events: ResponseEvents
-) -> AsyncGenerator[list[Event], None]:
+) -> AsyncGenerator[Sequence[Event], None]:
     held: list[Event] = []
-    async with aclosing(output(parts, caller, body)) as told:
-        async for chunk, texts in told:
-            held += events.add(chunk, texts)
-            # What is told before any output waits for it: errors until then are answers with a status.
-            if held and chunk.WhichOneof("chunk") != "started":
-                yield held
-                held = []
+
+    def told(chunk: api.GenerateResponse, texts: TokenTexts) -> list[Event]:
+        """What is told before any output waits for it: errors until then are answers with a status."""
+        nonlocal held
+        held += events.add(chunk, texts)
+        if chunk.WhichOneof("chunk") == "started":
+            return []
+        batch, held = held, []
+        return batch
+
+    return output(parts, caller, body, told)
 
 
-async def _last(batches: AsyncGenerator[list[Event], None]) -> object:
+async def _last(batches: AsyncGenerator[Sequence[Event], None]) -> object:
     """The whole answer, which the last event has."""
     whole: object = None
     async with aclosing(batches) as all_of:

@@ -109,6 +109,7 @@ class ChatEvents(_ChatAnswer):
         self._num_prompt = 0
         self._num_output = 0
         self._prompt_token_ids: list[int] | None = None
+        self._has_usage, self._has_continuous_usage = request.has_usage_chunk, request.has_continuous_usage
 
     def tell_prompt(self, token_ids: list[int]) -> None:
         """The first event tells the prompt's ids."""
@@ -171,12 +172,10 @@ class ChatEvents(_ChatAnswer):
     def _event(
         self, index: int, delta: dict[str, Any], details: dict[str, Any], ending: dict[str, Any]
     ) -> dict[str, Any]:
-        event = {
-            **self._head.fields("chat.completion.chunk"),
-            "choices": [{"index": index, "delta": delta, **details, **ending}],
-        }
-        if self._request.has_usage_chunk:
-            continuous = self._request.has_continuous_usage
+        event = self._head.fields("chat.completion.chunk")
+        event["choices"] = [{"index": index, "delta": delta, **details, **ending}]
+        if self._has_usage:
+            continuous = self._has_continuous_usage
             event["usage"] = usage_so_far(self._num_prompt, self._num_output) if continuous else None
         return event
 

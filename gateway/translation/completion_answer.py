@@ -51,6 +51,9 @@ class _PromptAnswer:
         self._head = head
         self._base = number * request.num_choices
         self._told = told
+        # Of the request, for every token: what is computed or validated once.
+        self._has_output = request.most_tokens > 0
+        self._has_details = bool(request.return_token_ids or request.return_token_origins or request.return_steps)
 
     def _texts(self, texts: TokenTexts) -> TokenTexts:
         return texts.named_by_id() if self._request.return_tokens_as_token_ids else texts
@@ -60,18 +63,20 @@ class _PromptAnswer:
         return _Choice(CompletionLogprobs(self._texts(texts)) if wants else None)
 
     def _output_tokens(self, tokens: list[api.OutputToken]) -> list[api.OutputToken]:
-        return tokens if self._request.most_tokens else []
+        return tokens if self._has_output else []
 
     def _details(
         self, choice: _Choice, tokens: list[api.OutputToken], steps: Sequence[api.DecodingStep], texts: TokenTexts
     ) -> dict[str, Any]:
         told: dict[str, Any] = {}
+        if not self._has_details:
+            return told
         if self._request.return_token_ids:
             told["token_ids"] = [token.id for token in tokens]
         if self._request.return_token_origins:
             told["token_origins"] = choice.origins.told(tokens)
         if self._request.return_steps:
-            told["steps"] = steps_told(steps if self._request.most_tokens else (), texts)
+            told["steps"] = steps_told(steps if self._has_output else (), texts)
         return told
 
     def _prompt_part(self, choice: _Choice, prompt: api.PromptLogprobs | None) -> list[dict[str, Any]]:
@@ -84,7 +89,7 @@ class _PromptAnswer:
         return [choice.logprobs.of_prompt(prompt, self._told.text)]
 
     def _ending(self, finished: api.ChoiceFinished) -> dict[str, Any]:
-        if not self._request.most_tokens:
+        if not self._has_output:
             return {"finish_reason": "length", "stop_reason": None}
         reason = stop_reason(finished, self._request.stop_token_ids)
         return {"finish_reason": finish_reason(finished), "stop_reason": reason}
@@ -108,7 +113,7 @@ class CompletionWhole(_PromptAnswer):
             parts.append(choice.logprobs.of_output(tokens))
         told: dict[str, Any] = {
             "index": self._base + index,
-            "text": self._told.text + (output.text if self._request.most_tokens else ""),
+            "text": self._told.text + (output.text if self._has_output else ""),
             "logprobs": joined(parts),
             **self._details(choice, tokens, output.steps, texts),
             **self._ending(output.finished),
@@ -130,58 +135,56 @@ class CompletionEvents(_PromptAnswer):
         self.finished: api.GenerateFinished | None = None
         self._open: dict[int, _Choice] = {}
         self._prompt: api.PromptLogprobs | None = None
+        self._lacks_prompt = tells_prompt_logprobs(request)
+        self._has_usage, self._has_continuous_usage = request.has_usage_chunk, request.has_continuous_usage
         self._held: list[api.GenerateResponse] = []
         """Output that came before all of the prompt's log-probabilities, which it follows."""
 
     def add(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[dict[str, Any]]:
         """The events that a chunk is; `texts` knows the tokens of its log-probabilities."""
         match chunk.WhichOneof("chunk"):
+            case "delta" | "choice_finished" if self._lacks_prompt:
+                self._held.append(chunk)
+            case "delta":
+                return self._output(chunk.delta, texts)
+            case "choice_finished":
+                return self._end(chunk.choice_finished, texts)
             case "started":
                 self._head.take(chunk.started)
                 self.num_prompt = chunk.started.num_prompt_tokens
             case "prompt_logprobs":
                 self._add_prompt(chunk.prompt_logprobs)
+                if not self._lacks_prompt:
+                    held, self._held = self._held, []
+                    return [event for one in held for event in self.add(one, texts)]
             case "finished":
                 self.finished = chunk.finished
-                return []
-            case _:
-                self._held.append(chunk)
-        if self._lacks_prompt:
-            return []
-        held, self._held = self._held, []
-        return [event for one in held for event in self._told_of(one, texts)]
-
-    @property
-    def _lacks_prompt(self) -> bool:
-        if not tells_prompt_logprobs(self._request):
-            return False
-        return self._prompt is None or len(self._prompt.token_ids) < self.num_prompt
+        return []
 
     def _add_prompt(self, more: api.PromptLogprobs) -> None:
         if self._prompt is None:
             self._prompt = api.PromptLogprobs()
         self._prompt.token_ids.extend(more.token_ids)
         self._prompt.positions.extend(more.positions)
+        self._lacks_prompt = self._lacks_prompt and len(self._prompt.token_ids) < self.num_prompt
 
-    def _told_of(self, chunk: api.GenerateResponse, texts: TokenTexts) -> list[dict[str, Any]]:
-        no_end = {"finish_reason": None, "stop_reason": None}
-        if chunk.WhichOneof("chunk") == "choice_finished":
-            finished = chunk.choice_finished
-            begin = self._begin(finished.index, texts)
-            return [
-                *begin,
-                self._event(finished.index, "", None, self._no_details(finished.index), self._ending(finished)),
-            ]
-        delta, tokens = chunk.delta, self._output_tokens(list(chunk.delta.tokens))
-        begin = self._begin(delta.index, texts)
-        text = delta.text if self._request.most_tokens else ""
+    def _end(self, finished: api.ChoiceFinished, texts: TokenTexts) -> list[dict[str, Any]]:
+        index = finished.index
+        begin = self._begin(index, texts)
+        return [*begin, self._event(index, "", None, self._no_details(index), self._ending(finished))]
+
+    def _output(self, delta: api.ChoiceDelta, texts: TokenTexts) -> list[dict[str, Any]]:
+        index, text, tokens = delta.index, delta.text, self._output_tokens(list(delta.tokens))
+        begin = self._begin(index, texts)
+        if not self._has_output:
+            text = ""
         if not (text or tokens or delta.steps):
             return begin
-        choice = self._open[delta.index]
+        choice = self._open[index]
         self.num_output += len(tokens)
         logprobs = choice.logprobs.of_output(tokens) if choice.logprobs is not None and tokens else None
         details = self._details(choice, tokens, delta.steps, texts)
-        return [*begin, self._event(delta.index, text, logprobs, details, no_end)]
+        return [*begin, self._event(index, text, logprobs, details)]
 
     def _begin(self, index: int, texts: TokenTexts) -> list[dict[str, Any]]:
         if index in self._open:
@@ -193,19 +196,24 @@ class CompletionEvents(_PromptAnswer):
         details = self._no_details(index)
         if self._told.token_ids is not None:
             details["prompt_token_ids"] = self._told.token_ids
-        no_end = {"finish_reason": None, "stop_reason": None}
-        return [self._event(index, self._told.text, joined(parts), details, no_end)]
+        return [self._event(index, self._told.text, joined(parts), details)]
 
     def _no_details(self, index: int) -> dict[str, Any]:
         return self._details(self._open[index], [], (), TokenTexts({}))
 
     def _event(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, details: dict[str, Any], ending: dict[str, Any]
+        self,
+        index: int,
+        text: str,
+        logprobs: dict[str, Any] | None,
+        details: dict[str, Any],
+        ending: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        choice = {"index": self._base + index, "text": text, "logprobs": logprobs, **details, **ending}
-        event = {**self._head.fields(KIND), "choices": [choice]}
-        if self._request.has_usage_chunk:
-            continuous = self._request.has_continuous_usage
+        ending = ending or {"finish_reason": None, "stop_reason": None}
+        event = self._head.fields(KIND)
+        event["choices"] = [{"index": self._base + index, "text": text, "logprobs": logprobs, **details, **ending}]
+        if self._has_usage:
+            continuous = self._has_continuous_usage
             event["usage"] = usage_so_far(self.num_prompt, self.num_output) if continuous else None
         return event
 

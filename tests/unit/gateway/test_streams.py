@@ -72,7 +72,7 @@ def told(error: BaseException) -> ApiError:
 
 
 async def run(source: Source, wire: Wire) -> None:
-    stream = EventStream(source.batches(), on_error=told)
+    stream = EventStream(await begun(source.batches()), on_error=told)
     await stream({"type": "http", "state": {}}, wire.receive, wire.send)
 
 
@@ -98,7 +98,7 @@ async def test_nothing_is_taken_while_the_client_does_not_read() -> None:
     wire.is_slow = True
     running = asyncio.create_task(run(source, wire))
     await wire.blocked.wait()
-    assert source.num_given == 0
+    assert source.num_given == 1  # what was looked at
     for expected in (1, 2, 3):
         wire.blocked.clear()
         wire.read()
@@ -113,7 +113,7 @@ async def test_a_client_that_leaves_closes_the_source() -> None:
     wire, source = Wire(), Source(10)
     wire.is_slow = True
     scope: dict[str, Any] = {"type": "http", "state": {}}
-    stream = EventStream(source.batches(), on_error=told)
+    stream = EventStream(await begun(source.batches()), on_error=told)
     running = asyncio.create_task(stream(scope, wire.receive, wire.send))
     await wire.blocked.wait()
     wire.leave()
@@ -140,7 +140,8 @@ async def test_what_was_looked_at_comes_first() -> None:
     source = Source(3)
     batches = await begun(source.batches())
     assert source.num_given == 1
-    assert [event["number"] async for events in batches for event in events] == [0, 1, 2]
+    assert batches.first == [{"number": 0}]
+    assert [event["number"] async for events in batches.rest for event in events] == [1, 2]
 
 
 async def test_work_of_a_client_that_left_is_cancelled_before_it_is_told() -> None:
