@@ -14,6 +14,7 @@ from specdec.engine.outputs import EngineStats, ItemOutput, StepOutput
 from specdec.engine.runner import Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
+from specdec.engine.tap import HiddenTap
 
 
 class Engine:
@@ -31,6 +32,8 @@ class Engine:
         """What roles draw ahead between steps."""
         self.before_pass: Callable[[list[Sequence]], None] = lambda sequences: None
         """Told, before anything is computed, for which sequences a step is."""
+        self.tap_ids: tuple[int, ...] = ()
+        """Hidden states that steps hand out, by the ids of `specdec.engine.tap`; none cost nothing."""
         self._ids = itertools.count()
         self._unaccepted: list[Sequence] = []  # verified in the last step
         self._in_step: list[Sequence] | None = None  # who is in the last step; None: it is not decided
@@ -193,16 +196,23 @@ class Engine:
             self.runner.copy_blocks(scheduled.copies)
         self._check_writes(scheduled)
         batch, item_rows = build_batch(scheduled, self.block_pool.block_size, self.runner.device)
+        if self.tap_ids:
+            batch.tap = HiddenTap(self.tap_ids)
         logits = self.runner.forward(batch)
         outputs = []
+        first = 0
         for rows in item_rows:
             self._advance(rows.item)
-            outputs.append(_item_output(rows.item, slice(rows.row_start, rows.row_start + rows.num_rows)))
+            end = first + rows.item.num_new_tokens + rows.item.num_tree_nodes
+            logits_rows = slice(rows.row_start, rows.row_start + rows.num_rows)
+            outputs.append(_item_output(rows.item, logits_rows, slice(first, end)))
+            first = end
         return StepOutput(
             logits=logits,
             items=outputs,
             preempted=scheduled.preempted,
             num_tokens=scheduled.num_tokens,
+            hidden=None if batch.tap is None else batch.tap.states,
         )
 
     def num_waiting_tokens(self) -> int:
@@ -303,7 +313,7 @@ class Engine:
             raise SequenceStateError(f"sequence {seq.seq_id} was freed")
 
 
-def _item_output(item: ScheduledItem, rows: slice) -> ItemOutput:
+def _item_output(item: ScheduledItem, rows: slice, batch_rows: slice) -> ItemOutput:
     return ItemOutput(
         seq=item.seq,
         rows=rows,
@@ -311,4 +321,5 @@ def _item_output(item: ScheduledItem, rows: slice) -> ItemOutput:
         num_new_tokens=item.num_new_tokens,
         tree_nodes=item.num_tree_nodes,
         completes=item.completes,
+        batch_rows=batch_rows,
     )

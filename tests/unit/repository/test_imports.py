@@ -55,7 +55,7 @@ FLOORS = {
     """,
     "specdec.engine": """
         errors settings
-        block_pool tree
+        block_pool tap tree
         sequence
         outputs scheduler
         ahead batch
