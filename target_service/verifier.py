@@ -78,7 +78,7 @@ class Verifier:
         self._grammars = AwaitedGrammars[TargetSession](built.grammars, _output_of, self._admit, self._fault)
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
-        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder)
+        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, built.heads)
         """The drafters of its own; they may be changed while sessions run."""
         intake = ProposalIntake(host, recorder)
         self._proposals = Gathering(host, self._own_draft, self.panel, intake, self._fault)
@@ -234,6 +234,7 @@ class Verifier:
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
         self.panel.read(decisions, output.logits)
+        self.panel.feed(output, decisions, self._by_seq)
         elapsed_s = time.monotonic() - started_s
         gates = [decision.candidate.session.gate for decision in decisions]
         # All are of before the verdicts, which end hold-offs and prefills.

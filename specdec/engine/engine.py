@@ -34,6 +34,8 @@ class Engine:
         """Told, before anything is computed, for which sequences a step is."""
         self.tap_ids: tuple[int, ...] = ()
         """Hidden states that steps hand out, by the ids of `specdec.engine.tap`; none cost nothing."""
+        self.after_copies: Callable[[list[tuple[int, int]]], None] = lambda pairs: None
+        """Told which blocks were copied (source, destination), in order, before anything is computed."""
         self._ids = itertools.count()
         self._unaccepted: list[Sequence] = []  # verified in the last step
         self._in_step: list[Sequence] | None = None  # who is in the last step; None: it is not decided
@@ -194,6 +196,7 @@ class Engine:
         self.before_pass(self._in_step)
         if scheduled.copies:
             self.runner.copy_blocks(scheduled.copies)
+            self.after_copies(scheduled.copies)
         self._check_writes(scheduled)
         batch, item_rows = build_batch(scheduled, self.block_pool.block_size, self.runner.device)
         if self.tap_ids:

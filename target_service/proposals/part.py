@@ -42,6 +42,13 @@ class DrafterPart:
     step: DrafterStep | None = None
     """What it did for the step at hand; None: it was not asked."""
 
+    def is_due(self) -> bool:
+        """Whether it is asked for the step at hand; counts the steps for which it is not."""
+        if self.wait > 0:
+            self.wait -= 1
+            return False
+        return True
+
     def judge(self, credit: float, cost_tokens: float) -> None:
         """A step is over for which it was asked."""
         self.num_calls += 1

@@ -71,6 +71,8 @@ class ModelRunner:
         self.num_blocks = cache.num_blocks
         self.num_kv_bytes = cache.num_bytes  # of this rank
         self.row_invariant = False
+        self.kernels: NativeKernels | None = None
+        """Those of the CPU, where there are any; for whatever else runs between passes."""
         self._step_model = step_model
         self._cache = cache
         self._kernel_path = kernel_path
@@ -190,6 +192,7 @@ class _RunnerBuilder:
         runner = ModelRunner(loaded, settings, step_model, cache, kernel_path)
         runner.num_blocks -= int(has_spare)
         runner.row_invariant = row_invariant
+        runner.kernels = self._kernels
         return runner
 
     def _choose_model(
