@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from specdec.drafters.interface import Drafter, Offer, Room
+from specdec.drafters.interface import Drafter, Room
 from specdec.drafters.options import HeadOptions
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sampling.sampler import RowContext
@@ -18,13 +19,23 @@ from specdec.sampling_params import VerifyMode
 from target_service.decide import Decision
 from target_service.proposals.deadline import Deadline, Overdue
 from target_service.proposals.features import computed
-from target_service.proposals.part import DrafterPart
+from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
 from target_service.session import TargetSession
 
 MOST_CALL_S = 10.0
 """Of CPU time of all threads that a call for all sessions may take: what runs in native code ends by itself."""
 _MOST_PENDING = 64
 """Tokens of a session that wait for the next draft; chunks of prompts are taken in at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A session whose next step is due."""
+
+    session: TargetSession
+    parts: Sequence[DrafterPart]
+    """Of its drafters."""
+    room: Room
 
 
 class HeadDesk:
@@ -69,20 +80,36 @@ class HeadDesk:
         if self._heads.pop(name, None) is not None:
             self._tap()
 
-    def draft(self, name: str, asked: Sequence[tuple[TargetSession, DrafterPart, Room]]) -> list[Offer | None]:
-        """What a head offers for these sessions, in their order."""
-        asks: list[HeadAsk] = []
-        for session, part, room in asked:
-            if not isinstance(part.drafter, HeadSession):
-                raise TypeError(f"{name} is no head")
-            row = RowContext(session.params, session.num_tokens, session.body.num_prompt_tokens, session.history)
-            asks.append(HeadAsk(part.drafter, row, room, session.mode is VerifyMode.REJECTION))
-        with self._deadline:
-            return self._heads[name].draft(asks)
+    def ask(self, name: str, due: Iterable[Due], recorder: PanelRecorder) -> None:
+        """Hang what a head offers on the trees of those it is asked for; what it took is shared among them.
 
-    def take_debt_s(self, session: TargetSession) -> float:
-        """What taking in a session's tokens has cost since this was last asked."""
-        return self._debts_s.pop(session.session_id, 0.0)
+        Raises what the head raises, and TreeError for what is no tree.
+        """
+        asks: list[HeadAsk] = []
+        asked: list[tuple[TargetSession, DrafterPart]] = []
+        for each in due:
+            session = each.session
+            part = next((part for part in each.parts if part.name == name), None)
+            is_chain = session.mode is VerifyMode.REJECTION
+            if part is None or not isinstance(part.drafter, HeadSession) or (is_chain and len(session.tree)):
+                continue
+            if part.is_due():
+                row = RowContext(session.params, session.num_tokens, session.body.num_prompt_tokens, session.history)
+                asks.append(HeadAsk(part.drafter, row, each.room, is_chain))
+                asked.append((session, part))
+        if not asks:
+            return
+        began_s = time.monotonic()
+        with self._deadline:
+            offers = self._heads[name].draft(asks)
+        each_s = (time.monotonic() - began_s) / len(asks)
+        for (session, part), offer in zip(asked, offers, strict=True):
+            num_nodes = 0
+            if offer is not None:
+                num_nodes = session.tree.hang(name, offer.token_ids, offer.parents, offer.scores)
+            elapsed_s = each_s + self._debts_s.pop(session.session_id, 0.0)
+            part.step = DrafterStep(name, num_nodes, elapsed_s=elapsed_s)
+            recorder.asked(name, num_nodes, elapsed_s)
 
     def closed(self, session: TargetSession) -> None:
         """A session has ended."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 import torch
@@ -30,8 +29,8 @@ from target_service.decide import Decision
 from target_service.pacing import Pacing
 from target_service.policy.source_records import OwnRecord
 from target_service.proposals.deadline import Deadline, Overdue
-from target_service.proposals.head_desk import HeadDesk
-from target_service.proposals.part import DrafterPart, DrafterStep
+from target_service.proposals.head_desk import Due, HeadDesk
+from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
 from target_service.session import SessionState, TargetSession
 from target_service.tree.speculation_tree import Node
 
@@ -39,19 +38,6 @@ MOST_CALL_S = 0.25
 """Of CPU time that one call may take: a thousand times what it should."""
 _COST_WEIGHT = 1 / 64
 _log = structlog.get_logger("specdec.worker")
-
-
-class PanelRecorder(Protocol):
-    """Is told what drafters did."""
-
-    def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
-        """A drafter offered so many nodes."""
-
-    def judged(self, drafter: str, num_verified: int, accepted_depths: Sequence[int]) -> None:
-        """So many of them were verified, and those at these depths accepted."""
-
-    def dropped(self, drafter: str) -> None:
-        """A drafter is not asked any more."""
 
 
 @dataclass(slots=True)
@@ -124,7 +110,7 @@ class DrafterPanel:
         """Hang offers on the trees of sessions whose next step is due."""
         if not self._drafters:
             return
-        due: list[tuple[TargetSession, _Known, Room]] = []
+        due: list[Due] = []
         for session in sessions:
             if session.state is not SessionState.DECIDED or not pacing.may_offer(session):
                 continue
@@ -136,9 +122,12 @@ class DrafterPanel:
             if depth > 0:
                 room = Room(session.max_nodes, depth)
                 self._ask(session, known, room)
-                due.append((session, known, room))
+                due.append(Due(session, known.parts, room))
         for name in self._heads.names:
-            self._ask_head(name, due)
+            try:
+                self._heads.ask(name, due, self._recorder)
+            except (Exception, Overdue) as error:
+                self._drop(name, error)
 
     def _ask(self, session: TargetSession, known: _Known, room: Room) -> None:
         if session.mode is VerifyMode.REJECTION and len(session.tree):
@@ -159,30 +148,6 @@ class DrafterPanel:
                 continue
             part.step = DrafterStep(part.name, num_nodes, elapsed_s=elapsed_s)
             self._recorder.asked(part.name, num_nodes, elapsed_s)
-
-    def _ask_head(self, name: str, due: Sequence[tuple[TargetSession, _Known, Room]]) -> None:
-        """Ask a head for all sessions; what it took is shared among them."""
-        asked: list[tuple[TargetSession, DrafterPart, Room]] = []
-        for session, known, room in due:
-            part = next((part for part in known.parts if part.name == name), None)
-            is_taken = session.mode is VerifyMode.REJECTION and len(session.tree)
-            if part is not None and not is_taken and part.is_due():
-                asked.append((session, part, room))
-        if not asked:
-            return
-        began_s = time.monotonic()
-        try:
-            offers = self._heads.draft(name, asked)
-            each_s = (time.monotonic() - began_s) / len(asked)
-            for (session, part, _), offer in zip(asked, offers, strict=True):
-                num_nodes = 0
-                if offer is not None:
-                    num_nodes = session.tree.hang(name, offer.token_ids, offer.parents, offer.scores)
-                elapsed_s = each_s + self._heads.take_debt_s(session)
-                part.step = DrafterStep(name, num_nodes, elapsed_s=elapsed_s)
-                self._recorder.asked(name, num_nodes, elapsed_s)
-        except (Exception, Overdue) as error:
-            self._drop(name, error)
 
     def _session(self, session: TargetSession) -> _Known:
         known = self._known.get(session.session_id)

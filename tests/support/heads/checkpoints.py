@@ -1,4 +1,4 @@
-"""Heads of random weights as their authors' files have them, and some that are right now and then."""
+"""Heads of random weights, as their authors' files have them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
 
 
 @dataclass(frozen=True)
@@ -241,28 +240,3 @@ def save(directory: Path, config: dict[str, Any], tensors: dict[str, torch.Tenso
     else:
         save_file({key: value.contiguous() for key, value in tensors.items()}, directory / "model.safetensors")
     return directory
-
-
-def fitted_eagle(target: str, texts: list[list[int]]) -> tuple[dict[str, Any], Tensors]:
-    """An EAGLE-1 head that is a linear map from token and state to the next state, fitted on what a target computes of
-    these texts: its layer adds nothing. It is right often enough to show what acceptance does."""
-    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
-    embedding = model.get_input_embeddings().weight.detach()
-    inputs, outputs = [], []
-    with torch.inference_mode():
-        for tokens in texts:
-            states = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
-            inputs.append(torch.cat([embedding[tokens[1:]], states[:-1]], dim=1))
-            outputs.append(states[1:])
-    x, y = torch.cat(inputs).double(), torch.cat(outputs).double()
-    x = torch.cat([x, torch.ones(len(x), 1)], dim=1)
-    solved = torch.linalg.solve(x.T @ x + 1e-1 * torch.eye(x.shape[1]), x.T @ y).float()
-    width = embedding.shape[1]
-    sizes = Sizes(vocab=embedding.shape[0], target=width, width=width, inner=8, dim=16)
-    config, tensors = eagle(sizes)
-    tensors["embed_tokens.weight"] = embedding.clone()
-    tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().clone()
-    tensors["fc.weight"], tensors["fc.bias"] = solved[:-1].T.contiguous(), solved[-1].clone()
-    tensors["layers.0.self_attn.o_proj.weight"].zero_()
-    tensors["layers.0.mlp.down_proj.weight"].zero_()
-    return config, tensors

@@ -29,9 +29,10 @@ from specdec.heads.methods.registry import CAPABILITIES, make_head
 from specdec.heads.serial import SerialHead
 from specdec.heads.session import HeadAsk
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.heads import checkpoints
 from tests.support.heads.checkpoints import Sizes
+from tests.support.heads.fitted import right_eagle
 from tests.unit.lossless.cases import CASES
 from tests.unit.lossless.sessions import Plainly, assert_all_equal, assert_equal, body_of, examples, many_examples
 
@@ -58,12 +59,7 @@ def options(loaded_pair: LocalPair, tmp_path_factory: pytest.TempPathFactory) ->
         name: kind(model=str(checkpoints.save(folder / name, *make())))  # type: ignore[call-arg]
         for name, (kind, make) in MAKERS.items()
     }
-    loaded_pair.reset()
-    opens = {str(i): open_session(prompts()[i], max_tokens=160, temperature=0.7, ignore_eos=True) for i in range(12)}
-    texts = [[*prompts()[int(key)], *out.token_ids] for key, out in loaded_pair.run(opens, use_draft=False).items()]
-    fitted = checkpoints.save(folder / "fitted", *checkpoints.fitted_eagle(str(MODELS / "target"), texts))
-    made[RIGHT] = EagleOptions(model=str(fitted))
-    loaded_pair.reset()
+    made[RIGHT] = right_eagle(loaded_pair, folder / "right")
     return made
 
 

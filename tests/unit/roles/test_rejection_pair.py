@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.support.engine.rejection import (
     exact_distribution,
     rejection_session,
 )
+from tests.support.heads.fitted import right_eagle
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,12 @@ def test_point_masses_of_the_targets_own_drafters_leave_the_distribution(use_dra
     drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1), TokenRecyclingOptions()]
     check_distribution(pair, REJECTION, 768, drafters=drafters, use_draft=use_draft, prediction=likely)
     assert pair.verifier.panel.names == ["prediction", "suffix", "ngram", "token_recycling"]
+
+
+def test_point_masses_of_a_head_leave_the_distribution(pair: LocalPair, tmp_path: Path) -> None:
+    head = right_eagle(pair, tmp_path)
+    check_distribution(pair, REJECTION, 768, drafters=[head], use_draft=False, least_share=1 / 10)
+    assert pair.verifier.panel.names == ["eagle"]
 
 
 def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) -> None:
