@@ -133,9 +133,10 @@ class TargetSettings(ReplicaSettings):
         tuple[DrafterOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
     ] = Field(
         default=(),
-        description="Drafters without weights that propose beside the draft: names with commas between them, or JSON "
-        'with options, [{"method": "ngram", "prompt_lookup_max": 4}, "suffix"]. '
-        "There are ngram, suffix, prediction and token_recycling.",
+        description="What proposes beside the draft: names with commas between them, or JSON with options, "
+        '[{"method": "eagle3", "model": "DIR"}, {"method": "ngram", "prompt_lookup_max": 4}, "suffix"]. '
+        "Without weights there are ngram, suffix, prediction and token_recycling; heads over the target's hidden "
+        "states are medusa, eagle, eagle3, peagle, dflash and dspark.",
     )
 
     @property

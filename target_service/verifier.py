@@ -90,7 +90,7 @@ class Verifier:
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
-        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder)
+        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, built.heads)
         """The drafters of its own; they may be changed while sessions run."""
         intake = ProposalIntake(host, recorder)
         self._proposals = Gathering(host, self._own_draft, self.panel, intake, self._fault)
@@ -251,6 +251,7 @@ class Verifier:
         )
         self.panel.read(decisions, output.logits)
         self._recorder.masks(self._masks.fill_s, self._masks.wait_s)
+        self.panel.feed(output, decisions, self._by_seq)
         elapsed_s = time.monotonic() - started_s
         gates = [decision.candidate.session.gate for decision in decisions]
         # All are of before the verdicts, which end hold-offs and prefills.

@@ -58,14 +58,75 @@ class TokenRecyclingOptions(_Options):
     """Memory for the matrices of all tenants; that of the one unused for longest leaves first."""
 
 
+class HeadOptions(_Options):
+    """A head over the target's hidden states: whichever subclass."""
+
+    method: str
+    model: str = Field(min_length=1)
+    """Folder of its files."""
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
+    """Most tokens in depth; None: what its files say."""
+    speculative_eagle_topk: int = Field(default=4, ge=1, le=64)
+    """Choices of each node, and nodes of a depth that go on."""
+    num_draft_tokens: int | None = Field(default=None, ge=1, le=64)
+    """Most nodes of a tree; None: as many as a step may verify."""
+    layer_ids: tuple[int, ...] | None = None
+    """What it reads of the target, where its files are not to be believed: k is what comes out of k layers."""
+
+
+class MedusaOptions(HeadOptions):
+    """Heads side by side over the target's last hidden state."""
+
+    method: Literal["medusa"] = "medusa"
+    topk: int = Field(default=4, ge=1, le=64)
+    """Choices of each head."""
+    medusa_choices: tuple[tuple[Annotated[int, Field(ge=0, le=63)], ...], ...] | None = None
+    """The tree, as paths of ranks; None: the likeliest paths."""
+
+
+class EagleOptions(HeadOptions):
+    """EAGLE-1 and 2: a layer over the target's last hidden state and the next token."""
+
+    method: Literal["eagle"] = "eagle"
+
+
+class Eagle3Options(HeadOptions):
+    """EAGLE-3 and 3.1: the same over three layers."""
+
+    method: Literal["eagle3"] = "eagle3"
+
+
+class PEagleOptions(HeadOptions):
+    """P-EAGLE: EAGLE-3 in one pass."""
+
+    method: Literal["peagle"] = "peagle"
+
+
+class DFlashOptions(HeadOptions):
+    """DFlash: a block in one pass."""
+
+    method: Literal["dflash"] = "dflash"
+
+
+class DSparkOptions(HeadOptions):
+    """DSpark: DFlash whose tokens depend on each other."""
+
+    method: Literal["dspark"] = "dspark"
+
+
+PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions
+"""Of drafters without weights."""
 DrafterOptions = Annotated[
-    NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions, Field(discriminator="method")
+    PlainOptions | MedusaOptions | EagleOptions | Eagle3Options | PEagleOptions | DFlashOptions | DSparkOptions,
+    Field(discriminator="method"),
 ]
 
 
 DRAFT_MODEL = "draft_model"
 """The name of the draft beside those of drafters."""
-DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling"})
+HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark"})
+"""Of those that are heads over the target's hidden states."""
+DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling"}) | HEAD_NAMES
 
 
 def read_drafters(value: Any) -> Any:

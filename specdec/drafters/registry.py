@@ -1,4 +1,4 @@
-"""All drafters by name: what each can do, and how one is made from its options."""
+"""All drafters without weights by name: what each can do, and how one is made from its options."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import MappingProxyType
 from specdec.drafters import ngram, prediction, suffix, token_recycling
 from specdec.drafters.interface import Capabilities, Drafter
 from specdec.drafters.options import (
-    DrafterOptions,
     NgramOptions,
+    PlainOptions,
     PredictionOptions,
     SuffixOptions,
     TokenRecyclingOptions,
@@ -23,10 +23,10 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
         "token_recycling": token_recycling.CAPABILITIES,
     }
 )
-"""Of every drafter that there is."""
+"""Of every one that there is; heads are in `specdec.heads.methods.registry`."""
 
 
-def make_drafter(options: DrafterOptions, vocab_size: int) -> Drafter:
+def make_drafter(options: PlainOptions, vocab_size: int) -> Drafter:
     """The drafter that these options describe, for a target of so many token ids."""
     match options:
         case NgramOptions():

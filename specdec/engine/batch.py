@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
+from specdec.engine.tap import HiddenTap
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
@@ -48,6 +49,8 @@ class Batch:
     """[R] int64, rows whose logits are wanted, ascending."""
     num_seqs: int
     """Equals S."""
+    tap: HiddenTap | None = None
+    """Hidden states that the pass is to hand out, too."""
 
 
 @dataclass(slots=True)

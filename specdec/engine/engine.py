@@ -14,6 +14,7 @@ from specdec.engine.outputs import EngineStats, ItemOutput, StepOutput
 from specdec.engine.runner import Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
+from specdec.engine.tap import HiddenTap
 
 
 class Engine:
@@ -33,6 +34,10 @@ class Engine:
         """Told, before anything is computed, for which sequences a step is."""
         self.beside_pass: Callable[[list[ScheduledItem]], None] = lambda items: None
         """Told what a forward pass computes, right before it: to start on another thread what can be done meanwhile."""
+        self.tap_ids: tuple[int, ...] = ()
+        """Hidden states that steps hand out, by the ids of `specdec.engine.tap`; none cost nothing."""
+        self.after_copies: Callable[[list[tuple[int, int]]], None] = lambda pairs: None
+        """Told which blocks were copied (source, destination), in order, before anything is computed."""
         self._ids = itertools.count()
         self._unaccepted: list[Sequence] = []  # verified in the last step
         self._in_step: list[Sequence] | None = None  # who is in the last step; None: it is not decided
@@ -193,19 +198,27 @@ class Engine:
         self.before_pass(self._in_step)
         if scheduled.copies:
             self.runner.copy_blocks(scheduled.copies)
+            self.after_copies(scheduled.copies)
         self._check_writes(scheduled)
         batch, item_rows = build_batch(scheduled, self.block_pool.block_size, self.runner.device)
         self.beside_pass(scheduled.items)
+        if self.tap_ids:
+            batch.tap = HiddenTap(self.tap_ids)
         logits = self.runner.forward(batch)
         outputs = []
+        first = 0
         for rows in item_rows:
             self._advance(rows.item)
-            outputs.append(_item_output(rows.item, slice(rows.row_start, rows.row_start + rows.num_rows)))
+            end = first + rows.item.num_new_tokens + rows.item.num_tree_nodes
+            logits_rows = slice(rows.row_start, rows.row_start + rows.num_rows)
+            outputs.append(_item_output(rows.item, logits_rows, slice(first, end)))
+            first = end
         return StepOutput(
             logits=logits,
             items=outputs,
             preempted=scheduled.preempted,
             num_tokens=scheduled.num_tokens,
+            hidden=None if batch.tap is None else batch.tap.states,
         )
 
     def num_waiting_tokens(self) -> int:
@@ -306,7 +319,7 @@ class Engine:
             raise SequenceStateError(f"sequence {seq.seq_id} was freed")
 
 
-def _item_output(item: ScheduledItem, rows: slice) -> ItemOutput:
+def _item_output(item: ScheduledItem, rows: slice, batch_rows: slice) -> ItemOutput:
     return ItemOutput(
         seq=item.seq,
         rows=rows,
@@ -314,4 +327,5 @@ def _item_output(item: ScheduledItem, rows: slice) -> ItemOutput:
         num_new_tokens=item.num_new_tokens,
         tree_nodes=item.num_tree_nodes,
         completes=item.completes,
+        batch_rows=batch_rows,
     )

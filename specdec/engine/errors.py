@@ -8,6 +8,7 @@ EngineError
 ├── NonFiniteLogits       a row of logits from which no token can be drawn: a fault of the model or of its numerics
 ├── KVInvariantError      a broken invariant of the KV cache: always a bug, never bad input
 └── ModelLoadError        a model that could not be loaded
+    ├── TapRefused           hidden states that are wanted of a model which does not hand them out
     └── ModelNotSupported    one that loads, but that the engine cannot run correctly: carries the reason
 """
 
@@ -63,6 +64,10 @@ class KVInvariantError(EngineError):
 
 class ModelLoadError(EngineError):
     """A model that could not be loaded: missing files, a bad config, too little memory."""
+
+
+class TapRefused(ModelLoadError):
+    """Hidden states are wanted of layers that the model has not, or of a model that cannot hand them out."""
 
 
 class ModelNotSupported(ModelLoadError):

@@ -39,7 +39,9 @@ class LeadingRunner:
         frame = forward_frame(batch)
         self._send(frame)
         if self._runner.device.type != "cpu":
+            tap = batch.tap  # the residual stream is the same on all ranks: this one's is handed out
             batch = batch_of(frame, self._runner.device)
+            batch.tap = tap
         return self._runner.forward(batch)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:

@@ -26,6 +26,8 @@ class ItemOutput:
     """Leading nodes of the sequence's tree that were verified."""
     completes: bool
     """No token of the sequence was pending afterwards."""
+    batch_rows: slice
+    """Its rows of the batch: its new tokens, then its nodes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,6 +42,8 @@ class StepOutput:
     """Sequences that gave up their blocks for the step."""
     num_tokens: int
     """Rows of the batch."""
+    hidden: torch.Tensor | None = None
+    """[num_tokens, layers of the tap, hidden size], of all rows of the batch; None without a tap."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from specdec.telemetry.registry import COARSE_S, FINE_S, TOKENS
 
 _DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
 
-_DRAFTER = {"drafter": "ngram, suffix, prediction, token_recycling"}
+_DRAFTER = {"drafter": "a name of the setting `drafters`: ngram, eagle3, ..."}
 
 
 class TargetMetrics(EngineMetrics):

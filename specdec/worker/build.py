@@ -20,6 +20,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.source import CONSTRAINTS_ID
+from specdec.heads.target import HeadTarget
 from specdec.message_sizes import most_entry_bytes, opening_bytes
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2 as pb
@@ -44,6 +45,8 @@ class BuiltEngine:
     """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
     grammars: GrammarCompiler | None = None
     """Compiles constraints; None where the tokenizer allows none."""
+    heads: HeadTarget | None = None
+    """What heads over hidden states sit on; None where no model runs."""
 
 
 def build_engine(
@@ -91,7 +94,9 @@ def build_engine(
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
     fused = runner.fused if sampler.is_native and ranks is None else None
     drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
-    return BuiltEngine(Engine(steps, pool, scheduler), sampler, info, row_s * max_batch_tokens, drawing, grammars)
+    engine = Engine(steps, pool, scheduler)
+    heads = HeadTarget(runner, engine, sampler)
+    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads)
 
 
 def _grammars(runner: ModelRunner) -> GrammarCompiler | None:

@@ -4,29 +4,33 @@ Each call is timed. In a session where a drafter's offers bring less than they c
 every 64th step, and at every step again once a token of it is accepted. One that raises, offers what is no tree, or
 does not return is dropped for good: all sessions go on without it.
 
+Heads over the target's hidden states are told of every step, and asked for all sessions at once (`head_desk.py`).
+
 What is verified of their offers `Pacing` decides, by what became of earlier ones (`policy/source_records.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import structlog
 import torch
 
 from specdec.drafters.interface import Context, Drafter, Room
-from specdec.drafters.options import DrafterOptions
+from specdec.drafters.options import DrafterOptions, HeadOptions
 from specdec.drafters.registry import make_drafter
+from specdec.engine.outputs import StepOutput
 from specdec.engine.tree import ROOT
+from specdec.heads.target import HeadTarget
 from specdec.sampling_params import VerifyMode
 from target_service.decide import Decision
 from target_service.pacing import Pacing
 from target_service.policy.source_records import OwnRecord
 from target_service.proposals.deadline import Deadline, Overdue
-from target_service.proposals.part import DrafterPart, DrafterStep
+from target_service.proposals.head_desk import Due, HeadDesk
+from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
 from target_service.session import SessionState, TargetSession
 from target_service.tree.speculation_tree import Node
 
@@ -34,19 +38,6 @@ MOST_CALL_S = 0.25
 """Of CPU time that one call may take: a thousand times what it should."""
 _COST_WEIGHT = 1 / 64
 _log = structlog.get_logger("specdec.worker")
-
-
-class PanelRecorder(Protocol):
-    """Is told what drafters did."""
-
-    def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
-        """A drafter offered so many nodes."""
-
-    def judged(self, drafter: str, num_verified: int, accepted_depths: Sequence[int]) -> None:
-        """So many of them were verified, and those at these depths accepted."""
-
-    def dropped(self, drafter: str) -> None:
-        """A drafter is not asked any more."""
 
 
 @dataclass(slots=True)
@@ -62,8 +53,24 @@ class _Known:
 class DrafterPanel:
     """Asks drafters for sessions, and tells them what became of it. Without any it does nothing."""
 
-    def __init__(self, options: Iterable[DrafterOptions], vocab_size: int, recorder: PanelRecorder) -> None:
-        self._drafters: dict[str, Drafter] = {each.method: make_drafter(each, vocab_size) for each in options}
+    def __init__(
+        self,
+        options: Iterable[DrafterOptions],
+        vocab_size: int,
+        recorder: PanelRecorder,
+        target: HeadTarget | None = None,
+    ) -> None:
+        """`target`: what heads sit on; None where there can be none.
+
+        Raises ModelLoadError: a head's files are none, or do not fit the target.
+        """
+        self._drafters: dict[str, Drafter] = {}
+        self._heads = HeadDesk(target)
+        for each in options:
+            if isinstance(each, HeadOptions):
+                self._drafters[each.method] = self._heads.load(each)
+            else:
+                self._drafters[each.method] = make_drafter(each, vocab_size)
         self._vocab_size = vocab_size
         self._recorder = recorder
         self._known: dict[str, _Known] = {}
@@ -81,7 +88,11 @@ class DrafterPanel:
         return bool(self._drafters)
 
     def add(self, name: str, drafter: Drafter) -> None:
-        """Ask one more drafter for all sessions, those that run included."""
+        """Ask one more drafter for all sessions, those that run included.
+
+        Raises TapRefused: a head reads what the target does not hand out.
+        """
+        self._heads.add(name, drafter)
         self._drafters[name] = drafter
         for known in self._known.values():
             self._open(known, name, drafter)
@@ -89,6 +100,7 @@ class DrafterPanel:
     def remove(self, name: str) -> None:
         """Do not ask a drafter any more; what it has offered may still be verified."""
         self._drafters.pop(name, None)
+        self._heads.remove(name)
         for known in self._known.values():
             known.parts = [part for part in known.parts if part.name != name]
 
@@ -98,6 +110,7 @@ class DrafterPanel:
         """Hang offers on the trees of sessions whose next step is due."""
         if not self._drafters:
             return
+        due: list[Due] = []
         for session in sessions:
             if session.state is not SessionState.DECIDED or not pacing.may_offer(session):
                 continue
@@ -107,14 +120,20 @@ class DrafterPanel:
             known.asked_at = session.num_tokens
             depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
             if depth > 0:
-                self._ask(session, known, Room(session.max_nodes, depth))
+                room = Room(session.max_nodes, depth)
+                self._ask(session, known, room)
+                due.append(Due(session, known.parts, room))
+        for name in self._heads.names:
+            try:
+                self._heads.ask(name, due, self._recorder)
+            except (Exception, Overdue) as error:
+                self._drop(name, error)
 
     def _ask(self, session: TargetSession, known: _Known, room: Room) -> None:
         if session.mode is VerifyMode.REJECTION and len(session.tree):
             return  # a draft's chain is there: beside it nothing could be verified
         for part in tuple(known.parts):
-            if part.wait > 0:
-                part.wait -= 1
+            if part.name in self._heads.names or not part.is_due():
                 continue
             began_s = time.monotonic()
             try:
@@ -203,6 +222,13 @@ class DrafterPanel:
         """Whether a part wants to know what the target found: it does where it was asked for the step."""
         return part.step is not None and self._drafters[part.name].capabilities.num_target_top > 0
 
+    def feed(self, output: StepOutput, decisions: Sequence[Decision], sessions: Mapping[int, TargetSession]) -> None:
+        """Tell heads what a step has computed, before its decisions are committed; `sessions` by sequence number."""
+        if not self._heads.names:
+            return
+        for name, error in self._heads.feed(output, decisions, sessions, lambda session: self._session(session).parts):
+            self._drop(name, error)
+
     def learn(self, decision: Decision, pacing: Pacing) -> list[DrafterStep]:
         """A decision is about to be committed: what became of the offers below the session's last committed token.
 
@@ -250,6 +276,7 @@ class DrafterPanel:
 
     def closed(self, session: TargetSession) -> None:
         """A session has ended."""
+        self._heads.closed(session)
         known = self._known.pop(session.session_id, None)
         if known is None:
             return

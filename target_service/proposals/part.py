@@ -1,8 +1,10 @@
-"""A drafter's part of a session: what it did for the step at hand, and whether it pays to ask it."""
+"""A drafter's part of a session: what it did for the step at hand, whether it pays to ask it, and who is told."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from specdec.drafters.interface import SessionDrafter
 
@@ -14,6 +16,19 @@ _WEIGHT = 1 / 16
 """Of a call in the means of a session."""
 _FREE_TOKENS = 0.005
 """Calls that cost no more are not worth leaving out."""
+
+
+class PanelRecorder(Protocol):
+    """Is told what drafters did."""
+
+    def asked(self, drafter: str, num_nodes: int, elapsed_s: float) -> None:
+        """A drafter offered so many nodes."""
+
+    def judged(self, drafter: str, num_verified: int, accepted_depths: Sequence[int]) -> None:
+        """So many of them were verified, and those at these depths accepted."""
+
+    def dropped(self, drafter: str) -> None:
+        """A drafter is not asked any more."""
 
 
 @dataclass(slots=True)
@@ -41,6 +56,13 @@ class DrafterPart:
     """Tokens accepted thanks to a call: a mean."""
     step: DrafterStep | None = None
     """What it did for the step at hand; None: it was not asked."""
+
+    def is_due(self) -> bool:
+        """Whether it is asked for the step at hand; counts the steps for which it is not."""
+        if self.wait > 0:
+            self.wait -= 1
+            return False
+        return True
 
     def judge(self, credit: float, cost_tokens: float) -> None:
         """A step is over for which it was asked."""

@@ -40,6 +40,12 @@ DRAFTER_STYLES = {
     "suffix": "bright_blue",
     "prediction": "bright_magenta",
     "token_recycling": "bright_cyan",
+    "medusa": "bright_green",
+    "eagle": "bright_green",
+    "eagle3": "bright_green",
+    "peagle": "bright_green",
+    "dflash": "bright_green",
+    "dspark": "bright_green",
 }
 """Of accepted tokens that no draft model proposed."""
 HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"

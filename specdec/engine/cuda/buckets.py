@@ -14,6 +14,7 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
+from specdec.engine.tap import HiddenTap
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 _PATH_SLOTS_PER_ROW = 8
@@ -93,7 +94,9 @@ class BucketedSteps:
         self._forward = forward
         self._capture = capture
         self._cache: KVCache | None = None
-        self._graphs: OrderedDict[Key, tuple[Batch, Callable[[], None], torch.Tensor]] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Key, tuple[int, ...]], tuple[Batch, Callable[[], None], torch.Tensor]] = (
+            OrderedDict()
+        )
 
     def serve(self, cache: KVCache) -> None:
         """Replay steps over this cache from now on."""
@@ -110,9 +113,11 @@ class BucketedSteps:
         if key is None:
             return self._forward(batch, cache)
         spare_block = cache.num_blocks - 1
-        graph = self._graphs.get(key)
+        name = (key, () if batch.tap is None else batch.tap.layer_ids)
+        graph = self._graphs.get(name)
         if graph is None:
             static = empty_batch(key, cache.device, spare_block)
+            static.tap = None if batch.tap is None else HiddenTap(batch.tap.layer_ids)
             fill(static, batch, spare_block, cache.block_size)
             try:
                 graph = (static, *self._capture(lambda: self._forward(static, cache)))
@@ -120,13 +125,15 @@ class BucketedSteps:
                 _logger.exception("a step could not be captured: steps are launched kernel by kernel")
                 self._cache = None
                 return self._forward(batch, cache)
-            self._graphs[key] = graph
+            self._graphs[name] = graph
             if len(self._graphs) > _MOST_GRAPHS:
                 self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
+        self._graphs.move_to_end(name)
         static, replay, logits = graph
         fill(static, batch, spare_block, cache.block_size)
         replay()
+        if batch.tap is not None and static.tap is not None and static.tap.states is not None:
+            batch.tap.states = static.tap.states[: batch.input_ids.shape[0]].clone()  # the next replay overwrites them
         return logits.index_select(0, batch.logits_indices)
 
 

@@ -18,6 +18,7 @@ from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import attend, launch_shape, plan_tiles
 from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
 from specdec.engine.model.fused import rotary_tables
+from specdec.engine.tap import FINAL, TapCollector
 
 Weight = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -65,13 +66,18 @@ class DeviceDecoder:
         epsilon = self._epsilon
         norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
         residual, normed = embed_norm(batch.input_ids, self._embedding, self._layers[0].input_norm, epsilon)
+        tap = TapCollector(batch.tap)
         for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
+            tap.see(index, residual)
             qkv = linear(normed, *layer.qkv)
             query = rotate_write(qkv, self._num_heads, index, batch, cache, self._tables, layer.head_norms, epsilon)
             attended = attend(query, index, batch, cache, self._options[index], plan)
             add_norm(linear(attended.flatten(1), *layer.output), layer.post_norm, residual, normed, epsilon)
             gated = gate(linear(normed, *layer.gate_up))
             add_norm(linear(gated, *layer.down), next_norm, residual, normed, epsilon)
+        tap.see(len(self._layers), residual)
+        tap.see(FINAL, normed)
+        tap.done()
         return linear(normed.index_select(0, batch.logits_indices), *self._head).float()
 
 

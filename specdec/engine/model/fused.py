@@ -101,6 +101,7 @@ class FusedDecoder:
             self._take_layer(target, layer)
         cosines, sines = rotary_tables(decoder.rotary_emb, max_model_len)
         self.num_logits = int(head.weight.shape[0])
+        self.hidden_size = int(model.config.hidden_size)
         embedding = decoder.embed_tokens.weight
         embedding_is_bfloat16 = kernels.packing.fits(embedding, WeightFormat.BFLOAT16)
         self._decoder = _Decoder(
@@ -112,7 +113,7 @@ class FusedDecoder:
             lm_head_bias=self._keep(head.bias),
             layers=self._layers,
             num_layers=len(layers),
-            hidden=model.config.hidden_size,
+            hidden=self.hidden_size,
             intermediate=model.config.intermediate_size,
             num_logits=self.num_logits,
             num_embeddings=embedding.shape[0],
@@ -128,6 +129,12 @@ class FusedDecoder:
         """
         view = BatchView.of(batch, cache.block_size)
         logits = torch.empty(view.num_logits, self.num_logits)
+        tap = batch.tap
+        if tap is not None:
+            tap.states = torch.empty(view.num_rows, len(tap.layer_ids), self.hidden_size)
+            layer_ids = (_INT64 * len(tap.layer_ids))(*tap.layer_ids)
+            view.tap_layers, view.num_taps = ctypes.addressof(layer_ids), len(tap.layer_ids)
+            view.tapped = tap.states.data_ptr()
         self.call(self._kernels.library.specdec_decoder_step, view, view.num_rows, cache, logits)
         return logits
 

@@ -44,6 +44,8 @@ class LoadedModel:
     """Ids that the tokenizer can name; the logits may have more columns."""
     num_logits: int
     num_parameters: int
+    num_layers: int
+    hidden_size: int
     dtype: torch.dtype
     device: torch.device
 
@@ -122,6 +124,8 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         vocab_size=min(num_logits, tokenizer.vocab_size or num_logits),
         num_logits=num_logits,
         num_parameters=num_parameters,
+        num_layers=int(getattr(config, "num_hidden_layers", 0)),
+        hidden_size=int(getattr(config, "hidden_size", 0)),
         dtype=dtype,
         device=device,
     )

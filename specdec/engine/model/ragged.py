@@ -17,6 +17,7 @@ from specdec.engine.attention.paged import (
 from specdec.engine.batch import Batch
 from specdec.engine.model.gate import check_attention_calls, refusing, switch_attention
 from specdec.engine.model.probe import Probe
+from specdec.engine.model.tapping import tapping
 
 
 class StepModel(Protocol):
@@ -59,12 +60,13 @@ class RaggedModel:
         num_logits = batch.logits_indices.shape[0]
         kept = batch.logits_indices if num_logits else batch.logits_indices.new_zeros(1)
         kwargs: dict[str, Any] = {CONTEXT_KWARG: context}
-        output = self.model(
-            input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.position_ids.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=kept,  # always a tensor: 0 and slices mean other things to other models
-            **kwargs,
-        )
+        with tapping(self.model, batch.tap):
+            output = self.model(
+                input_ids=batch.input_ids.unsqueeze(0),
+                position_ids=batch.position_ids.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=kept,  # always a tensor: 0 and slices mean other things to other models
+                **kwargs,
+            )
         logits: torch.Tensor = output.logits[0, :num_logits].float()
         return logits

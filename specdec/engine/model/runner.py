@@ -21,6 +21,7 @@ from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant,
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.probe import Probe, ProbeLog, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
+from specdec.engine.model.tapping import check_layer_ids, check_pass
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
 from specdec.engine.native.packing import FORMATS, FORMATS_OF_QUANTIZED
@@ -28,6 +29,7 @@ from specdec.engine.native.variants import UnsupportedIsa
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import shard_model
 from specdec.engine.settings import EngineSettings
+from specdec.engine.tap import HiddenTap
 
 _CPU_KV_BYTES = 1 << 30
 _INSTALL_KERNELS = "install specdec from a wheel for this machine, or a C++ compiler (Debian: apt-get install g++)"
@@ -63,10 +65,14 @@ class ModelRunner:
         self.vocab_size = loaded.vocab_size  # ids that the tokenizer can name
         self.num_logits = loaded.num_logits  # columns of the logits: at least vocab_size
         self.num_parameters = loaded.num_parameters
+        self.num_layers = loaded.num_layers
+        self.hidden_size = loaded.hidden_size
         self.block_size = cache.block_size
         self.num_blocks = cache.num_blocks
         self.num_kv_bytes = cache.num_bytes  # of this rank
         self.row_invariant = False
+        self.kernels: NativeKernels | None = None
+        """Those of the CPU, where there are any; for whatever else runs between passes."""
         self._step_model = step_model
         self._cache = cache
         self._kernel_path = kernel_path
@@ -102,6 +108,21 @@ class ModelRunner:
         """
         with torch.inference_mode():
             return self._step_model(batch, self._cache)
+
+    def check_tap(self, layer_ids: Sequence[int]) -> None:
+        """Make sure that batches may have a tap of these ids (``specdec.engine.tap``), by a pass over another cache.
+
+        Raises ``TapRefused``.
+        """
+        check_layer_ids(layer_ids, self.num_layers)
+        if self.settings.tensor_parallel_size > 1:
+            return  # a pass would need all ranks; what they run is transformers' modules, whose layers were found
+        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
+        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
+        batch = probe.batch(probe.prefix_rows(2))
+        batch.tap = HiddenTap(tuple(layer_ids))
+        with torch.inference_mode():
+            check_pass(lambda: self._step_model(batch, cache), batch.tap, (2, len(layer_ids), self.hidden_size))
 
     @property
     def fused(self) -> tuple[FusedDecoder, KVCache] | None:
@@ -171,6 +192,7 @@ class _RunnerBuilder:
         runner = ModelRunner(loaded, settings, step_model, cache, kernel_path)
         runner.num_blocks -= int(has_spare)
         runner.row_invariant = row_invariant
+        runner.kernels = self._kernels
         return runner
 
     def _choose_model(

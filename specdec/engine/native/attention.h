@@ -33,7 +33,12 @@ struct BatchView {
   const int32_t* path_slots;
   const int32_t* block_tables;
   const int64_t* logits_indices;
+  const int64_t* tap_layers = nullptr;  // [num_taps]: of all rows, the hidden states after so many layers, or kFinalNorm
+  int64_t num_taps = 0;
+  float* tapped = nullptr;  // [num_rows, num_taps, hidden]
 };
+
+constexpr int64_t kFinalNorm = -1;  // after all layers and the final norm, mirrored by FINAL in tap.py
 
 // One layer's cache and rules. Mirrored in kernels.py.
 struct AttentionView {

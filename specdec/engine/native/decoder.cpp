@@ -94,7 +94,12 @@ class Step {
     for (int64_t row = rows.begin; row < rows.end; ++row)
       embed(batch_.input_ids[row], space_.hidden + row * decoder_.hidden);
     pool_.barrier();
-    for (int64_t i = 0; i < decoder_.num_layers; ++i) run_layer(decoder_.layers[i], thread, num_threads);
+    for (int64_t i = 0; i < decoder_.num_layers; ++i) {
+      tap(i, rows);
+      run_layer(decoder_.layers[i], thread, num_threads);
+    }
+    tap(decoder_.num_layers, rows);
+    tap(kFinalNorm, rows);
     project_logits(thread, num_threads);
   }
 
@@ -109,6 +114,22 @@ class Step {
     for (int64_t i = 0; i < hidden; ++i) {
       const uint32_t bits = static_cast<uint32_t>(numbers[i]) << 16;
       std::memcpy(out + i, &bits, sizeof bits);
+    }
+  }
+
+  // Hands out hidden states between two layers, where no thread writes them before this one is at the next barrier.
+  void tap(int64_t layer, const Share& rows) const {
+    const int64_t hidden = decoder_.hidden;
+    for (int64_t i = 0; i < batch_.num_taps; ++i) {
+      if (batch_.tap_layers[i] != layer) continue;
+      for (int64_t row = rows.begin; row < rows.end; ++row) {
+        const float* from = space_.hidden + row * hidden;
+        float* to = batch_.tapped + (row * batch_.num_taps + i) * hidden;
+        if (layer == kFinalNorm)
+          rms_norm(from, decoder_.final_norm, hidden, decoder_.norm_epsilon, to);
+        else
+          std::memcpy(to, from, hidden * sizeof(float));
+      }
     }
   }
 

@@ -34,6 +34,9 @@ class BatchView(ctypes.Structure):
         ("path_slots", _POINTER),
         ("block_tables", _POINTER),
         ("logits_indices", _POINTER),
+        ("tap_layers", _POINTER),
+        ("num_taps", _INT64),
+        ("tapped", _POINTER),
     ]
 
     @classmethod

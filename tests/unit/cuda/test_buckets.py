@@ -10,6 +10,7 @@ from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, bucket_of, e
 from specdec.engine.model.kv_budget import largest_batch
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
+from specdec.engine.tap import FINAL, HiddenTap
 from tests.support.engine import paged_scenarios as play
 from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -109,3 +110,25 @@ def test_a_batch_fits_its_bucket_with_a_sequence_for_the_padding() -> None:
             assert seqs >= batch.num_seqs + (rows > num_rows)
             assert (blocks, slots) == (8, 0)
             assert empty_batch(key, torch.device("cpu"), 9).slot_mapping.shape == (rows,)
+
+
+def test_a_replayed_step_hands_out_hidden_states_of_its_own_rows_that_the_next_one_leaves_alone(
+    runner: ModelRunner,
+) -> None:
+    batches = [largest_batch(num_rows, 64, 8, torch.device("cpu"))[0] for num_rows in (5, 7, 6)]
+    batches[1].input_ids += 3
+    expected = []
+    for batch in batches:
+        batch.tap = HiddenTap((FINAL, 1))
+        runner.forward(batch)
+        expected.append(batch.tap.states)
+        batch.tap = HiddenTap((FINAL, 1))
+    _, captures = bucketed(runner)
+    for batch in batches:
+        runner.forward(batch)
+    for batch, states in zip(batches, expected, strict=True):
+        assert batch.tap is not None
+        assert batch.tap.states is not None
+        assert states is not None
+        assert torch.equal(batch.tap.states, states)
+    assert captures.num_captured == 1

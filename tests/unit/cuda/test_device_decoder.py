@@ -17,6 +17,7 @@ from specdec.engine.model.loader import load_model, random_model
 from specdec.engine.model.probe import Probe
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.settings import EngineSettings
+from specdec.engine.tap import FINAL, HiddenTap
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.engine.triton_device import DEVICE
 
@@ -44,12 +45,20 @@ def test_its_logits_are_those_of_the_models_own_modules(architecture: str, tmp_p
         tuple(tokens): loaded.model(input_ids=torch.tensor([tokens], device=loaded.device), use_cache=False).logits[0]
         for tokens in probe.sequences
     }
+    ids = torch.tensor([[row.path[-1] for row in probe.prefix_rows(5)]], device=loaded.device)
+    states = loaded.model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    hidden = torch.stack([states[-1][0], *(each[0] for each in states[:3])], dim=1)
     recorded = RaggedModel(loaded.model, TiledAttention()).record_attention(probe)
     assert is_fusable(loaded.model, recorded.geometries, recorded.options, 256)
     decoder = DeviceDecoder(loaded.model, recorded.geometries, recorded.options, loaded.max_model_len)
     cache = KVCache(recorded.geometries, probe.num_blocks, 8, torch.float32, loaded.device)
     log = probe.run(decoder, cache)
     assert log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences) < 1e-5
+    batch = probe.batch(probe.prefix_rows(5))
+    batch.tap = HiddenTap((FINAL, 0, 1, 2))
+    decoder(batch, cache)
+    assert batch.tap.states is not None
+    assert (batch.tap.states - hidden).abs().max() < 1e-5 * hidden.abs().max()
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ FLOORS = {
         sampling_limits sampling_params settings_sources shipped_pair tls_files v1
         constraint_limits
         drafters engine grammar store telemetry
+        heads
         rpc
         client config
         benchmark
@@ -38,6 +39,19 @@ FLOORS = {
         interface
         growing
         ngram prediction suffix token_recycling
+        registry
+    """,
+    "specdec.heads": """
+        checkpoint parts session
+        cache config target vocabulary
+        cached drawing
+        growth
+        serial slots
+        methods
+    """,
+    "specdec.heads.methods": """
+        dflash eagle3 medusa
+        dspark eagle peagle
         registry
     """,
     "specdec.drafting": """
@@ -55,7 +69,7 @@ FLOORS = {
     """,
     "specdec.engine": """
         errors settings
-        block_pool tree
+        block_pool tap tree
         sequence
         outputs scheduler
         ahead batch

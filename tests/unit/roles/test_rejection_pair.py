@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.support.engine.rejection import (
     exact_distribution,
     rejection_session,
 )
+from tests.support.heads.fitted import right_eagle
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +221,12 @@ def test_restricted_greedy_sessions_give_the_tokens_of_plain_decoding(kind: str,
     assert sum(outcome.num_accepted for outcome in outcomes.values()) > 0
     if kind == "allowed_token_ids":
         assert {token for outcome in outcomes.values() for token in outcome.token_ids} <= set(ALLOWED)
+
+
+def test_point_masses_of_a_head_leave_the_distribution(pair: LocalPair, tmp_path: Path) -> None:
+    head = right_eagle(pair, tmp_path)
+    check_distribution(pair, REJECTION, 768, drafters=[head], use_draft=False, least_share=1 / 10)
+    assert pair.verifier.panel.names == ["eagle"]
 
 
 def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) -> None:

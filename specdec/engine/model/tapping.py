@@ -1,0 +1,91 @@
+"""A tap on transformers' own modules, by hooks that are there for one pass only; and whether a model has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.engine.errors import TapRefused
+from specdec.engine.tap import FINAL, HiddenTap, TapCollector
+
+
+def find_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList] | None:
+    """The module that runs a model's layers, whose output is past the final norm, and these in order; None without one.
+
+    The layers are the first list of as many modules as the config has layers: lists inside of layers come after it.
+    """
+    count = int(getattr(model.config, "num_hidden_layers", 0))
+    for parent in model.modules():
+        for child in parent.children():
+            if isinstance(child, nn.ModuleList) and len(child) == count > 0:
+                return parent, child
+    return None
+
+
+@contextmanager
+def tapping(model: PreTrainedModel, tap: HiddenTap | None) -> Iterator[None]:
+    """Fill a tap by the pass that is made inside. Cost: some microseconds per layer that is tapped, and their copies.
+
+    Raises KeyError where the model does not show a layer's states; ``ModelRunner.check_tap`` finds out before.
+    """
+    if tap is None:
+        yield
+        return
+    collector = TapCollector(tap)
+    decoder, layers = find_decoder(model) or (model, nn.ModuleList())
+
+    def before(layer_id: int) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            collector.see(layer_id, args[0][0] if args else kwargs["hidden_states"][0])
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+        collector.see(len(layers), states[0])
+
+    def final(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        collector.see(FINAL, output[0][0])
+
+    handles = []
+    try:
+        for layer_id in tap.layer_ids:
+            if layer_id == FINAL:
+                handles.append(decoder.register_forward_hook(final))
+            elif layer_id == len(layers):
+                handles.append(layers[-1].register_forward_hook(after))
+            elif layer_id < len(layers):
+                handles.append(layers[layer_id].register_forward_pre_hook(before(layer_id), with_kwargs=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    collector.done()
+
+
+def check_layer_ids(layer_ids: Sequence[int], num_layers: int) -> None:
+    """Refuse ids that are no layers of a model. Raises ``TapRefused``."""
+    if len(set(layer_ids)) < len(layer_ids):
+        raise TapRefused(f"layer ids {list(layer_ids)}: one is named twice")
+    for layer_id in layer_ids:
+        if not (layer_id == FINAL or 0 <= layer_id <= num_layers):
+            raise TapRefused(f"layer id {layer_id}: the model has {num_layers} layers, so that ids go from 0 to that")
+
+
+def check_pass(run: Callable[[], torch.Tensor], tap: HiddenTap, shape: tuple[int, ...]) -> None:
+    """Run a pass with a tap, and refuse a model that does not fill it with so many numbers. Raises ``TapRefused``."""
+    try:
+        run()
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise TapRefused(
+            f"the model's layers do not show their hidden states {list(tap.layer_ids)}: {error!r}"
+        ) from error
+    if tap.states is None:
+        raise TapRefused("what runs the model has no tap")
+    if tuple(tap.states.shape) != shape:
+        raise TapRefused(f"the model's layers show hidden states of shape {tuple(tap.states.shape)}, not {shape}")

@@ -1,0 +1,1 @@
+"""Drafters that are heads over the target's hidden states: files, modules, keys and values, trees."""

@@ -1,0 +1,67 @@
+"""What a step has computed of tokens that stay: hidden states for drafters that are heads over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.engine.outputs import ItemOutput, StepOutput
+from specdec.heads.session import Features
+from target_service.decide import Decision
+from target_service.session import TargetSession
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """Committed tokens of one session, with all the layers of the step's tap."""
+
+    session: TargetSession
+    start: int
+    """Position of the first."""
+    states: torch.Tensor
+    """[n, layers of the tap, hidden size], a copy: the step's own goes with the step."""
+    next_ids: list[int]
+    """For each the token after it."""
+
+    def features(self, columns: Sequence[int]) -> Features:
+        """The part of a head that reads these layers of the tap."""
+        whole = list(columns) == list(range(self.states.shape[1]))
+        states = self.states if whole else self.states[:, list(columns)]
+        return Features(self.start, states, self.next_ids)
+
+
+def computed(
+    output: StepOutput, decisions: Sequence[Decision], session_of: Mapping[int, TargetSession]
+) -> Iterator[Computed]:
+    """Of chunks of prompts, all tokens; of what was decided, the last committed token and the accepted nodes.
+
+    Before the decisions are committed. Nothing of nodes that were verified in vain, nor of choices that end.
+
+    Args:
+        output: of the step; it has hidden states.
+        decisions: what it decided.
+        session_of: by the number of their sequences.
+    """
+    if output.hidden is None:
+        return
+    by_root: dict[int, ItemOutput] = {}
+    for item in output.items:
+        if item.completes:
+            by_root[item.rows.stop - item.tree_nodes - 1] = item
+        elif (session := session_of.get(item.seq.seq_id)) is not None and session.max_nodes > 0:
+            first, end = item.start, item.start + item.num_new_tokens
+            states = output.hidden[item.batch_rows].clone()
+            yield Computed(session, first, states, item.seq.token_ids[first + 1 : end + 1])
+    for decision in decisions:
+        candidate, walk = decision.candidate, decision.walk
+        session, root = candidate.session, by_root.get(candidate.root_row)
+        if root is None or walk.finish_reason or session.max_nodes == 0 or root.num_new_tokens == 0:
+            continue
+        start = root.start if root.seq is session.seq else session.num_tokens - 1  # a fork has its parent's last row
+        first_node = root.batch_rows.start + root.num_new_tokens
+        rows = list(range(first_node - (session.num_tokens - start), first_node))
+        rows += [first_node + node for node in walk.path]
+        next_ids = [*session.token_ids[start + 1 :], *walk.token_ids]
+        yield Computed(session, start, output.hidden[rows], next_ids[: len(rows)])

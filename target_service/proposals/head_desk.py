@@ -1,0 +1,169 @@
+"""Heads of a target: kept in step with what it computes, and asked for many sessions in one call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from specdec.drafters.interface import Drafter, Room
+from specdec.drafters.options import HeadOptions
+from specdec.engine.outputs import StepOutput
+from specdec.engine.sampling.sampler import RowContext
+from specdec.engine.tap import joined
+from specdec.heads.checkpoint import HeadRefused
+from specdec.heads.methods.registry import make_head
+from specdec.heads.session import Head, HeadAsk, HeadSession
+from specdec.heads.target import HeadTarget
+from specdec.sampling_params import VerifyMode
+from target_service.decide import Decision
+from target_service.proposals.deadline import Deadline, Overdue
+from target_service.proposals.features import computed
+from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
+from target_service.session import TargetSession
+
+MOST_CALL_S = 10.0
+"""Of CPU time of all threads that a call for all sessions may take: what runs in native code ends by itself."""
+_MOST_PENDING = 64
+"""Tokens of a session that wait for the next draft; chunks of prompts are taken in at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A session whose next step is due."""
+
+    session: TargetSession
+    parts: Sequence[DrafterPart]
+    """Of its drafters."""
+    room: Room
+
+
+class HeadDesk:
+    """The heads that are asked, by name. Their errors are raised, or returned by `feed`; the caller drops them."""
+
+    def __init__(self, target: HeadTarget | None) -> None:
+        """Without a target there are none."""
+        self._target = target
+        self._heads: dict[str, Head] = {}
+        self._columns: dict[str, list[int]] = {}
+        self._debts_s: dict[str, float] = {}
+        """By session, what it took to take in its tokens outside of drafts."""
+        self._deadline = Deadline(MOST_CALL_S)
+        if target is not None:
+            target.engine.after_copies = self._copied
+            target.engine.tap_ids = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Heads that are asked."""
+        return tuple(self._heads)
+
+    def load(self, options: HeadOptions) -> Drafter:
+        """Load a head and ask it from now on. Raises HeadRefused and TapRefused."""
+        if self._target is None:
+            raise HeadRefused(f"drafters: {options.method}: this engine runs no model that heads could sit on")
+        head = make_head(options, self._target)
+        self.add(options.method, head)
+        return head
+
+    def add(self, name: str, drafter: Drafter) -> None:
+        """Ask a drafter if it is a head; others are left alone. Raises TapRefused."""
+        if not drafter.capabilities.needs_hidden_states or self._target is None:
+            return
+        head: Head = drafter  # type: ignore[assignment]
+        self._target.runner.check_tap(head.layer_ids)
+        self._heads[name] = head
+        self._tap()
+
+    def remove(self, name: str) -> None:
+        """Do not ask a head any more, if it is one."""
+        if self._heads.pop(name, None) is not None:
+            self._tap()
+
+    def ask(self, name: str, due: Iterable[Due], recorder: PanelRecorder) -> None:
+        """Hang what a head offers on the trees of those it is asked for; what it took is shared among them.
+
+        Raises what the head raises, and TreeError for what is no tree.
+        """
+        asks: list[HeadAsk] = []
+        asked: list[tuple[TargetSession, DrafterPart]] = []
+        for each in due:
+            session = each.session
+            part = next((part for part in each.parts if part.name == name), None)
+            is_chain = session.mode is VerifyMode.REJECTION
+            if part is None or not isinstance(part.drafter, HeadSession) or (is_chain and len(session.tree)):
+                continue
+            if part.is_due():
+                row = RowContext(session.params, session.num_tokens, session.body.num_prompt_tokens, session.history)
+                asks.append(HeadAsk(part.drafter, row, each.room, is_chain))
+                asked.append((session, part))
+        if not asks:
+            return
+        began_s = time.monotonic()
+        with self._deadline:
+            offers = self._heads[name].draft(asks)
+        each_s = (time.monotonic() - began_s) / len(asks)
+        for (session, part), offer in zip(asked, offers, strict=True):
+            num_nodes = 0
+            if offer is not None:
+                num_nodes = session.tree.hang(name, offer.token_ids, offer.parents, offer.scores)
+            elapsed_s = each_s + self._debts_s.pop(session.session_id, 0.0)
+            part.step = DrafterStep(name, num_nodes, elapsed_s=elapsed_s)
+            recorder.asked(name, num_nodes, elapsed_s)
+
+    def closed(self, session: TargetSession) -> None:
+        """A session has ended."""
+        self._debts_s.pop(session.session_id, None)
+
+    def feed(
+        self,
+        output: StepOutput,
+        decisions: Sequence[Decision],
+        sessions: Mapping[int, TargetSession],
+        parts_of: Callable[[TargetSession], Iterable[DrafterPart]],
+    ) -> list[tuple[str, BaseException]]:
+        """A step is over, its decisions are not committed yet. Returns heads that failed, with their errors."""
+        failed: dict[str, BaseException] = {}
+
+        def attempt(name: str, act: Callable[[Head], None]) -> None:
+            if name in failed:
+                return
+            try:
+                with self._deadline:
+                    act(self._heads[name])
+            except (Exception, Overdue) as error:
+                failed[name] = error
+
+        for name in self._heads:
+            attempt(name, lambda head: _forget(head, output))
+        heavy: dict[str, list[tuple[TargetSession, HeadSession]]] = {}
+        for share in computed(output, decisions, sessions):
+            for part in parts_of(share.session):
+                head = part.drafter
+                if isinstance(head, HeadSession) and part.name in self._columns:
+                    head.take(share.session.seq, share.features(self._columns[part.name]))
+                    if head.num_pending > _MOST_PENDING:
+                        heavy.setdefault(part.name, []).append((share.session, head))
+        for name, pairs in heavy.items():
+            began_s = time.monotonic()
+            attempt(name, lambda head, pairs=pairs: head.absorb([own for _, own in pairs]))  # type: ignore[misc]
+            each_s = (time.monotonic() - began_s) / len(pairs)
+            for session, _ in pairs:
+                self._debts_s[session.session_id] = self._debts_s.get(session.session_id, 0.0) + each_s
+        return list(failed.items())
+
+    def _tap(self) -> None:
+        if self._target is None:
+            return
+        union = joined(head.layer_ids for head in self._heads.values())
+        self._target.engine.tap_ids = union
+        self._columns = {name: [union.index(i) for i in head.layer_ids] for name, head in self._heads.items()}
+
+    def _copied(self, pairs: list[tuple[int, int]]) -> None:
+        for head in self._heads.values():
+            head.copied(pairs)
+
+
+def _forget(head: Head, output: StepOutput) -> None:
+    for item in output.items:
+        head.forget(item.seq, item.start, item.start + item.num_new_tokens + item.tree_nodes)

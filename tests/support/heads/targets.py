@@ -1,0 +1,54 @@
+"""Small targets for heads to sit on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.engine import Engine
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.settings import EngineSettings
+from specdec.heads.target import HeadTarget
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "heads"
+"""Made by `make.py` there."""
+
+
+def fixture_target(directory: Path) -> HeadTarget:
+    """A target as small as the fixtures' heads need, with the embedding that some of them share."""
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_hidden_layers=4,
+        max_position_embeddings=128,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0.0, parameter.shape[1] ** -0.5)
+        model.model.embed_tokens.weight.copy_(
+            load_file(FIXTURES / "target_embedding.safetensors")["embed_tokens.weight"]
+        )
+    model.save_pretrained(directory)
+    return target_of(directory)
+
+
+def target_of(directory: Path) -> HeadTarget:
+    """The engine of a folder, for heads."""
+    settings = EngineSettings(model=str(directory), device="cpu", block_size=8, num_blocks=64)
+    runner = ModelRunner.load(settings)
+    pool = BlockPool(runner.num_blocks, runner.block_size)
+    engine = Engine(runner, pool, Scheduler(pool, 64, 16, runner.max_model_len))
+    return HeadTarget(runner, engine, Sampler(runner.vocab_size, "cpu"))

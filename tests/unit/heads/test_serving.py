@@ -1,0 +1,142 @@
+"""What heads offer while sessions run is what their formulas give for the whole text, computed afresh.
+
+So the hidden states are those of the right layers and tokens, entries lie where they are read, those of drafted tokens
+are overwritten, and positions are right: a mistake in any of these would cost acceptance and show nowhere else.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from specdec.drafters.interface import Offer
+from specdec.drafters.options import (
+    DFlashOptions,
+    DSparkOptions,
+    Eagle3Options,
+    EagleOptions,
+    HeadOptions,
+    MedusaOptions,
+    PEagleOptions,
+    PredictionOptions,
+)
+from specdec.engine.tap import FINAL
+from specdec.heads.methods.dflash import DFlash
+from specdec.heads.methods.dspark import DSpark
+from specdec.heads.methods.medusa import Medusa
+from specdec.heads.methods.peagle import PEagle
+from specdec.heads.parts import dense_attention
+from specdec.heads.serial import SerialHead
+from specdec.heads.session import Head, HeadAsk
+from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
+from tests.support.heads import checkpoints
+from tests.support.heads.checkpoints import Sizes
+from tests.unit.heads.dense import block_logits, chain_logits, rollout_logits, spark_logits
+
+FEW = Sizes(vocab=4096, target=384, draft=700)
+AS_WIDE = Sizes(vocab=4096, target=384, width=384)
+TOP_K = 3
+SLACK = 1e-3
+"""Logits that differ by less may change places."""
+HEADS: dict[str, tuple[type[HeadOptions], Callable[[], tuple[dict[str, Any], checkpoints.Tensors]]]] = {
+    "medusa": (MedusaOptions, lambda: checkpoints.old_medusa(FEW)),
+    "eagle": (EagleOptions, lambda: checkpoints.eagle(AS_WIDE)),
+    "eagle3": (Eagle3Options, lambda: checkpoints.eagle3(FEW, eagle_aux_hidden_state_layer_ids=[2, 5, 7])),
+    "eagle3.1": (
+        Eagle3Options,
+        lambda: checkpoints.eagle3(FEW, fc_norm=True, norm_output=True, num_layers=2, norm_before_residual=True),
+    ),
+    "peagle": (PEagleOptions, lambda: checkpoints.peagle(FEW)),
+    "dflash": (DFlashOptions, lambda: checkpoints.dflash(FEW)),
+    "dspark": (DSparkOptions, lambda: checkpoints.dspark(FEW, kind="rnn")),
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> LocalPair:
+    return LocalPair(max_draft_tokens=16, max_batch_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
+
+
+def reference(head: Head, taps: torch.Tensor, tokens: list[int], path: Sequence[int]) -> torch.Tensor:
+    """Logits [V] of the token after some drafted ones; `taps` [n - 1, layers, Ht] of committed tokens but the last."""
+    if isinstance(head, SerialHead):
+        logits = chain_logits(head.model, taps, [*tokens[1:], *path], dense_attention)
+        return head.vocabulary.spread(logits[None])[0]
+    if isinstance(head, PEagle):
+        return head.vocabulary.spread(rollout_logits(head, taps, tokens[1:], len(path))[None])[0]
+    if isinstance(head, DSpark):
+        return head.vocabulary.spread(spark_logits(head, taps, tokens[-1], path)[None])[0]
+    if isinstance(head, DFlash):
+        return head.vocabulary.spread(block_logits(head, taps, tokens[-1])[1 + len(path)][None])[0]
+    assert isinstance(head, Medusa)
+    return head._vocabulary.spread(head.model.logits(taps[-1])[0, len(path)][None])[0]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.inference_mode()
+def test_offers_are_those_of_the_whole_text_computed_afresh(
+    name: str, pair: LocalPair, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    kind, make = HEADS[name]
+    more = {"topk": TOP_K} if kind is MedusaOptions else {"speculative_eagle_topk": TOP_K}
+    options = kind(model=str(checkpoints.save(tmp_path, *make())), **more)  # type: ignore[call-arg]
+    pair.reset()
+    opens = {
+        str(i): open_session(prompts()[i][:length], max_tokens=30, ignore_eos=True, body={"cache_salt": name.encode()})
+        for i, length in enumerate((33, 50, 20))
+    }
+    plain = pair.run(opens, use_draft=False)
+    # What the output will be, now and then wrong: several nodes of a step are accepted, and some are not.
+    rng = random.Random(1)
+    for key, body in opens.items():
+        body.prediction_token_ids.extend(
+            token if rng.random() < 0.8 else rng.randrange(4096) for token in plain[key].token_ids
+        )
+        body.cache_salt = b""
+    pair.reset(drafters=[PredictionOptions(), options])  # type: ignore[list-item]
+    head: Any = pair.verifier.panel._drafters[options.method]
+    draft = head.draft
+    num_checked = 0
+
+    def checked(asks: Sequence[HeadAsk]) -> list[Offer | None]:
+        nonlocal num_checked
+        offers = draft(asks)
+        for ask, offer in zip(asks, offers, strict=True):
+            assert ask.session.seq is not None
+            assert offer is not None
+            tokens = list(ask.session.seq.token_ids)
+            states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+            taps = torch.stack([states[-1 if i == FINAL else i][0] for i in head.layer_ids], dim=1)
+            paths: list[tuple[int, ...]] = []
+            for token, parent in zip(offer.token_ids, offer.parents, strict=True):
+                above = () if parent < 0 else paths[parent]
+                paths.append((*above, token))
+            for above in {path[:-1] for path in paths}:
+                logits = reference(head, taps, tokens, above)
+                least = float(logits.topk(TOP_K).values[-1]) - SLACK
+                assert all(float(logits[path[-1]]) >= least for path in paths if path[:-1] == above)
+                num_checked += 1
+        return offers
+
+    head.draft = checked
+    for salt in (b"1" + name.encode(), b"1" + name.encode()):  # the second time prompts are in the prefix cache
+        for body in opens.values():
+            body.cache_salt = salt
+        outcomes = pair.run(opens, use_draft=False)
+        assert pair.verifier.panel.names == ["prediction", options.method]
+        for key, outcome in outcomes.items():
+            assert outcome.token_ids == plain[key].token_ids
+            assert outcome.num_of("prediction", "num_accepted") > 5
+    assert num_checked > 60
+    assert all(outcome.verdicts[0].num_cached_tokens > 0 for key, outcome in outcomes.items() if key != "2")
