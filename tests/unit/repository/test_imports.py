@@ -28,7 +28,7 @@ FLOORS = {
         drafters engine grammar store telemetry
         rpc
         client config
-        benchmark
+        benchmark debugging
         tuning
         cli worker
         drafting
@@ -88,6 +88,10 @@ FLOORS = {
         prompts served
         summary
     """,
+    "specdec.debugging": """
+        steps
+        page
+    """,
     "specdec.tuning": """
         measured probe
         prediction
@@ -99,7 +103,7 @@ FLOORS = {
         errors
         generate health local models
         serve tuning up
-        bench demo tune
+        bench debug demo tune
         app
         main
     """,
