@@ -304,6 +304,7 @@ class Generator:
             num_written=len(plan.prompt),
             sampling=token_sampling,
             verify_mode=plan.speculation.verify_mode,
+            rejection_method=plan.speculation.rejection_method,
             speculate=plan.speculation.enabled and self._speculate,
             output=sampling.output(served.tokenizer.detokenizers),
             detokenizers=served.tokenizer.detokenizers,

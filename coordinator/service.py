@@ -53,6 +53,7 @@ from specdec.telemetry.tracing import Tracing
 from specdec.tls_files import TlsFiles, TlsFilesBroken
 from specdec.v1 import common_pb2 as pb
 
+_METHODS = {"standard": pb.REJECTION_SAMPLE_METHOD_STANDARD, "block": pb.REJECTION_SAMPLE_METHOD_BLOCK}
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
 _DRAIN_RETRY_S = 1.0
 """Time for a client to lose its connection here, so that its next one leads to another coordinator."""
@@ -319,6 +320,7 @@ class CoordinatorService:
             journal=self._journal,
             limits_of=self.limits,
             default_mode=_MODES[self._settings.verify_mode],
+            default_method=_METHODS[self._settings.rejection_sample_method],
             resume_secret=key,
             turns=self._turns,
             max_message_bytes=self._settings.max_message_bytes,

@@ -43,6 +43,7 @@ def _split_commas(value: Any) -> Any:
 
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 VerifyModeName = Literal["coupled", "rejection"]
+RejectionMethodName = Literal["standard", "block"]
 _SAME_FOR_OWN_DRAFT = (
     "device", "native", "self_test", "max_sessions", "max_batch_seqs",
     "max_draft_tokens", "max_proposal_nodes", "verify_mode",
@@ -299,6 +300,10 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
 
     verify_mode: VerifyModeName = Field(
         default="coupled", description="How proposals are verified when a request does not say."
+    )
+    rejection_sample_method: RejectionMethodName = Field(
+        default="standard",
+        description="How rejection mode decides on a chain when a request does not say: token by token, or as a block.",
     )
     max_draft_tokens: int = Field(
         default=8,

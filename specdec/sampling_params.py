@@ -17,6 +17,15 @@ class VerifyMode(enum.Enum):
     """A drafted token is accepted with probability min(1, p/q), else the residual is sampled."""
 
 
+class RejectionMethod(enum.Enum):
+    """How rejection verification decides on a chain (vLLM's `rejection_sample_method`)."""
+
+    STANDARD = "standard"
+    """Token by token."""
+    BLOCK = "block"
+    """The chain as a whole: on average it accepts at least as many tokens."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of one choice, taken as legal: whoever admits a request validates them.

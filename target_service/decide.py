@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec.engine.errors import NonFiniteLogits
+from specdec.engine.sampling.block_verification import verify_block
 from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.rejection import verify_token
 from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
 from specdec.engine.tree import TokenTree
 from specdec.grammar.follower import MaskWords
 from specdec.grammar.source import GrammarError
-from specdec.sampling_params import VerifyMode
+from specdec.sampling_params import RejectionMethod, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import node_logprobs, position_logprobs
 from target_service.masks import MaskFilling
@@ -137,7 +138,7 @@ class _Rows:
         walk = walk_tree(
             candidate.tree,
             candidate.num_nodes,
-            self._rejection(sampler) if session.mode is VerifyMode.REJECTION else self._coupled,
+            self._decider(sampler),
             session.end,
             session.num_tokens,
             pb.ORIGIN_PREFILL if is_first else pb.ORIGIN_DECODE,
@@ -171,17 +172,48 @@ class _Rows:
             raise NonFiniteLogits
         return token
 
+    def _decider(self, sampler: Sampler) -> Callable[[int, int | None], int]:
+        session = self.candidate.session
+        if session.mode is VerifyMode.COUPLED:
+            return self._coupled
+        if session.rejection_method is RejectionMethod.BLOCK:
+            return self._block(sampler)
+        return self._rejection(sampler)
+
     def _rejection(self, sampler: Sampler) -> Callable[[int, int | None], int]:
         def decide_token(node: int, child: int | None) -> int:
             if child is None or node in self.faults:
                 return self._coupled(node, None)
             context = self.contexts[1 + node]
             probs = sampler.probs(self.logits[1 + node : 2 + node], [context])[0]
-            payload = self.candidate.session.tree.nodes[self.candidate.chosen[child]]
-            drawn = DraftSample(self.candidate.tree.token_ids[child], payload.token_ids, payload.probs)
-            return verify_token(probs, drawn, context.params, context.position)[1]
+            return verify_token(probs, self._drawn(child), context.params, context.position)[1]
 
         return decide_token
+
+    def _block(self, sampler: Sampler) -> Callable[[int, int | None], int]:
+        """The tree is a chain, whose node ``i`` row ``i`` decides; it is taken up to the first row that is no good."""
+        num_nodes = min([self.candidate.num_nodes, *(1 + node for node in self.faults)])
+        if num_nodes == 0:
+            return self._coupled
+        probs = sampler.probs(self.logits[:num_nodes], self.contexts[:num_nodes])
+        is_bad = probs.isnan().any(dim=1).tolist()
+        num_nodes = is_bad.index(True) if True in is_bad else num_nodes
+        if num_nodes == 0:
+            return self._coupled
+        drawn = [self._drawn(node) for node in range(num_nodes)]
+        context = self.contexts[0]
+        num_accepted, instead = verify_block(probs[:num_nodes], drawn, context.params, context.position)
+
+        def decide_token(node: int, child: int | None) -> int:
+            if node + 1 < num_accepted:
+                return drawn[node + 1].token_id
+            return self._coupled(node, child) if node + 1 > num_accepted or instead is None else instead
+
+        return decide_token
+
+    def _drawn(self, node: int) -> DraftSample:
+        payload = self.candidate.session.tree.nodes[self.candidate.chosen[node]]
+        return DraftSample(self.candidate.tree.token_ids[node], payload.token_ids, payload.probs)
 
 
 def _contexts(candidate: Candidate) -> list[RowContext]:

@@ -7,7 +7,7 @@ from specdec.drafters.options import DRAFT_MODEL
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.opening import check_open, check_prediction, sampling_params, verify_mode
+from specdec.worker.opening import check_open, check_prediction, rejection_method, sampling_params, verify_mode
 from specdec.worker.sessions import Owner
 from target_service.prompt_logprobs import PromptLogprobs
 from target_service.session import SessionTimes, TargetSession
@@ -55,6 +55,7 @@ def new_session(
         body=body,
         params=params,
         mode=mode,
+        rejection_method=rejection_method(body),
         end=EndOfChoice(params, body.num_prompt_tokens, identity.max_model_len),
         history=history,
         tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),

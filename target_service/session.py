@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence as EngineSequence
-from specdec.sampling_params import SamplingParams, VerifyMode
+from specdec.sampling_params import RejectionMethod, SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import EngineSession
 from target_service.policy.gate_state import GateState
@@ -64,6 +64,8 @@ class TargetSession(EngineSession):
     """How tokens are picked."""
     mode: VerifyMode
     """How they are verified."""
+    rejection_method: RejectionMethod
+    """And how so in rejection mode."""
     end: EndOfChoice
     """When the choice ends."""
     history: TokenHistory

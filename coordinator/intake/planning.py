@@ -133,6 +133,7 @@ class Planner:
         journal: Journal,
         limits_of: Callable[[pb.ModelIdentity], Limits],
         default_mode: pb.VerifyMode.ValueType,
+        default_method: pb.RejectionSampleMethod.ValueType,
         resume_secret: bytes,
         turns: TokenizingTurns,
         max_message_bytes: int,
@@ -144,6 +145,7 @@ class Planner:
             journal: knows what is resumed.
             limits_of: what clients may ask of a model here.
             default_mode: how to verify when a request does not say.
+            default_method: how rejection mode decides on a chain then.
             resume_secret: the key of resume tokens.
             turns: where long texts are tokenised.
             max_message_bytes: what is taken from clients.
@@ -154,6 +156,7 @@ class Planner:
         self._journal = journal
         self._limits_of = limits_of
         self._default_mode = default_mode
+        self._default_method = default_method
         self._resume_secret = resume_secret
 
     def key(self, body: api.GenerateRequest, caller: Caller) -> RequestKey:
@@ -176,7 +179,7 @@ class Planner:
         limits = model_limits.within(caller.allowance)
         sampling = check_sampling(body.sampling, limits)
         is_constrained = body.sampling.HasField("constraint")
-        speculation = check_speculation(body.speculation, self._default_mode, limits)
+        speculation = check_speculation(body.speculation, self._default_mode, limits, self._default_method)
         with trace.phase("tokenize"):
             reader = PromptReader(served.tokenizer, limits, self._turns, caller.tenant, caller.allowance.weight)
             prompt = await reader.read(body, sampling)

@@ -171,6 +171,7 @@ def encode_params(body: api.GenerateRequest, prompt: Sequence[int], seed: int) -
         encoded = kept.sampling.constraint.SerializeToString(deterministic=True)
         kept.sampling.constraint.CopyFrom(pb.Constraint(regex=hashlib.sha256(encoded).hexdigest()))
     kept.speculation.verify_mode = body.speculation.verify_mode
+    kept.speculation.rejection_sample_method = body.speculation.rejection_sample_method
     return hashlib.sha256(array("Q", prompt).tobytes()).digest() + kept.SerializeToString(deterministic=True)
 
 
@@ -197,8 +198,9 @@ def check_params(journalled: bytes, given: bytes, prompt_field: str) -> None:
     for name in sorted(old.keys() | new.keys()):
         if old.get(name) != new.get(name):
             raise InvalidRequest(f"sampling.{name}", reason, reason="RESUME_DIFFERS")
-    if before.speculation.verify_mode != after.speculation.verify_mode:
-        raise InvalidRequest("speculation.verify_mode", reason, reason="RESUME_DIFFERS")
+    for name in ("verify_mode", "rejection_sample_method"):
+        if getattr(before.speculation, name) != getattr(after.speculation, name):
+            raise InvalidRequest(f"speculation.{name}", reason, reason="RESUME_DIFFERS")
 
 
 def _agreed(

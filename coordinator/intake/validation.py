@@ -92,6 +92,7 @@ class CheckedSpeculation:
     """Wanted; 0: not told."""
     drafters: tuple[str, ...] = ()
     """Those alone may propose; none: all."""
+    rejection_method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_STANDARD
 
 
 def check_request_id(request_id: str) -> None:
@@ -160,7 +161,10 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
 
 
 def check_speculation(
-    params: api.SpeculationParams, default_mode: pb.VerifyMode.ValueType, limits: Limits
+    params: api.SpeculationParams,
+    default_mode: pb.VerifyMode.ValueType,
+    limits: Limits,
+    default_method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_STANDARD,
 ) -> CheckedSpeculation:
     """Check what a client overrides about speculation; no draft tokens means no speculation.
 
@@ -169,6 +173,9 @@ def check_speculation(
     mode = params.verify_mode
     if mode not in pb.VerifyMode.values():
         raise InvalidRequest("speculation.verify_mode", f"{mode} is not a known mode")
+    method = params.rejection_sample_method
+    if method not in pb.RejectionSampleMethod.values():
+        raise InvalidRequest("speculation.rejection_sample_method", f"{method} is not a known method")
     enabled = params.enabled if params.HasField("enabled") else True
     wanted = params.max_draft_tokens if params.HasField("max_draft_tokens") else None
     max_draft_tokens = None if wanted is None else min(wanted, limits.max_draft_tokens)
@@ -178,6 +185,7 @@ def check_speculation(
         max_draft_tokens=max_draft_tokens,
         time_per_token_us=_time_per_token_us(params),
         drafters=_drafters(params),
+        rejection_method=method or default_method,
     )
 
 

@@ -124,6 +124,7 @@ class Session:
     output: ChoiceOutput
     detokenizers: DetokenizerFactory
     max_draft_tokens: int | None = None
+    rejection_method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_UNSPECIFIED
     time_per_token_us: int = 0
     """Wanted; 0: not told."""
     drafters: tuple[str, ...] = ()
@@ -199,6 +200,7 @@ class Session:
         if self.position == self.num_prompt_tokens:
             body.fork_from = self.fork_from
         if for_target:
+            body.rejection_sample_method = self.rejection_method
             body.drafters.extend(self.drafters)
             body.prediction_token_ids.extend(self.prediction)
         return body

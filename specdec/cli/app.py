@@ -9,6 +9,7 @@ import typer
 
 import specdec
 from specdec.cli.bench import bench
+from specdec.cli.debug import debug
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.health import health
@@ -33,6 +34,7 @@ app.command()(models)
 app.command()(health)
 app.command()(bench)
 app.command()(tune)
+app.command()(debug)
 app.command()(demo)
 app.add_typer(keys, name="keys")
 

@@ -67,6 +67,7 @@ def generate(
     skip_special_tokens: options.SkipSpecialTokens = None,
     speculation: options.Speculate = None,
     verify_mode: options.VerifyModeName = None,
+    rejection_sample_method: options.RejectionSampleMethod = None,
     max_draft_tokens: options.MaxDraftTokens = None,
     time_per_token_ms: options.TimePerToken = None,
     drafters: options.Drafters = None,
@@ -152,6 +153,7 @@ def generate(
     )
     options.set_drafting(request, drafters, prediction_file)
     request.speculation.verify_mode = options.parse_verify_mode(verify_mode)
+    request.speculation.rejection_sample_method = options.parse_rejection_method(rejection_sample_method)
 
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     display = Display(show_origin=show_origin, compare=compare, as_json=as_json, statistics=statistics)

@@ -96,6 +96,15 @@ VerifyModeName = Annotated[
     str | None,
     _option("How to verify. [server's default]", "--verify-mode", panel=_SPECULATION, metavar="coupled|rejection"),
 ]
+RejectionSampleMethod = Annotated[
+    str | None,
+    _option(
+        "How rejection mode decides on a chain. [server's default]",
+        "--rejection-sample-method",
+        panel=_SPECULATION,
+        metavar="standard|block",
+    ),
+]
 MaxDraftTokens = Annotated[int | None, _option("Most draft tokens per step.", panel=_SPECULATION)]
 TimePerToken = Annotated[
     float | None,
@@ -213,6 +222,17 @@ def parse_verify_mode(name: str | None) -> common_pb2.VerifyMode.ValueType:
         return common_pb2.VerifyMode.Value(f"VERIFY_MODE_{name.upper()}")
     except ValueError as error:
         raise typer.BadParameter(f"{name!r} is neither coupled nor rejection", param_hint="--verify-mode") from error
+
+
+def parse_rejection_method(name: str | None) -> common_pb2.RejectionSampleMethod.ValueType:
+    """Parse standard or block; None leaves it to the server. Raises typer.BadParameter on other names."""
+    if name is None:
+        return common_pb2.REJECTION_SAMPLE_METHOD_UNSPECIFIED
+    try:
+        return common_pb2.RejectionSampleMethod.Value(f"REJECTION_SAMPLE_METHOD_{name.upper()}")
+    except ValueError as error:
+        message = f"{name!r} is neither standard nor block"
+        raise typer.BadParameter(message, param_hint="--rejection-sample-method") from error
 
 
 def set_fields(message: coordinator_pb2.SamplingParams | coordinator_pb2.SpeculationParams, **values: object) -> None:

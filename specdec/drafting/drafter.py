@@ -207,6 +207,8 @@ class Drafter:
         self._engine.finalize(session.heads[0].seq, session.num_committed)
         if session.mode is VerifyMode.REJECTION:
             session.num_unsent = len(session.tree)  # the target starts every round afresh
+            if not len(session.tree):
+                session.chain_start = session.num_committed
         elif not len(session.tree):
             session.num_unsent = 0
         self._plan(session)

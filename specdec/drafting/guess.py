@@ -42,19 +42,24 @@ class Guesser:
                 contexts[row] = replace(contexts[row], must_end=mask.must_end)
         logits = masked_logits(logits, masks)
         guesses: dict[int, Guess | None] = {}
-        for mode, draw in ((VerifyMode.COUPLED, self._coupled), (VerifyMode.REJECTION, self._rejection)):
+        for mode in VerifyMode:
             rows = [row for row, (session, _) in enumerate(places) if session.mode is mode]
-            if rows:
-                own = logits if len(rows) == len(places) else logits[rows]
-                guesses.update(zip(rows, draw(own, [contexts[row] for row in rows]), strict=True))
+            if not rows:
+                continue
+            own, of_rows = logits if len(rows) == len(places) else logits[rows], [contexts[row] for row in rows]
+            if mode is VerifyMode.COUPLED:
+                drawn = self._coupled(own, of_rows)
+            else:
+                drawn = self._rejection(own, of_rows, [places[row][0].chain_id for row in rows])
+            guesses.update(zip(rows, drawn, strict=True))
         return [guesses[row] for row in range(len(places))]
 
     def _coupled(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess | None]:
         drawn = self.sampler.candidates(logits, contexts, 1 + max(1, self.num_siblings))
         return [guess_of([c.token_id for c in best], [c.score for c in best], self.num_siblings) for best in drawn]
 
-    def _rejection(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess | None]:
-        samples = self.sampler.draft_sample(logits, contexts, self.num_sparse)
+    def _rejection(self, logits: torch.Tensor, contexts: list[RowContext], chains: list[int]) -> list[Guess | None]:
+        samples = self.sampler.draft_sample(logits, contexts, self.num_sparse, chains)
         return [None if sample is None else Guess(sample.token_id, 1.0, (), sample) for sample in samples]
 
 

@@ -50,6 +50,7 @@ def new_session(
         mode=mode,
         history=history,
         num_committed=len(body.token_ids),
+        chain_start=len(body.token_ids),
         max_chain=limit if mode is VerifyMode.REJECTION or limit == 0 else None,
         committed_at_s=now_s,
     )

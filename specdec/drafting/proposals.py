@@ -23,6 +23,7 @@ def make_proposal(session: DraftSession) -> pb.Proposal:
         samples = [note.sample for note in notes if note.sample is not None]
         sparse = [pb.SparseDistribution(token_ids=sample.ids, probs=sample.probs) for sample in samples]
         proposal.distributions.extend(sparse)
+        proposal.draws_afresh = True
     else:
         proposal.scores = bytes(round(note.score * 255) for note in notes)
     return proposal

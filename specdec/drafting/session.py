@@ -75,6 +75,8 @@ class DraftSession(EngineSession):
     max_chain: int | None
     """Longest chain in rejection mode, where rounds are synchronous; 0 for a session that wants no drafts; None in
     coupled mode, where the growth policy decides."""
+    chain_start: int
+    """Rejection mode: committed tokens where the chain at hand was begun."""
     tree: TokenTree = field(default_factory=TokenTree)
     """Guesses below the last committed token."""
     notes: list[Note] = field(default_factory=list)
@@ -101,6 +103,11 @@ class DraftSession(EngineSession):
         is_free = not self.params.adjusts_logits and not self.body.sampling.HasField("constraint")
         if self.mode is VerifyMode.COUPLED and is_free:
             self.rule = DrawRule(self.params)
+
+    @property
+    def chain_id(self) -> int:
+        """What no two chains of the session share (rejection mode)."""
+        return (self.epoch << 32) + self.chain_start
 
     @property
     def main_path(self) -> list[int]:

@@ -48,6 +48,30 @@ VERIFY_MODE_REJECTION: VerifyMode.ValueType  # 2
 """Accept with probability min(1, p/q), else sample the residual; keeps the distribution, not the tokens."""
 Global___VerifyMode: _TypeAlias = VerifyMode  # noqa: Y015
 
+class _RejectionSampleMethod:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RejectionSampleMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RejectionSampleMethod.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REJECTION_SAMPLE_METHOD_UNSPECIFIED: _RejectionSampleMethod.ValueType  # 0
+    """Not given: the deployment's default."""
+    REJECTION_SAMPLE_METHOD_STANDARD: _RejectionSampleMethod.ValueType  # 1
+    """Token by token."""
+    REJECTION_SAMPLE_METHOD_BLOCK: _RejectionSampleMethod.ValueType  # 2
+    """The chain as a whole: on average it accepts at least as many tokens."""
+
+class RejectionSampleMethod(_RejectionSampleMethod, metaclass=_RejectionSampleMethodEnumTypeWrapper):
+    """How rejection verification decides on a chain. Both keep the target's distribution; tokens of a seed differ."""
+
+REJECTION_SAMPLE_METHOD_UNSPECIFIED: RejectionSampleMethod.ValueType  # 0
+"""Not given: the deployment's default."""
+REJECTION_SAMPLE_METHOD_STANDARD: RejectionSampleMethod.ValueType  # 1
+"""Token by token."""
+REJECTION_SAMPLE_METHOD_BLOCK: RejectionSampleMethod.ValueType  # 2
+"""The chain as a whole: on average it accepts at least as many tokens."""
+Global___RejectionSampleMethod: _TypeAlias = RejectionSampleMethod  # noqa: Y015
+
 class _Origin:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -451,6 +475,7 @@ class OpenSession(_message.Message):
     DRAFTERS_FIELD_NUMBER: _builtins.int
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TELLS_TREES_FIELD_NUMBER: _builtins.int
+    REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of them are the prompt."""
     verify_mode: Global___VerifyMode.ValueType
@@ -491,6 +516,8 @@ class OpenSession(_message.Message):
     """Wanted mean time of an output token after the first, in microseconds; 0: as soon as all others."""
     tells_trees: _builtins.bool
     """To targets: tell with each verdict what the step had to choose from. Older targets do not."""
+    rejection_sample_method: Global___RejectionSampleMethod.ValueType
+    """To targets: how a chain is decided on in rejection mode; older targets decide token by token."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and committed output."""
@@ -534,10 +561,11 @@ class OpenSession(_message.Message):
         drafters: _abc.Iterable[_builtins.str] | None = ...,
         prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tells_trees: _builtins.bool = ...,
+        rejection_sample_method: Global___RejectionSampleMethod.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "deadline_ms", b"deadline_ms", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "prompt_logprobs_credit", b"prompt_logprobs_credit", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "drafters", b"drafters", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "tells_trees", b"tells_trees", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "drafters", b"drafters", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "tells_trees", b"tells_trees", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015
@@ -705,6 +733,7 @@ class Proposal(_message.Message):
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
     PATH_LENGTH_FIELD_NUMBER: _builtins.int
+    DRAWS_AFRESH_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the roots: the length of the committed tokens it hangs from."""
     scores: _builtins.bytes
@@ -713,6 +742,10 @@ class Proposal(_message.Message):
     """Time that the draft's steps for the main path took, in microseconds."""
     path_length: _builtins.int
     """Tokens on the main path."""
+    draws_afresh: _builtins.bool
+    """Rejection mode: where the draft drew at a position before, for a chain that was given up, it drew with other random numbers now.
+    Without, as of older drafts, chains are decided on token by token.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The nodes' tokens, parents before children."""
@@ -735,10 +768,11 @@ class Proposal(_message.Message):
         distributions: _abc.Iterable[Global___SparseDistribution] | None = ...,
         draft_us: _builtins.int = ...,
         path_length: _builtins.int = ...,
+        draws_afresh: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "parents", b"parents", "path_length", b"path_length", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "draws_afresh", b"draws_afresh", "parents", b"parents", "path_length", b"path_length", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

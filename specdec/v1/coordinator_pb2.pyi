@@ -339,6 +339,7 @@ class SpeculationParams(_message.Message):
     MAX_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     TIME_PER_TOKEN_MS_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
+    REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
     enabled: _builtins.bool
     """Speculate at all; default true."""
     verify_mode: _common_pb2.VerifyMode.ValueType
@@ -349,6 +350,8 @@ class SpeculationParams(_message.Message):
     """Wanted mean time of an output token after the first, in milliseconds. While a request takes longer its draft tokens are verified
     before those of others, and while it takes less after them. A wish: no output depends on it.
     """
+    rejection_sample_method: _common_pb2.RejectionSampleMethod.ValueType
+    """How rejection verification decides on a chain; unspecified: the deployment's default. Without effect in coupled mode."""
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the drafters that may propose, of those in GetModelInfoResponse.drafters; draft_model is the draft. Empty: all."""
@@ -361,10 +364,11 @@ class SpeculationParams(_message.Message):
         max_draft_tokens: _builtins.int | None = ...,
         time_per_token_ms: _builtins.float | None = ...,
         drafters: _abc.Iterable[_builtins.str] | None = ...,
+        rejection_sample_method: _common_pb2.RejectionSampleMethod.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_time_per_token_ms", b"_time_per_token_ms", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "time_per_token_ms", b"time_per_token_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_time_per_token_ms", b"_time_per_token_ms", "drafters", b"drafters", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "time_per_token_ms", b"time_per_token_ms", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_enabled", b"_enabled", "_max_draft_tokens", b"_max_draft_tokens", "_time_per_token_ms", b"_time_per_token_ms", "drafters", b"drafters", "enabled", b"enabled", "max_draft_tokens", b"max_draft_tokens", "rejection_sample_method", b"rejection_sample_method", "time_per_token_ms", b"time_per_token_ms", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__enabled: _TypeAlias = _typing.Literal["enabled"]  # noqa: Y015
     _WhichOneofArgType__enabled: _TypeAlias = _typing.Literal["_enabled", b"_enabled"]  # noqa: Y015

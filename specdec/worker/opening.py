@@ -16,11 +16,15 @@ from specdec.sampling_limits import (
     RANGES,
     leaves_no_token,
 )
-from specdec.sampling_params import SamplingParams, VerifyMode
+from specdec.sampling_params import RejectionMethod, SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
 
 _VERIFY_MODES = {pb.VERIFY_MODE_COUPLED: VerifyMode.COUPLED, pb.VERIFY_MODE_REJECTION: VerifyMode.REJECTION}
+_REJECTION_METHODS = {
+    pb.REJECTION_SAMPLE_METHOD_STANDARD: RejectionMethod.STANDARD,
+    pb.REJECTION_SAMPLE_METHOD_BLOCK: RejectionMethod.BLOCK,
+}
 
 _MOST_DRAFTERS = 64
 """Names that a session may give; there are not as many."""
@@ -34,6 +38,11 @@ def verify_mode(body: pb.OpenSession, params: SamplingParams, default: VerifyMod
     if params.is_greedy:
         return VerifyMode.COUPLED
     return _VERIFY_MODES.get(body.verify_mode, default)
+
+
+def rejection_method(body: pb.OpenSession) -> RejectionMethod:
+    """How a session decides on a chain in rejection mode. Coordinators of older versions do not say: token by token."""
+    return _REJECTION_METHODS.get(body.rejection_sample_method, RejectionMethod.STANDARD)
 
 
 def check_room(num_sessions: int, max_sessions: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
+from specdec.sampling_params import RejectionMethod
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.host import SessionHost
@@ -40,6 +41,8 @@ class ProposalIntake:
             if len(encoded) > _MOST_BYTES:
                 raise invalid("proposal", f"{len(encoded)} bytes, at most {_MOST_BYTES} are read")
             proposal = pb.Proposal.FromString(encoded)
+            if not proposal.draws_afresh:
+                session.rejection_method = RejectionMethod.STANDARD
             session.tree.merge(proposal, session.token_ids)
             drop_illegal(session)
         except DecodeError:

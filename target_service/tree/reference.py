@@ -1,4 +1,4 @@
-"""Both modes of verification on one screen: for one session what `decide.py` and `walk.py` do for many at once.
+"""All ways of verification on one screen: for one session what `decide.py` and `walk.py` do for many at once.
 
 It runs in a test only, which holds it equal to the real walk on random trees and logits. ``target`` is the model: from
 the drafted tokens behind the last committed one to logits [V] float32 of the next. ``t`` is the position of the first
@@ -37,6 +37,25 @@ def rejection(
             return [*path, int(torch.searchsorted(residual.cumsum(0), point, right=True))]
         path += (x,)
     return [*path, sample(target(path), temperature, seed, t + len(path))]
+
+
+def block(
+    chain: Sequence[tuple[int, Mapping[int, float]]], target: Target, temperature: float, seed: int, t: int
+) -> list[int]:
+    """The chain as a whole: its first tokens stay with the probability w that is what the target made of them."""
+    path: Path = ()
+    w, stays, residuals = 1.0, 0, []
+    for x, q in chain:
+        p = torch.softmax(target(path).double() / temperature, dim=0)
+        residual = torch.stack([w * p[token] - q.get(token, 0.0) for token in range(len(p))]).clamp(min=0)
+        residuals.append(residual)
+        accept = 1.0 if w == 1 else float(residual.sum() / (residual.sum() + 1 - w))
+        stays = len(path) if path and uniform(seed, 0, Purpose.ACCEPT, t + len(path) - 1, t) < accept else stays
+        path, w = (*path, x), min(1.0, w * float(p[x]) / q[x])
+    if not chain or uniform(seed, 0, Purpose.ACCEPT, t + len(path) - 1, t) < w:
+        return [*path, sample(target(path), temperature, seed, t + len(path))]
+    point = uniform(seed, 0, Purpose.RESIDUAL, t + stays) * residuals[stays].sum()
+    return [*path[:stays], int(torch.searchsorted(residuals[stays].cumsum(0), point, right=True))]
 
 
 def sample(logits: Tensor, temperature: float, seed: int, t: int) -> int:

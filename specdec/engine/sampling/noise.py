@@ -68,9 +68,21 @@ def noise_key(seed: int, choice: int, purpose: Purpose, t: int) -> tuple[int, in
     return key >> 32, key & _MASK32
 
 
-def uniform(seed: int, choice: int, purpose: Purpose, t: int) -> float:
-    """Return a uniform number strictly inside (0, 1), on a grid of 2^-52; arguments as for `noise_key`."""
-    return uniform_from_bits(_key64(seed, choice, purpose, t))
+def uniform(seed: int, choice: int, purpose: Purpose, t: int, chain: int | None = None) -> float:
+    """Return a uniform number strictly inside (0, 1), on a grid of 2^-52.
+
+    Args:
+        seed: as for `noise_key`.
+        choice: the same.
+        purpose: the same.
+        t: the same.
+        chain: which of the chains that come to this position, >= 0: each has a number of its own. None: there is one
+            number for all.
+    """
+    bits = _key64(seed, choice, purpose, t)
+    if chain is not None:
+        bits = _mix64((bits + (chain + 1) * _GAMMA) & _MASK64)
+    return uniform_from_bits(bits)
 
 
 def uniform_from_bits(bits: int) -> float:

@@ -156,9 +156,15 @@ class Sampler:
         return probs
 
     def draft_sample(
-        self, logits: Tensor, rows: Sequence[RowContext], m: int = DRAFT_SUPPORT
+        self,
+        logits: Tensor,
+        rows: Sequence[RowContext],
+        m: int = DRAFT_SUPPORT,
+        chains: Sequence[int] | None = None,
     ) -> list[DraftSample | None]:
         """Draw a token per row for rejection verification, from the row's m likeliest tokens.
+
+        `chains` has of each row which chain the draw is for (`noise.uniform`).
 
         The pairs in the result are float32 and are what the token is drawn from. They are renormalised only if
         something was cut off: where all fits in m, q is p to the bit for equal logits. None stands for a row from
@@ -173,14 +179,15 @@ class Sampler:
             was_cut = (probs > 0.0).sum(dim=1, keepdim=True) > m
             best = torch.where(was_cut, scaled, best)
         samples: list[DraftSample | None] = []
-        for row, values, ids in zip(rows, best.tolist(), token_ids.tolist(), strict=True):
+        of_rows = [None] * len(rows) if chains is None else chains
+        for row, chain, values, ids in zip(rows, of_rows, best.tolist(), token_ids.tolist(), strict=True):
             pairs = sorted((-prob, token_id) for prob, token_id in zip(values, ids, strict=True) if prob > 0.0)
             if not pairs:
                 samples.append(None)
                 continue
             support = tuple(token_id for _, token_id in pairs)
             mass = tuple(-negated for negated, _ in pairs)
-            u = uniform(row.params.seed, row.params.choice, Purpose.DRAFT, row.position)
+            u = uniform(row.params.seed, row.params.choice, Purpose.DRAFT, row.position, chain)
             samples.append(DraftSample(draw(support, mass, u), support, mass))
         return samples
 

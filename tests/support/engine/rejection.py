@@ -81,6 +81,7 @@ def sampled(
     drafters: Sequence[DrafterOptions] = (),
     use_draft: bool = True,
     prediction: Sequence[int] = (),
+    method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_STANDARD,
     **sampling: Any,
 ) -> list[Outcome]:
     """Short sessions with seeds of their own, many at once."""
@@ -99,7 +100,7 @@ def sampled(
             for seed in range(first, min(first + 64, num_samples))
         }
         for body in opens.values():
-            body.verify_mode = mode
+            body.verify_mode, body.rejection_sample_method = mode, method
             body.prediction_token_ids.extend(prediction)
         gate = None if gates is None else gates()
         how = {"draft_turns": NUM_DRAFTED + 3, "hold_off_ms": HOLD_MS, "gate": gate, "use_draft": use_draft}

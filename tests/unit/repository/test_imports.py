@@ -29,7 +29,7 @@ FLOORS = {
         heads
         rpc
         client config
-        benchmark
+        benchmark debugging
         tuning
         cli worker
         drafting
@@ -102,6 +102,10 @@ FLOORS = {
         prompts served
         summary
     """,
+    "specdec.debugging": """
+        steps
+        page
+    """,
     "specdec.tuning": """
         measured probe
         prediction
@@ -113,7 +117,7 @@ FLOORS = {
         errors
         generate health local models
         serve tuning up
-        bench demo tune
+        bench debug demo tune
         app
         main
     """,

@@ -9,6 +9,8 @@ from google.rpc import code_pb2
 
 from specdec.drafting.growth import GrowthPolicy
 from specdec.drafting.session import DraftSession
+from specdec.engine.sampling.noise import Purpose, uniform
+from specdec.engine.sampling.rejection import draw
 from specdec.engine.tree import TokenTree, check_tree
 from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
@@ -64,8 +66,8 @@ def main_tokens(session: DraftSession) -> list[int]:
     return [session.tree.token_ids[node] for node in session.main_path]
 
 
-def proposals(client: WorkerClient) -> list[pb.Proposal]:
-    return [pb.Proposal.FromString(encoded) for encoded in client.take("proposal")]
+def proposals(client: WorkerClient, session_id: str = "s") -> list[pb.Proposal]:
+    return [pb.Proposal.FromString(encoded) for encoded in client.take("proposal", session_id)]
 
 
 def length_within(proposal: pb.Proposal, chain: list[int]) -> int:
@@ -303,9 +305,24 @@ def test_in_rejection_mode_a_round_goes_on_past_a_stop_token(client: WorkerClien
     drafting(client, body)
     (sent,) = proposals(client)
     body.sampling.stop_token_ids.append(sent.token_ids[1])
-    client.entry("s", epoch=2, open=body)
+    client.entry("t", open=body)  # the same draws: reopened it would have others
     client.turn(30)
-    assert [list(proposal.token_ids) for proposal in proposals(client)] == [list(sent.token_ids)]
+    assert [list(proposal.token_ids) for proposal in proposals(client, "t")] == [list(sent.token_ids)]
+
+
+def test_in_rejection_mode_a_position_that_is_drafted_again_is_drawn_with_other_numbers(client: WorkerClient) -> None:
+    """Those of the chain that was given up have decided about it: see sampling/block_verification.py."""
+    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
+    body.verify_mode = pb.VERIFY_MODE_REJECTION
+    drafting(client, body)
+    (sent,) = proposals(client)
+    assert sent.draws_afresh
+    commit(client, 20, [other(sent.token_ids[0])], turns=20)
+    (following,) = proposals(client)
+    for t, token, sparse in zip(range(21, 25), following.token_ids, following.distributions, strict=True):
+        u = uniform(body.sampling.seed, 0, Purpose.DRAFT, t, client.session().chain_id)
+        assert token == draw(tuple(sparse.token_ids), tuple(sparse.probs), u)
+    assert client.session().chain_id == (1 << 32) + 21
 
 
 @pytest.mark.parametrize("num_confirmed", [1, 2, 3, 4])

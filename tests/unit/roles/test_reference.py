@@ -12,6 +12,7 @@ from specdec.config import TargetSettings
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sequence import Sequence
 from specdec.message_sizes import MIN_MESSAGE_BYTES
+from specdec.sampling_params import RejectionMethod
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import Owner
 from target_service.decide import Candidate, decide
@@ -85,9 +86,10 @@ def test_the_coupled_walk_is_the_reference(
     temperature=st.sampled_from([0.5, 1.0, 2.0]),
     seed=SEEDS,
     model_seed=SEEDS,
+    is_block=st.booleans(),
 )
 def test_the_rejection_walk_is_the_reference(
-    drafts: list[tuple[dict[int, float], int]], temperature: float, seed: int, model_seed: int
+    drafts: list[tuple[dict[int, float], int]], temperature: float, seed: int, model_seed: int, is_block: bool
 ) -> None:
     proposal, chain = pb.Proposal(start_position=len(PROMPT)), []
     for masses, which in drafts:
@@ -96,5 +98,8 @@ def test_the_rejection_walk_is_the_reference(
         proposal.distributions.add(token_ids=list(masses), probs=list(masses.values()))
         chain.append((token, {other: mass / total for other, mass in masses.items()}))
     session = session_of(pb.VERIFY_MODE_REJECTION, temperature, seed, proposal)
-    expected = reference.rejection(chain, lambda path: target(model_seed, path), temperature, seed, len(PROMPT))
+    rule = reference.rejection
+    if is_block:
+        session.rejection_method, rule = RejectionMethod.BLOCK, reference.block
+    expected = rule(chain, lambda path: target(model_seed, path), temperature, seed, len(PROMPT))
     assert walked(session, model_seed) == expected

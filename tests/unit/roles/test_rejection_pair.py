@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from specdec.drafters.options import NgramOptions, PredictionOptions, SuffixOptions, TokenRecyclingOptions
+from specdec.sampling_params import RejectionMethod
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import MODELS, UNLIMITED, LocalPair, Outcome, chain, open_session, prompts
 from tests.support.engine.rejection import (
@@ -29,6 +30,8 @@ from tests.support.engine.rejection import (
     rejection_session,
 )
 from tests.support.heads.fitted import right_eagle
+
+BLOCK = pb.REJECTION_SAMPLE_METHOD_BLOCK
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +167,42 @@ def test_first_tokens_follow_the_target_exactly(mode: pb.VerifyMode.ValueType, p
     check_distribution(pair, mode, 768)
 
 
+@pytest.mark.parametrize("own_draft", [False, True])
+def test_first_tokens_follow_the_target_exactly_when_chains_are_decided_on_as_blocks(
+    own_draft: bool, pair: LocalPair
+) -> None:
+    check_distribution(pair, REJECTION, 768, own_draft=own_draft, method=BLOCK)
+
+
+def test_point_masses_are_decided_on_as_blocks_too(pair: LocalPair) -> None:
+    likely = max(exact_distribution(prompts()[1][:17], 3).items(), key=lambda item: item[1])[0]
+    drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1), TokenRecyclingOptions()]
+    check_distribution(pair, REJECTION, 768, drafters=drafters, use_draft=False, prediction=likely, method=BLOCK)
+
+
+@pytest.mark.parametrize("draws_afresh", [False, True])
+def test_a_chain_is_decided_on_token_by_token_where_its_draft_repeats_draws(
+    draws_afresh: bool, pair: LocalPair
+) -> None:
+    """Drafts of the release before do: a position that they draft again has the same random number."""
+    body = rejection_session(prompts()[0][:40])
+    body.rejection_sample_method = BLOCK
+    methods: set[RejectionMethod] = set()
+
+    def propose(_: str, tokens: list[int]) -> list[bytes]:
+        if len(tokens) > 42:
+            methods.update(session.rejection_method for session in pair.target_host.sessions)
+        sparse = pb.SparseDistribution(token_ids=[5, 6], probs=[0.5, 0.5])
+        proposal = pb.Proposal(
+            start_position=len(tokens), token_ids=[5, 5], distributions=[sparse] * 2, draws_afresh=draws_afresh
+        )
+        return [proposal.SerializeToString()]
+
+    outcome = pair.run({"a": body}, use_draft=False, propose=propose)["a"]
+    assert outcome.error is None
+    assert methods == {RejectionMethod.BLOCK if draws_afresh else RejectionMethod.STANDARD}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("mode", [REJECTION, pb.VERIFY_MODE_COUPLED])
 def test_first_tokens_follow_the_target_exactly_over_many_seeds(mode: pb.VerifyMode.ValueType, pair: LocalPair) -> None:
@@ -244,9 +283,15 @@ STOP = 14
 """A stop token that is likely in second place."""
 
 
-def sampled_until_stop(pair: LocalPair, num_samples: int, credit: int = UNLIMITED, **how: Any) -> list[Outcome]:
+def sampled_until_stop(
+    pair: LocalPair,
+    num_samples: int,
+    credit: int = UNLIMITED,
+    method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_STANDARD,
+    **how: Any,
+) -> list[Outcome]:
     """Sessions that end at `STOP`, whose target never waits for the draft."""
-    body = {"max_draft_tokens": 4, "credit_position": credit}
+    body = {"max_draft_tokens": 4, "credit_position": credit, "rejection_sample_method": method}
     options = {"top_k": TOP_K, "max_tokens": 8, "stop_token_ids": [STOP], "body": body}
     outcomes: list[Outcome] = []
     for first in range(0, num_samples, 64):
@@ -277,7 +322,10 @@ def test_a_chain_that_stop_tokens_are_in_comes_no_sooner_than_others(pair: Local
     assert p_value_until_stop(sampled_until_stop(pair, 1024, draft_turns=2)) > FALSE_ALARM_RATE
 
 
-def test_chains_that_are_late_lost_repeated_or_verified_in_part_leave_the_distribution(pair: LocalPair) -> None:
+@pytest.mark.parametrize("method", [pb.REJECTION_SAMPLE_METHOD_STANDARD, BLOCK])
+def test_chains_that_are_late_lost_repeated_or_verified_in_part_leave_the_distribution(
+    method: pb.RejectionSampleMethod.ValueType, pair: LocalPair
+) -> None:
     """All of these may take a chain, or its end, from the target: by the clock, by position, never by its tokens. What
     is left of a chain whose beginning was decoded plainly, and happens to be right, is verified later."""
 
@@ -286,7 +334,7 @@ def test_chains_that_are_late_lost_repeated_or_verified_in_part_leave_the_distri
             position = len(pair.tokens(session_id)) + 3  # two tokens ahead, so that a step verifies one or two
             pair.send_entry(session_id, credit=pb.Credit(position=position))
 
-    outcomes = sampled_until_stop(pair, 1024, 18, rng=random.Random(3), draft_turns=12, each_turn=give_credit)
+    outcomes = sampled_until_stop(pair, 1024, 18, method, rng=random.Random(3), draft_turns=12, each_turn=give_credit)
     assert {len(verdict.verified_by_depth) for outcome in outcomes for verdict in outcome.verdicts} == {0, 1, 2}
     assert p_value_until_stop(outcomes) > FALSE_ALARM_RATE
 

@@ -1,0 +1,244 @@
+"""The steps of a request's choice, explained: what was proposed, what became of it and why, and what it took."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from specdec.client import CompletedChoice
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+
+ROOT = -1
+"""The last committed token, as a parent."""
+
+
+class State(StrEnum):
+    """What became of a proposed token."""
+
+    ACCEPTED = "accepted"
+    REJECTED = "rejected"
+    """It was verified; the target took another token, here or before."""
+    UNVERIFIED = "unverified"
+    """It was not worth its row in the step, by the records of its drafter, the load and the time of steps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedNode:
+    """A proposed token."""
+
+    token_id: int
+    text: str
+    parent: int
+    """Its place in the step's nodes, or `ROOT`."""
+    depth: int
+    """1 for those that follow the last committed token."""
+    drafter: str
+    """Who proposed it; empty: not known."""
+    score: float
+    """What its drafter said: the estimated probability that it is accepted, given that its parent is."""
+    rank: int
+    """Among those proposed for its place, by score, from 1 on."""
+    target_prob: float | None
+    """Of the target's raw distribution after its parent; None where it was not verified."""
+    state: State
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedToken:
+    """A committed token."""
+
+    token_id: int
+    text: str
+    origin: str
+    drafter: str
+    """Whose it was, where its origin is a draft."""
+    target_prob: float | None
+    """Of the target's raw distribution; None: not told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Milliseconds of a step, which with all others of a choice make up its time."""
+
+    at_ms: float
+    """From the request's arrival at the coordinator to the step's verdict."""
+    step_ms: float
+    """The forward pass and the sampling; in the first step also the rest of the prefill."""
+    hold_off_ms: float
+    """Waiting for a draft."""
+    elsewhere_ms: float
+    """The rest since the verdict before: between processes, steps of others, waiting for credit or admission."""
+    draft_ms: float
+    """Drafting of what the step used. It runs beside the target, so it is no part of the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainedStep:
+    """One step of the target."""
+
+    number: int
+    start: int
+    """Index of its first token in the output."""
+    tokens: list[ExplainedToken]
+    nodes: list[ExplainedNode]
+    times: Times
+    is_suspended: bool
+    """After it speculation was suspended: plain decoding was measured to be faster."""
+
+    @property
+    def num_verified(self) -> int:
+        """Proposed tokens that cost a row."""
+        return sum(node.state is not State.UNVERIFIED for node in self.nodes)
+
+    @property
+    def num_accepted(self) -> int:
+        """Proposed tokens that were taken."""
+        return sum(node.state is State.ACCEPTED for node in self.nodes)
+
+    @property
+    def summary(self) -> str:
+        """In a sentence."""
+        num = len(self.tokens)
+        made = f"{num} token{'s' * (num != 1)}"
+        if not self.nodes:
+            return f"{made}, nothing proposed"
+        return f"{made}: {len(self.nodes)} proposed, {self.num_verified} verified, {self.num_accepted} accepted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explained:
+    """A choice."""
+
+    steps: list[ExplainedStep]
+
+    @property
+    def lost(self) -> dict[str, float]:
+        """Where the time went, in milliseconds, over all steps but the first, which has the prompt's."""
+        later = [step.times for step in self.steps[1:]]
+        return {
+            "steps of the target": sum(times.step_ms for times in later),
+            "waiting for a draft": sum(times.hold_off_ms for times in later),
+            "elsewhere": sum(times.elsewhere_ms for times in later),
+        }
+
+    def as_facts(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def token_ids_of(choice: CompletedChoice) -> set[int]:
+    """All tokens whose texts an explanation needs."""
+    return {node for step in choice.steps for node in step.tree.token_ids} | set(choice.token_ids)
+
+
+def explain(choice: CompletedChoice, texts: Mapping[int, str]) -> Explained:
+    """Explain the steps of a choice that was asked for with its steps.
+
+    Args:
+        choice: finished, or as far as it came.
+        texts: of the ids that `token_ids_of` names; those that lack are shown as numbers.
+    """
+    steps: list[ExplainedStep] = []
+    before_us = 0
+    for number, step in enumerate(choice.steps, 1):
+        tokens = choice.tokens[step.start : step.start + step.num_tokens]
+        spent_us = max(0, step.at_us - before_us)
+        before_us = step.at_us
+        steps.append(
+            ExplainedStep(
+                number=number,
+                start=step.start,
+                tokens=[_token(token) for token in tokens],
+                nodes=_nodes(step.tree, tokens, texts),
+                times=Times(
+                    at_ms=step.at_us / 1e3,
+                    step_ms=step.step_us / 1e3,
+                    hold_off_ms=step.hold_off_us / 1e3,
+                    elsewhere_ms=max(0, spent_us - step.step_us - step.hold_off_us) / 1e3,
+                    draft_ms=step.draft_us / 1e3,
+                ),
+                is_suspended=step.is_suspended,
+            )
+        )
+    return Explained(steps=steps)
+
+
+def _token(token: api.OutputToken) -> ExplainedToken:
+    logprob = token.logprobs.logprob if token.HasField("logprobs") else None
+    return ExplainedToken(
+        token_id=token.id,
+        text=token.text,
+        origin=pb.Origin.Name(token.origin).removeprefix("ORIGIN_").lower(),
+        drafter=token.drafter,
+        target_prob=None if logprob is None else math.exp(min(0.0, logprob)),
+    )
+
+
+def _nodes(tree: pb.StepTree, tokens: Sequence[api.OutputToken], texts: Mapping[int, str]) -> list[ExplainedNode]:
+    parents, scores = list(tree.parents), [score / 255 for score in tree.scores]
+    probs = {node: math.exp(min(0.0, logprob)) for node, logprob in zip(tree.verified, tree.logprobs, strict=False)}
+    accepted = list(tree.accepted)
+    depths: list[int] = []
+    found: list[ExplainedNode] = []
+    for node, token_id in enumerate(tree.token_ids):
+        parent = parents[node]
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+        state = State.ACCEPTED if node in accepted else State.REJECTED if node in probs else State.UNVERIFIED
+        beside = [other for other, above in enumerate(parents) if above == parent]
+        found.append(
+            ExplainedNode(
+                token_id=token_id,
+                text=texts.get(token_id, f"token {token_id}"),
+                parent=parent,
+                depth=depths[node],
+                drafter=_drafter(tree, node, tokens, accepted),
+                score=scores[node],
+                rank=1 + sum(scores[other] > scores[node] for other in beside),
+                target_prob=probs.get(node),
+                state=state,
+                why=_why(tree, node, state, depths[node], beside, scores, tokens),
+            )
+        )
+    return found
+
+
+def _drafter(tree: pb.StepTree, node: int, tokens: Sequence[api.OutputToken], accepted: Sequence[int]) -> str:
+    if node in accepted and accepted.index(node) < len(tokens):
+        return tokens[accepted.index(node)].drafter
+    return ""
+
+
+def _why(
+    tree: pb.StepTree,
+    node: int,
+    state: State,
+    depth: int,
+    beside: Sequence[int],
+    scores: Sequence[float],
+    tokens: Sequence[api.OutputToken],
+) -> str:
+    parent, accepted = tree.parents[node], list(tree.accepted)
+    if state is State.ACCEPTED:
+        return "it is the target's token"
+    if state is State.UNVERIFIED:
+        return "not worth its row in the step"
+    if parent not in (ROOT, *accepted):
+        return "what it follows was rejected"
+    if len(tokens) < depth:
+        return "the choice ended before it"
+    taken = tokens[depth - 1]
+    prob = f" (p {math.exp(min(0.0, taken.logprobs.logprob)):.2f})" if taken.HasField("logprobs") else ""
+    if taken.id == tree.token_ids[node]:
+        return f"rejected by chance, and drawn again: {taken.text!r}{prob}"
+    guessed = next((other for other in beside if tree.token_ids[other] == taken.id), None)
+    if guessed is None:
+        where = "which nobody proposed here"
+    else:
+        rank = 1 + sum(scores[other] > scores[guessed] for other in beside)
+        where = f"guess {rank} of {len(beside)} here, at {scores[guessed]:.2f}"
+    return f"the target took {taken.text!r}{prob}, {where}"

@@ -1,0 +1,84 @@
+"""Block verification: a drafted chain is decided on as a whole, and still the output is the target's distribution.
+
+Source: Sun et al., "Block Verification Accelerates Speculative Decoding", arXiv:2403.10444, Algorithm 2. A token of a
+high p/q makes up for one of a low p/q before it: with weights w[0] = 1 and w[i] = min(1, w[i-1] p(x[i]) / q(x[i])), the
+first i tokens or more are accepted with probability w[i], and no other rule accepts more on average. Token by token it
+would be the product of min(1, p/q), which is never more.
+
+What `rejection.py` says of its guarantee holds here, too: whether the chain goes on after a token may depend on that
+token and those before it, on none after it. But here the numbers of positions past the accepted ones decide, too, at
+which token a chain is cut. So numbers of accept tests, and of the draft's draws, belong to one chain each
+(`noise.uniform`): a position that is drafted again has others.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.engine.errors import NonFiniteLogits
+from specdec.engine.sampling.noise import Purpose, uniform
+from specdec.engine.sampling.rejection import DraftSample
+from specdec.sampling_params import SamplingParams
+
+
+def verify_block(
+    target_probs: Tensor, drafts: Sequence[DraftSample], params: SamplingParams, t: int
+) -> tuple[int, int | None]:
+    """Decide on a chain; what is accepted and the token returned are distributed as the target's.
+
+    Args:
+        target_probs: [N, V] float32, one row per drafted token: the target's fully processed distribution where that
+            token stands (`Sampler.probs`); divided here by its float64 sum.
+        drafts: the N >= 1 tokens and their distributions, checked.
+        params: of the session, not greedy.
+        t: absolute position of the first of them.
+
+    Returns:
+        How many tokens are accepted, and the one that follows them; None if all are, when the next one is drawn from
+        the target as without a draft.
+
+    Raises:
+        NonFiniteLogits: a row is NaN.
+
+    Cost: a few passes over [N, V].
+    """
+    target = target_probs.to(torch.float64)
+    target = target / target.sum(dim=1, keepdim=True)
+    if bool(target.isnan().any()):
+        raise NonFiniteLogits
+    weight = 1.0
+    num_accepted = 0
+    residuals: list[Tensor] = []
+    for index, draft in enumerate(drafts):
+        residual, probs = _residual(weight, target[index], draft)
+        residuals.append(residual)
+        if index and weight > 0.0:
+            surplus = float(residual.sum())
+            accept = 1.0 if weight >= 1.0 else surplus / (surplus + 1.0 - weight)
+            if uniform(params.seed, params.choice, Purpose.ACCEPT, t + index - 1, t) < accept:
+                num_accepted = index
+        of_target = float(target[index, draft.token_id])
+        weight = min(1.0, weight * of_target / probs[draft.token_id])
+    if uniform(params.seed, params.choice, Purpose.ACCEPT, t + len(drafts) - 1, t) < weight:
+        return len(drafts), None
+    return num_accepted, _drawn(residuals[num_accepted], params, t + num_accepted, drafts[num_accepted].token_id)
+
+
+def _residual(weight: float, target: Tensor, draft: DraftSample) -> tuple[Tensor, dict[int, float]]:
+    """What the weighted target has more of than the draft, [V] float64, and the draft's probabilities by token."""
+    total = math.fsum(draft.probs)
+    probs = {token_id: prob / total for token_id, prob in zip(draft.ids, draft.probs, strict=True)}
+    ids = torch.tensor(list(probs), device=target.device)
+    values = torch.tensor(list(probs.values()), dtype=torch.float64, device=target.device)
+    return (weight * target).index_add_(0, ids, values, alpha=-1).clamp_(min=0.0), probs
+
+
+def _drawn(residual: Tensor, params: SamplingParams, t: int, drafted: int) -> int:
+    cumulated = residual.cumsum(0)
+    if float(cumulated[-1]) <= 0.0:
+        return drafted  # p = q: only rounding can have led here
+    u = uniform(params.seed, params.choice, Purpose.RESIDUAL, t)
+    index = int(torch.searchsorted(cumulated, cumulated[-1:] * u, right=True))
+    return int(residual.nonzero()[-1, 0]) if index == len(cumulated) else index
