@@ -163,6 +163,7 @@ def test_the_description_has_every_path_and_every_error(url: str) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_nothing_that_the_description_allows_is_a_fault_of_the_server(url: str) -> None:
     """Half a minute and two thousand requests: bodies at each limit and beyond, and what is no body at all."""
     checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"

@@ -140,6 +140,24 @@ def test_what_cannot_be_compiled_is_a_400_that_names_its_field(
     assert error.value.param == param
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_stop_string_cuts_a_constrained_output_alike_with_and_without_speculation(
+    temperature: float, client: openai.OpenAI
+) -> None:
+    fields: Any = {"model": "target", "prompt": "def", "max_tokens": 40, "temperature": temperature, "seed": 3}
+    wanted = {"regex": "[a-z]{4,9}(, [a-z]{4,9}){3}"}
+    told = {}
+    for enabled in (True, False):
+        extra = {"structured_outputs": wanted, "speculation": {"enabled": enabled}}
+        whole = client.completions.create(**fields, extra_body=extra).choices[0]
+        assert re.fullmatch(wanted["regex"], whole.text)
+        second = whole.text.split(", ")[1]
+        cut = client.completions.create(**fields, extra_body=extra, stop=second).choices[0]
+        assert (cut.text, cut.finish_reason) == (whole.text.split(second)[0], "stop")
+        told[enabled] = whole.text, cut.text
+    assert told[True] == told[False]
+
+
 async def test_over_grpc_a_hostile_grammar_disturbs_nobody(shipped_client: Client) -> None:
     good = constrained(pb.Constraint(choice=pb.TextChoices(texts=["red", "green"])))
     expected = await shipped_client.complete(good)

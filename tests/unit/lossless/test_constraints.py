@@ -166,6 +166,31 @@ def test_a_stop_token_inside_a_draft_ends_the_choice_there(temperature: float, p
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_and_length_at_every_place_of_an_output_fall_inside_drafts(temperature: float, pair: LocalPair) -> None:
+    body = constrained(json_schema(SCHEMAS["long names"]), temperature=temperature)
+    free = plainly(pair, {"a": body})["a"].token_ids
+    bodies: dict[str, pb.OpenSession] = {}
+    for at in range(1, len(free) - 1):
+        bodies[f"length {at}"] = constrained(
+            json_schema(SCHEMAS["long names"]), temperature=temperature, max_tokens=at + 1
+        )
+        if free[at] not in free[:at]:
+            bodies[f"stop {at}"] = constrained(
+                json_schema(SCHEMAS["long names"]), temperature=temperature, stop_token_ids=[free[at]]
+            )
+    num_inside = {"length": 0, "stop": 0}
+    for name, outcome in assert_all_alike(pair, bodies).items():
+        kind, at_text = name.split()
+        assert outcome.token_ids == free[: int(at_text) + 1]
+        is_length = kind == "length"
+        assert outcome.finish_reason == (pb.FINISH_REASON_LENGTH if is_length else pb.FINISH_REASON_STOP)
+        last = outcome.verdicts[-1]
+        # A draft goes no further than the length, whose last token is the target's own.
+        num_inside[kind] += last.num_accepted >= len(last.token_ids) - is_length > 0
+    assert min(num_inside.values()) > 2, num_inside
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_end_of_thinking_may_fall_inside_a_draft(temperature: float, pair: LocalPair) -> None:
     """What the model writes freely first has the token somewhere; from behind it the grammar holds."""
     free = constrained(pb.Constraint(), temperature=temperature, max_tokens=40)
