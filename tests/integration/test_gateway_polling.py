@@ -1,0 +1,35 @@
+"""What a gateway tells gRPC of how to poll."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+
+def _said_until_it_listens(experiments: str | None) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_EXPERIMENTS"}
+    if experiments is not None:
+        environment["GRPC_EXPERIMENTS"] = experiments
+    command = [sys.executable, "-m", "gateway", "--coordinators=127.0.0.1:1", "--port=0", "--host=127.0.0.1"]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as gateway:
+        said = []
+        for line in gateway.stderr or ():
+            said.append(line)
+            if '"listening"' in line:
+                gateway.terminate()
+                return "".join(said)
+    raise AssertionError("".join(said))
+
+
+def test_grpc_knows_the_switch_of_its_event_engine() -> None:
+    """Fails with the first version of gRPC that does not: then the switch goes, and the gateway is measured again."""
+    assert "Unknown experiment" not in _said_until_it_listens(None)
+
+
+def test_what_operators_tell_grpc_is_left_alone() -> None:
+    assert "Unknown experiment: no_such_switch" in _said_until_it_listens("no_such_switch")
