@@ -58,6 +58,7 @@ def test_half_precision_is_rounded_once_more_than_the_tiled_kernel(rows: RaggedR
     torch.testing.assert_close(got, expected, rtol=4e-3, atol=4e-3)
 
 
+@pytest.mark.usefixtures("ordered_products")
 @pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[-1]], ids=["plain", "window, softcap and sinks"])
 def test_a_row_has_the_same_bits_alone_in_a_tree_in_a_prefill_and_in_any_split(
     options: AttentionOptions, monkeypatch: pytest.MonkeyPatch
