@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 
 import uvloop
 
-_ONE_POLLING_THREAD = "-event_engine_client"
-"""gRPC's event engine hands each message from thread to thread. Without it a token costs a fifth less CPU time, and
-comes sooner. See docs/decisions/gateway.md."""
+from specdec.grpc_polling import poll_in_one_thread
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "python -m gateway") -> int:
     """Read the settings and serve until a signal; returns the exit code."""
-    os.environ.setdefault("GRPC_EXPERIMENTS", _ONE_POLLING_THREAD)
-    # gRPC reads that when it is imported, which these do.
+    poll_in_one_thread()  # before these import gRPC
     from gateway.service import run_gateway
     from gateway.settings import GatewaySettings
     from specdec.settings_sources import settings_or_exit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 
+from specdec.grpc_polling import poll_in_one_thread
+
 
 def main() -> None:
     """Run the command."""
@@ -12,6 +14,8 @@ def main() -> None:
     # imported, so nothing that imports it comes before. A service's log is for its operator, who wants them.
     if sys.argv[1:2] != ["serve"]:
         os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    if sys.argv[1:3] == ["serve", "gateway"]:
+        poll_in_one_thread()
     from specdec.cli.app import app
 
     app()

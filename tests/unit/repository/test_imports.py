@@ -22,7 +22,7 @@ MOST_FILES = 16
 # Floors from the lowest up: a line imports from lines before it only. Names on one line do not know each other.
 FLOORS = {
     "specdec": """
-        addresses backoff certificates chat_template_files message_sizes parent_process session_keys
+        addresses backoff certificates chat_template_files grpc_polling message_sizes parent_process session_keys
         sampling_limits sampling_params settings_sources shipped_pair tls_files v1
         constraint_limits
         drafters engine grammar store telemetry
