@@ -57,12 +57,12 @@ class Commits:
         """
         session = decision.candidate.session
         num_stale, told_tree = session.tree.num_stale, tree_of(decision)
-        pacing.observe_gain(session, decision.walk, decision.candidate.num_nodes, started_s + elapsed_s)
+        walk, now_s = decision.walk, started_s + elapsed_s
+        is_suspended = pacing.observe_gain(session, walk, decision.candidate.num_nodes, now_s)
         has_panel = self._panel.has_drafters
         accepted_by = _sources(decision) if has_panel else []
         drafters = self._panel.learn(decision, pacing)
         num_wasted = _prune(decision, pacing) + num_stale
-        is_suspended = session.max_nodes > 0 and not pacing.may_verify(session)
         if is_suspended:
             num_wasted += session.tree.clear()
         held_s = session.held_s(due_at_s)
@@ -72,9 +72,9 @@ class Commits:
         self._tell(session, verdict, num_stale)
         start = session.num_tokens
         self._take(decision)
-        if not decision.walk.finish_reason:
-            self._own_draft.decided(session, start, decision.walk.token_ids, is_suspended=is_suspended)
-        self._go_on(session, decision.walk.finish_reason)
+        if not walk.finish_reason:
+            self._own_draft.decided(session, start, walk.token_ids, is_suspended=is_suspended)
+        self._go_on(session, walk.finish_reason)
 
     def _tell(self, session: TargetSession, verdict: pb.Verdict, num_stale: int) -> None:
         session.tree.num_stale = session.tree.draft_us = 0
@@ -110,6 +110,8 @@ class Commits:
 def _prune(decision: Decision, pacing: Pacing) -> int:
     """Returns how many nodes were dropped unaccepted."""
     candidate, tree = decision.candidate, decision.candidate.session.tree
+    if not tree.nodes:
+        return tree.advance(decision.walk.token_ids)
     pacing.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
     num_dropped = tree.advance(decision.walk.token_ids) + tree.drop_passing()
     if candidate.session.mode is VerifyMode.REJECTION:

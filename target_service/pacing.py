@@ -93,7 +93,7 @@ class Pacing:
         for session in ready:
             if session.gate is not None:
                 self.gate.reconsider(session.gate, now_s)
-                if not len(session.tree) or self.gate.is_open(session.gate):
+                if not session.tree.nodes or self.gate.is_open(session.gate):
                     continue
                 if not (self.may_offer(session) and session.tree.is_passing):
                     session.tree.clear()
@@ -150,10 +150,10 @@ class Pacing:
         if num_rows <= _MAX_FITTED_ROWS:
             self.step_time.observe(num_rows, elapsed_s)
 
-    def observe_gain(self, session: TargetSession, walk: Walk, num_nodes: int, now_s: float) -> None:
-        """A session got on by a step; its tree is as it was then."""
+    def observe_gain(self, session: TargetSession, walk: Walk, num_nodes: int, now_s: float) -> bool:
+        """A session got on by a step; its tree is as it was then. Returns whether its draft is suspended now."""
         if not session.max_nodes:
-            return
+            return False
         if session.gate is None:
             session.gate = self.gate.admit(
                 f"{session.mode.name} {kind_of(session.params.temperature)} {session.sources}", now_s
@@ -161,8 +161,10 @@ class Pacing:
         else:
             has_proposal = len(session.tree) > 0
             self.gate.stepped(session.gate, len(walk.path), has_proposal, now_s, num_nodes=num_nodes)
-        if not self.gate.is_open(session.gate):
-            session.misses.num_unanswered, session.misses.episode = _MAX_UNANSWERED, None
+        if self.gate.is_open(session.gate):
+            return False
+        session.misses.num_unanswered, session.misses.episode = _MAX_UNANSWERED, None
+        return True
 
     def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
         """Learn from the nodes whose parents were accepted."""
@@ -195,8 +197,10 @@ class Pacing:
             latency.observe_first(max(0.0, now_s - session.hold_off.since_s - (num_new - 1) * latency.node_s))
 
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
+        if not self.may_verify(session):
+            return None
         max_depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
-        if max_depth == 0 or not self.may_verify(session) or self._has_enough(session):
+        if max_depth == 0 or self._has_enough(session):
             return None
         choice, misses = self._hold_off[kind_of(session.params.temperature)], session.misses
         if misses.episode is not None:
