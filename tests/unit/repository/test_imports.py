@@ -29,7 +29,7 @@ FLOORS = {
         heads
         rpc
         client config
-        benchmark debugging
+        auditing benchmark debugging
         tuning
         cli worker
         drafting
@@ -102,6 +102,10 @@ FLOORS = {
         prompts served
         summary
     """,
+    "specdec.auditing": """
+        greedy reference sampled services
+        audit
+    """,
     "specdec.debugging": """
         steps
         page
@@ -117,7 +121,7 @@ FLOORS = {
         errors
         generate health local models
         serve tuning up
-        bench debug demo tune
+        bench demo inspection tune
         app
         main
     """,
