@@ -30,7 +30,7 @@ FLOORS = {
         rpc
         client config
         auditing benchmark debugging
-        tuning
+        checkup tuning
         cli worker
         drafting
     """,
@@ -105,6 +105,10 @@ FLOORS = {
     "specdec.auditing": """
         greedy reference sampled services
         audit
+    """,
+    "specdec.checkup": """
+        findings
+        behaviour replicas settings_file surroundings
     """,
     "specdec.debugging": """
         steps
