@@ -11,9 +11,11 @@ from pydantic import ValidationError
 
 from specdec.checkup.findings import Finding, failed, passed, warned
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.drafters.options import HeadOptions
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.files import find_model_files, read_tokenizer
 
+_READ_LAST_LAYER = ("medusa", "eagle")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
@@ -35,6 +37,7 @@ def check_settings(up: Mapping[str, Any], target: str, draft: str) -> Iterator[F
     yield from _models(models, has_draft=up.get("num_drafts", 1) != 0)
     if "target" in checked:
         yield _policy(checked["target"])
+        yield from _heads(checked["target"])
 
 
 def _policy(settings: TargetSettings) -> Finding:
@@ -42,6 +45,30 @@ def _policy(settings: TargetSettings) -> Finding:
     if settings.adaptive_speculation:
         return passed(what, "adaptive_speculation is on")
     return warned(what, "adaptive_speculation is off", "turn it on, unless each load is known to be below break-even")
+
+
+def _heads(settings: TargetSettings) -> Iterator[Finding]:
+    from specdec.heads.checkpoint import HeadRefused  # torch
+    from specdec.heads.config import read_config
+
+    for options in settings.drafters:
+        if not isinstance(options, HeadOptions):
+            continue
+        what = f"{options.method}: its files can be read, and layer ids are explicit"
+        try:
+            config = read_config(json.loads((Path(options.model) / "config.json").read_text("utf-8")))
+        except (OSError, ValueError, HeadRefused) as error:
+            yield failed(what, str(error), "name the folder of a head whose format is known (docs/drafters.md)")
+            continue
+        ids = options.layer_ids or config.layer_ids
+        if options.method in _READ_LAST_LAYER:
+            yield passed(what, "it reads the target's last hidden state")
+        elif ids is None:
+            do = "set layer_ids to what it was trained on: wrong ids show in acceptance only"
+            yield warned(what, "neither its config nor layer_ids names any: they are guessed", do)
+        else:
+            source = "settings" if options.layer_ids else "its config"
+            yield passed(what, f"{', '.join(map(str, ids))} (of {source}; k is what comes out of k layers)")
 
 
 def _models(models: Mapping[str, str], *, has_draft: bool) -> Iterator[Finding]:

@@ -85,6 +85,28 @@ def test_what_is_wrong_in_a_settings_file_is_named(up: Mapping[str, Any], line: 
     assert outcomes(check_settings(up, TARGET, DRAFT))[line] is outcome
 
 
+@pytest.mark.parametrize(
+    ("ids", "more", "outcome"),
+    [([1, 2], {}, Outcome.PASS), (None, {}, Outcome.WARN), (None, {"layer_ids": [1, 2]}, Outcome.PASS)],
+)
+def test_a_heads_layers_are_to_be_named(
+    ids: list[int] | None, more: dict[str, Any], outcome: Outcome, tmp_path: Path
+) -> None:
+    """A head that reads other layers than it was trained on runs, and hardly anything is accepted."""
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "hidden_size": 64, "num_attention_heads": 4}
+    config |= {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    drafters = json.dumps([{"method": "eagle3", "model": str(tmp_path), **more}])
+    found = outcomes(check_settings({"target_set": [f"drafters={drafters}"]}, TARGET, DRAFT))
+    assert found["eagle3: its files can be read, and layer ids are explicit"] is outcome
+
+
+def test_a_head_without_files_is_told_of() -> None:
+    drafters = json.dumps([{"method": "eagle3", "model": "/nowhere"}])
+    found = outcomes(check_settings({"target_set": [f"drafters={drafters}"]}, TARGET, DRAFT))
+    assert found["eagle3: its files can be read, and layer ids are explicit"] is Outcome.FAIL
+
+
 @contextmanager
 def prometheus(metrics: set[str], alerts: list[str]) -> Iterator[str]:
     """What answers as Prometheus does about these."""
