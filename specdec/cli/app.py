@@ -9,11 +9,13 @@ import typer
 
 import specdec
 from specdec.cli.bench import bench
-from specdec.cli.debug import debug
 from specdec.cli.demo import demo
 from specdec.cli.generate import generate
 from specdec.cli.health import health
 from specdec.cli.inputs.config_file import by_parameter, read_config
+from specdec.cli.inspection.audit import audit
+from specdec.cli.inspection.debug import debug
+from specdec.cli.inspection.doctor import doctor
 from specdec.cli.keys import keys
 from specdec.cli.models import models
 from specdec.cli.serve import PASS_THROUGH, serve
@@ -35,6 +37,8 @@ app.command()(health)
 app.command()(bench)
 app.command()(tune)
 app.command()(debug)
+app.command()(audit)
+app.command()(doctor)
 app.command()(demo)
 app.add_typer(keys, name="keys")
 

@@ -117,6 +117,17 @@ class Explained:
     steps: list[ExplainedStep]
 
     @property
+    def by_drafter(self) -> dict[str, dict[str, int]]:
+        """Nodes that each drafter was the first to propose, and what became of them; by name, empty: not known."""
+        found: dict[str, dict[str, int]] = {}
+        for node in (node for step in self.steps for node in step.nodes):
+            own = found.setdefault(node.drafter, dict.fromkeys(("proposed", "verified", "accepted"), 0))
+            own["proposed"] += 1
+            own["verified"] += node.state is not State.UNVERIFIED
+            own["accepted"] += node.state is State.ACCEPTED
+        return found
+
+    @property
     def lost(self) -> dict[str, float]:
         """Where the time went, in milliseconds, over all steps but the first, which has the prompt's."""
         later = [step.times for step in self.steps[1:]]
@@ -182,7 +193,7 @@ def _token(token: api.OutputToken) -> ExplainedToken:
 def _nodes(tree: pb.StepTree, tokens: Sequence[api.OutputToken], texts: Mapping[int, str]) -> list[ExplainedNode]:
     parents, scores = list(tree.parents), [score / 255 for score in tree.scores]
     probs = {node: math.exp(min(0.0, logprob)) for node, logprob in zip(tree.verified, tree.logprobs, strict=False)}
-    accepted = list(tree.accepted)
+    accepted, drafters = list(tree.accepted), _drafters(tree, tokens)
     depths: list[int] = []
     found: list[ExplainedNode] = []
     for node, token_id in enumerate(tree.token_ids):
@@ -196,7 +207,7 @@ def _nodes(tree: pb.StepTree, tokens: Sequence[api.OutputToken], texts: Mapping[
                 text=texts.get(token_id, f"token {token_id}"),
                 parent=parent,
                 depth=depths[node],
-                drafter=_drafter(tree, node, tokens, accepted),
+                drafter=drafters[node],
                 score=scores[node],
                 rank=1 + sum(scores[other] > scores[node] for other in beside),
                 target_prob=probs.get(node),
@@ -207,10 +218,14 @@ def _nodes(tree: pb.StepTree, tokens: Sequence[api.OutputToken], texts: Mapping[
     return found
 
 
-def _drafter(tree: pb.StepTree, node: int, tokens: Sequence[api.OutputToken], accepted: Sequence[int]) -> str:
-    if node in accepted and accepted.index(node) < len(tokens):
-        return tokens[accepted.index(node)].drafter
-    return ""
+def _drafters(tree: pb.StepTree, tokens: Sequence[api.OutputToken]) -> list[str]:
+    """Of each node who proposed it; of targets that do not tell it is known of accepted ones only."""
+    if len(tree.proposed_by) == len(tree.token_ids):
+        return [tree.drafters[place] for place in tree.proposed_by]
+    names = [""] * len(tree.token_ids)
+    for node, token in zip(tree.accepted, tokens, strict=False):
+        names[node] = token.drafter
+    return names
 
 
 def _why(

@@ -12,7 +12,7 @@ import yaml
 
 from specdec.settings_sources import parse_failure
 
-_COMMANDS = {"up", "generate", "models", "demo", "bench", "tune"}
+_COMMANDS = {"up", "generate", "models", "demo", "bench", "tune", "debug", "audit", "doctor"}
 
 
 def read_config(path: Path) -> dict[str, dict[str, Any]]:

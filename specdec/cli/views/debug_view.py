@@ -47,6 +47,14 @@ def losses_table(explained: Explained) -> Table:
     return table
 
 
+def drafters_table(explained: Explained) -> Table:
+    """Who proposed what, and what became of it. A token that several proposed counts for the one that was first."""
+    table = make_table("By drafter", "", "proposed", "verified", "accepted")
+    for name, own in sorted(explained.by_drafter.items()):
+        table.add_row(harmless(name) or "not told", *(str(number) for number in own.values()))
+    return table
+
+
 def _step(step: ExplainedStep) -> RenderableType:
     times = step.times
     head = Text(f"step {step.number}", style="bold")

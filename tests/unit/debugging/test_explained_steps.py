@@ -82,6 +82,25 @@ def test_a_token_that_nobody_guessed_is_said_to_be_so() -> None:
     assert node.why == "the target took 'two' (p 0.90), which nobody proposed here"
 
 
+def test_who_proposed_a_node_is_told_where_the_target_tells_it() -> None:
+    tree = pb.StepTree()
+    tree.CopyFrom(TREE)
+    tree.drafters.extend(["draft_model", "ngram"])
+    tree.proposed_by = bytes([0, 1, 0, 1, 0])
+    told = explain(choice_of((1, 0.5), (3, 0.125), (4, 0.75), tree=tree), TEXTS)
+    assert [node.drafter for node in told.steps[1].nodes] == [
+        "draft_model",
+        "ngram",
+        "draft_model",
+        "ngram",
+        "draft_model",
+    ]
+    assert told.by_drafter == {
+        "draft_model": {"proposed": 3, "verified": 2, "accepted": 2},
+        "ngram": {"proposed": 2, "verified": 2, "accepted": 0},
+    }
+
+
 def test_what_comes_after_the_end_of_the_choice_was_not_refused() -> None:
     tree = pb.StepTree(
         token_ids=[1, 2], parents=[-1, 0], scores=b"\xcc\xcc", verified=[0, 1], logprobs=[-1.0, -1.0], accepted=[0]

@@ -29,8 +29,8 @@ FLOORS = {
         heads
         rpc
         client config
-        benchmark debugging
-        tuning
+        auditing benchmark debugging
+        checkup tuning
         cli worker
         drafting
     """,
@@ -102,6 +102,14 @@ FLOORS = {
         prompts served
         summary
     """,
+    "specdec.auditing": """
+        greedy reference sampled services
+        audit
+    """,
+    "specdec.checkup": """
+        findings
+        behaviour replicas settings_file surroundings
+    """,
     "specdec.debugging": """
         steps
         page
@@ -117,7 +125,7 @@ FLOORS = {
         errors
         generate health local models
         serve tuning up
-        bench debug demo tune
+        bench demo inspection tune
         app
         main
     """,

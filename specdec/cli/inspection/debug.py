@@ -160,7 +160,7 @@ def _recorded(file: Path) -> api.GenerateRequest:
 
 def _record(request: api.GenerateRequest, explained: Explained) -> dict[str, Any]:
     body = json_format.MessageToDict(request, preserving_proto_field_name=True)
-    return {"request": body, **explained.as_facts(), "lost_ms": explained.lost}
+    return {"request": body, **explained.as_facts(), "by_drafter": explained.by_drafter, "lost_ms": explained.lost}
 
 
 def _facts(completion: Completion, explained: Explained) -> dict[str, str]:
@@ -185,5 +185,6 @@ def _show(completion: Completion, explained: Explained, most: int | None) -> Non
     for view in debug_view.steps_view(explained, most):
         output.print(view)
     if explained.steps:
+        output.print(debug_view.drafters_table(explained))
         output.print(debug_view.losses_table(explained))
     output.print(tables.statistics_table(completion))

@@ -1,0 +1,54 @@
+"""Greedy output held against the reference: every token is its best one after the tokens before, or a near-tie.
+
+The reference sees the service's own tokens, so that all of them are checked, those behind a near-tie too. Where each is
+its best token, its own greedy decoding is the same text, by induction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+NEAR_TIES = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}
+"""Two tokens whose logits differ by less may change places when sums are added up in another order, by dtype."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A token that is not the reference's best one."""
+
+    prompt: int
+    position: int
+    """Of the output, from 0 on."""
+    token_id: int
+    best_token_id: int
+    gap: float
+    """Between the reference's logits of the two."""
+
+
+@dataclass(slots=True, kw_only=True)
+class GreedyFinding:
+    """What was found over all prompts."""
+
+    tolerance: float
+    """Gaps below it are near-ties."""
+    num_tokens: int = 0
+    num_equal: int = 0
+    near_ties: list[Difference] = field(default_factory=list)
+    faults: list[Difference] = field(default_factory=list)
+    """Differences that no rounding explains."""
+
+    def check(self, prompt: int, token_ids: Sequence[int], logits: torch.Tensor) -> None:
+        """Look at one output. `logits` [N, V] are the reference's, one row per token."""
+        best = logits.argmax(dim=1)
+        tokens = torch.tensor(list(token_ids), dtype=torch.int64)
+        gaps = logits.gather(1, best[:, None])[:, 0] - logits.gather(1, tokens[:, None])[:, 0]
+        self.num_tokens += len(token_ids)
+        for position, (token, other, gap) in enumerate(zip(token_ids, best.tolist(), gaps.tolist(), strict=True)):
+            if token == other or gap == 0.0:
+                self.num_equal += 1
+                continue
+            found = Difference(prompt=prompt, position=position, token_id=token, best_token_id=other, gap=gap)
+            (self.near_ties if gap < self.tolerance else self.faults).append(found)

@@ -1,0 +1,66 @@
+"""The model as transformers runs it, one plain forward pass at a time: what a service is held against."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from specdec.engine.model.files import read_eos_token_ids, read_tokenizer
+from specdec.engine.model.quantization import WeightQuantization, quantize_linear_weights
+
+_MOST_ROWS = 64
+"""Sequences of one forward pass."""
+
+
+class Reference:
+    """A checkpoint in float32 on the CPU, with eager attention and none of the code that serves."""
+
+    def __init__(self, folder: Path, *, dtype: str = "float32", quantization: WeightQuantization = "none") -> None:
+        """Load it.
+
+        Args:
+            folder: of the checkpoint, in transformers' format.
+            dtype: the service's: weights are rounded to it, and computed with in float32.
+            quantization: what the service rounds weights to.
+
+        Raises what transformers raises for a folder that it cannot load.
+        """
+        disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=getattr(torch, dtype), attn_implementation="eager"
+        )
+        self._model = model.to(torch.float32).eval().requires_grad_(False)
+        quantize_linear_weights(self._model, quantization)
+        tokenizer = read_tokenizer(folder)
+        self.tokenizer_digest = tokenizer.digest
+        self.tokenizer: Tokenizer | None = Tokenizer.from_str(tokenizer.tokenizer_json) if tokenizer.digest else None
+        self.eos_token_ids = read_eos_token_ids(folder, getattr(model.config, "eos_token_id", None))
+        num_logits = int(model.get_output_embeddings().weight.shape[0])
+        self.vocab_size = min(num_logits, tokenizer.vocab_size or num_logits)
+
+    def logits(self, prompt: Sequence[int], outputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """The logits that decide each token of some outputs of one prompt, [N, vocab_size] float32 for each output."""
+        found: list[torch.Tensor] = []
+        with torch.inference_mode():
+            of_prompt = self._model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
+            for first in range(0, len(outputs), _MOST_ROWS):
+                some = outputs[first : first + _MOST_ROWS]
+                rows = of_prompt.logits.expand(len(some), -1, -1)
+                num_more = max(map(len, some)) - 1
+                if num_more > 0:
+                    cache = copy.deepcopy(of_prompt.past_key_values)
+                    cache.batch_repeat_interleave(len(some))
+                    # What stands behind a row's end changes nothing before it.
+                    tokens = torch.tensor([[*output[:num_more], *[0] * (num_more - len(output))] for output in some])
+                    further = self._model(tokens, past_key_values=cache, use_cache=True)
+                    rows = torch.cat([rows, further.logits], dim=1)
+                own = rows[:, :, : self.vocab_size].float()
+                found += [own[row, : len(output)] for row, output in enumerate(some)]
+        return found

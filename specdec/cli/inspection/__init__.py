@@ -1,0 +1,1 @@
+"""Commands that look into a deployment: debug, audit, doctor."""

@@ -1,0 +1,40 @@
+"""`specdec doctor` of a real cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from specdec.cli.app import app
+from specdec.cli.local.cluster import Cluster
+
+pytestmark = pytest.mark.integration
+
+
+def test_a_deployment_is_measured_and_every_line_has_its_figures(tiny_cluster: Cluster, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("[5, 6, 7, 8]\n[40, 41, 42, 43, 44]\n")
+    arguments = ["--address", tiny_cluster.address, "--prompts", str(prompts), "--max-tokens", "32", "--json"]
+    result = CliRunner().invoke(app, ["doctor", *arguments, "--concurrency", "2"])
+    assert result.exit_code == 0, result.output
+    found = {line["what"]: line for line in json.loads(result.stdout)}
+    assert found["tokenizers are equal by content"]["outcome"] == "pass"
+    assert found["replicas are ready"]["outcome"] == "pass"
+    assert "by depth" in found["draft tokens are accepted, temperature 1"]["measured"]
+    assert "times plain decoding" in found["it is not slower at 2 requests at once"]["measured"]
+    for what in ("stop strings", "log-probabilities"):
+        line = found[f"with {what} greedy output is the same with and without speculation"]
+        assert line["outcome"] == "pass", line
+    assert all(line["do"] for line in found.values() if line["outcome"] != "pass")
+    assert all(line["measured"] for line in found.values())
+
+
+def test_a_settings_file_with_a_fault_has_exit_code_1(tmp_path: Path) -> None:
+    file = tmp_path / "up.yaml"
+    file.write_text("up:\n  target-set: [max_draft_tokens=many]\n")
+    result = CliRunner().invoke(app, ["doctor", "--settings", str(file)])
+    assert result.exit_code == 1
+    assert "fail settings of the target are valid" in result.stdout
