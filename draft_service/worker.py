@@ -10,7 +10,7 @@ from specdec.drafting.metrics import DraftRecorder
 from specdec.rpc.bridge.frames import EnginePort
 from specdec.telemetry import DraftMetrics
 from specdec.v1 import draft_pb2
-from specdec.worker.entry import run_role
+from specdec.worker.build import run_role
 from specdec.worker.role import Wire
 
 _WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult, "draft session", "draft")

@@ -62,6 +62,7 @@ FLOORS = {
         local
     """,
     "specdec.grammar": """
+        failure
         source
         checker checker_child figures follower
         compiler
@@ -81,11 +82,12 @@ FLOORS = {
     "specdec.worker": """
         clamping engine_gauges errors rank_child trace
         opening ranks sessions
-        build isolation role
+        isolation role
         pending_responses
         host
         loop
         entry
+        build
     """,
     "specdec.rpc": """
         affinity error_details listening metrics_server startup tls_watch
