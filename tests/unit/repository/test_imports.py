@@ -38,7 +38,7 @@ FLOORS = {
         corpus options
         interface
         growing
-        ngram prediction suffix token_recycling
+        ngram openai_api prediction suffix token_recycling
         registry
     """,
     "specdec.heads": """
@@ -165,8 +165,21 @@ FLOORS = {
         worker
     """,
     "draft_service": """
-        servicer worker
+        servicer wire
+        model_process plain
+        worker
         __main__
+    """,
+    "draft_service.plain": """
+        proposals session recorder target_facts
+        opening
+        role
+        process
+    """,
+    "specdec.drafters.openai_api": """
+        alignment endpoint ledger
+        stream
+        drafter
     """,
 }
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
