@@ -271,7 +271,11 @@ def test_servicer_processes_load_no_tensors(service: str) -> None:
     assert tensor_libraries_loaded_by(f"{service}.__main__") == ""
 
 
-@pytest.mark.parametrize("module", ["target_service.worker", "draft_service.worker"])
+def test_a_draft_without_a_model_needs_nothing_that_models_need() -> None:
+    assert libraries_loaded_by("draft_service.plain.process", (*TENSORS, "numpy", "llguidance", "accelerate")) == ""
+
+
+@pytest.mark.parametrize("module", ["target_service.worker", "draft_service.model_process"])
 def test_engine_processes_load_no_exporter(module: str) -> None:
     """Its thread would slow every step; the servicer exports for them."""
     assert libraries_loaded_by(module, ("opentelemetry.exporter", "grpc")) == ""
