@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY
-
 from specdec.config import DraftSettings
-from specdec.drafting.drafter import Drafter
-from specdec.drafting.metrics import DraftRecorder
 from specdec.rpc.bridge.frames import EnginePort
-from specdec.telemetry import DraftMetrics
-from specdec.v1 import draft_pb2
-from specdec.worker.entry import run_role
-from specdec.worker.role import Wire
-
-_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult, "draft session", "draft")
 
 
 def run_engine(port: EnginePort, settings: DraftSettings) -> None:
-    """Entry of the process: returns when the servicer is gone or says stop."""
-    recorder = DraftRecorder(DraftMetrics(REGISTRY))
-    run_role(port, settings, _WIRE, "draft-engine", lambda host, built: Drafter(host, built, settings, recorder))
+    """Entry of the process: returns when the servicer is gone or says stop.
+
+    Only one of the two is imported: torch is not there for drafters, and they call with gRPC, which engines do without.
+    """
+    if settings.drafters:
+        from draft_service.plain.process import run_plain
+        from draft_service.wire import WIRE
+
+        run_plain(port, settings, WIRE)
+    else:
+        from draft_service.model_process import run_model
+
+        run_model(port, settings)

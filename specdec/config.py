@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from specdec.addresses import Address
-from specdec.drafters.options import DrafterOptions, check_drafters, read_drafters
+from specdec.drafters.options import DrafterOptions, ServiceOptions, check_drafters, read_drafters
 from specdec.engine.settings import EngineSettings
 from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings, WireSettings
 from specdec.sampling_limits import MAX_LOGPROBS
@@ -160,8 +160,8 @@ class TargetSettings(ReplicaSettings):
         return self
 
 
-class DraftSettings(ReplicaSettings):
-    """Settings of a draft replica."""
+class DraftSettings(ReplicaSettings, ClientSettings):
+    """Settings of a draft replica: with a model, or with drafters that need none."""
 
     env_prefix: ClassVar[str] = "SPECDEC_DRAFT_"
 
@@ -171,6 +171,20 @@ class DraftSettings(ReplicaSettings):
         ge=0,
         le=65535,
         description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
+    )
+    model: str = Field(
+        default="", description="Directory of a transformers model, or a hub id; empty: drafters propose, and no model."
+    )
+    drafters: Annotated[
+        tuple[ServiceOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
+    ] = Field(
+        default=(),
+        description="What proposes in place of a model, without torch: ngram, suffix and openai_api, with options as "
+        'in a target\'s drafters, [{"method": "openai_api", "base_url": "https://host/v1", "model": "M"}].',
+    )
+    target: Address | None = Field(
+        default=None,
+        description="With drafters: a target, host:port, whose tokenizer and limits they take at the start.",
     )
     max_ahead_tokens: int = Field(
         default=16, ge=1, le=64, description="How far past the last committed token it may draft."
@@ -192,6 +206,21 @@ class DraftSettings(ReplicaSettings):
         le=64,
         description="Rejection mode: tokens of the truncated distribution drafted from.",
     )
+
+    @property
+    def served_name(self) -> str:
+        """The name clients use."""
+        if self.model:
+            return super().served_name
+        return self.model_name or "+".join(options.method for options in self.drafters)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if bool(self.model) == bool(self.drafters):
+            raise ValueError("give either model or drafters")
+        if bool(self.drafters) != (self.target is not None):
+            raise ValueError("target: with drafters, and only then")
+        return self
 
 
 class CoordinatorSettings(ServiceSettings, ClientSettings):

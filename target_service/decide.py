@@ -13,8 +13,8 @@ from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.rejection import verify_token
 from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
 from specdec.engine.tree import TokenTree
+from specdec.grammar.failure import GrammarError
 from specdec.grammar.follower import MaskWords
-from specdec.grammar.source import GrammarError
 from specdec.sampling_params import RejectionMethod, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import node_logprobs, position_logprobs

@@ -11,7 +11,7 @@ from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
 from specdec.grammar.awaited import POLL_S, AwaitedGrammars
-from specdec.grammar.source import GrammarError
+from specdec.grammar.failure import GrammarError
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds

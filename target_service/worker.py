@@ -9,8 +9,7 @@ from specdec.drafting.metrics import DraftRecorder
 from specdec.rpc.bridge.frames import EnginePort
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import target_pb2
-from specdec.worker.build import BuiltEngine
-from specdec.worker.entry import run_role
+from specdec.worker.build import BuiltEngine, run_role
 from specdec.worker.host import SessionHost
 from specdec.worker.role import Wire
 from target_service.proposals.own_draft import build_own_draft

@@ -142,7 +142,8 @@ def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, cons
     """Measures where that is asked for and says something: one target and one draft, both on CPU."""
     if wish != "auto":
         return wish
-    if device_kind(plan.device) != "cpu" or plan.num_targets != 1 or plan.num_drafts != 1:
+    is_pair = plan.num_targets == 1 and plan.num_drafts == 1 and "drafters" not in plan.draft_settings
+    if device_kind(plan.device) != "cpu" or not is_pair:
         return "apart"
     with console.status("measuring") as status:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -114,6 +114,46 @@ class DSparkOptions(HeadOptions):
     method: Literal["dspark"] = "dspark"
 
 
+class OpenAiApiOptions(_Options):
+    """A draft behind an OpenAI-compatible endpoint."""
+
+    method: Literal["openai_api"] = "openai_api"
+    base_url: str = Field(min_length=1, max_length=2048)
+    """Such as https://host/v1; completions are below it."""
+    model: str = Field(min_length=1, max_length=256)
+    """Its name there."""
+    api_key_file: str | None = Field(default=None, min_length=1)
+    """File that holds the key and nothing else."""
+    api_key_env: str | None = Field(default=None, min_length=1)
+    """Environment variable that holds it."""
+    max_tokens: int = Field(default=128, ge=1, le=4096)
+    """Of a call."""
+    max_streams: int = Field(default=16, ge=1, le=256)
+    """Calls at once."""
+    timeout_s: float = Field(default=5.0, gt=0, le=600)
+    """Longest silence of the endpoint."""
+    stream_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """Longest time of a call."""
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """Prompt and completion tokens of all calls until the service is started again; None: no limit."""
+    price_per_million_prompt_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    price_per_million_completion_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """What all calls may cost by these prices until the service is started again; None: no limit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.api_key_file is not None and self.api_key_env is not None:
+            raise ValueError("api_key_file and api_key_env are both given")
+        if self.max_cost is not None and not (
+            self.price_per_million_prompt_tokens or self.price_per_million_completion_tokens
+        ):
+            raise ValueError("max_cost needs price_per_million_prompt_tokens or price_per_million_completion_tokens")
+        return self
+
+
+ServiceOptions = Annotated[NgramOptions | SuffixOptions | OpenAiApiOptions, Field(discriminator="method")]
+"""Of drafters that a draft service runs without a model."""
 PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions
 """Of drafters without weights."""
 DrafterOptions = Annotated[
@@ -127,6 +167,9 @@ DRAFT_MODEL = "draft_model"
 HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark"})
 """Of those that are heads over the target's hidden states."""
 DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling"}) | HEAD_NAMES
+
+
+OptionsT = TypeVar("OptionsT", DrafterOptions, ServiceOptions)
 
 
 def read_drafters(value: Any) -> Any:
@@ -147,7 +190,7 @@ def read_drafters(value: Any) -> Any:
     return value
 
 
-def check_drafters(drafters: tuple[DrafterOptions, ...]) -> tuple[DrafterOptions, ...]:
+def check_drafters(drafters: tuple[OptionsT, ...]) -> tuple[OptionsT, ...]:
     """Raise ValueError where one is named twice."""
     names = [options.method for options in drafters]
     if len(set(names)) < len(names):

@@ -34,7 +34,7 @@ from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
 from specdec.grammar.awaited import POLL_S, AwaitedGrammars
-from specdec.grammar.source import GrammarError
+from specdec.grammar.failure import GrammarError
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine

@@ -6,8 +6,7 @@ from typing import Any, Protocol
 
 from specdec.drafting.session import DraftSession
 from specdec.rpc.bridge.step_memory import StepMemory
-from specdec.worker.errors import SessionFailure
-from specdec.worker.isolation import FaultLog
+from specdec.worker.errors import FaultLog, SessionFailure
 from specdec.worker.sessions import EngineSessionTable
 
 

@@ -21,12 +21,11 @@ from specdec.drafting.drafter import Drafter
 from specdec.drafting.growth import GrowthPolicy
 from specdec.drafting.metrics import DraftRecorder
 from specdec.drafting.session import DraftSession
-from specdec.grammar.source import GrammarError
+from specdec.grammar.failure import GrammarError
 from specdec.rpc.bridge.step_memory import StepMemory
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
-from specdec.worker.errors import SessionFailure
-from specdec.worker.isolation import FaultLog
+from specdec.worker.errors import FaultLog, SessionFailure
 from specdec.worker.sessions import EngineSessionTable, Owner
 
 _MOST_FAULTS = 3

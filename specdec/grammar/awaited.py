@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from specdec.grammar.compiler import Compilation, GrammarCompiler
+from specdec.grammar.failure import GrammarError
 from specdec.grammar.figures import GrammarFigures
 from specdec.grammar.follower import GrammarFollower
-from specdec.grammar.source import GrammarError
 from specdec.v1 import common_pb2 as pb
 
 _SALT_MARK = b"\0"

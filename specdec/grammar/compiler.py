@@ -12,8 +12,9 @@ from google.rpc import code_pb2
 from llguidance import LLMatcher, LLTokenizer
 
 from specdec.grammar.checker import GrammarChecker
+from specdec.grammar.failure import GrammarError
 from specdec.grammar.figures import GrammarFigures
-from specdec.grammar.source import GrammarError, GrammarSource, TokenizerArguments, grammar_source, make_matcher
+from specdec.grammar.source import GrammarSource, TokenizerArguments, grammar_source, make_matcher
 from specdec.grammar.source import make_tokenizer as _make_tokenizer
 from specdec.v1 import common_pb2 as pb
 

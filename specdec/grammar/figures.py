@@ -7,7 +7,7 @@ from collections import Counter
 
 from google.rpc import code_pb2
 
-from specdec.grammar.source import GrammarError
+from specdec.grammar.failure import GrammarError
 
 _REASONS = {code_pb2.RESOURCE_EXHAUSTED: "busy", code_pb2.INTERNAL: "fault"}
 

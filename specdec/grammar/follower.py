@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher
 
-from specdec.grammar.source import GrammarError, shown
+from specdec.grammar.failure import GrammarError
+from specdec.grammar.source import shown
 
 MaskWords = npt.NDArray[np.uint32]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 import llguidance
-from google.rpc import code_pb2
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from specdec.constraint_limits import fault_of
+from specdec.grammar.failure import GrammarError
 from specdec.v1 import common_pb2 as pb
 
 CONSTRAINTS_ID = f"llguidance-{llguidance.__version__}"
@@ -28,15 +28,6 @@ _LIMITS = {
 }
 """Of what is counted, not of time: the same grammar fails at every replica or at none. A mask takes 15 ms at most."""
 _MOST_MESSAGE_CHARS = 300
-
-
-class GrammarError(Exception):
-    """A constraint that cannot be compiled, or followed. `field` is its path; the text is for people."""
-
-    def __init__(self, field: str, message: str, code: int = code_pb2.INVALID_ARGUMENT) -> None:
-        super().__init__(message)
-        self.field = field
-        self.code = code
 
 
 class TokenizerArguments(TypedDict):

@@ -53,3 +53,36 @@ class DraftMetrics(EngineMetrics):
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($draft_seconds_bucket[5m])))",
         )
+        self._make_drafter_metrics()
+
+    def _make_drafter_metrics(self) -> None:
+        drafter = {"drafter": "a name of the setting `drafters`: ngram, suffix, openai_api"}
+        self.drafter_offered = self._counter(
+            "drafter_offered_tokens_total",
+            "Tree nodes offered by a drafter of a draft service without a model.",
+            drafter,
+            promql="sum by (drafter) (rate($drafter_offered_tokens_total[5m]))",
+        )
+        self.drafters_dropped = self._counter(
+            "drafters_dropped_total",
+            "Drafters that failed, and are not asked any more.",
+            drafter,
+            promql="sum by (instance, drafter) ($drafters_dropped_total) > 0",
+        )
+        self.api_tokens = self._counter(
+            "api_tokens_total",
+            "Tokens that openai_api asked an endpoint for, of prompts and of completions.",
+            {"kind": "prompt, completion"},
+            promql="sum by (instance, kind) (increase($api_tokens_total[1h]))",
+        )
+        self.api_cost = self._counter(
+            "api_cost_total",
+            "What that costs by the prices of the settings.",
+            promql="sum by (instance) (increase($api_cost_total[1h]))",
+        )
+        self.api_faults = self._counter(
+            "api_faults_total",
+            "Calls of an endpoint that were of no use: after each nothing is asked for a while.",
+            {"kind": "timeout, slow, redirect, status_5xx, no_json, long_line, ..."},
+            promql="sum by (instance, kind) (increase($api_faults_total[15m]))",
+        )

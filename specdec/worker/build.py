@@ -1,8 +1,10 @@
-"""Loads a model and puts its engine together: the same for both roles."""
+"""Loads a model, puts its engine together, and runs a role over it: the same for both roles."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
@@ -12,7 +14,7 @@ from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.drawing import DrawingDecoder
 from specdec.engine.engine import Engine
-from specdec.engine.errors import EngineError
+from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
@@ -24,7 +26,11 @@ from specdec.heads.target import HeadTarget
 from specdec.message_sizes import most_entry_bytes, opening_bytes
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.ranks import Ranks
+from specdec.worker.entry import make_host, report_fatal, serve
+from specdec.worker.host import SessionHost
+from specdec.worker.ranks import Ranks, lead_ranks
+from specdec.worker.role import Role, Wire
+from specdec.worker.sessions import SessionT
 
 _TOKENIZER_CHUNK_BYTES = 1 << 20
 _MOST_STEP_S = 2.0
@@ -135,3 +141,31 @@ def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:
             tokenizer_config="" if start else config,
         )
         port.send(FrameKind.TOKENIZER, payload=piece.SerializeToString())
+
+
+def run_role(
+    port: EnginePort,
+    settings: TargetSettings | DraftSettings,
+    wire: Wire,
+    service: str,
+    make_role: Callable[[SessionHost[SessionT], BuiltEngine], Role[SessionT]],
+) -> None:
+    """Load the model, announce it, and run the role until the servicer goes or says stop.
+
+    With several ranks this process is rank 0, and starts the others, whose logs are those of ``service``-rank-N.
+    Raises ``RankLost`` when one of them ends.
+    """
+
+    def report(reason: str) -> None:
+        report_fatal(port, reason)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format, report))
+            built = build_engine(settings, port, ranks)
+            host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
+            role = make_role(host, built)
+        except (ModelNotSupported, ModelLoadError, EngineError) as error:
+            report(str(error))
+            return
+        serve(port, settings, wire, built.info, host, role, built.full_step_s)

@@ -1,12 +1,16 @@
-"""Errors of one session, sent in-band: they never end the stream that other sessions share. And the end of a rank."""
+"""Errors of one session, sent in-band: they never end the stream that other sessions share. And what ends an engine."""
 
 from __future__ import annotations
 
+import structlog
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.engine.errors import NonFiniteLogits
-from specdec.grammar.source import GrammarError
+from specdec.engine.errors import KVInvariantError, NonFiniteLogits
+from specdec.grammar.failure import GrammarError
+
+_DEVICE_WORDS = ("CUDA", "cuBLAS", "cuDNN", "NCCL", "out of memory")
+_log = structlog.get_logger("specdec.worker")
 
 
 class RankLost(RuntimeError):
@@ -76,3 +80,44 @@ def _pack(message: error_details_pb2.ErrorInfo | error_details_pb2.BadRequest) -
     packed = any_pb2.Any()
     packed.Pack(message)
     return packed
+
+
+def is_engines_own(error: Exception) -> bool:
+    """Whether an error says that the engine cannot go on, whichever session met it."""
+    if isinstance(error, KVInvariantError | MemoryError | OSError | RankLost):
+        return True
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS)
+
+
+class FaultLog:
+    """Turns errors into failures of sessions; a traceback is logged once for each place that raises."""
+
+    def __init__(self) -> None:
+        self._seen: set[tuple[type, str, int]] = set()
+
+    def failure(self, error: Exception) -> SessionFailure:
+        """What the session's owner is told; the very error where it is a SessionFailure, and what a GrammarError says.
+
+        Raises the error itself where it is the engine's own.
+        """
+        if isinstance(error, SessionFailure):
+            return error
+        if isinstance(error, GrammarError):
+            return constraint_failure(error)
+        self.note(error)
+        message = f"the session met a fault of the replica: {type(error).__name__}"
+        return SessionFailure(code_pb2.INTERNAL, "SESSION_FAULT", message)
+
+    def note(self, error: Exception) -> None:
+        """Log an error that ends nothing. Raises the error itself where it is the engine's own."""
+        if is_engines_own(error):
+            raise error
+        trace = error.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        place = (
+            (type(error), "", 0) if trace is None else (type(error), trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        )
+        is_new = place not in self._seen
+        self._seen.add(place)
+        _log.error("fault", error=repr(error), place=f"{place[1]}:{place[2]}", exc_info=error if is_new else None)

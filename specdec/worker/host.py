@@ -10,8 +10,7 @@ from specdec.message_sizes import most_entry_bytes
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.rpc.bridge.step_memory import StepMemory
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import SessionFailure
-from specdec.worker.isolation import FaultLog
+from specdec.worker.errors import FaultLog, SessionFailure
 from specdec.worker.pending_responses import PendingResponses, ResponseLimits
 from specdec.worker.role import Wire
 from specdec.worker.sessions import EngineSession, EngineSessionTable, Owner, SessionT

@@ -1,8 +1,7 @@
 """A fault costs the one session that it belongs to: whose share of the work it was, and how that is found out.
 
-Whatever is raised in one session's share ends that session with SESSION_FAULT. What is raised for many at once is tried
-again with halves of them, until it is known whose it is. Faults of the engine itself are raised on: its process ends,
-and its servicer starts another one.
+Whatever is raised in one session's share ends that session (`specdec.worker.errors`). What is raised for many at once
+is tried again with halves of them, until it is known whose it is.
 
 Some faults end the process without a word. Sessions of which an owner fears that step alone, and all others together:
 each of them, and the others as one, gets one step in turn. So nobody waits for more than one step of everybody else,
@@ -15,62 +14,17 @@ from collections.abc import Callable, Container
 from typing import Generic, TypeVar
 
 import structlog
-from google.rpc import code_pb2
 
 from specdec.engine.engine import Engine
-from specdec.engine.errors import KVInvariantError
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
-from specdec.grammar.source import GrammarError
-from specdec.worker.errors import RankLost, SessionFailure, constraint_failure
+from specdec.worker.errors import is_engines_own
 from specdec.worker.sessions import SessionT
 
-_DEVICE_WORDS = ("CUDA", "cuBLAS", "cuDNN", "NCCL", "out of memory")
 _MOST_FAULTS_IN_A_ROW = 2
 _log = structlog.get_logger("specdec.worker")
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
-
-
-def is_engines_own(error: Exception) -> bool:
-    """Whether an error says that the engine cannot go on, whichever session met it."""
-    if isinstance(error, KVInvariantError | MemoryError | OSError | RankLost):
-        return True
-    return isinstance(error, RuntimeError) and any(word in str(error) for word in _DEVICE_WORDS)
-
-
-class FaultLog:
-    """Turns errors into failures of sessions; a traceback is logged once for each place that raises."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[type, str, int]] = set()
-
-    def failure(self, error: Exception) -> SessionFailure:
-        """What the session's owner is told; the very error where it is a SessionFailure, and what a GrammarError says.
-
-        Raises the error itself where it is the engine's own.
-        """
-        if isinstance(error, SessionFailure):
-            return error
-        if isinstance(error, GrammarError):
-            return constraint_failure(error)
-        self.note(error)
-        message = f"the session met a fault of the replica: {type(error).__name__}"
-        return SessionFailure(code_pb2.INTERNAL, "SESSION_FAULT", message)
-
-    def note(self, error: Exception) -> None:
-        """Log an error that ends nothing. Raises the error itself where it is the engine's own."""
-        if is_engines_own(error):
-            raise error
-        trace = error.__traceback__
-        while trace is not None and trace.tb_next is not None:
-            trace = trace.tb_next
-        place = (
-            (type(error), "", 0) if trace is None else (type(error), trace.tb_frame.f_code.co_filename, trace.tb_lineno)
-        )
-        is_new = place not in self._seen
-        self._seen.add(place)
-        _log.error("fault", error=repr(error), place=f"{place[1]}:{place[2]}", exc_info=error if is_new else None)
 
 
 def each_or_halves(

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from specdec.grammar.follower import GrammarFollower
 from specdec.message_sizes import MIN_MESSAGE_BYTES
 from specdec.session_keys import session_key
 from specdec.worker.trace import SessionTrace
+
+if TYPE_CHECKING:  # where no model runs neither does a grammar, and its libraries are not there
+    from specdec.grammar.follower import GrammarFollower
 
 DEADLINE_GRACE_S = 1.0
 """How long past its deadline a session is left to its owner."""

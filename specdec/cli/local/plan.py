@@ -43,6 +43,7 @@ class LocalPlan:
 
     target_model: str
     draft_model: str
+    """Not used where draft_settings have drafters, which need none."""
     device: str = "auto"
     num_targets: int = 1
     num_drafts: int = 1
@@ -87,12 +88,14 @@ def plan_services(
     usable = sorted(os.sched_getaffinity(0)) if cores is None else cores
     devices = _devices(plan)
     assignment = _cores_of_gpu_engines(assign_cores(usable)) if devices.is_cuda else assign_cores(usable)
-    if plan.placement == "together" and plan.draft_model and plan.num_drafts:
+    if plan.placement == "together" and _runs_drafts(plan):
         plan, assignment = _with_own_drafts(plan, devices), share_cores(usable)
-    specs = [
-        *_replicas(plan, "target", devices.targets, assignment, environment),
-        *_replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment),
-    ]
+    specs = _replicas(plan, "target", devices.targets, assignment, environment)
+    if "drafters" in plan.draft_settings:
+        # They take the tokenizer of the target that they propose to, and run no model.
+        settings = {"target": specs[0].address, **plan.draft_settings}
+        plan = dataclasses.replace(plan, draft_model="", draft_settings=settings)
+    specs += _replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment)
     addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
     replicas = {"targets": addresses["target"], "drafts": addresses["draft"]} if plan.redis_url is None else {}
     settings = RoleSettings(
@@ -127,6 +130,11 @@ def _cores_of_gpu_engines(assignment: CoreAssignment) -> CoreAssignment:
     return CoreAssignment(together, together, assignment.shared)
 
 
+def _runs_drafts(plan: LocalPlan) -> bool:
+    """Whether there is a draft model that a target could run itself."""
+    return bool(plan.draft_model) and plan.num_drafts > 0 and "drafters" not in plan.draft_settings
+
+
 def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
     if plan.num_drafts > 1:
         raise ClusterFailed("--placement together: a target runs one draft, on its own device; here that is not so")
@@ -148,7 +156,7 @@ def _devices(plan: LocalPlan) -> DevicePlan:
     draft_ranks = [_num_ranks(plan.draft_settings)] * plan.num_drafts
     try:
         devices = plan_devices(plan.device, 0 if plan.device == "cpu" else count_gpus(), target_ranks, draft_ranks)
-        if devices.is_cuda and plan.placement == "together" and plan.draft_model and plan.num_drafts:
+        if devices.is_cuda and plan.placement == "together" and _runs_drafts(plan):
             # One process runs both: each target brings a draft to the GPUs that it is on.
             devices = DevicePlan(devices.targets, devices.targets)
         if devices.is_cuda:
@@ -175,16 +183,14 @@ def _replicas(
         defaults: dict[str, object] = _common_defaults(plan, role, number)
         defaults |= {"device": place.device, "engine_cores": cores}
         own = plan.target_settings if is_target else plan.draft_settings
+        model = plan.target_model if is_target else plan.draft_model
         if on_cpu:
             defaults["num_threads"] = max(1, len(cores) // place.num_ranks)
         if place.kv_bytes is not None:
             defaults["kv_cache_memory_bytes"] = place.kv_bytes
         settings = RoleSettings(
             defaults=defaults,
-            overrides={
-                **own,
-                "model": plan.target_model if is_target else plan.draft_model,
-            },
+            overrides={**own, **({"model": model} if model else {})},
         )
         name = role if number == 0 else f"{role}-{number}"
         port = _port(plan, role, number)

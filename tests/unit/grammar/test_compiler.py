@@ -10,7 +10,7 @@ from google.rpc import code_pb2
 
 from specdec.constraint_limits import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from specdec.grammar.compiler import GrammarCompiler
-from specdec.grammar.source import GrammarError
+from specdec.grammar.failure import GrammarError
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.grammars import compiled, follower, ids, json_schema, wait_for
 

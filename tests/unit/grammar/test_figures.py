@@ -8,9 +8,9 @@ from prometheus_client import CollectorRegistry
 
 from specdec.grammar.awaited import AwaitedGrammars
 from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.failure import GrammarError
 from specdec.grammar.figures import GrammarFigures, reason_of
 from specdec.grammar.follower import GrammarFollower
-from specdec.grammar.source import GrammarError
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges

@@ -38,7 +38,7 @@ FLOORS = {
         corpus options
         interface
         growing
-        ngram prediction suffix token_recycling
+        ngram openai_api prediction suffix token_recycling
         registry
     """,
     "specdec.heads": """
@@ -62,6 +62,7 @@ FLOORS = {
         local
     """,
     "specdec.grammar": """
+        failure
         source
         checker checker_child figures follower
         compiler
@@ -81,11 +82,12 @@ FLOORS = {
     "specdec.worker": """
         clamping engine_gauges errors rank_child trace
         opening ranks sessions
-        build isolation role
+        isolation role
         pending_responses
         host
         loop
         entry
+        build
     """,
     "specdec.rpc": """
         affinity error_details listening metrics_server startup tls_watch
@@ -171,8 +173,21 @@ FLOORS = {
         worker
     """,
     "draft_service": """
-        servicer worker
+        servicer wire
+        model_process plain
+        worker
         __main__
+    """,
+    "draft_service.plain": """
+        proposals session recorder target_facts
+        opening
+        role
+        process
+    """,
+    "specdec.drafters.openai_api": """
+        alignment endpoint ledger
+        stream
+        drafter
     """,
 }
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
@@ -264,7 +279,11 @@ def test_servicer_processes_load_no_tensors(service: str) -> None:
     assert tensor_libraries_loaded_by(f"{service}.__main__") == ""
 
 
-@pytest.mark.parametrize("module", ["target_service.worker", "draft_service.worker"])
+def test_a_draft_without_a_model_needs_nothing_that_models_need() -> None:
+    assert libraries_loaded_by("draft_service.plain.process", (*TENSORS, "numpy", "llguidance", "accelerate")) == ""
+
+
+@pytest.mark.parametrize("module", ["target_service.worker", "draft_service.model_process"])
 def test_engine_processes_load_no_exporter(module: str) -> None:
     """Its thread would slow every step; the servicer exports for them."""
     assert libraries_loaded_by(module, ("opentelemetry.exporter", "grpc")) == ""

@@ -10,8 +10,8 @@ import torch
 
 from specdec.engine.errors import KVInvariantError
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import RankLost, SessionFailure
-from specdec.worker.isolation import FaultLog, each_or_halves
+from specdec.worker.errors import FaultLog, RankLost, SessionFailure
+from specdec.worker.isolation import each_or_halves
 from target_service import commits, verifier
 from target_service.pacing import Pacing
 from tests.fuzz.links.worker import open_body, tiny_local_pair

@@ -1,0 +1,14 @@
+"""What is wrong with a constraint. Known where constraints are not: it needs no llguidance."""
+
+from __future__ import annotations
+
+from google.rpc import code_pb2
+
+
+class GrammarError(Exception):
+    """A constraint that cannot be compiled, or followed. `field` is its path; the text is for people."""
+
+    def __init__(self, field: str, message: str, code: int = code_pb2.INVALID_ARGUMENT) -> None:
+        super().__init__(message)
+        self.field = field
+        self.code = code
