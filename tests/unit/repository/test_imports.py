@@ -68,7 +68,8 @@ FLOORS = {
         awaited
     """,
     "specdec.engine": """
-        errors settings
+        errors sublayers
+        settings
         block_pool tap tree
         sequence
         outputs scheduler
