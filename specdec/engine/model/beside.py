@@ -1,4 +1,4 @@
-"""Rows of a pass that is made beside the engine's steps: over blocks of sequences, and slots that nothing else reads."""
+"""Passes beside the engine's steps: their rows, over blocks of sequences and slots that nothing else reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
+from specdec.engine.model.fused import FusedDecoder
+from specdec.engine.model.ragged import StepModel
 
 
 @dataclass(slots=True)
@@ -85,3 +88,18 @@ def prompt_rows(token_ids: Sequence[int], block_size: int) -> PassRows:
     for position, token in enumerate(token_ids):
         rows.add(token, position)
     return rows
+
+
+@dataclass(frozen=True, slots=True)
+class SkippingPass:
+    """Runs a model's weights over its own cache without some sublayers. What it writes there is for nobody else."""
+
+    step_model: StepModel
+    cache: KVCache
+    fused: FusedDecoder | None
+    """The same, where it is a fused decoder."""
+
+    def __call__(self, batch: Batch) -> torch.Tensor:
+        """Logits ``[R, num_logits]`` float32 of one pass."""
+        with torch.inference_mode():
+            return self.step_model(batch, self.cache)

@@ -6,6 +6,7 @@ and the whole step (embedding to logits) runs in C++ (``native/decoder.cpp``). W
 the fused decoder must give the logits of the model's own dense forward pass, or it is not used.
 """
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from specdec.engine.batch import Batch
 from specdec.engine.model.skipping import has_attention, has_mlp
 from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
 from specdec.engine.native.packing import PackedArena, WeightFormat, WeightPacking, WeightView
+from specdec.engine.sublayers import SkippedSublayers
 
 _FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -98,12 +100,12 @@ class FusedDecoder:
         self._layers = (_DecoderLayer * len(layers))()
         heads = model.config.num_attention_heads
         calls = zip(geometries, options, strict=True)
-        self._attending: list[_DecoderLayer] = []
+        self._attending: list[tuple[int, _DecoderLayer]] = []  # layers of the cache, and whose they are
         for target, layer in zip(self._layers, layers, strict=True):
             target.attention = _attention_view(heads, geometries[0], options[0])  # sizes, where nothing attends
             if has_attention(layer):
                 target.attention = _attention_view(heads, *next(calls))
-                self._attending.append(target)
+                self._attending.append((len(self._attending), target))
             self._take_layer(target, layer)
         cosines, sines = rotary_tables(decoder.rotary_emb, max_model_len)
         self.num_logits = int(head.weight.shape[0])
@@ -144,6 +146,28 @@ class FusedDecoder:
         self.call(self._kernels.library.specdec_decoder_step, view, view.num_rows, cache, logits)
         return logits
 
+    def without(self, skipped: SkippedSublayers) -> "FusedDecoder":
+        """The same decoder, weights and all, whose passes leave sublayers out; it writes the keys and values of the
+        others where the whole one does. Cost: some microseconds. To be called by the same thread as this one.
+        """
+        other = copy.copy(self)
+        kept = [number for number in range(len(self._layers)) if number not in skipped.layers]
+        other._layers = (_DecoderLayer * len(kept))(*(self._layers[number] for number in kept))
+        places = {ctypes.addressof(layer): index for index, layer in self._attending}
+        other._attending = []
+        for layer, number in zip(other._layers, kept, strict=True):
+            if number in skipped.attention:
+                layer.input_norm = None
+            if number in skipped.mlp:
+                layer.post_norm = None
+            place = places.get(ctypes.addressof(self._layers[number]))
+            if place is not None:
+                other._attending.append((place, layer))
+        other._decoder = _Decoder.from_buffer_copy(self._decoder)
+        other._decoder.layers, other._decoder.num_layers = other._layers, len(kept)
+        other._cache, other._workspace = None, torch.empty(0)
+        return other
+
     def call(
         self,
         function: Callable[..., int],
@@ -174,7 +198,8 @@ class FusedDecoder:
             raise IndexError(f"a {_STATUS[status]} is out of the model's range")
 
     def _bind(self, cache: KVCache) -> None:
-        for layer, keys, values in zip(self._attending, cache.keys, cache.values, strict=True):
+        for index, layer in self._attending:
+            keys, values = cache.keys[index], cache.values[index]
             layer.attention.keys, layer.attention.values = keys.data_ptr(), values.data_ptr()
         self._cache = cache
 

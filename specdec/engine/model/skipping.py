@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -106,6 +108,22 @@ def remove_sublayers(model: PreTrainedModel, skipped: SkippedSublayers) -> None:
     config.num_hidden_layers = len(kept)
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[number] for number in kept]
+
+
+@contextmanager
+def leaving_out(model: PreTrainedModel, skipped: SkippedSublayers) -> Iterator[None]:
+    """Passes inside lack these sublayers; the modules are as they were afterwards. Raises as `decoder_layers`."""
+    replaced: list[tuple[Any, str, nn.Module]] = []
+    layers = decoder_layers(model)
+    try:
+        for numbers, name, kind in ((skipped.attention, "self_attn", NoAttention), (skipped.mlp, "mlp", NoMlp)):
+            for number in numbers:
+                replaced.append((layers[number], name, getattr(layers[number], name)))
+                setattr(layers[number], name, kind())
+        yield
+    finally:
+        for layer, name, module in replaced:
+            setattr(layer, name, module)
 
 
 @torch.inference_mode()

@@ -27,6 +27,7 @@ FLOORS = {
         constraint_limits
         drafters engine grammar store telemetry
         heads
+        layer_skip
         rpc
         client config
         benchmark debugging
@@ -53,6 +54,10 @@ FLOORS = {
         dflash eagle3 medusa
         dspark eagle peagle
         registry
+    """,
+    "specdec.layer_skip": """
+        matchness search
+        drafter
     """,
     "specdec.drafting": """
         growth metrics session
