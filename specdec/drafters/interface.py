@@ -11,12 +11,18 @@ from specdec.drafters.corpus import Corpus
 Place = Literal["target", "draft_service"]
 
 
+class OfNoUse(Exception):
+    """A drafter has found out that it brings nothing: it is not asked any more, which is no fault."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a drafter needs and gives, as its registry entry states it."""
 
     needs_hidden_states: bool = False
     """Of the target, for every committed token."""
+    needs_engine: bool = False
+    """It computes with the target's own weights and blocks, for all sessions at once."""
     num_target_top: int = 0
     """So many of the target's likeliest tokens at every verified row; 0: none."""
     is_serial: bool = False

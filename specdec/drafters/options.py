@@ -58,6 +58,30 @@ class TokenRecyclingOptions(_Options):
     """Memory for the matrices of all tenants; that of the one unused for longest leaves first."""
 
 
+class LayerSkipOptions(_Options):
+    """The target's own weights with sublayers left out."""
+
+    method: Literal["layer_skip"] = "layer_skip"
+    exit_layer: int | None = Field(default=None, ge=1)
+    """Draft with so many of the first layers: for models that were trained for it."""
+    skip_attention_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Layers whose attention is left out, numbered from 0."""
+    skip_mlp_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Layers whose MLP is left out."""
+    num_speculations: int = Field(default=6, ge=1, le=64)
+    """Most tokens in depth."""
+    skip_ratio: float = Field(default=0.45, gt=0, lt=1)
+    """Where nothing is named: the share of sublayers between the first layer and the last that is left out, which ones
+    being searched while serving (SWIFT)."""
+    max_search_share: float = Field(default=0.02, ge=0, le=0.5)
+    """Most of the time spent on the search; 0: it stays at every other sublayer."""
+
+    @property
+    def searches(self) -> bool:
+        """Whether what is left out is found while serving."""
+        return self.exit_layer is None and not self.skip_attention_layers and not self.skip_mlp_layers
+
+
 class HeadOptions(_Options):
     """A head over the target's hidden states: whichever subclass."""
 
@@ -157,7 +181,14 @@ ServiceOptions = Annotated[NgramOptions | SuffixOptions | OpenAiApiOptions, Fiel
 PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions
 """Of drafters without weights."""
 DrafterOptions = Annotated[
-    PlainOptions | MedusaOptions | EagleOptions | Eagle3Options | PEagleOptions | DFlashOptions | DSparkOptions,
+    PlainOptions
+    | LayerSkipOptions
+    | MedusaOptions
+    | EagleOptions
+    | Eagle3Options
+    | PEagleOptions
+    | DFlashOptions
+    | DSparkOptions,
     Field(discriminator="method"),
 ]
 
@@ -166,7 +197,7 @@ DRAFT_MODEL = "draft_model"
 """The name of the draft beside those of drafters."""
 HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark"})
 """Of those that are heads over the target's hidden states."""
-DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling"}) | HEAD_NAMES
+DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling", "layer_skip"}) | HEAD_NAMES
 
 
 OptionsT = TypeVar("OptionsT", DrafterOptions, ServiceOptions)

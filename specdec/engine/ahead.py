@@ -31,18 +31,30 @@ class AheadSlots:
         Raises:
             SequenceStateError: tokens are pending, which come first.
         """
-        pool, length, num_pending = self._pool, len(seq.token_ids), seq.num_pending_tokens
+        num_pending = seq.num_pending_tokens
         if num_pending:
             raise SequenceStateError(f"{num_pending} tokens of sequence {seq.seq_id} are to be computed first")
+        return self._make_writable(seq, len(seq.token_ids), num_slots)
+
+    def borrow(self, seq: Sequence, num_slots: int) -> int:
+        """Make up to `num_slots` slots writable from the first on that is not computed; returns how many are.
+
+        As `reserve`, but for what is never taken for computed: the next step writes all anew that it reads.
+        """
+        return self._make_writable(seq, seq.num_computed_tokens, num_slots)
+
+    def _make_writable(self, seq: Sequence, first: int, num_slots: int) -> int:
+        pool = self._pool
         if seq.verified_tree is not None:
             return 0
-        if length % pool.block_size and not pool.is_writable(seq.block_ids[length // pool.block_size]):
+        index, offset = divmod(first, pool.block_size)
+        if offset and not pool.is_writable(seq.block_ids[index]):
             return 0  # to copy it is a step's business
-        while num_slots > 0 and pool.num_blocks_to_write(seq.block_ids, length, num_slots) > pool.num_free:
+        while num_slots > 0 and pool.num_blocks_to_write(seq.block_ids, first, num_slots) > pool.num_free:
             num_slots -= 1
         if num_slots > 0:
-            pool.ensure_writable(seq.block_ids, length, num_slots)
-            for index in range(length // pool.block_size, (length + num_slots - 1) // pool.block_size + 1):
+            pool.ensure_writable(seq.block_ids, first, num_slots)
+            for index in range(first // pool.block_size, (first + num_slots - 1) // pool.block_size + 1):
                 pool.check_write(seq.block_ids[index])
             self._holders.append(seq)
         return num_slots

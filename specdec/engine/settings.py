@@ -1,8 +1,14 @@
 """Settings of one engine: which model, on which device, in which numerics, with how much KV memory."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_settings import NoDecode
+
+from specdec.engine.sublayers import read_layers
+
+Layers = Annotated[tuple[int, ...], NoDecode, BeforeValidator(read_layers)]
+"""Numbers of layers, or text such as `3-6,8`."""
 
 
 class EngineSettings(BaseModel):
@@ -24,6 +30,16 @@ class EngineSettings(BaseModel):
         description="Round linear weights to 8 bits, a scale per output, or 4 bits, a scale per output and 32 inputs. "
         "On CPU float32 with native kernels and one rank. At a draft it changes no output, at a target it does.",
     )
+    exit_layer: int | None = Field(
+        default=None,
+        ge=1,
+        description="End the model after so many layers: a draft of the target's own weights, for models trained for "
+        "it. At a draft this and what follows change no output, at a target they do.",
+    )
+    skip_attention_layers: Layers = Field(
+        default=(), description="Leave out the attention of these layers, numbered from 0, such as 3-6,8."
+    )
+    skip_mlp_layers: Layers = Field(default=(), description="Leave out the MLPs of these layers.")
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d+)?)$",
@@ -73,6 +89,17 @@ class EngineSettings(BaseModel):
         default=True,
         description="Compare paged with dense logits at load; off only for models that passed before.",
     )
+
+    @property
+    def skips_sublayers(self) -> bool:
+        """Whether the model runs without some of its sublayers."""
+        return self.exit_layer is not None or bool(self.skip_attention_layers or self.skip_mlp_layers)
+
+    @model_validator(mode="after")
+    def _check_skipping(self) -> Self:
+        if self.skips_sublayers and self.tensor_parallel_size > 1:
+            raise ValueError("exit_layer and skipped layers need tensor_parallel_size 1")
+        return self
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:

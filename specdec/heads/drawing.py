@@ -28,7 +28,7 @@ def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[RowContext], n
         raise NonFiniteLogits
     drawn = sampler.candidates(logits, rows, max(2, num_choices))
     return [
-        list(zip([each.token_id for each in best], _shares([each.score for each in best]), strict=True))[:num_choices]
+        list(zip([each.token_id for each in best], shares([each.score for each in best]), strict=True))[:num_choices]
         for best in drawn
     ]
 
@@ -43,7 +43,7 @@ def after(row: RowContext, path: tuple[int, ...]) -> RowContext:
     return replace(row, position=row.position + len(path), extra_tokens=path)
 
 
-def _shares(scores: Sequence[float]) -> list[float]:
+def shares(scores: Sequence[float]) -> list[float]:
     """Only their order and rough size matter: the target learns how often each size is right."""
     weights = [math.exp(score - scores[0]) for score in scores]
     total = sum(weights)

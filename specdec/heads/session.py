@@ -73,6 +73,8 @@ class HeadAsk:
     room: Room
     is_chain: bool
     """Branches are of no use."""
+    seq: EngineSequence | None = None
+    """Its tokens and blocks at the target."""
 
 
 class Head(Protocol):

@@ -179,9 +179,20 @@ class TargetMetrics(EngineMetrics):
             promql="sum by (drafter) (rate($drafter_accepted_tokens_total[5m]))"
             " / sum by (drafter) (rate($drafter_seconds_total[5m]))",
         )
+        self.layer_search_seconds = self._counter(
+            "layer_search_seconds_total",
+            "Time that the search for sublayers to leave out took (drafter layer_skip); it is within its share.",
+            promql="sum by (instance) (rate($layer_search_seconds_total[5m]))",
+        )
+        self.layer_matchness = self._gauge(
+            "layer_matchness_ratio",
+            "Share of recent tokens that the target finds again without the sublayers left out, by the search.",
+            promql="avg by (instance) ($layer_matchness_ratio)",
+        )
         self.drafters_dropped = self._counter(
             "drafters_dropped_total",
-            "Drafters of the target's own that failed or did not return, and are not asked any more.",
+            "Drafters of the target's own that failed, did not return, or found that they bring nothing, and are not "
+            "asked any more.",
             _DRAFTER,
             promql="sum by (instance, drafter) ($drafters_dropped_total) > 0",
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.drafters.interface import Drafter, Room
-from specdec.drafters.options import HeadOptions
+from specdec.drafters.options import HeadOptions, LayerSkipOptions
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.tap import joined
@@ -15,6 +15,7 @@ from specdec.heads.checkpoint import HeadRefused
 from specdec.heads.methods.registry import make_head
 from specdec.heads.session import Head, HeadAsk, HeadSession
 from specdec.heads.target import HeadTarget
+from specdec.layer_skip.drafter import LayerSkip, make_layer_skip
 from specdec.sampling_params import VerifyMode
 from target_service.decide import Decision
 from target_service.proposals.deadline import Deadline, Overdue
@@ -58,20 +59,26 @@ class HeadDesk:
         """Heads that are asked."""
         return tuple(self._heads)
 
-    def load(self, options: HeadOptions) -> Drafter:
-        """Load a head and ask it from now on. Raises HeadRefused and TapRefused."""
+    def load(self, options: HeadOptions | LayerSkipOptions) -> Drafter:
+        """Load a head and ask it from now on. Raises HeadRefused, TapRefused, and OfNoUse."""
         if self._target is None:
             raise HeadRefused(f"drafters: {options.method}: this engine runs no model that heads could sit on")
-        head = make_head(options, self._target)
+        head: Head
+        if isinstance(options, LayerSkipOptions):
+            head = make_layer_skip(options, self._target)
+        else:
+            head = make_head(options, self._target)
         self.add(options.method, head)
         return head
 
     def add(self, name: str, drafter: Drafter) -> None:
         """Ask a drafter if it is a head; others are left alone. Raises TapRefused."""
-        if not drafter.capabilities.needs_hidden_states or self._target is None:
+        needs = drafter.capabilities
+        if not (needs.needs_hidden_states or needs.needs_engine) or self._target is None:
             return
         head: Head = drafter  # type: ignore[assignment]
-        self._target.runner.check_tap(head.layer_ids)
+        if head.layer_ids:
+            self._target.runner.check_tap(head.layer_ids)
         self._heads[name] = head
         self._tap()
 
@@ -95,13 +102,16 @@ class HeadDesk:
                 continue
             if part.is_due():
                 row = RowContext(session.params, session.num_tokens, session.body.num_prompt_tokens, session.history)
-                asks.append(HeadAsk(part.drafter, row, each.room, is_chain))
+                asks.append(HeadAsk(part.drafter, row, each.room, is_chain, session.seq))
                 asked.append((session, part))
         if not asks:
             return
         began_s = time.monotonic()
         with self._deadline:
             offers = self._heads[name].draft(asks)
+        head = self._heads[name]
+        if isinstance(head, LayerSkip) and (found := head.take_found()) is not None:
+            recorder.searched(*found)
         each_s = (time.monotonic() - began_s) / len(asks)
         for (session, part), offer in zip(asked, offers, strict=True):
             num_nodes = 0

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import structlog
 import torch
 
-from specdec.drafters.interface import Context, Drafter, Room
-from specdec.drafters.options import DrafterOptions, HeadOptions
+from specdec.drafters.interface import Context, Drafter, OfNoUse, Room
+from specdec.drafters.options import DrafterOptions, HeadOptions, LayerSkipOptions
 from specdec.drafters.registry import make_drafter
 from specdec.engine.outputs import StepOutput
 from specdec.engine.tree import ROOT
@@ -66,16 +66,22 @@ class DrafterPanel:
         """
         self._drafters: dict[str, Drafter] = {}
         self._heads = HeadDesk(target)
+        self._recorder = recorder
+        self._known: dict[str, _Known] = {}
         for each in options:
-            if isinstance(each, HeadOptions):
-                self._drafters[each.method] = self._heads.load(each)
+            if isinstance(each, HeadOptions | LayerSkipOptions):
+                self._load(each)
             else:
                 self._drafters[each.method] = make_drafter(each, vocab_size)
         self._vocab_size = vocab_size
-        self._recorder = recorder
-        self._known: dict[str, _Known] = {}
         self._costs_s: dict[str, float] = {}
         self._deadline = Deadline(MOST_CALL_S)
+
+    def _load(self, options: HeadOptions | LayerSkipOptions) -> None:
+        try:
+            self._drafters[options.method] = self._heads.load(options)
+        except OfNoUse as error:
+            self._drop(options.method, error)
 
     @property
     def names(self) -> list[str]:
@@ -288,8 +294,11 @@ class DrafterPanel:
                 self._drop(part.name, error)
 
     def _drop(self, name: str, error: BaseException) -> None:
-        reason = "it does not return" if isinstance(error, Overdue) else repr(error)
-        _log.error("drafter_dropped", drafter=name, reason=reason, exc_info=error)
+        if isinstance(error, OfNoUse):
+            _log.warning("drafter_off", drafter=name, reason=str(error))
+        else:
+            reason = "it does not return" if isinstance(error, Overdue) else repr(error)
+            _log.error("drafter_dropped", drafter=name, reason=reason, exc_info=error)
         self.remove(name)
         self._recorder.dropped(name)
 

@@ -27,6 +27,9 @@ class PanelRecorder(Protocol):
     def judged(self, drafter: str, num_verified: int, accepted_depths: Sequence[int]) -> None:
         """So many of them were verified, and those at these depths accepted."""
 
+    def searched(self, elapsed_s: float, matchness: float) -> None:
+        """`layer_skip` searched so long for sublayers to leave out; the best set finds this share of tokens again."""
+
     def dropped(self, drafter: str) -> None:
         """A drafter is not asked any more."""
 

@@ -91,8 +91,13 @@ class TargetRecorder:
         for depth in accepted_depths:
             self._metrics.drafter_accepted.labels(drafter, str(depth)).inc()
 
+    def searched(self, elapsed_s: float, matchness: float) -> None:
+        """The search for sublayers to leave out went on; the best set finds this share of tokens again."""
+        self._metrics.layer_search_seconds.inc(elapsed_s)
+        self._metrics.layer_matchness.set(matchness)
+
     def dropped(self, drafter: str) -> None:
-        """A drafter failed, and is not asked any more."""
+        """A drafter failed or is of no use, and is not asked any more."""
         self._metrics.drafters_dropped.labels(drafter).inc()
 
     def step(self, step: StepRecord) -> None:

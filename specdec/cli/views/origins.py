@@ -40,6 +40,7 @@ DRAFTER_STYLES = {
     "suffix": "bright_blue",
     "prediction": "bright_magenta",
     "token_recycling": "bright_cyan",
+    "layer_skip": "bright_yellow",
     "medusa": "bright_green",
     "eagle": "bright_green",
     "eagle3": "bright_green",

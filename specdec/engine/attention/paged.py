@@ -5,6 +5,7 @@ stateless function there; what it needs (batch metadata, cache, kernel) arrives 
 keyword argument ``CONTEXT_KWARG``. No mask function is registered, so that models build no mask at all.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -63,6 +64,8 @@ class ForwardContext:
     batch: Batch
     cache: KVCache | None
     kernel: AttentionKernel
+    layers: Sequence[int] | None = None
+    """KV layers of the pass's attention calls, in order; None: all, as they come."""
     num_calls: int = 0
     """Attention calls so far: the ordinal names the KV layer."""
     scratch: dict[str, Any] = field(default_factory=dict)
@@ -120,7 +123,7 @@ def paged_attention_forward(
         raise AttentionError(f"{type(module).__name__} brings an attention mask of its own")
     if query.shape[0] != 1 or query.shape[2] != context.batch.input_ids.shape[0]:
         raise AttentionError(f"{type(module).__name__} reshapes the batch: queries are {tuple(query.shape)}")
-    layer = context.num_calls
+    layer = context.num_calls if context.layers is None else context.layers[context.num_calls]
     context.num_calls += 1
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),

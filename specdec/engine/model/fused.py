@@ -6,6 +6,7 @@ and the whole step (embedding to logits) runs in C++ (``native/decoder.cpp``). W
 the fused decoder must give the logits of the model's own dense forward pass, or it is not used.
 """
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +18,10 @@ from transformers import PreTrainedModel
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
+from specdec.engine.model.skipping import has_attention, has_mlp
 from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
 from specdec.engine.native.packing import PackedArena, WeightFormat, WeightPacking, WeightView
+from specdec.engine.sublayers import SkippedSublayers
 
 _FUSABLE = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -64,7 +67,7 @@ def is_fusable(
         type(model).__name__ in _FUSABLE
         and type(model).__module__.startswith("transformers.")
         and config.hidden_act == "silu"
-        and len(geometries) == config.num_hidden_layers
+        and len(geometries) == sum(map(has_attention, model.model.layers))
         and all(geometry == first for geometry in geometries)
         and first.key_dim == first.value_dim
         and first.key_dim % 2 == 0
@@ -96,8 +99,13 @@ class FusedDecoder:
         self.arena = PackedArena(kernels.packing, _packed_bytes(layers, head, kernels.packing))
         self._layers = (_DecoderLayer * len(layers))()
         heads = model.config.num_attention_heads
-        for target, layer, geometry, option in zip(self._layers, layers, geometries, options, strict=True):
-            target.attention = _attention_view(heads, geometry, option)
+        calls = zip(geometries, options, strict=True)
+        self._attending: list[tuple[int, _DecoderLayer]] = []  # layers of the cache, and whose they are
+        for target, layer in zip(self._layers, layers, strict=True):
+            target.attention = _attention_view(heads, geometries[0], options[0])  # sizes, where nothing attends
+            if has_attention(layer):
+                target.attention = _attention_view(heads, *next(calls))
+                self._attending.append((len(self._attending), target))
             self._take_layer(target, layer)
         cosines, sines = rotary_tables(decoder.rotary_emb, max_model_len)
         self.num_logits = int(head.weight.shape[0])
@@ -138,6 +146,28 @@ class FusedDecoder:
         self.call(self._kernels.library.specdec_decoder_step, view, view.num_rows, cache, logits)
         return logits
 
+    def without(self, skipped: SkippedSublayers) -> "FusedDecoder":
+        """The same decoder, weights and all, whose passes leave sublayers out; it writes the keys and values of the
+        others where the whole one does. Cost: some microseconds. To be called by the same thread as this one.
+        """
+        other = copy.copy(self)
+        kept = [number for number in range(len(self._layers)) if number not in skipped.layers]
+        other._layers = (_DecoderLayer * len(kept))(*(self._layers[number] for number in kept))
+        places = {ctypes.addressof(layer): index for index, layer in self._attending}
+        other._attending = []
+        for layer, number in zip(other._layers, kept, strict=True):
+            if number in skipped.attention:
+                layer.input_norm = None
+            if number in skipped.mlp:
+                layer.post_norm = None
+            place = places.get(ctypes.addressof(self._layers[number]))
+            if place is not None:
+                other._attending.append((place, layer))
+        other._decoder = _Decoder.from_buffer_copy(self._decoder)
+        other._decoder.layers, other._decoder.num_layers = other._layers, len(kept)
+        other._cache, other._workspace = None, torch.empty(0)
+        return other
+
     def call(
         self,
         function: Callable[..., int],
@@ -168,26 +198,39 @@ class FusedDecoder:
             raise IndexError(f"a {_STATUS[status]} is out of the model's range")
 
     def _bind(self, cache: KVCache) -> None:
-        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+        for index, layer in self._attending:
+            keys, values = cache.keys[index], cache.values[index]
             layer.attention.keys, layer.attention.values = keys.data_ptr(), values.data_ptr()
         self._cache = cache
 
     def _take_layer(self, target: _DecoderLayer, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
+        for name, weights in _packed_weights(layer).items():
+            setattr(target, name, self.arena.pack(weights))
+        if has_attention(layer):
+            self._take_attention(target, layer)
+        if has_mlp(layer):
+            self._take_mlp(target, layer)
+
+    def _take_attention(self, target: _DecoderLayer, layer: Any) -> None:
+        attention = layer.self_attn
         target.input_norm = self._keep(layer.input_layernorm.weight)
-        target.post_norm = self._keep(layer.post_attention_layernorm.weight)
         for name, norm in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
             if hasattr(attention, norm):
                 setattr(target, name, self._keep(getattr(attention, norm).weight))
-        for name, weights in _packed_weights(layer).items():
-            setattr(target, name, self.arena.pack(weights))
         projections = [attention.q_proj, attention.k_proj, attention.v_proj]
         if projections[0].bias is not None:
             target.qkv_bias = self._keep(torch.cat([p.bias for p in projections]))
-        target.output_bias, target.down_bias = self._keep(attention.o_proj.bias), self._keep(mlp.down_proj.bias)
+        target.output_bias = self._keep(attention.o_proj.bias)
+        for module in (*projections, attention.o_proj):
+            module.weight = None
+
+    def _take_mlp(self, target: _DecoderLayer, layer: Any) -> None:
+        mlp = layer.mlp
+        target.post_norm = self._keep(layer.post_attention_layernorm.weight)
+        target.down_bias = self._keep(mlp.down_proj.bias)
         target.gate_bias = self._keep(self._padded(mlp.gate_proj.bias))
         target.up_bias = self._keep(self._padded(mlp.up_proj.bias))
-        for module in (*projections, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+        for module in (mlp.gate_proj, mlp.up_proj, mlp.down_proj):
             module.weight = None
 
     def _keep(self, tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
@@ -206,12 +249,14 @@ class FusedDecoder:
 def _packed_weights(layer: Any) -> dict[str, list[torch.Tensor]]:
     """What a layer's packed fields are made of: weights of one shape each, whose panels alternate."""
     attention, mlp = layer.self_attn, layer.mlp
-    return {
-        "qkv": [torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])],
-        "output": [attention.o_proj.weight],
-        "gate_up": [mlp.gate_proj.weight, mlp.up_proj.weight],
-        "down": [mlp.down_proj.weight],
-    }
+    packed: dict[str, list[torch.Tensor]] = {}
+    if has_attention(layer):
+        packed["qkv"] = [torch.cat([p.weight for p in (attention.q_proj, attention.k_proj, attention.v_proj)])]
+        packed["output"] = [attention.o_proj.weight]
+    if has_mlp(layer):
+        packed["gate_up"] = [mlp.gate_proj.weight, mlp.up_proj.weight]
+        packed["down"] = [mlp.down_proj.weight]
+    return packed
 
 
 def _packed_bytes(layers: Sequence[Any], head: Any, packing: WeightPacking) -> int:

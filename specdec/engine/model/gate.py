@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.engine.attention.paged import AttentionError
 from specdec.engine.errors import EngineError, ModelNotSupported
+from specdec.engine.model.skipping import NoAttention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -91,6 +92,7 @@ def check_attention_calls(model: "PreTrainedModel", passes: Sequence[Sequence["L
     model_type = model.config.model_type
     counts = sorted({len(calls) for calls in passes})
     num_layers = int(getattr(model.config, "num_hidden_layers", 0))
+    num_layers -= sum(isinstance(module, NoAttention) for module in model.modules())
     if counts[0] == 0:
         raise ModelNotSupported(model_type, "its forward pass never calls the registered attention function")
     if len(counts) > 1:

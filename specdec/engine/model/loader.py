@@ -1,5 +1,6 @@
 """Loads a decoder-only transformers model: safetensors only, no repository code unless allowed."""
 
+import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +23,18 @@ from specdec.engine.model.files import (
 )
 from specdec.engine.model.gate import check_config, longrope_limit
 from specdec.engine.model.quantization import quantize_linear_weights
+from specdec.engine.model.skipping import (
+    LEAST_AGREEMENT,
+    agreement,
+    likeliest,
+    remove_sublayers,
+    sample_ids,
+    too_different,
+)
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.settings import EngineSettings
+from specdec.engine.sublayers import skipped_sublayers
 
 _DUMMY_SEED = 0
 _UNLIMITED_LEN = 4096  # default for models without a longest sequence
@@ -101,11 +111,13 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         model = _read_model(directory, settings, dtype, group)
     head = model.get_output_embeddings()
     num_logits = int(config.vocab_size if head is None else head.weight.shape[0])
-    num_parameters = int(model.num_parameters())  # of the whole model: shards know their full shape
+    tokenizer = read_tokenizer(directory)
     model.to(device)  # type: ignore[arg-type]
     model.eval().requires_grad_(False)
+    if settings.skips_sublayers:
+        digest += f"-{_skip(model, settings, tokenizer)}"
+    num_parameters = int(model.num_parameters())  # of the whole model: shards know their full shape
     quantize_linear_weights(model, settings.weight_quantization)
-    tokenizer = read_tokenizer(directory)
     identity = ModelIdentity(
         name=settings.model if not Path(settings.model).is_dir() else directory.name,
         revision=revision,
@@ -124,11 +136,36 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         vocab_size=min(num_logits, tokenizer.vocab_size or num_logits),
         num_logits=num_logits,
         num_parameters=num_parameters,
-        num_layers=int(getattr(config, "num_hidden_layers", 0)),
+        num_layers=int(getattr(model.config, "num_hidden_layers", 0)),
         hidden_size=int(getattr(config, "hidden_size", 0)),
         dtype=dtype,
         device=device,
     )
+
+
+def _skip(model: PreTrainedModel, settings: EngineSettings, tokenizer: TokenizerFiles) -> str:
+    """Take out the sublayers that the settings name; returns what is left out, in a few characters.
+
+    Raises ``ModelLoadError`` for layers that are not there, and where what is left says something else than the whole.
+    """
+    try:
+        skipped = skipped_sublayers(
+            int(model.config.num_hidden_layers),
+            settings.exit_layer,
+            settings.skip_attention_layers,
+            settings.skip_mlp_layers,
+        )
+    except ValueError as error:
+        raise ModelLoadError(str(error)) from error
+    ids = [] if settings.load_format == "dummy" else sample_ids(tokenizer.tokenizer_json, int(model.config.vocab_size))
+    whole = likeliest(model, ids) if ids else None
+    remove_sublayers(model, skipped)
+    if whole is not None:
+        share = agreement(likeliest(model, ids), whole)
+        if share < LEAST_AGREEMENT:
+            raise ModelLoadError(too_different(skipped, share))
+        _logger.info("sublayers are left out", extra={"skipped": str(skipped), "agreement": round(share, 3)})
+    return hashlib.blake2b(str(skipped).encode(), digest_size=4).hexdigest()
 
 
 def _read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:

@@ -15,9 +15,12 @@ from specdec.engine.attention.paged import (
     register_paged_attention,
 )
 from specdec.engine.batch import Batch
+from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.gate import check_attention_calls, refusing, switch_attention
 from specdec.engine.model.probe import Probe
+from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
 from specdec.engine.model.tapping import tapping
+from specdec.engine.sublayers import SkippedSublayers
 
 
 class StepModel(Protocol):
@@ -42,6 +45,25 @@ class RaggedModel:
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """See ``StepModel``."""
         return self._run(ForwardContext(batch, cache, self.kernel))
+
+    def without(self, skipped: SkippedSublayers) -> StepModel:
+        """A pass of the same modules that leaves sublayers out, and writes the keys and values of the others where the
+        whole model does. Not at the same time as another pass.
+
+        Raises ModelLoadError where its layers are not each an attention, called once, and an MLP.
+        """
+        layers = decoder_layers(self.model)
+        if sum(map(has_attention, layers)) < len(layers):
+            raise ModelLoadError("layer_skip: the model lacks sublayers already")
+        attending = [number for number in range(len(layers)) if number not in skipped.attention]
+
+        def run(batch: Batch, cache: KVCache) -> torch.Tensor:
+            if cache.num_layers != len(layers):
+                raise ModelLoadError("layer_skip: the model's layers do not attend once each")
+            with leaving_out(self.model, skipped):
+                return self._run(ForwardContext(batch, cache, self.kernel, layers=attending))
+
+        return run
 
     def record_attention(self, probe: Probe) -> RecordingKernel:
         """Run two shapes without attending; returns what each attention call of a pass was given.

@@ -13,6 +13,7 @@ from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.device_choice import device_attention, device_decoder, is_on_gpu, triton_path, with_replays
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
@@ -29,6 +30,7 @@ from specdec.engine.native.variants import UnsupportedIsa
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import shard_model
 from specdec.engine.settings import EngineSettings
+from specdec.engine.sublayers import SkippedSublayers
 from specdec.engine.tap import HiddenTap
 
 _CPU_KV_BYTES = 1 << 30
@@ -128,6 +130,28 @@ class ModelRunner:
     def fused(self) -> tuple[FusedDecoder, KVCache] | None:
         """The decoder that runs all passes and the cache that it runs them over, where it is a fused one."""
         return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
+
+    def without(self, skipped: SkippedSublayers) -> SkippingPass:
+        """Passes of the same weights over the same cache that leave sublayers out.
+
+        Raises ``ModelLoadError`` where what runs the model cannot, and ``ValueError`` for layers that are not there.
+        """
+        skipped.check(self.num_layers)
+        if self.settings.tensor_parallel_size > 1 or not isinstance(self._step_model, FusedDecoder | RaggedModel):
+            raise ModelLoadError(
+                f"layer_skip: passes without sublayers are for one rank on the CPU, not for {self.device.type} with "
+                f"{self.settings.tensor_parallel_size}; use a draft with skip_attention_layers and skip_mlp_layers"
+            )
+        step_model = self._step_model.without(skipped)
+        return SkippingPass(step_model, self._cache, step_model if isinstance(step_model, FusedDecoder) else None)
+
+    def likeliest(self, token_ids: Sequence[int], step_model: StepModel | None = None) -> torch.Tensor:
+        """The likeliest token after each of these, ``[T]``, over a cache of its own. ``step_model``: in its place."""
+        rows = prompt_rows(token_ids, self.block_size)
+        cache = KVCache(self._cache.geometries, len(rows.tables[0]), self.block_size, self.dtype, self.device)
+        with torch.inference_mode():
+            logits = (step_model or self._step_model)(rows.batch(self.device), cache)
+        return logits[:, : self.vocab_size].argmax(dim=1)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy KV blocks ``(source, destination)`` in all layers."""

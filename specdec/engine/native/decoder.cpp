@@ -11,7 +11,7 @@ using namespace specdec;
 extern "C" {
 
 // Both are mirrored by ctypes structures in fused.py. Null pointers: not there.
-struct DecoderLayer {
+struct DecoderLayer {  // without an input_norm it does not attend, without a post_norm it has no MLP
   const float *input_norm, *query_norm, *key_norm, *post_norm;
   PackedWeight qkv, output, gate_up, down;  // gate_up: panels of both, alternating
   const float *qkv_bias, *output_bias, *gate_bias, *up_bias, *down_bias;
@@ -134,20 +134,27 @@ class Step {
   }
 
   void run_layer(const DecoderLayer& layer, int thread, int num_threads) const {
-    const int64_t hidden = decoder_.hidden;
+    if (layer.input_norm != nullptr) run_attention(layer, thread, num_threads);
+    if (layer.post_norm != nullptr) run_mlp(layer, thread, num_threads);
+  }
+
+  void run_attention(const DecoderLayer& layer, int thread, int num_threads) const {
     const float* normed = norm_rows(layer.input_norm, thread, num_threads);
     if (layer.attention.num_kv_heads % num_threads == 0 && layer.attention.key_dim % kPanel == 0)
       attend_own_heads(layer, normed, thread, num_threads);
     else
       attend_together(layer, normed, thread, num_threads);
     pool_.barrier();
-    project<true>(layer.output, layer.output_bias, space_.attended, space_.query_width, hidden, space_.hidden,
-                  Share(num_panels(hidden), thread, num_threads));
+    project<true>(layer.output, layer.output_bias, space_.attended, space_.query_width, decoder_.hidden, space_.hidden,
+                  Share(num_panels(decoder_.hidden), thread, num_threads));
     pool_.barrier();
+  }
+
+  void run_mlp(const DecoderLayer& layer, int thread, int num_threads) const {
     activate(layer, norm_rows(layer.post_norm, thread, num_threads), thread, num_threads);
     pool_.barrier();
-    project<true>(layer.down, layer.down_bias, space_.activated, decoder_.intermediate, hidden, space_.hidden,
-                  Share(num_panels(hidden), thread, num_threads));
+    project<true>(layer.down, layer.down_bias, space_.activated, decoder_.intermediate, decoder_.hidden, space_.hidden,
+                  Share(num_panels(decoder_.hidden), thread, num_threads));
     pool_.barrier();
   }
 

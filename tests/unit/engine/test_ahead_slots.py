@@ -102,3 +102,25 @@ def test_a_shared_block_is_left_to_a_step() -> None:
     assert len(seq.token_ids) % engine.block_pool.block_size
     engine.fork(seq)
     assert engine.ahead.reserve(seq, 2) == 0
+
+
+def test_borrowed_slots_begin_with_what_is_pending_and_go_back_before_the_next_step() -> None:
+    engine, _ = make_engine(num_blocks=7)
+    seq = served(engine)
+    engine.append(seq, [7])
+    assert engine.ahead.borrow(seq, 6) == 6
+    assert len(seq.block_ids) == 5
+    step(engine)
+    assert len(seq.block_ids) == 4
+    assert seq.num_computed_tokens == 13
+    assert_blocks_add_up(engine)
+
+
+def test_nothing_is_borrowed_in_a_block_that_another_sequence_shares() -> None:
+    engine, _ = make_engine()
+    seq = served(engine)
+    engine.append(seq, [7])
+    step(engine)
+    other = engine.fork(seq)
+    engine.append(other, [8])
+    assert engine.ahead.borrow(other, 2) == 0

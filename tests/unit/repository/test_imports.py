@@ -27,6 +27,7 @@ FLOORS = {
         constraint_limits
         drafters engine grammar store telemetry
         heads
+        layer_skip
         rpc
         client config
         auditing benchmark debugging
@@ -54,6 +55,10 @@ FLOORS = {
         dspark eagle peagle
         registry
     """,
+    "specdec.layer_skip": """
+        matchness search
+        drafter
+    """,
     "specdec.drafting": """
         growth metrics session
         branches commits forced guess host opening proposals trace
@@ -69,7 +74,8 @@ FLOORS = {
         awaited
     """,
     "specdec.engine": """
-        errors settings
+        errors sublayers
+        settings
         block_pool tap tree
         sequence
         outputs scheduler

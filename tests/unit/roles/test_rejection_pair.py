@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 
-from specdec.drafters.options import NgramOptions, PredictionOptions, SuffixOptions, TokenRecyclingOptions
+from specdec.drafters.options import (
+    LayerSkipOptions,
+    NgramOptions,
+    PredictionOptions,
+    SuffixOptions,
+    TokenRecyclingOptions,
+)
 from specdec.sampling_params import RejectionMethod
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import MODELS, UNLIMITED, LocalPair, Outcome, chain, open_session, prompts
@@ -266,6 +272,12 @@ def test_point_masses_of_a_head_leave_the_distribution(pair: LocalPair, tmp_path
     head = right_eagle(pair, tmp_path)
     check_distribution(pair, REJECTION, 768, drafters=[head], use_draft=False, least_share=1 / 10)
     assert pair.verifier.panel.names == ["eagle"]
+
+
+def test_point_masses_of_the_targets_own_layers_leave_the_distribution(pair: LocalPair) -> None:
+    chosen = LayerSkipOptions(skip_attention_layers=(9,), skip_mlp_layers=(1, 2, 4, 5, 6))
+    check_distribution(pair, REJECTION, 768, drafters=[chosen], use_draft=False)
+    assert pair.verifier.panel.names == ["layer_skip"]
 
 
 def test_the_distribution_test_notices_the_drafts_distribution(pair: LocalPair) -> None:
