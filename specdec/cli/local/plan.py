@@ -93,8 +93,8 @@ def plan_services(
     specs = _replicas(plan, "target", devices.targets, assignment, environment)
     if "drafters" in plan.draft_settings:
         # They take the tokenizer of the target that they propose to, and run no model.
-        settings = {"target": specs[0].address, **plan.draft_settings}
-        plan = dataclasses.replace(plan, draft_model="", draft_settings=settings)
+        own: dict[str, object] = {"target": specs[0].address, **plan.draft_settings}
+        plan = dataclasses.replace(plan, draft_model="", draft_settings=own)
     specs += _replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment)
     addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
     replicas = {"targets": addresses["target"], "drafts": addresses["draft"]} if plan.redis_url is None else {}
