@@ -27,6 +27,7 @@ from pydantic_settings import NoDecode
 
 from specdec.addresses import Address
 from specdec.drafters.options import DrafterOptions, ServiceOptions, check_drafters, read_drafters
+from specdec.endpoints.options import ApiTargetOptions
 from specdec.engine.settings import EngineSettings
 from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings, WireSettings
 from specdec.sampling_limits import MAX_LOGPROBS
@@ -95,6 +96,15 @@ def _read_own_draft(value: Any) -> Any:
         raise ValueError(f"no JSON: {error}") from error
 
 
+def _read_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from error
+
+
 class TargetSettings(ReplicaSettings):
     """Settings of a target replica."""
 
@@ -140,6 +150,12 @@ class TargetSettings(ReplicaSettings):
         "states are medusa, eagle, eagle3, peagle, dflash and dspark.",
     )
 
+    api: Annotated[ApiTargetOptions | None, NoDecode, BeforeValidator(_read_json)] = Field(
+        default=None,
+        description="An OpenAI-compatible endpoint that verifies in place of a model here, as JSON, "
+        '{"base_url": "https://host/v1", "model": "M"}; of `model` the tokenizer and config are read, and no weights.',
+    )
+
     @property
     def own_draft_settings(self) -> DraftSettings | None:
         """Those of the draft in this process."""
@@ -147,6 +163,12 @@ class TargetSettings(ReplicaSettings):
             return None
         same = {name: getattr(self, name) for name in _SAME_FOR_OWN_DRAFT}
         return DraftSettings.model_validate({**same, **self.own_draft.model_dump()})
+
+    @model_validator(mode="after")
+    def _check_api(self) -> Self:
+        if self.api is not None and (self.own_draft is not None or self.drafters):
+            raise ValueError("api: with neither own_draft nor drafters, which run beside a model")
+        return self
 
     @model_validator(mode="after")
     def _check_own_draft(self) -> Self:

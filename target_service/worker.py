@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-from prometheus_client import REGISTRY
-
 from specdec.config import TargetSettings
-from specdec.drafting.metrics import DraftRecorder
 from specdec.rpc.bridge.frames import EnginePort
-from specdec.telemetry import DraftMetrics, TargetMetrics
-from specdec.v1 import target_pb2
-from specdec.worker.build import BuiltEngine, run_role
-from specdec.worker.host import SessionHost
-from specdec.worker.role import Wire
-from target_service.proposals.own_draft import build_own_draft
-from target_service.records.metrics import TargetRecorder
-from target_service.session import TargetSession
-from target_service.verifier import Verifier
-
-_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult, "verify session", "decode")
 
 
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:
-    """Entry of the process: returns when the servicer is gone or says stop."""
-    recorder = TargetRecorder(TargetMetrics(REGISTRY))
-    draft = settings.own_draft_settings
-    draft_recorder = None if draft is None else DraftRecorder(DraftMetrics(REGISTRY))
+    """Entry of the process: returns when the servicer is gone or says stop.
 
-    def make_role(host: SessionHost[TargetSession], built: BuiltEngine) -> Verifier:
-        own = None
-        if draft is not None and draft_recorder is not None:
-            own = build_own_draft(host, built, draft, draft_recorder)
-        verifier = Verifier(host, built, settings, recorder, own)
-        built.info.drafters.extend(verifier.panel.names)
-        return verifier
+    Only one of the two is imported: a target behind an endpoint needs no torch.
+    """
+    if settings.api is not None:
+        from target_service.api.process import run_api
+        from target_service.processes.wire import WIRE
 
-    run_role(port, settings, _WIRE, "target-engine", make_role)
+        run_api(port, settings, settings.api, WIRE)
+    else:
+        from target_service.processes.model import run_model
+
+        run_model(port, settings)

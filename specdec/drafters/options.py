@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from specdec.endpoints.options import EndpointOptions
+
 
 class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -138,24 +140,14 @@ class DSparkOptions(HeadOptions):
     method: Literal["dspark"] = "dspark"
 
 
-class OpenAiApiOptions(_Options):
+class OpenAiApiOptions(EndpointOptions):
     """A draft behind an OpenAI-compatible endpoint."""
 
     method: Literal["openai_api"] = "openai_api"
-    base_url: str = Field(min_length=1, max_length=2048)
-    """Such as https://host/v1; completions are below it."""
-    model: str = Field(min_length=1, max_length=256)
-    """Its name there."""
-    api_key_file: str | None = Field(default=None, min_length=1)
-    """File that holds the key and nothing else."""
-    api_key_env: str | None = Field(default=None, min_length=1)
-    """Environment variable that holds it."""
     max_tokens: int = Field(default=128, ge=1, le=4096)
     """Of a call."""
     max_streams: int = Field(default=16, ge=1, le=256)
     """Calls at once."""
-    timeout_s: float = Field(default=5.0, gt=0, le=600)
-    """Longest silence of the endpoint."""
     stream_timeout_s: float = Field(default=60.0, gt=0, le=3600)
     """Longest time of a call."""
     max_total_tokens: int | None = Field(default=None, ge=1)
@@ -166,9 +158,7 @@ class OpenAiApiOptions(_Options):
     """What all calls may cost by these prices until the service is started again; None: no limit."""
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.api_key_file is not None and self.api_key_env is not None:
-            raise ValueError("api_key_file and api_key_env are both given")
+    def _check_cost(self) -> Self:
         if self.max_cost is not None and not (
             self.price_per_million_prompt_tokens or self.price_per_million_completion_tokens
         ):

@@ -49,7 +49,7 @@ async def both(cluster: Cluster, temperature: float) -> Completion:
 
 
 @contextmanager
-def without_libraries(pair: ModelPair, folder: Path, **plan: object) -> Iterator[Cluster]:
+def without_libraries(pair: ModelPair, folder: Path, drafters: str) -> Iterator[Cluster]:
     """A cluster whose draft finds none of the libraries that models need."""
     blocked = folder / "blocked"
     blocked.mkdir(parents=True)
@@ -58,7 +58,8 @@ def without_libraries(pair: ModelPair, folder: Path, **plan: object) -> Iterator
     path = os.pathsep.join([str(blocked), *filter(None, [os.environ.get("PYTHONPATH")])])
     settings = LocalPlan(
         target_model=str(pair.target), draft_model="", device="cpu", free_ports=True,
-        target_settings={"hold_off_ms": HOLD_OFF_MS, "adaptive_speculation": False}, **plan,
+        target_settings={"hold_off_ms": HOLD_OFF_MS, "adaptive_speculation": False},
+        draft_settings={"drafters": drafters},
     )  # fmt: skip
     specs = [
         replace(spec, environment={**spec.environment, "PYTHONPATH": path, "NO_FORK": "1"})
@@ -72,7 +73,7 @@ def without_libraries(pair: ModelPair, folder: Path, **plan: object) -> Iterator
 
 
 async def test_a_draft_without_torch_looks_things_up(shipped_pair: ModelPair, tmp_path: Path) -> None:
-    with without_libraries(shipped_pair, tmp_path, draft_settings={"drafters": "ngram,suffix"}) as cluster:
+    with without_libraries(shipped_pair, tmp_path, "ngram,suffix") as cluster:
         await both(cluster, 0.7)
         assert (await both(cluster, 0.0)).require_finished().stats.num_accepted > 0
         async with Client(cluster.address) as client:
@@ -86,7 +87,7 @@ async def test_what_an_endpoint_says_is_verified_like_any_draft(
     async with gateway(shipped_cluster.address) as endpoint:
         options = {"base_url": f"{endpoint.url}/v1", "model": "target", "max_tokens": 64}
         drafters = json.dumps([{"method": "openai_api", **options}])
-        with without_libraries(shipped_pair, tmp_path, draft_settings={"drafters": drafters}) as cluster:
+        with without_libraries(shipped_pair, tmp_path, drafters) as cluster:
             greedy = await both(cluster, 0.0)
             assert greedy.require_finished().stats.num_accepted > 0
             await both(cluster, 0.7)

@@ -14,10 +14,10 @@ import structlog
 
 from specdec.drafters.interface import Capabilities, Context, Offer, Room
 from specdec.drafters.openai_api.alignment import TargetText
-from specdec.drafters.openai_api.endpoint import read_endpoint
 from specdec.drafters.openai_api.ledger import Ledger
 from specdec.drafters.openai_api.stream import CompletionStream
 from specdec.drafters.options import OpenAiApiOptions
+from specdec.endpoints.calls import read_endpoint
 
 CAPABILITIES = Capabilities(
     is_serial=True, makes_trees=False, has_target_vocabulary=False, places=frozenset({"draft_service"})

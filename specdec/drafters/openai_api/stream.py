@@ -8,8 +8,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from specdec.drafters.openai_api.endpoint import ApiFault, Endpoint, stream_completion
 from specdec.drafters.openai_api.ledger import Ledger, Reservation
+from specdec.endpoints.calls import ApiFault, Endpoint, stream_completion
 
 _MOST_CHARS_PER_TOKEN = 64
 """An answer that has more text for the tokens it was asked for is garbage."""

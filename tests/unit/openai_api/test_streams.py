@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.drafters.openai_api.endpoint import ApiRefused, read_endpoint
 from specdec.drafters.openai_api.ledger import Ledger
 from specdec.drafters.openai_api.stream import CompletionStream
 from specdec.drafters.options import OpenAiApiOptions
+from specdec.endpoints.calls import ApiRefused, read_endpoint
 from tests.support.servers.hostile_api import HEAD, event, fixed_api, said
 
 PATIENCE_S = 30.0

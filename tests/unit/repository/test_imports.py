@@ -25,7 +25,8 @@ FLOORS = {
         addresses backoff certificates chat_template_files grpc_polling message_sizes parent_process session_keys
         sampling_limits sampling_params settings_sources shipped_pair tls_files v1
         constraint_limits
-        drafters engine grammar store telemetry
+        endpoints engine grammar store telemetry
+        drafters
         heads
         layer_skip
         rpc
@@ -41,6 +42,10 @@ FLOORS = {
         growing
         ngram openai_api prediction suffix token_recycling
         registry
+    """,
+    "specdec.endpoints": """
+        options
+        calls
     """,
     "specdec.heads": """
         checkpoint parts session
@@ -172,11 +177,22 @@ FLOORS = {
         __main__ session
         forks masks opening pacing records
         decide
-        candidates proposals
+        api candidates proposals
         verdicts
         commits
         verifier
+        processes
         worker
+    """,
+    "target_service.processes": """
+        wire
+        model
+    """,
+    "target_service.api": """
+        answers session
+        calls
+        role
+        process
     """,
     "draft_service": """
         servicer wire
@@ -191,7 +207,7 @@ FLOORS = {
         process
     """,
     "specdec.drafters.openai_api": """
-        alignment endpoint ledger
+        alignment ledger
         stream
         drafter
     """,
@@ -289,7 +305,11 @@ def test_a_draft_without_a_model_needs_nothing_that_models_need() -> None:
     assert libraries_loaded_by("draft_service.plain.process", (*TENSORS, "numpy", "llguidance", "accelerate")) == ""
 
 
-@pytest.mark.parametrize("module", ["target_service.worker", "draft_service.model_process"])
+def test_a_target_behind_an_endpoint_needs_nothing_that_models_need() -> None:
+    assert libraries_loaded_by("target_service.api.process", (*TENSORS, "numpy", "llguidance", "accelerate")) == ""
+
+
+@pytest.mark.parametrize("module", ["target_service.processes.model", "draft_service.model_process"])
 def test_engine_processes_load_no_exporter(module: str) -> None:
     """Its thread would slow every step; the servicer exports for them."""
     assert libraries_loaded_by(module, ("opentelemetry.exporter", "grpc")) == ""

@@ -1,4 +1,4 @@
-"""Where an OpenAI-compatible endpoint is, and one call of its completions, which trusts nothing that comes back.
+"""Where an OpenAI-compatible endpoint is, and calls of its completions, which trust nothing that comes back.
 
 No redirect is followed, no proxy of the environment used, nothing decompressed. Lines, and all of an answer, are
 bounded.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import socket
 import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from specdec.drafters.options import OpenAiApiOptions
+from specdec.endpoints.options import EndpointOptions
 
 _MOST_LINE_BYTES = 64 * 2**10
 _MOST_ANSWER_BYTES = 4 * 2**20
@@ -59,7 +58,7 @@ class Endpoint:
         return http.client.HTTPConnection(self.host, self.port, timeout=self.timeout_s)
 
 
-def read_endpoint(options: OpenAiApiOptions) -> Endpoint:
+def read_endpoint(options: EndpointOptions) -> Endpoint:
     """The endpoint that options describe, with its key from the file or variable that they name. Raises ApiRefused."""
     url = urlsplit(options.base_url)
     if url.scheme not in ("http", "https") or not url.hostname or url.query or url.fragment:
@@ -76,7 +75,7 @@ def read_endpoint(options: OpenAiApiOptions) -> Endpoint:
     )
 
 
-def _read_key(options: OpenAiApiOptions) -> str:
+def _read_key(options: EndpointOptions) -> str:
     if options.api_key_file is not None:
         try:
             with Path(options.api_key_file).open("rb") as file:
@@ -118,12 +117,33 @@ def stream_completion(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    headers = {"Content-Type": "application/json", "Accept": "text/event-stream", "Accept-Encoding": "identity"}
+    yield from _pieces(_ask(endpoint, connection, body, "text/event-stream"))
+
+
+def complete(endpoint: Endpoint, connection: http.client.HTTPConnection, body: Any, most_bytes: int) -> Any:
+    """The JSON object that a body is answered with, of at most so many bytes. Raises as `stream_completion` does."""
+    response = _ask(endpoint, connection, body, "application/json")
+    content = bytearray()
+    while chunk := response.read1(65536):
+        content += chunk
+        if len(content) > most_bytes:
+            raise ApiFault("too_much")
+    try:
+        answer = json.loads(content)
+    except (ValueError, RecursionError):
+        raise ApiFault("no_json") from None
+    if not isinstance(answer, dict):
+        raise ApiFault("wrong_json")
+    return answer
+
+
+def _ask(
+    endpoint: Endpoint, connection: http.client.HTTPConnection, body: Any, content_type: str
+) -> http.client.HTTPResponse:
+    headers = {"Content-Type": "application/json", "Accept": content_type, "Accept-Encoding": "identity"}
     if endpoint.key:
         headers["Authorization"] = f"Bearer {endpoint.key}"
     connection.request("POST", endpoint.path, json.dumps(body).encode(), headers)
-    if connection.sock is not None:
-        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     response = connection.getresponse()
     if 300 <= response.status < 400:
         raise ApiFault("redirect")
@@ -131,9 +151,9 @@ def stream_completion(
         raise ApiFault(f"status_{response.status // 100}xx")
     if response.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiFault("encoding")
-    if response.headers.get_content_type() != "text/event-stream":
+    if response.headers.get_content_type() != content_type:
         raise ApiFault("content_type")
-    yield from _pieces(response)
+    return response
 
 
 def _pieces(response: http.client.HTTPResponse) -> Iterator[Piece]:

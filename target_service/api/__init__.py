@@ -1,0 +1,1 @@
+"""A target whose model is behind an OpenAI-compatible endpoint. It needs neither torch nor llguidance."""

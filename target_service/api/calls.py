@@ -1,0 +1,124 @@
+"""A block of draft tokens on its way through an endpoint: one call, or one for each token, in threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from specdec.endpoints.calls import ApiFault, Endpoint, complete
+from specdec.sampling_params import SamplingParams
+from target_service.api.answers import greedy_body, greedy_tokens, next_token, sampled_body
+
+_ANSWER_BYTES = 2**20
+_ANSWER_BYTES_PER_TOKEN = 1024
+"""Names, log-probabilities and texts of a prompt's token, several times over."""
+
+
+class Call:
+    """One call. It is over when `answer` or `fault` is there."""
+
+    def __init__(self, endpoint: Endpoint, body: dict[str, Any]) -> None:
+        self._endpoint = endpoint
+        self._body = body
+        self._connection = endpoint.connect()
+        self._socket: socket.socket | None = None
+        self._is_closed = False
+        self.answer: Any = None
+        self.fault: str | None = None
+        """Why there will be no answer, in a word."""
+        self._thread = threading.Thread(target=self._run, name="api-target", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self.answer is not None or self.fault is not None
+
+    def join(self) -> None:
+        """Wait until it has ended."""
+        self._thread.join()
+
+    def close(self) -> None:
+        """Hang up; what comes of it is a fault. Never blocks."""
+        self._is_closed = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _run(self) -> None:
+        most_bytes = _ANSWER_BYTES + _ANSWER_BYTES_PER_TOKEN * len(self._body["prompt"])
+        try:
+            self._connection.connect()
+            self._socket = self._connection.sock
+            if self._is_closed:
+                raise ApiFault("closed")
+            self.answer = complete(self._endpoint, self._connection, self._body, most_bytes)
+        except ApiFault as fault:
+            self.fault = fault.kind
+        except TimeoutError:
+            self.fault = "timeout"
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            self.fault = type(error).__name__
+        finally:
+            self._connection.close()
+
+
+class Block:
+    """Draft tokens after committed ones, and the calls that decide on them."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        committed: Sequence[int],
+        drafted: Sequence[int],
+        params: SamplingParams,
+        fields: str,
+        begun_at_s: float,
+    ) -> None:
+        """Begin: one call where `params` are greedy, else one for each place."""
+        self._is_greedy = params.is_greedy
+        self._fields = fields
+        self._num_prompt_tokens = len(committed) + len(drafted)
+        self.drafted = list(drafted)
+        self.begun_at_s = begun_at_s
+        whole = [*committed, *drafted]
+        if self._is_greedy:
+            bodies = [greedy_body(endpoint.model, whole, len(drafted), fields)]
+        else:
+            bodies = [
+                sampled_body(endpoint.model, whole[: len(committed) + number], params)
+                for number in range(len(drafted) + 1)
+            ]
+        self.calls = [Call(endpoint, body) for body in bodies]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all calls have ended."""
+        return all(call.is_over for call in self.calls)
+
+    def join(self) -> None:
+        """Wait for all calls."""
+        for call in self.calls:
+            call.join()
+
+    def close(self) -> None:
+        """Hang up all calls."""
+        for call in self.calls:
+            call.close()
+
+    def tokens(self, vocab_size: int) -> list[int]:
+        """The target's token at each place, of which those count whose draft tokens before them were right.
+
+        Raises ApiFault where a call failed, or an answer does not say.
+        """
+        for call in self.calls:
+            if call.fault is not None:
+                raise ApiFault(call.fault)
+        answers = [call.answer for call in self.calls]
+        if self._is_greedy:
+            return greedy_tokens(answers[0], self._num_prompt_tokens, len(self.drafted), self._fields, vocab_size)
+        return [next_token(answer, vocab_size) for answer in answers]

@@ -1,0 +1,252 @@
+"""A target's role whose model is behind an endpoint: each step of a session is a call that decides on a block.
+
+Greedy output is the model's greedy output. Sampled output, where it is taken at all, consists of samples of the model,
+each in its own context, that no seed repeats.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import structlog
+from google.rpc import code_pb2
+
+from specdec.backoff import Backoff
+from specdec.config import TargetSettings
+from specdec.endpoints.calls import ApiFault, Endpoint
+from specdec.endpoints.options import ApiTargetOptions
+from specdec.telemetry import TargetMetrics
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.clamping import microseconds
+from specdec.worker.errors import SessionFailure, invalid
+from specdec.worker.host import SessionHost
+from specdec.worker.opening import check_open, check_room, sampling_params
+from specdec.worker.sessions import Owner
+from target_service.api.calls import Block
+from target_service.api.session import ApiSession
+from target_service.tree.walk import EndOfChoice
+
+_POLL_S = 0.002
+_PROGRESS_S = 1.0
+_HOLD_OFF_S = 0.02
+_MOST_FAILURES = 4
+_RETRY = Backoff(0.25, 2.0)
+_log = structlog.get_logger("specdec.target")
+_PLAIN = {
+    "repetition_penalty": (0.0, 1.0), "presence_penalty": (0.0,), "frequency_penalty": (0.0,), "min_tokens": (0,),
+}  # fmt: skip
+
+
+class ApiTarget:
+    """Decides by calls of one endpoint, of which one per session is under way."""
+
+    def __init__(
+        self,
+        host: SessionHost[ApiSession],
+        endpoint: Endpoint,
+        options: ApiTargetOptions,
+        settings: TargetSettings,
+        identity: pb.ModelIdentity,
+        metrics: TargetMetrics,
+    ) -> None:
+        self._host = host
+        self._endpoint = endpoint
+        self._options = options
+        self._settings = settings
+        self._identity = identity
+        self._metrics = metrics
+        self._blocks: dict[str, Block] = {}
+        """By session id."""
+        self._num_calls = 0
+        hold_off_ms = settings.hold_off_ms
+        self._hold_off_s = _HOLD_OFF_S if hold_off_ms is None else hold_off_ms / 1000
+
+    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> ApiSession:
+        """Check and admit a session; what an endpoint cannot do is refused by field."""
+        identity, eos = self._identity, tuple(self._identity.eos_token_ids)
+        check_room(len(self._host.sessions), self._settings.max_sessions)
+        check_open(body, vocab_size=identity.vocab_size, max_model_len=identity.max_model_len, eos_token_ids=eos)
+        self._check_possible(body)
+        params = sampling_params(body, eos)
+        wanted = body.max_draft_tokens if body.HasField("max_draft_tokens") else self._settings.max_draft_tokens
+        most = min(wanted, self._settings.max_draft_tokens) if body.speculate else 0
+        self._metrics.opened.inc()
+        return ApiSession(
+            session_id=session_id,
+            epoch=epoch,
+            owner=owner,
+            params=params,
+            end=EndOfChoice(params, body.num_prompt_tokens, identity.max_model_len),
+            token_ids=list(body.token_ids),
+            num_prompt_tokens=body.num_prompt_tokens,
+            max_draft_tokens=most if params.is_greedy else min(most, self._options.max_calls - 1),
+            credit_position=body.credit_position,
+            told_at_s=time.monotonic(),
+        )
+
+    def _check_possible(self, body: pb.OpenSession) -> None:
+        sampling = body.sampling
+        for name, plain in _PLAIN.items():
+            if getattr(sampling, name) not in plain:
+                raise invalid(f"open.sampling.{name}", "the model is behind an endpoint, which decides on raw logits")
+        for name in ("logit_bias", "allowed_token_ids", "bad_words"):
+            if getattr(sampling, name):
+                raise invalid(f"open.sampling.{name}", "the model is behind an endpoint, which decides on raw logits")
+        wanted = {
+            "sampling.constraint": sampling.HasField("constraint"),
+            "sampling.num_logprobs": sampling.HasField("num_logprobs"),
+            "num_prompt_logprobs": body.HasField("num_prompt_logprobs"),
+        }
+        for name, is_wanted in wanted.items():
+            if is_wanted:
+                raise invalid(f"open.{name}", "the model is behind an endpoint: this is not available")
+        if sampling.temperature > 0 and self._options.sampled == "refused":
+            message = "the model is behind an endpoint, and its target takes greedy requests only (api.sampled)"
+            raise invalid("open.sampling.temperature", message)
+
+    def position(self, session: ApiSession) -> int:
+        """Number of committed tokens."""
+        return session.num_tokens
+
+    def entry(self, session: ApiSession, kind: str, body: Any) -> None:
+        """A proposal, or more credit."""
+        if kind == "credit":
+            session.credit_position = max(session.credit_position, body.position)
+        elif kind == "proposal":
+            try:
+                session.propose(body)
+            except ValueError as error:
+                status = invalid("proposal", str(error)).to_status()
+                rejected = pb.ProposalRejected(status=status, expected_position=session.num_tokens)
+                self._host.emit(session, proposal_rejected=rejected)
+
+    def owner_message(self, owner: Owner, message: Any) -> None:
+        """Nothing is said beside entries."""
+
+    def close(self, session: ApiSession) -> None:
+        """Hang up what is under way for it."""
+        self._forget(session)
+        self._metrics.requests.labels("closed").inc()
+
+    def update_pause(self, session: ApiSession) -> None:
+        """A call that is under way goes on; no other is made."""
+
+    def resend(self, session: ApiSession, seen: pb.AttachedSession) -> None:
+        """Tell again what the owner has not seen, as one verdict."""
+        if seen.committed_length < session.num_tokens:
+            tokens = session.token_ids[seen.committed_length :]
+            origins = [pb.ORIGIN_DECODE] * len(tokens)
+            self._emit(session, pb.Verdict(start_position=seen.committed_length, token_ids=tokens, origins=origins))
+
+    def absorb_proposals(self, now_s: float) -> None:
+        """Proposals have been read as they came."""
+
+    def wait_s(self, now_s: float) -> float | None:
+        """0 where a call has ended or is due; else until the next is, or a moment while calls are under way."""
+        if any(self._has_ended(block, now_s) for block in self._blocks.values()):
+            return 0
+        waits = [_POLL_S] if self._blocks else []
+        if self._num_calls < self._options.max_calls:
+            for session in self._host.sessions:
+                if self._may_begin(session):
+                    waits.append(0.0 if session.drafted() else max(0.0, session.due_at_s - now_s))
+        return min(waits, default=None)
+
+    def step(self) -> None:
+        """Take what calls decided, and make those that are due."""
+        now_s = time.monotonic()
+        for session in list(self._host.sessions):
+            block = self._blocks.get(session.session_id)
+            if block is not None and self._has_ended(block, now_s):
+                self._forget(session)
+                self._host.steps.work_on([session.key])
+                self._decide(session, block, now_s)
+        for session in list(self._host.sessions):
+            drafted = session.drafted()
+            is_due = (bool(drafted) and not session.num_failures) or now_s >= session.due_at_s
+            num_needed = 1 if session.params.is_greedy else len(drafted) + 1
+            if is_due and self._may_begin(session) and self._num_calls + num_needed <= self._options.max_calls:
+                self._num_calls += num_needed
+                self._blocks[session.session_id] = Block(
+                    self._endpoint, session.token_ids, drafted, session.params, self._options.fields, now_s
+                )
+
+    def load(self) -> pb.LoadReport:
+        """How many sessions there are; tells owners that calls are under way."""
+        now_s = time.monotonic()
+        for session in self._host.sessions:
+            if now_s - session.told_at_s >= _PROGRESS_S and not session.is_over and session.may_step:
+                session.told_at_s = now_s
+                is_paused = session.credit_position <= session.num_tokens
+                state = pb.SessionProgress.STATE_PAUSED if is_paused else pb.SessionProgress.STATE_QUEUED
+                self._host.emit(session, progress=pb.SessionProgress(state=state))
+        num_sessions = len(self._host.sessions)
+        self._metrics.sessions.set(num_sessions)
+        return pb.LoadReport(
+            num_running=len(self._blocks),
+            num_sessions=num_sessions,
+            max_sessions=self._settings.max_sessions,
+            draft_credit=self._settings.max_draft_tokens,
+            num_waiting_tokens=0,
+        )
+
+    def _may_begin(self, session: ApiSession) -> bool:
+        has_credit = session.num_tokens < session.credit_position
+        return has_credit and session.may_step and not session.is_over and session.session_id not in self._blocks
+
+    def _has_ended(self, block: Block, now_s: float) -> bool:
+        if not block.is_over and now_s - block.begun_at_s > 2 * self._options.timeout_s:
+            block.close()  # it trickles
+        return block.is_over
+
+    def _forget(self, session: ApiSession) -> None:
+        block = self._blocks.pop(session.session_id, None)
+        if block is not None:
+            self._num_calls -= len(block.calls)
+            block.close()
+
+    def _decide(self, session: ApiSession, block: Block, now_s: float) -> None:
+        try:
+            tokens = block.tokens(self._identity.vocab_size)
+        except ApiFault as fault:
+            self._retry(session, fault.kind, now_s)
+            return
+        start = session.num_tokens
+        is_first = start == session.num_prompt_tokens
+        drafted = block.drafted
+        committed, num_accepted = session.commit(tokens, drafted)
+        origins = [pb.ORIGIN_DRAFT] * num_accepted
+        if num_accepted < len(committed):
+            last = pb.ORIGIN_RECOVERED if num_accepted < len(drafted) else pb.ORIGIN_BONUS
+            origins.append(last if drafted else pb.ORIGIN_PREFILL if is_first else pb.ORIGIN_DECODE)
+        session.num_failures = 0
+        session.due_at_s = now_s + (self._hold_off_s if session.max_draft_tokens else 0.0)
+        verdict = pb.Verdict(
+            start_position=start,
+            token_ids=committed,
+            origins=origins,
+            verified_by_depth=[1] * len(drafted),
+            num_accepted=num_accepted,
+            hit=bool(drafted),
+            step_us=microseconds(now_s - block.begun_at_s),
+        )
+        self._emit(session, verdict)
+
+    def _emit(self, session: ApiSession, verdict: pb.Verdict) -> None:
+        verdict.finish_reason = session.finish_reason
+        if session.stop_token_id is not None:
+            verdict.stop_token_id = session.stop_token_id
+        session.told_at_s = time.monotonic()
+        self._host.emit(session, verdict=verdict)
+
+    def _retry(self, session: ApiSession, kind: str, now_s: float) -> None:
+        session.num_failures += 1
+        _log.warning("api_call_failed", kind=kind, host=self._endpoint.host, in_a_row=session.num_failures)
+        if session.num_failures < _MOST_FAILURES:
+            session.due_at_s = now_s + _RETRY.wait_s(session.num_failures)
+            return
+        self.close(session)
+        message = f"the endpoint of the model does not answer as it should: {kind}"
+        code, position = code_pb2.UNAVAILABLE, session.num_tokens
+        self._host.failed(session, SessionFailure(code, "API_TARGET_FAILED", message, expected_position=position))

@@ -1,0 +1,1 @@
+"""What the engine process of a target with a model runs, and the messages of both kinds."""

@@ -1,0 +1,34 @@
+"""The engine process of a target with a model."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY
+
+from specdec.config import TargetSettings
+from specdec.drafting.metrics import DraftRecorder
+from specdec.rpc.bridge.frames import EnginePort
+from specdec.telemetry import DraftMetrics, TargetMetrics
+from specdec.worker.build import BuiltEngine, run_role
+from specdec.worker.host import SessionHost
+from target_service.processes.wire import WIRE
+from target_service.proposals.own_draft import build_own_draft
+from target_service.records.metrics import TargetRecorder
+from target_service.session import TargetSession
+from target_service.verifier import Verifier
+
+
+def run_model(port: EnginePort, settings: TargetSettings) -> None:
+    """Verify until the servicer goes or says stop."""
+    recorder = TargetRecorder(TargetMetrics(REGISTRY))
+    draft = settings.own_draft_settings
+    draft_recorder = None if draft is None else DraftRecorder(DraftMetrics(REGISTRY))
+
+    def make_role(host: SessionHost[TargetSession], built: BuiltEngine) -> Verifier:
+        own = None
+        if draft is not None and draft_recorder is not None:
+            own = build_own_draft(host, built, draft, draft_recorder)
+        verifier = Verifier(host, built, settings, recorder, own)
+        built.info.drafters.extend(verifier.panel.names)
+        return verifier
+
+    run_role(port, settings, WIRE, "target-engine", make_role)
