@@ -39,7 +39,7 @@ FLOORS = {
         corpus options
         interface
         growing
-        ngram openai_api prediction suffix token_recycling
+        lookahead ngram openai_api prediction suffix token_recycling
         registry
     """,
     "specdec.heads": """
