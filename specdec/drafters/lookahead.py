@@ -21,7 +21,7 @@ from specdec.drafters.interface import Capabilities, Context, Offer, Room
 from specdec.drafters.options import LookaheadOptions
 
 CAPABILITIES = Capabilities(reads_drawn=True)
-MOST_KEYS = 4096
+MOST_KEYS = 1024
 """Tokens whose n-grams a session keeps; that of the one unused for longest leaves first."""
 _MOST_NODES = 64
 """Of a step's tree."""
