@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -48,6 +48,8 @@ class Decision:
     logprobs: list[pb.PositionLogprobs]
     node_logprobs: list[float]
     """Of the verified nodes, where the session's trees are told; else empty."""
+    tokens: list[int | None] = field(default_factory=list)
+    """What was drawn at the last committed token and at each verified node, whatever was accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,9 @@ def decide(
         own = _Rows(candidate, needed[first:end], contexts[first:end], tokens[first:end], faults.get(first, {}))
         try:
             walk = own.walk(sampler)
-            decisions.append(Decision(candidate, walk, own.logprobs(walk, sampler), own.node_logprobs(sampler)))
+            decisions.append(
+                Decision(candidate, walk, own.logprobs(walk, sampler), own.node_logprobs(sampler), own.tokens)
+            )
         except (NonFiniteLogits, GrammarError) as error:
             undecided.append(Undecided(candidate.session, error))
     return decisions, undecided

@@ -128,7 +128,8 @@ class Pacing:
         for nodes in selected:
             self._mean_nodes += _CREDIT_WEIGHT * (len(nodes) - self._mean_nodes)
         chosen: dict[str, list[int]] = {}
-        for session, nodes in zip(candidates, selected, strict=True):
+        for session, likely in zip(candidates, selected, strict=True):
+            nodes = _with_window(session, likely)
             if nodes:
                 session.seq.tree, chosen[session.session_id] = session.tree.select(nodes)
         return chosen
@@ -272,6 +273,17 @@ class Pacing:
 def _waits_for_nothing(session: TargetSession) -> bool:
     """Whether the session's next step is prefill, or plain decoding that is not held off."""
     return session.state is SessionState.PREFILL or (session.hold_off is None and not len(session.tree))
+
+
+def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:
+    """With those that are computed for what is drawn there, which are closed under parents."""
+    tree, depth = session.tree, min(session.end.max_depth(session.num_tokens), _credit(session))
+    window = [
+        node
+        for node, (payload, own) in enumerate(zip(tree.nodes, tree.tokens.depths, strict=True))
+        if payload.is_window and own <= depth
+    ]
+    return sorted({*nodes, *window}) if window else nodes
 
 
 def _credit(session: TargetSession) -> int:

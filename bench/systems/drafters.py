@@ -23,11 +23,13 @@ from specdec.benchmark.tables import Table
 from specdec.client import Completion
 
 EVERY = ("ngram", "suffix", "prediction", "token_recycling")
+DEAR = ("lookahead", "layer_skip")
+"""What takes passes or rows of the target itself: measured alone."""
 PLAIN = "plain"
 SETS: dict[str, tuple[str, ...]] = {
     PLAIN: (),
     "draft": ("draft_model",),
-    **{name: (name,) for name in EVERY},
+    **{name: (name,) for name in (*EVERY, *DEAR)},
     "merged": EVERY,
     "merged and draft": (*EVERY, "draft_model"),
 }
@@ -65,7 +67,7 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
         device=plan.device,
         placement="together",
         most_tokens=plan.max_tokens + _TOKENS_BESIDE,
-        target={"drafters": ",".join(EVERY)},
+        target={"drafters": ",".join((*EVERY, *DEAR))},
     )
     table = Table(
         f"{plan.label}, drafters",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -23,6 +23,8 @@ class Capabilities:
     """Of the target, for every committed token."""
     needs_engine: bool = False
     """It computes with the target's own weights and blocks, for all sessions at once."""
+    reads_drawn: bool = False
+    """What the target draws at every row of a step."""
     num_target_top: int = 0
     """So many of the target's likeliest tokens at every verified row; 0: none."""
     is_serial: bool = False
@@ -45,6 +47,8 @@ class Offer:
     parents: list[int]
     scores: list[float]
     """Of each, in [0, 1]: estimated probability that the target takes it if it took its parent."""
+    first_window_node: int | None = None
+    """From here on nodes are computed, however unlikely, for what the target draws there; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class Room:
 
     num_nodes: int
     depth: int
+    is_chain: bool = False
+    """Branches are of no use."""
 
 
 @dataclass(slots=True)
@@ -85,6 +91,13 @@ class SessionDrafter(Protocol):
 
     def close(self, context: Context) -> None:
         """The session has ended."""
+
+
+class DrawReader(Protocol):
+    """What a session's drafter has besides, where `capabilities.reads_drawn`."""
+
+    def drawn(self, tokens: Mapping[tuple[int, ...], int]) -> None:
+        """In the step that it was asked for the target drew these, by the uncommitted tokens before each."""
 
 
 class Drafter(Protocol):

@@ -60,6 +60,24 @@ class TokenRecyclingOptions(_Options):
     """Memory for the matrices of all tenants; that of the one unused for longest leaves first."""
 
 
+class LookaheadOptions(_Options):
+    """Lookahead decoding: n-grams that the target draws beside its step."""
+
+    method: Literal["lookahead"] = "lookahead"
+    window_size: int = Field(default=7, ge=1, le=32)
+    """Columns of the window: positions ahead that are guessed at."""
+    ngram_size: int = Field(default=5, ge=2, le=16)
+    """Tokens of an n-gram; the window has one level less."""
+    guess_set_size: int = Field(default=7, ge=1, le=32)
+    """N-grams that are kept for each first token, and offered."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.window_size * (self.ngram_size - 1) > 56:
+            raise ValueError("window_size times ngram_size less one is above 56: a step has no place for so many rows")
+        return self
+
+
 class LayerSkipOptions(_Options):
     """The target's own weights with sublayers left out."""
 
@@ -168,7 +186,7 @@ class OpenAiApiOptions(EndpointOptions):
 
 ServiceOptions = Annotated[NgramOptions | SuffixOptions | OpenAiApiOptions, Field(discriminator="method")]
 """Of drafters that a draft service runs without a model."""
-PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions
+PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions | LookaheadOptions
 """Of drafters without weights."""
 DrafterOptions = Annotated[
     PlainOptions
@@ -187,7 +205,7 @@ DRAFT_MODEL = "draft_model"
 """The name of the draft beside those of drafters."""
 HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark"})
 """Of those that are heads over the target's hidden states."""
-DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling", "layer_skip"}) | HEAD_NAMES
+DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling", "lookahead", "layer_skip"}) | HEAD_NAMES
 
 
 OptionsT = TypeVar("OptionsT", DrafterOptions, ServiceOptions)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from specdec.drafters import ngram, prediction, suffix, token_recycling
+from specdec.drafters import lookahead, ngram, prediction, suffix, token_recycling
 from specdec.drafters.interface import Capabilities, Drafter
 from specdec.drafters.options import (
+    LookaheadOptions,
     NgramOptions,
     PlainOptions,
     PredictionOptions,
@@ -21,6 +22,7 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
         "suffix": suffix.CAPABILITIES,
         "prediction": prediction.CAPABILITIES,
         "token_recycling": token_recycling.CAPABILITIES,
+        "lookahead": lookahead.CAPABILITIES,
     }
 )
 """Of every one that there is; heads are in `specdec.heads.methods.registry`."""
@@ -37,3 +39,5 @@ def make_drafter(options: PlainOptions, vocab_size: int) -> Drafter:
             return prediction.Prediction(options)
         case TokenRecyclingOptions():
             return token_recycling.TokenRecycling(options, vocab_size)
+        case LookaheadOptions():
+            return lookahead.Lookahead(options)

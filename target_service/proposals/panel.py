@@ -29,6 +29,7 @@ from target_service.decide import Decision
 from target_service.pacing import Pacing
 from target_service.policy.source_records import OwnRecord
 from target_service.proposals.deadline import Deadline, Overdue
+from target_service.proposals.drawn import tell_drawn
 from target_service.proposals.head_desk import Due, HeadDesk
 from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
 from target_service.session import SessionState, TargetSession
@@ -126,7 +127,7 @@ class DrafterPanel:
             known.asked_at = session.num_tokens
             depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
             if depth > 0:
-                room = Room(session.max_nodes, depth)
+                room = Room(session.max_nodes, depth, session.mode is VerifyMode.REJECTION)
                 self._ask(session, known, room)
                 due.append(Due(session, known.parts, room))
         for name in self._heads.names:
@@ -148,7 +149,9 @@ class DrafterPanel:
                 elapsed_s = time.monotonic() - began_s
                 num_nodes = 0
                 if offer is not None:
-                    num_nodes = session.tree.hang(part.name, offer.token_ids, offer.parents, offer.scores)
+                    num_nodes = session.tree.hang(
+                        part.name, offer.token_ids, offer.parents, offer.scores, offer.first_window_node
+                    )
             except (Exception, Overdue) as error:
                 self._drop(part.name, error)
                 continue
@@ -185,6 +188,9 @@ class DrafterPanel:
         Before the decisions are committed. In rejection mode only rows on the committed path count: tokens that were
         drawn and refused must leave no trace (docs/rejection.md).
         """
+        readers = {name for name, drafter in self._drafters.items() if drafter.capabilities.reads_drawn}
+        for name, error in tell_drawn(decisions, readers, self._parts, self._deadline):
+            self._drop(name, error)
         num_top = max((d.capabilities.num_target_top for d in self._drafters.values()), default=0)
         if num_top == 0:
             return
@@ -223,6 +229,10 @@ class DrafterPanel:
             if part.step is not None:
                 part.step.elapsed_s += each_s
                 self._recorder.asked(part.name, 0, each_s)
+
+    def _parts(self, session: TargetSession) -> list[DrafterPart]:
+        known = self._known.get(session.session_id)
+        return [] if known is None else known.parts
 
     def _reads(self, part: DrafterPart) -> bool:
         """Whether a part wants to know what the target found: it does where it was asked for the step."""

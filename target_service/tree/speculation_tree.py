@@ -51,6 +51,8 @@ class Node:
     """Who proposed it: a draft, or else who was first."""
     others: tuple[tuple[str, float], ...] = ()
     """Who else did, each with a score."""
+    is_window: bool = False
+    """It is computed for what is drawn there, however unlikely."""
 
     @property
     def is_passing(self) -> bool:
@@ -114,7 +116,14 @@ class SpeculationTree:
         token_ids, parents = self._checked(proposal, num_committed)
         self._hang(proposal, token_ids, parents, committed[proposal.start_position :])
 
-    def hang(self, source: str, token_ids: list[int], parents: list[int], scores: list[float]) -> int:
+    def hang(
+        self,
+        source: str,
+        token_ids: list[int],
+        parents: list[int],
+        scores: list[float],
+        first_window_node: int | None = None,
+    ) -> int:
         """Hang what a drafter of the target's own offers below the last committed token, each node a point mass.
 
         Returns how many of its nodes are there now; the others have no place. Cost: linear in the offer.
@@ -126,7 +135,8 @@ class SpeculationTree:
         if len(scores) != len(token_ids) or not all(0.0 <= score <= 1.0 for score in scores):
             raise TreeError("scores", f"{scores} are not one for each of {len(token_ids)} nodes, from 0 to 1")
         places: list[int | None] = []
-        for token, parent, score in zip(token_ids, parents, scores, strict=True):
+        first_window_node = len(token_ids) if first_window_node is None else first_window_node
+        for index, (token, parent, score) in enumerate(zip(token_ids, parents, scores, strict=True)):
             above = places[parent] if parent >= 0 else ROOT
             node = None if above is None else self.tokens.child(above, token)
             if node is not None:
@@ -134,6 +144,8 @@ class SpeculationTree:
             elif above is not None:
                 payload = Node(score, (token,), (1.0,), source=source) if self.is_chain else Node(score, source=source)
                 node = self.place(above, token, payload)
+            if node is not None and index >= first_window_node:
+                self.nodes[node] = replace(self.nodes[node], is_window=True)
             places.append(node)
         return sum(place is not None for place in places)
 

@@ -40,6 +40,7 @@ DRAFTER_STYLES = {
     "suffix": "bright_blue",
     "prediction": "bright_magenta",
     "token_recycling": "bright_cyan",
+    "lookahead": "yellow",
     "layer_skip": "bright_yellow",
     "medusa": "bright_green",
     "eagle": "bright_green",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from specdec.drafters.interface import Capabilities, Context, Offer, Room
 from specdec.drafters.options import (
     DrafterOptions,
+    LookaheadOptions,
     NgramOptions,
     PredictionOptions,
     SuffixOptions,
@@ -30,6 +31,7 @@ EVERY: dict[str, DrafterOptions] = {
     "suffix": SuffixOptions(),
     "prediction": PredictionOptions(),
     "token_recycling": TokenRecyclingOptions(),
+    "lookahead": LookaheadOptions(),
 }
 
 
@@ -68,6 +70,7 @@ def check_set(
         assert_equal(outcome, expected[key])
         assert not outcome.rejected
         assert len(outcome.accepted_by) in (0, outcome.num_accepted)
+    assert pair.verifier.panel.names == names
     return outcomes
 
 

@@ -40,7 +40,7 @@ FLOORS = {
         corpus options
         interface
         growing
-        ngram openai_api prediction suffix token_recycling
+        lookahead ngram openai_api prediction suffix token_recycling
         registry
     """,
     "specdec.endpoints": """

@@ -1,0 +1,41 @@
+"""What the target has drawn at every row of a step, for drafters that go on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from specdec.drafters.interface import DrawReader
+from target_service.decide import Decision
+from target_service.proposals.deadline import Deadline, Overdue
+from target_service.proposals.part import DrafterPart
+from target_service.session import TargetSession
+
+
+def tell_drawn(
+    decisions: Sequence[Decision],
+    readers: Collection[str],
+    parts_of: Callable[[TargetSession], Iterable[DrafterPart]],
+    deadline: Deadline,
+) -> list[tuple[str, BaseException]]:
+    """Tell the drafters named that were asked for the step. Returns those that failed, with their errors."""
+    failed: dict[str, BaseException] = {}
+    for decision in decisions if readers else ():
+        for part in parts_of(decision.candidate.session):
+            if part.name not in readers or part.name in failed or part.step is None:
+                continue
+            reader: DrawReader = part.drafter  # type: ignore[assignment]
+            try:
+                with deadline:
+                    reader.drawn(_drawn(decision))
+            except (Exception, Overdue) as error:
+                failed[part.name] = error
+    return list(failed.items())
+
+
+def _drawn(decision: Decision) -> dict[tuple[int, ...], int]:
+    """What was drawn after which uncommitted tokens; places where nothing can be drawn are left out."""
+    tree, num_nodes = decision.candidate.tree, decision.candidate.num_nodes
+    paths: list[tuple[int, ...]] = [()]
+    for token, parent in zip(tree.token_ids[:num_nodes], tree.parents, strict=False):
+        paths.append((*paths[parent + 1], token))
+    return {path: token for path, token in zip(paths, decision.tokens, strict=True) if token is not None}
