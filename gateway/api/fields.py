@@ -61,6 +61,9 @@ class Speculation(RequestModel):
 
     enabled: bool | None = Field(None, description="Speculate at all; default true.")
     verify_mode: Literal["coupled", "rejection"] | None = Field(None, description="Default: the deployment's.")
+    rejection_sample_method: Literal["standard", "block"] | None = Field(
+        None, description="How rejection decides on a chain: token by token, or as a whole. Default: the deployment's."
+    )
     max_draft_tokens: Count | None = Field(None, description="At most this many draft tokens per step.")
     time_per_token_ms: Annotated[float, Field(ge=0.001, le=60_000)] | None = Field(
         None, description="Wanted mean time of an output token after the first."

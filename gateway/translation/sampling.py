@@ -13,6 +13,11 @@ from specdec.v1 import coordinator_pb2 as api
 _MODES = MappingProxyType(
     {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION, None: pb.VERIFY_MODE_UNSPECIFIED}
 )
+_METHODS = MappingProxyType({
+    "standard": pb.REJECTION_SAMPLE_METHOD_STANDARD,
+    "block": pb.REJECTION_SAMPLE_METHOD_BLOCK,
+    None: pb.REJECTION_SAMPLE_METHOD_UNSPECIFIED,
+})  # fmt: skip
 _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("n", "min_tokens", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
@@ -50,6 +55,7 @@ def speculation_params(speculation: Speculation | None) -> api.SpeculationParams
     return api.SpeculationParams(
         enabled=speculation.enabled,
         verify_mode=_MODES[speculation.verify_mode],
+        rejection_sample_method=_METHODS[speculation.rejection_sample_method],
         max_draft_tokens=speculation.max_draft_tokens,
         time_per_token_ms=speculation.time_per_token_ms,
         drafters=speculation.drafters or (),

@@ -76,8 +76,10 @@ def test_values_that_mean_off_elsewhere_are_off() -> None:
 
 def test_speculation_and_priority_arrive() -> None:
     wanted = {"enabled": True, "verify_mode": "rejection", "max_draft_tokens": 0, "time_per_token_ms": 2}
+    wanted["rejection_sample_method"] = "block"
     body = chat(speculation=wanted, priority=-3, model="m")
     assert body.speculation.enabled and body.speculation.verify_mode == pb.VERIFY_MODE_REJECTION
+    assert body.speculation.rejection_sample_method == pb.REJECTION_SAMPLE_METHOD_BLOCK
     assert body.speculation.HasField("max_draft_tokens") and body.speculation.time_per_token_ms == 2.0
     assert (body.priority, body.model) == (-3, "m")
 
