@@ -17,3 +17,10 @@ def shipped_pair() -> Path | None:
     checkout = Path(specdec.__file__).resolve().parents[1] / "models"
     folders = (checkout, *map(Path, installed))
     return next((folder for folder in folders if (folder / "target" / "config.json").is_file()), None)
+
+
+def shipped_head(method: str) -> Path | None:
+    """Return the folder of the head of a method for the shipped target; None where there is none of that method."""
+    pair = shipped_pair()
+    folder = None if pair is None else pair / method
+    return folder if folder is not None and (folder / "config.json").is_file() else None

@@ -19,6 +19,7 @@ from specdec.cli.inspection.doctor import doctor
 from specdec.cli.keys import keys
 from specdec.cli.models import models
 from specdec.cli.serve import PASS_THROUGH, serve
+from specdec.cli.train import train
 from specdec.cli.tune import tune
 from specdec.cli.up import up
 
@@ -36,6 +37,7 @@ app.command()(models)
 app.command()(health)
 app.command()(bench)
 app.command()(tune)
+app.command()(train)
 app.command()(debug)
 app.command()(audit)
 app.command()(doctor)

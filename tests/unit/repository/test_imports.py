@@ -33,6 +33,7 @@ FLOORS = {
         client config
         auditing benchmark debugging
         checkup tuning
+        training
         cli worker
         drafting
     """,
@@ -133,12 +134,23 @@ FLOORS = {
         advice
         pages settings_files
     """,
+    "specdec.training": """
+        layer_ids losses
+        recipe
+        checkpoint texts
+        continued states
+        trainee
+        draft_model eagle3 loop medusa
+        acceptance
+        job
+        worth
+    """,
     "specdec.cli": """
         connection inputs keys sampling_options views
         errors
         generate health local models
         serve tuning up
-        bench demo inspection tune
+        bench demo inspection train tune
         app
         main
     """,

@@ -1,0 +1,64 @@
+"""Which layers of the target a head was made for, found by trying: formats count them differently, and files err."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_BETTER = 1.5
+"""By how much acceptance must rise for other ids to be believed, and"""
+_ENOUGH = 0.02
+"""how high it must be."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTrial:
+    """Ids, and what came of them."""
+
+    layer_ids: tuple[int, ...]
+    acceptance: float
+    """Share of first guesses that are right."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerVerdict:
+    """All that was tried, the head's own ids first."""
+
+    trials: tuple[LayerTrial, ...]
+
+    @property
+    def best(self) -> LayerTrial:
+        """The trial with the highest acceptance, the first of equals."""
+        return max(self.trials, key=lambda trial: trial.acceptance)
+
+    @property
+    def advised(self) -> tuple[int, ...] | None:
+        """Other ids that are clearly better; None: those of the head are right, or none is."""
+        own, best = self.trials[0], self.best
+        is_better = best.acceptance >= _ENOUGH and best.acceptance > _BETTER * own.acceptance
+        return best.layer_ids if best is not own and is_better else None
+
+
+def neighbouring_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> list[tuple[int, ...]]:
+    """Ids worth a trial in the place of these: all one higher, all one lower, and what is taken where a head says none.
+
+    Ids are those of `specdec.engine.tap`, of a target of `num_layers` layers. None is there twice, nor those given.
+    """
+    found: list[tuple[int, ...]] = []
+    shifted = [tuple(each + by for each in layer_ids) for by in (1, -1)]
+    usual = [(2, num_layers // 2, num_layers - 3), (1, num_layers // 2 - 1, num_layers - 4)]
+    for ids in [*shifted, *(each for each in usual if len(each) == len(layer_ids))]:
+        if all(0 <= each <= num_layers for each in ids) and ids != layer_ids and ids not in found:
+            found.append(ids)
+    return found
+
+
+def try_layer_ids(
+    layer_ids: tuple[int, ...], num_layers: int, accept: Callable[[tuple[int, ...]], float]
+) -> LayerVerdict:
+    """Try a head's own ids and their neighbours; `accept` gives the acceptance with ids.
+
+    Where a head's own ids are as good as any neighbour's, that says nothing against the head's training.
+    """
+    tried = [layer_ids, *neighbouring_layer_ids(layer_ids, num_layers)]
+    return LayerVerdict(tuple(LayerTrial(ids, accept(ids)) for ids in tried))

@@ -1,0 +1,146 @@
+"""What a drafter's acceptance comes to in tokens per second, with step times measured where it was trained."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.drafters.interface import Room
+from specdec.drafters.options import Eagle3Options, HeadOptions, MedusaOptions
+from specdec.engine.sampling.sampler import RowContext
+from specdec.heads.methods.registry import make_head
+from specdec.heads.session import Features, HeadAsk, HeadSession
+from specdec.sampling_params import SamplingParams
+from specdec.training.acceptance import Acceptance
+from specdec.training.job import Loaded
+from specdec.training.recipe import Recipe
+from specdec.tuning.probe import measure
+
+_CONTEXT = 256
+_WARMUP, _REPEATS = 3, 15
+_CANDIDATES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Median times of one session. Lists are by depth, from one token on."""
+
+    plain_ms: float
+    """Of a step of the target that decodes plainly."""
+    verify_ms: list[float]
+    """Of a step that verifies a chain of so many tokens."""
+    draft_ms: list[float]
+    """Of drafting it before that, as the target does with a head of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Of chains of one length."""
+
+    num_draft_tokens: int
+    tokens_per_step: float
+    tokens_per_s: float
+    speedup: float
+    """Over plain decoding."""
+
+
+def speeds(accepted: Sequence[float], costs: StepCosts) -> list[Speed]:
+    """By length of the chain: tokens of a step over what drafting and the step take.
+
+    `accepted` is by depth the share of steps in which all up to it are taken. Nothing outside of steps is counted.
+    """
+    found, tokens = [], 1.0
+    for num, (share, verify_ms, draft_ms) in enumerate(
+        zip(accepted, costs.verify_ms, costs.draft_ms, strict=False), start=1
+    ):
+        tokens += share
+        total_ms = verify_ms + draft_ms
+        found.append(Speed(num, tokens, 1e3 * tokens / total_ms, tokens * costs.plain_ms / total_ms))
+    return found
+
+
+def measured_costs(loaded: Loaded, recipe: Recipe, out: Path) -> StepCosts:
+    """Time the target's steps, and drafting with the checkpoint in `out` as it is served. Raises EngineError."""
+    settings = loaded.runner.settings
+    depths = range(1, recipe.num_depths + 1)
+    target = _steps(settings.model, settings.device, settings.num_threads, [1, *(num + 1 for num in depths)])
+    if recipe.kind == "draft_model":
+        draft_ms = _steps(str(out), settings.device, settings.num_threads, [1])[1]
+        drafts = [num * draft_ms for num in depths]
+    else:
+        drafts = [_draft_ms(loaded, _options(recipe, out, num), num) for num in depths]
+    return StepCosts(target[1], [target[num + 1] for num in depths], drafts)
+
+
+def worth_json(costs: StepCosts, results: Sequence[Acceptance]) -> dict[str, Any]:
+    """For a report: the costs, and speeds by temperature."""
+    return {
+        "costs": {name: _rounded(value) for name, value in asdict(costs).items()},
+        "predicted": {
+            f"{each.temperature:g}": [
+                {name: _rounded(value) for name, value in asdict(speed).items()}
+                for speed in speeds(each.coupled, costs)
+            ]
+            for each in results
+        },
+    }
+
+
+def _rounded(value: Any) -> Any:
+    return [round(each, 3) for each in value] if isinstance(value, list) else round(value, 3)
+
+
+def _steps(model: str, device: str, num_threads: int, rows: list[int]) -> dict[int, float]:
+    task = {
+        "settings": {"model": model, "device": device, "num_threads": num_threads},
+        "sequences": [1],
+        "rows": rows,
+        "candidates": _CANDIDATES,
+    }
+    times: dict[int, float] = measure(task)["step_ms"][1]
+    return times
+
+
+def _options(recipe: Recipe, out: Path, num: int) -> HeadOptions:
+    kind = MedusaOptions if recipe.kind == "medusa" else Eagle3Options
+    return kind(model=str(out), num_speculative_tokens=num)
+
+
+def _draft_ms(loaded: Loaded, options: HeadOptions, num: int) -> float:
+    """Median time in which a head takes in a token and drafts a chain, in a session of one."""
+    head = make_head(options, loaded.for_heads)
+    engine, vocab_size = loaded.engine, loaded.runner.vocab_size
+    length = min(_CONTEXT, loaded.runner.max_model_len // 2)
+    tokens = [(7 * place) % vocab_size for place in range(length)]
+    seq = engine.add(tokens, num_prompt_tokens=length, cache_salt=f"train-{options.method}-{num}".encode())
+    session, times_s = HeadSession(), []
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=1)
+    engine.tap_ids = head.layer_ids
+    try:
+        for repeat in range(_WARMUP + _REPEATS):
+            while seq.num_pending_tokens:
+                start = seq.num_computed_tokens
+                out = engine.step()
+                if out is None or out.hidden is None:
+                    raise RuntimeError("a step for one session has no room")
+                (item,) = out.items
+                states = out.hidden[item.batch_rows]
+                after = [*seq.token_ids[start + 1 : start + 1 + len(states)], repeat]
+                session.take(seq, Features(start, states, after[: len(states)]))
+            engine.append(seq, [repeat])
+            row = RowContext(params, len(seq.token_ids), length)
+            started_s = time.perf_counter()
+            head.draft([HeadAsk(session, row, Room(num, num), is_chain=True)])
+            if states.device.type == "cuda":
+                torch.cuda.synchronize(states.device)
+            times_s.append(time.perf_counter() - started_s)
+    finally:
+        engine.tap_ids = ()
+        engine.free(seq)
+    return statistics.median(times_s[_WARMUP:]) * 1e3
