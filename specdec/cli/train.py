@@ -182,10 +182,12 @@ def _run(
     progress.tell(f"loading {target}")
     loaded = load_target(target, device, threads)
     texts = make_texts(asked, loaded.engine, loaded.runner, work, progress.tell, service)
-    began_s = time.monotonic()
+    begun: list[tuple[int, float]] = []
 
     def on_step(done: int, loss: float) -> None:
-        left_s = (time.monotonic() - began_s) / done * (recipe.num_steps - done)
+        begun.append((done, time.monotonic()))
+        (first, began_s), (_, now_s) = begun[0], begun[-1]
+        left_s = (now_s - began_s) / max(1, done - first) * (recipe.num_steps - done)
         progress.tell(f"step {done} of {recipe.num_steps}, loss {loss:.3f}, about {left_s / 60:.1f} min left")
 
     trained = run(loaded, texts, recipe, out, work, progress.tell, on_step)

@@ -19,6 +19,7 @@ from specdec.cli.errors import reported_errors
 from specdec.cli.inputs.config_file import by_parameter, read_config
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.devices import device_kind
+from specdec.cli.local.drafters import drafter_settings
 from specdec.cli.local.log_view import LogView
 from specdec.cli.local.placement import choose_placement
 from specdec.cli.local.plan import (
@@ -32,6 +33,7 @@ from specdec.cli.local.plan import (
 )
 from specdec.cli.local.supervision import Supervision
 from specdec.cli.views.tables import make_table
+from specdec.drafters.options import DRAFT_MODEL
 
 _CHECK_S = 0.2
 
@@ -68,6 +70,14 @@ def up(
     ] = "auto",
     num_targets: Annotated[int, typer.Option(help="Target replicas.", min=1)] = 1,
     num_drafts: Annotated[int, typer.Option(help="Draft replicas; 0 decodes plainly.", min=0)] = 1,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What drafts at the target in the place of a draft, by its name; may be repeated. A "
+            "head is METHOD=FOLDER, or METHOD for the one that ships. draft_model keeps the draft.",
+            metavar="NAME",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(help="The coordinator's.", min=1, max=65535)] = PORTS["coordinator"],
     target_port: Annotated[int, typer.Option(help="The first target's.", min=1, max=65535)] = PORTS["target"],
     draft_port: Annotated[int, typer.Option(help="The first draft's.", min=1, max=65535)] = PORTS["draft"],
@@ -111,6 +121,12 @@ def up(
     """
     console = Console(stderr=True, highlight=False)
     with reported_errors(console), stop_on_signals():
+        settings = parse_settings(target_set or [], "--target-set")
+        if drafter:
+            if "drafters" in settings:
+                raise typer.BadParameter("--target-set names drafters, too", param_hint="--drafter")
+            num_drafts = num_drafts if DRAFT_MODEL in drafter or draft else 0
+            settings |= drafter_settings(drafter, is_shipped_target=target is None)
         plan = LocalPlan(
             target_model=target or shipped_model("target"),
             draft_model=draft or (shipped_model("draft") if num_drafts else ""),
@@ -120,7 +136,7 @@ def up(
             ports={"coordinator": port, "target": target_port, "draft": draft_port, "gateway": gateway_port},
             free_ports=free_ports,
             redis_url=redis_url,
-            target_settings=parse_settings(target_set or [], "--target-set"),
+            target_settings=settings,
             draft_settings=parse_settings(draft_set or [], "--draft-set"),
             coordinator_settings=parse_settings(coordinator_set or [], "--coordinator-set"),
             gateway=not no_gateway and gateway_is_installed(),

@@ -39,7 +39,7 @@ class MedusaTrainee:
         """See `Trainee`; no depth past the heads that there are."""
         heads: Any = self.module
         length = batch.token_ids.shape[1]
-        for depth, head in enumerate(heads[:num_depths]):
+        for depth, head in enumerate(list(heads)[:num_depths]):
             if depth + 1 < length:
                 yield Guesses(depth, head(batch.finals[:, : length - 1 - depth]))
 

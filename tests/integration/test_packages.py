@@ -148,7 +148,8 @@ def test_the_sdist_has_what_its_wheel_is_built_of_and_no_model(packages: Package
 def test_the_package_of_the_pair_has_its_files_and_none_of_the_scripts_beside_them(packages: Packages) -> None:
     with zipfile.ZipFile(packages.pair) as archive:
         found = {name for name in archive.namelist() if ".dist-info/" not in name}
-    data = [*(ROOT / "models/target").iterdir(), *(ROOT / "models/draft").iterdir(), ROOT / "models/prompts.json"]
+    folders = [ROOT / "models" / name for name in ("target", "draft", "eagle3")]
+    data = [*(path for folder in folders for path in folder.iterdir()), ROOT / "models/prompts.json"]
     assert found == {f"specdec_shipped_models/{path.relative_to(ROOT / 'models')}" for path in data}
 
 

@@ -1,0 +1,43 @@
+"""Drafters named on a command line, as a target's setting."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from specdec.drafters.options import DRAFT_MODEL, DRAFTER_NAMES, HEAD_NAMES
+from specdec.shipped_pair import shipped_head
+
+
+def drafter_settings(names: Sequence[str], *, is_shipped_target: bool) -> dict[str, object]:
+    """The target's setting `drafters` for names, of heads with `=FOLDER` where it is not the one that ships.
+
+    Raises typer.BadParameter: there is no such drafter, or no such head for this target.
+    """
+    found = [_options(name, is_shipped_target) for name in names if name != DRAFT_MODEL]
+    return {"drafters": json.dumps(found)} if found else {}
+
+
+def _options(name: str, is_shipped_target: bool) -> dict[str, str]:
+    method, separator, folder = name.partition("=")
+    if method not in DRAFTER_NAMES:
+        known = ", ".join(sorted(DRAFTER_NAMES))
+        raise typer.BadParameter(f"there is no drafter {method!r}, only {known}", param_hint="--drafter")
+    if method not in HEAD_NAMES:
+        if separator:
+            raise typer.BadParameter(f"{method} has no files", param_hint="--drafter")
+        return {"method": method}
+    if not separator:
+        shipped = shipped_head(method) if is_shipped_target else None
+        if shipped is None:
+            raise typer.BadParameter(
+                f"no head {method} ships for this target: name one ({method}=FOLDER), or make one (specdec train)",
+                param_hint="--drafter",
+            )
+        folder = str(shipped)
+    if not (Path(folder).expanduser() / "config.json").is_file():
+        raise typer.BadParameter(f"{folder} has no config.json", param_hint="--drafter")
+    return {"method": method, "model": folder}

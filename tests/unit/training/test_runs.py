@@ -1,0 +1,211 @@
+"""Small runs over a target as small as it gets: they learn, they go on after a stop, and what they write is served."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from specdec.drafters.options import Eagle3Options, MedusaOptions
+from specdec.heads.config import read_config
+from specdec.heads.methods.medusa import Medusa
+from specdec.heads.methods.registry import make_head
+from specdec.heads.parts import dense_attention
+from specdec.heads.serial import SerialHead
+from specdec.training.checkpoint import RECIPE_KEY
+from specdec.training.eagle3 import Eagle3Trainee
+from specdec.training.job import Loaded, Trained, load_target, run
+from specdec.training.loop import rate
+from specdec.training.losses import LOSSES
+from specdec.training.recipe import KINDS, Recipe, TrainingRefused
+from specdec.training.states import record_states
+from specdec.training.texts import Text, continuations
+from specdec.training.worth import StepCosts, measured_costs, speeds
+from tests.support.heads.targets import fixture_target
+from tests.unit.heads.dense import chain_logits
+
+NUM_STEPS = 30
+RECIPE = Recipe(
+    kind="eagle3",
+    num_steps=NUM_STEPS,
+    batch_sequences=4,
+    learning_rate=0.01,
+    num_depths=2,
+    hidden_size=32,
+    intermediate_size=24,
+    layer_ids=(1, 2, 3),
+)
+
+
+def quiet(*_: object) -> None:
+    """Nobody is told."""
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    folder = tmp_path_factory.mktemp("target")
+    fixture_target(folder)
+    return load_target(str(folder), "cpu", 1)
+
+
+@pytest.fixture(scope="module")
+def texts(loaded: Loaded) -> list[Text]:
+    prompts = [[(7 * i + j) % 40 for j in range(6)] for i in range(24)]
+    found = []
+    for temperature in (0.0, 1.0):
+        outputs = continuations(
+            loaded.engine, loaded.runner, prompts, temperature=temperature, max_tokens=24, seed=1, tell=quiet
+        )
+        found += [
+            Text(tuple(prompt), tuple(output), temperature, number % 4 == 3)
+            for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+    return found
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def trained(
+    loaded: Loaded, texts: list[Text], recipe: Recipe, folder: Path, on_step: Callable[[int, float], None] = quiet
+) -> Trained:
+    work = folder / "work"
+    work.mkdir(parents=True, exist_ok=True)
+    return run(loaded, texts, recipe, folder / "out", work, quiet, on_step)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "out" / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_small_run_of_each_kind_lowers_its_loss_and_raises_acceptance(
+    kind: str, loaded: Loaded, texts: list[Text], tmp_path: Path
+) -> None:
+    losses: list[float] = []
+    recipe = dataclasses.replace(RECIPE, kind=kind, layer_ids=RECIPE.layer_ids if kind == "eagle3" else ())  # type: ignore[arg-type]
+    result = trained(loaded, texts, recipe, tmp_path, lambda _, loss: losses.append(loss))
+    assert len(losses) == NUM_STEPS
+    assert sum(losses[-5:]) < sum(losses[:5])
+    for before, after in zip(result.before, result.after, strict=True):
+        assert after.num_places == before.num_places > 50
+    sampled = [result.before[1], result.after[1]]
+    assert sampled[1].coupled[0] > sampled[0].coupled[0]
+    for each in sampled:
+        assert each.coupled == sorted(each.coupled, reverse=True)
+        assert all(mine <= other + 1e-6 for mine, other in zip(each.coupled, each.ratio, strict=True))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_can_be_trained_with(loss: str, loaded: Loaded, texts: list[Text], tmp_path: Path) -> None:
+    recipe = dataclasses.replace(RECIPE, kind="medusa", layer_ids=(), loss=loss, draft_vocab_size=20)  # type: ignore[arg-type]
+    result = trained(loaded, texts, recipe, tmp_path)
+    assert result.after[1].coupled[0] > result.before[1].coupled[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_is_stopped_and_started_again_gives_the_weights_of_one_that_was_not(
+    kind: str, loaded: Loaded, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.training.loop._SAVE_EVERY_S", 0.0)
+    recipe = dataclasses.replace(RECIPE, kind=kind, num_steps=9, layer_ids=RECIPE.layer_ids if kind == "eagle3" else ())  # type: ignore[arg-type]
+    trained(loaded, texts, recipe, tmp_path / "whole")
+
+    def stop(done: int, _: float) -> None:
+        if done in (3, 7):
+            raise KeyboardInterrupt
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            trained(loaded, texts, recipe, tmp_path / "stopped", stop)
+    steps: list[int] = []
+    trained(loaded, texts, recipe, tmp_path / "stopped", lambda done, _: steps.append(done))
+    assert steps == [8, 9]
+    whole, stopped = weights(tmp_path / "whole"), weights(tmp_path / "stopped")
+    assert whole.keys() == stopped.keys()
+    assert all(torch.equal(value, stopped[name]) for name, value in whole.items())
+
+
+def test_the_state_of_another_run_is_refused_by_name(loaded: Loaded, texts: list[Text], tmp_path: Path) -> None:
+    trained(loaded, texts, dataclasses.replace(RECIPE, num_steps=1), tmp_path)
+    with pytest.raises(TrainingRefused, match="other learning_rate, num_steps"):
+        trained(loaded, texts, dataclasses.replace(RECIPE, num_steps=2, learning_rate=0.5), tmp_path)
+
+
+def test_texts_without_any_to_measure_on_are_refused(loaded: Loaded, texts: list[Text], tmp_path: Path) -> None:
+    with pytest.raises(TrainingRefused, match="measure"):
+        trained(loaded, [text for text in texts if not text.is_held_out], RECIPE, tmp_path)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 24])
+def test_checkpoints_are_loaded_by_the_heads_that_serve_and_say_how_they_were_made(
+    draft_vocab_size: int | None, loaded: Loaded, texts: list[Text], tmp_path: Path
+) -> None:
+    for options in (Eagle3Options, MedusaOptions):
+        kind = options.model_fields["method"].default
+        recipe = dataclasses.replace(RECIPE, kind=kind, num_steps=2, draft_vocab_size=draft_vocab_size)
+        recipe = recipe if kind == "eagle3" else dataclasses.replace(recipe, layer_ids=())
+        trained(loaded, texts, recipe, tmp_path / kind)
+        out = tmp_path / kind / "out"
+        head = make_head(options(model=str(out)), loaded.for_heads)  # type: ignore[call-arg]
+        config = json.loads((out / "config.json").read_text())
+        assert config[RECIPE_KEY] == recipe.as_json()
+        if isinstance(head, SerialHead):
+            assert head.layer_ids == recipe.layer_ids
+            assert head.vocabulary.draft_size == (draft_vocab_size or 40)
+            assert read_config(config).num_speculative_tokens == recipe.num_depths
+        else:
+            assert isinstance(head, Medusa)
+
+
+@torch.inference_mode()
+def test_what_eagle3_learns_on_is_what_it_computes_when_it_serves(
+    loaded: Loaded, texts: list[Text], tmp_path: Path
+) -> None:
+    """Guesses of a depth in training, from a place, are those of a chain over the committed tokens before it."""
+    result = trained(loaded, texts, dataclasses.replace(RECIPE, num_steps=2), tmp_path)
+    trainee = result.trainee
+    assert isinstance(trainee, Eagle3Trainee)
+    states = record_states(loaded.engine, loaded.runner, texts, RECIPE.layer_ids, tmp_path / "work", quiet)
+    batch = states.batch([0, 5], loaded.parts.device)
+    depths = [guesses.logits for guesses in trainee.guesses(batch, 3)]
+    for text in range(2):
+        tokens = batch.token_ids[text].tolist()
+        for place in (4, 9):
+            for depth in range(3):
+                taps = batch.taps[text, : place + 1]
+                expected = chain_logits(trainee.module, taps, tokens[1 : place + 2 + depth], dense_attention)  # type: ignore[arg-type]
+                assert torch.allclose(depths[depth][text, place], expected, atol=1e-4), (place, depth)
+
+
+def test_speeds_are_tokens_over_the_time_of_drafting_and_verifying() -> None:
+    costs = StepCosts(plain_ms=4.0, verify_ms=[5.0, 6.0], draft_ms=[1.0, 2.0])
+    one, two = speeds([0.8, 0.5], costs)
+    assert (one.tokens_per_step, one.tokens_per_s, one.speedup) == pytest.approx((1.8, 300.0, 1.2))
+    assert (two.tokens_per_step, two.tokens_per_s, two.speedup) == pytest.approx((2.3, 287.5, 1.15))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_costs_are_measured_with_the_checkpoint_as_it_is_served(
+    kind: str, loaded: Loaded, texts: list[Text], tmp_path: Path
+) -> None:
+    recipe = dataclasses.replace(RECIPE, kind=kind, num_steps=1, layer_ids=RECIPE.layer_ids if kind == "eagle3" else ())  # type: ignore[arg-type]
+    trained(loaded, texts, recipe, tmp_path)
+    costs = measured_costs(loaded, recipe, tmp_path / "out")
+    assert len(costs.verify_ms) == len(costs.draft_ms) == recipe.num_depths
+    assert min(costs.plain_ms, *costs.verify_ms, *costs.draft_ms) > 0
+
+
+def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
+    recipe = dataclasses.replace(RECIPE, num_steps=100, warmup_share=0.1)
+    rates = [rate(step, recipe) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
+    assert rates[55] == pytest.approx(0.5)
+    assert 0 < rates[99] < 0.001
