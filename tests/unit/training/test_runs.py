@@ -165,7 +165,6 @@ def test_checkpoints_are_loaded_by_the_heads_that_serve_and_say_how_they_were_ma
             assert isinstance(head, Medusa)
 
 
-@torch.inference_mode()
 def test_what_eagle3_learns_on_is_what_it_computes_when_it_serves(
     loaded: Loaded, texts: list[Text], tmp_path: Path
 ) -> None:
@@ -174,15 +173,16 @@ def test_what_eagle3_learns_on_is_what_it_computes_when_it_serves(
     trainee = result.trainee
     assert isinstance(trainee, Eagle3Trainee)
     states = record_states(loaded.engine, loaded.runner, texts, RECIPE.layer_ids, tmp_path / "work", quiet)
-    batch = states.batch([0, 5], loaded.parts.device)
-    depths = [guesses.logits for guesses in trainee.guesses(batch, 3)]
-    for text in range(2):
-        tokens = batch.token_ids[text].tolist()
-        for place in (4, 9):
-            for depth in range(3):
-                taps = batch.taps[text, : place + 1]
-                expected = chain_logits(trainee.module, taps, tokens[1 : place + 2 + depth], dense_attention)  # type: ignore[arg-type]
-                assert torch.allclose(depths[depth][text, place], expected, atol=1e-4), (place, depth)
+    with torch.inference_mode():
+        batch = states.batch([0, 5], loaded.parts.device)
+        depths = [guesses.logits for guesses in trainee.guesses(batch, 3)]
+        for text in range(2):
+            tokens = batch.token_ids[text].tolist()
+            for place in (4, 9):
+                for depth in range(3):
+                    taps = batch.taps[text, : place + 1]
+                    expected = chain_logits(trainee.module, taps, tokens[1 : place + 2 + depth], dense_attention)  # type: ignore[arg-type]
+                    assert torch.allclose(depths[depth][text, place], expected, atol=1e-4), (place, depth)
 
 
 def test_speeds_are_tokens_over_the_time_of_drafting_and_verifying() -> None:
