@@ -48,7 +48,8 @@ def neighbouring_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> list[
     shifted = [tuple(each + by for each in layer_ids) for by in (1, -1)]
     usual = [(2, num_layers // 2, num_layers - 3), (1, num_layers // 2 - 1, num_layers - 4)]
     for ids in [*shifted, *(each for each in usual if len(each) == len(layer_ids))]:
-        if all(0 <= each <= num_layers for each in ids) and ids != layer_ids and ids not in found:
+        is_possible = len(set(ids)) == len(ids) and all(0 <= each <= num_layers for each in ids)
+        if is_possible and ids != layer_ids and ids not in found:
             found.append(ids)
     return found
 

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from specdec.drafters.interface import Room
 from specdec.drafters.options import Eagle3Options, HeadOptions, MedusaOptions
-from specdec.engine.sampling.sampler import RowContext
 from specdec.heads.methods.registry import make_head
-from specdec.heads.session import Features, HeadAsk, HeadSession
-from specdec.sampling_params import SamplingParams
 from specdec.training.acceptance import Acceptance
 from specdec.training.job import Loaded
 from specdec.training.recipe import Recipe
+from specdec.training.trial import trials
 from specdec.tuning.probe import measure
 
 _CONTEXT = 256
@@ -114,33 +108,9 @@ def _options(recipe: Recipe, out: Path, num: int) -> HeadOptions:
 
 def _draft_ms(loaded: Loaded, options: HeadOptions, num: int) -> float:
     """Median time in which a head takes in a token and drafts a chain, in a session of one."""
-    head = make_head(options, loaded.for_heads)
-    engine, vocab_size = loaded.engine, loaded.runner.vocab_size
     length = min(_CONTEXT, loaded.runner.max_model_len // 2)
-    tokens = [(7 * place) % vocab_size for place in range(length)]
-    seq = engine.add(tokens, num_prompt_tokens=length, cache_salt=f"train-{options.method}-{num}".encode())
-    session, times_s = HeadSession(), []
-    params = SamplingParams(temperature=1.0, seed=1, max_tokens=1)
-    engine.tap_ids = head.layer_ids
-    try:
-        for repeat in range(_WARMUP + _REPEATS):
-            while seq.num_pending_tokens:
-                start = seq.num_computed_tokens
-                out = engine.step()
-                if out is None or out.hidden is None:
-                    raise RuntimeError("a step for one session has no room")
-                (item,) = out.items
-                states = out.hidden[item.batch_rows]
-                after = [*seq.token_ids[start + 1 : start + 1 + len(states)], repeat]
-                session.take(seq, Features(start, states, after[: len(states)]))
-            engine.append(seq, [repeat])
-            row = RowContext(params, len(seq.token_ids), length)
-            started_s = time.perf_counter()
-            head.draft([HeadAsk(session, row, Room(num, num), is_chain=True)])
-            if states.device.type == "cuda":
-                torch.cuda.synchronize(states.device)
-            times_s.append(time.perf_counter() - started_s)
-    finally:
-        engine.tap_ids = ()
-        engine.free(seq)
-    return statistics.median(times_s[_WARMUP:]) * 1e3
+    prompt = [(7 * place) % loaded.runner.vocab_size for place in range(length)]
+    head = make_head(options, loaded.for_heads)
+    salt = f"worth-{options.method}-{num}".encode()
+    found = trials(loaded, head, prompt, _WARMUP + _REPEATS, num_drafted=num, salt=salt)
+    return statistics.median([trial.elapsed_s for trial in found][_WARMUP:]) * 1e3

@@ -143,6 +143,7 @@ FLOORS = {
         draft_model eagle3 loop medusa
         acceptance
         job
+        trial
         worth
     """,
     "specdec.cli": """

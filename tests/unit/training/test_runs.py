@@ -20,11 +20,13 @@ from specdec.heads.serial import SerialHead
 from specdec.training.checkpoint import RECIPE_KEY
 from specdec.training.eagle3 import Eagle3Trainee
 from specdec.training.job import Loaded, Trained, load_target, run
+from specdec.training.layer_ids import neighbouring_layer_ids
 from specdec.training.loop import rate
 from specdec.training.losses import LOSSES
 from specdec.training.recipe import KINDS, Recipe, TrainingRefused
 from specdec.training.states import record_states
 from specdec.training.texts import Text, continuations
+from specdec.training.trial import try_head_layers
 from specdec.training.worth import StepCosts, measured_costs, speeds
 from tests.support.heads.targets import fixture_target
 from tests.unit.heads.dense import chain_logits
@@ -209,3 +211,18 @@ def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
     assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
     assert rates[55] == pytest.approx(0.5)
     assert 0 < rates[99] < 0.001
+
+
+def test_a_head_over_other_layers_than_its_own_is_found_out_by_trying(
+    loaded: Loaded, texts: list[Text], tmp_path: Path
+) -> None:
+    recipe = dataclasses.replace(RECIPE, num_steps=60, layer_ids=(1, 2, 3))
+    trained(loaded, texts, recipe, tmp_path)
+    prompts = [text.prompt_ids for text in texts[:12]]
+    head = Eagle3Options(model=str(tmp_path / "out"))
+    right = try_head_layers(loaded, head, prompts, 10)
+    assert right is not None
+    assert right.trials[0].layer_ids == (1, 2, 3)
+    assert [trial.layer_ids for trial in right.trials[1:]] == neighbouring_layer_ids((1, 2, 3), 4)
+    assert right.trials[0].acceptance > 0.5
+    assert right.advised is None
