@@ -28,6 +28,7 @@ def write_checkpoint(
         for name, value in tensors.items()
     }
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # as config.json; else others could not serve it
     written = {**config, "dtype": str(dtype).removeprefix("torch.")}
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     add_recipe(folder, recipe)
