@@ -105,7 +105,7 @@ def train(
         typer.Option(help="Folder for what a stopped run goes on from. [default: OUT-work]", file_okay=False),
     ] = None,
 ) -> None:
-    """Make a small draft, Medusa heads or an EAGLE-3 head for a target, as a checkpoint that other engines load.
+    """Make a small draft, Medusa heads or an EAGLE-3 head for a target, as a checkpoint in a format of other engines.
 
     The target answers the prompts; the drafter learns from what it computed of prompts and answers. Acceptance on
     prompts that are held out is told before and after, with the speed that it comes to here. Stop it and start it

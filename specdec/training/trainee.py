@@ -37,7 +37,7 @@ class Trainee(Protocol):
         """Of each depth in turn, over the target's own tokens. In training, only the depths that are learned."""
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint that other engines load, too."""
+        """Write a checkpoint, in a format of other engines."""
 
 
 @dataclass(frozen=True, slots=True)
