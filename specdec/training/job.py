@@ -21,10 +21,10 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 from specdec.heads.target import HeadTarget
 from specdec.training.acceptance import Acceptance, acceptance
-from specdec.training.draft_model import DraftModelTrainee
-from specdec.training.eagle3 import Eagle3Trainee
+from specdec.training.kinds.draft_model import DraftModelTrainee
+from specdec.training.kinds.eagle3 import Eagle3Trainee
+from specdec.training.kinds.medusa import MedusaTrainee
 from specdec.training.loop import OnStep, train
-from specdec.training.medusa import MedusaTrainee
 from specdec.training.recipe import Recipe, TrainingRefused
 from specdec.training.states import States, check_logits, record_states
 from specdec.training.texts import Tell, Text

@@ -47,7 +47,7 @@ def train(
             with torch.autocast(target.device.type, torch.bfloat16, enabled=recipe.reduced_precision):
                 loss = batch_loss(trainee, target, batch, recipe)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             torch.nn.utils.clip_grad_norm_(learned, recipe.max_gradient_norm)
             optimizer.step()
             done += 1

@@ -140,7 +140,7 @@ FLOORS = {
         checkpoint texts
         continued states
         trainee
-        draft_model eagle3 loop medusa
+        kinds loop
         acceptance
         job
         trial

@@ -18,8 +18,8 @@ from specdec.heads.methods.registry import make_head
 from specdec.heads.parts import dense_attention
 from specdec.heads.serial import SerialHead
 from specdec.training.checkpoint import RECIPE_KEY
-from specdec.training.eagle3 import Eagle3Trainee
 from specdec.training.job import Loaded, Trained, load_target, run
+from specdec.training.kinds.eagle3 import Eagle3Trainee
 from specdec.training.layer_ids import neighbouring_layer_ids
 from specdec.training.loop import rate
 from specdec.training.losses import LOSSES

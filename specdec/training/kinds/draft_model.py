@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specdec.training.checkpoint import add_recipe
@@ -22,18 +23,19 @@ class DraftModelTrainee:
     """`Trainee` of a Llama of the recipe's sizes, or of a draft that there is."""
 
     lead = 0
-    target_ids = None
 
     def __init__(self, recipe: Recipe, target: TargetParts) -> None:
         """Weights come from torch's random state. Raises TrainingRefused: the draft that there is has other tokens."""
+        self.target_ids: torch.Tensor | None = None
         self._recipe, self._target = recipe, target
+        model: Any
         if recipe.initial_draft is None:
-            self.module = LlamaForCausalLM(_new_config(recipe, target))
+            model = LlamaForCausalLM(_new_config(recipe, target))
         else:
-            self.module = AutoModelForCausalLM.from_pretrained(recipe.initial_draft, dtype=torch.float32)
-            if self.module.config.vocab_size != target.vocab_size:
+            model = AutoModelForCausalLM.from_pretrained(recipe.initial_draft, dtype=torch.float32)
+            if model.config.vocab_size != target.vocab_size:
                 raise TrainingRefused(f"{recipe.initial_draft} has another vocabulary than the target")
-        self.module.to(target.device)
+        self.module: nn.Module = model.to(target.device)
 
     def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
         """See `Trainee`. Over the target's tokens each depth is the first one of another place: one is learned."""

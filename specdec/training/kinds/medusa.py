@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from specdec.heads.methods.medusa import MedusaModel
 from specdec.training.checkpoint import write_checkpoint
@@ -27,13 +28,13 @@ class MedusaTrainee:
         rows = target.lm_head if target_ids is None else target.lm_head[target_ids]
         model = MedusaModel(recipe.num_depths, recipe.num_layers, target.hidden_size, len(rows))
         with torch.no_grad():
-            for head in model:
-                *blocks, last = head  # type: ignore[misc]
-                last.weight.copy_(rows)
-                for block in blocks:
+            heads: list[Any] = list(model)
+            for head in heads:
+                head[-1].weight.copy_(rows)
+                for block in list(head)[:-1]:
                     block.linear.weight.mul_(0.1)
                     block.linear.bias.zero_()
-        self.module = model.to(target.device)
+        self.module: nn.Module = model.to(target.device)
 
     def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
         """See `Trainee`; no depth past the heads that there are."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from specdec.heads.config import read_config
@@ -88,14 +89,15 @@ class Eagle3Trainee:
         model = Eagle3Model(
             read_config(self._config), len(layer_ids), size, target.vocab_size, draft_size, target.num_positions
         )
-        self.module = model.to(target.device)
+        self.module: nn.Module = model.to(target.device)
+        layer: Any = model.layers[0]
         with torch.no_grad():
             model.embed_tokens.weight.copy_(target.embedding)
             model.lm_head.weight.copy_(target.lm_head if target_ids is None else target.lm_head[target_ids])
             # It begins with the target's own guess from the last layer that it reads.
             model.fc.weight.mul_(_SMALL)
             model.fc.weight[:, -size:] += torch.eye(size, device=target.device)
-            for part in model.layers[0].self_attn.o_proj, model.layers[0].mlp.down_proj:
+            for part in layer.self_attn.o_proj, layer.mlp.down_proj:
                 part.weight.mul_(_SMALL)
             x = functional.rms_norm(sample.taps[:, :, -1], (size,), eps=target.rms_norm_eps)
             finals = sample.finals
