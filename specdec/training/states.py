@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,8 +101,8 @@ def record_states(
         for number, text in enumerate(texts):
             if number % 50 == 0:
                 tell(f"hidden states: text {number} of {len(texts)}")
-            # Its own salt: what a prefix cache has is not computed, and then not handed out.
-            seq = engine.add(text.token_ids, num_prompt_tokens=len(text.token_ids), cache_salt=b"train-%d" % number)
+            # A salt that nobody had before: what a prefix cache has is not computed, and then not handed out.
+            seq = engine.add(text.token_ids, num_prompt_tokens=len(text.token_ids), cache_salt=secrets.token_bytes(16))
             while seq.num_pending_tokens:
                 out = engine.step()
                 if out is None or out.hidden is None:
@@ -122,7 +123,7 @@ def check_logits(engine: Engine, runner: ModelRunner, lm_head: torch.Tensor, tok
 
     Raises TrainingRefused where they are not, as in models that scale or cap them.
     """
-    seq = engine.add(token_ids, num_prompt_tokens=len(token_ids), cache_salt=b"train-check")
+    seq = engine.add(token_ids, num_prompt_tokens=len(token_ids), cache_salt=secrets.token_bytes(16))
     engine.tap_ids = (FINAL,)
     try:
         out = engine.step()
