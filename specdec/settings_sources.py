@@ -41,6 +41,7 @@ _VALUE_NAMES = {
     "Path": "PATH",
     "int": "INTEGER",
     "float": "NUMBER",
+    "tuple[int,...]": "LIST",
     "tuple[str,...]": "LIST",
     "tuple[JSON,...]": "LIST",
 }

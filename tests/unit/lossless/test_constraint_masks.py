@@ -44,8 +44,11 @@ def filling(pair: LocalPair) -> Watched:
     return masks
 
 
-@pytest.mark.parametrize("mode", [pb.VERIFY_MODE_COUPLED, pb.VERIFY_MODE_REJECTION])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+# Sampled tokens of rejection mode depend on which drafts came in time.
+@pytest.mark.parametrize(
+    ("temperature", "mode"),
+    [(0.0, pb.VERIFY_MODE_COUPLED), (1.0, pb.VERIFY_MODE_COUPLED), (0.0, pb.VERIFY_MODE_REJECTION)],
+)
 def test_output_is_that_of_masks_filled_behind_the_pass(
     temperature: float, mode: pb.VerifyMode.ValueType, pair: LocalPair
 ) -> None:
