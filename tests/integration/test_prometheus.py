@@ -92,6 +92,19 @@ async def work(client: Client) -> None:
             await asyncio.sleep(0)
 
 
+async def work_under_constraints(client: Client) -> None:
+    """The same, each held to another form, so that there is one to compile."""
+    number = 0
+    while True:
+        number += 1
+        message = request(32)
+        message.sampling.constraint.regex = f"[a-z ]{{{number},{number + 20}}}"
+        try:
+            await client.complete(message)
+        except SpecdecError:
+            await asyncio.sleep(0)
+
+
 async def work_over_http(url: str) -> None:
     """The same through the gateway."""
     async with httpx2.AsyncClient(base_url=url, timeout=60.0) as client:
@@ -105,7 +118,7 @@ async def load(cluster: Cluster, url: str, server: PrometheusServer, redis_serve
     """Use all that the services count: requests, more than may wait, replicas and a Redis that go and come back."""
     async with Client(cluster.address) as client:
         workers = [asyncio.create_task(work(client)) for _ in range(MAX_RUNNING)]
-        workers.append(asyncio.create_task(work_over_http(url)))
+        workers += [asyncio.create_task(work_over_http(url)), asyncio.create_task(work_under_constraints(client))]
         try:
             await asyncio.to_thread(server.wait_for, "specdec_target_verified_nodes_total > 0")
             await asyncio.to_thread(cluster.kill, "draft")
@@ -123,6 +136,9 @@ async def load(cluster: Cluster, url: str, server: PrometheusServer, redis_serve
                 await asyncio.to_thread(server.wait_for, f"rate(specdec_coordinator_{counter}_total[1m])")
             await asyncio.to_thread(server.wait_for, "rate(specdec_gateway_output_tokens_total[1m]) > 0")
             await asyncio.to_thread(server.wait_for, "rate(specdec_draft_committed_tokens_total[1m]) > 0")
+            for role in ("target", "draft"):
+                compiled = f"rate(specdec_{role}_grammar_compile_seconds_count[1m]) > 0"
+                await asyncio.to_thread(server.wait_for, compiled)
             # A scrape may time out where processors are short: look at a moment at which none had. Here, because the
             # services that were started again end with the loop's threads.
             server.moment_s = await asyncio.to_thread(server.wait_for, f"count(up == 1) == {len(JOBS)}")
