@@ -61,6 +61,16 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 def streams(whole: type[BaseModel], event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     """The answer 200 of a route that streams if asked to."""
-    schema = {"$ref": f"#/components/schemas/{event.__name__}"}
+    data = {
+        "type": "string",
+        "anyOf": [
+            {"const": "[DONE]", "description": "The last event of completions and chats."},
+            {
+                "contentMediaType": "application/json",
+                "contentSchema": {"$ref": f"#/components/schemas/{event.__name__}"},
+            },
+        ],
+    }
+    schema = {"type": "object", "required": ["data"], "properties": {"data": data, "event": {"type": "string"}}}
     content = {"text/event-stream": {"schema": schema}}
     return {200: {"model": whole, "description": "The answer, or a stream of its pieces.", "content": content}}
