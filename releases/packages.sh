@@ -33,5 +33,5 @@ package() { # FOLDER NAME...: what of it is the source
 
 packages=(*/__init__.py)
 package . pyproject.toml setup.py README.md LICENSE proto "${packages[@]%/__init__.py}"
-package models pyproject.toml setup.py README.md target draft prompts.json
+package models pyproject.toml setup.py README.md target draft eagle3 prompts.json
 ls -l "$out"
