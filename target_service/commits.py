@@ -111,7 +111,7 @@ def _prune(decision: Decision, pacing: Pacing) -> int:
     """Returns how many nodes were dropped unaccepted."""
     candidate, tree = decision.candidate, decision.candidate.session.tree
     if not tree.nodes:
-        return tree.advance(decision.walk.token_ids)
+        return 0
     pacing.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
     num_dropped = tree.advance(decision.walk.token_ids) + tree.drop_passing()
     if candidate.session.mode is VerifyMode.REJECTION:

@@ -70,15 +70,16 @@ class MaskFilling:
         """Of that, what the step waited for."""
 
     def begin(self, wanted: Iterable[tuple[TargetSession, TokenTree, int]]) -> None:
-        """A step is about to run: start on the sessions that have a constraint, if that is done beside it.
+        """A step is about to run: start on its masks, if that is done beside it.
 
         Args:
-            wanted: of each session whose next token it decides, the tree, and how many of its nodes are verified.
+            wanted: of each session with a constraint whose next token it decides, the tree, and how many of its nodes
+                are verified.
         """
         self.wait()
         self._shares.clear()
         self.fill_s = self.wait_s = 0.0
-        shares = [_Share(*each) for each in wanted if each[0].grammar is not None]
+        shares = [_Share(*each) for each in wanted]
         if shares and _num_masks(shares) * self._mask_s >= self._worth_s:
             self._shares.update((share.session.session_id, share) for share in shares)
             self._is_running = True

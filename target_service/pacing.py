@@ -129,7 +129,7 @@ class Pacing:
             self._mean_nodes += _CREDIT_WEIGHT * (len(nodes) - self._mean_nodes)
         chosen: dict[str, list[int]] = {}
         for session, likely in zip(candidates, selected, strict=True):
-            nodes = _with_window(session, likely)
+            nodes = _with_window(session, likely) if session.tree.has_window else likely
             if nodes:
                 session.seq.tree, chosen[session.session_id] = session.tree.select(nodes)
         return chosen
@@ -283,7 +283,7 @@ def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:
         for node, (payload, own) in enumerate(zip(tree.nodes, tree.tokens.depths, strict=True))
         if payload.is_window and own <= depth
     ]
-    return sorted({*nodes, *window}) if window else nodes
+    return sorted({*nodes, *window})
 
 
 def _credit(session: TargetSession) -> int:

@@ -380,9 +380,9 @@ class Verifier:
 
     def _begin_masks(self, items: list[ScheduledItem]) -> None:
         self._masks.begin(
-            (self._by_seq[item.seq.seq_id], item.seq.tree or TokenTree(), item.num_tree_nodes)
+            (session, item.seq.tree or TokenTree(), item.num_tree_nodes)
             for item in items
-            if item.completes
+            if item.completes and (session := self._by_seq[item.seq.seq_id]).grammar is not None
         )
 
     def _ready(self) -> list[TargetSession]:

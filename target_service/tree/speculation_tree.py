@@ -85,6 +85,8 @@ class SpeculationTree:
     """Proposed tokens that arrived too late or off the committed path, since last taken."""
     draft_us: int = 0
     """Drafting time of the nodes on the deepest path, since last taken."""
+    has_window: bool = False
+    """Some nodes are to be computed for what is drawn there, in the next step only."""
 
     def __len__(self) -> int:
         return len(self.nodes)
@@ -146,11 +148,15 @@ class SpeculationTree:
                 node = self.place(above, token, payload)
             if node is not None and index >= first_window_node:
                 self.nodes[node] = replace(self.nodes[node], is_window=True)
+                self.has_window = True
             places.append(node)
         return sum(place is not None for place in places)
 
     def drop_passing(self) -> int:
-        """Drop what no draft has proposed; returns how many nodes that were."""
+        """Drop what no draft has proposed; returns how many nodes that were. What is left is no window any more."""
+        if self.has_window:
+            self.nodes = [replace(node, is_window=False) if node.is_window else node for node in self.nodes]
+            self.has_window = False
         if not self.nodes:
             return 0
         kept = [node for node in self.nodes if not node.is_passing]

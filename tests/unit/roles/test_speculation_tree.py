@@ -256,3 +256,14 @@ def test_a_tree_has_the_paths_of_all_proposals_that_go_on_from_what_is_committed
     assert len(found) == len(set(found))
     assert set(found) == expected
     assert tree.num_stale == num_stale
+
+
+def test_a_window_is_for_one_step_and_what_a_draft_proposed_of_it_stays_as_any_node() -> None:
+    tree = tree_of(proposal([5, 6]))
+    tree.hang("lookahead", [5, 7], [-1, -1], [0.5, 0.5], 0)
+    assert tree.has_window
+    assert [node.is_window for node in tree.nodes] == [True, False, True]
+    tree.drop_passing()
+    assert not tree.has_window
+    assert tree.tokens.token_ids == [5, 6]
+    assert not any(node.is_window for node in tree.nodes)
