@@ -181,6 +181,8 @@ def scraped(
                 "metrics_port": ports["coordinator"],
                 "max_running": MAX_RUNNING,
                 "max_waiting": MAX_RUNNING,
+                # More ask than there are places, all the time: what drafts count would end.
+                "shed_speculation_after_s": None,
                 "redis_url": redis_server.url,
                 **redis_client(redis_tls),
                 # Their page is made of those of two processes, and of what only their supervisor counts.
