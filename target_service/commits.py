@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from specdec.drafters.options import DRAFT_MODEL
 from specdec.engine.engine import Engine
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
@@ -59,15 +60,15 @@ class Commits:
         num_stale, told_tree = session.tree.num_stale, tree_of(decision)
         walk, now_s = decision.walk, started_s + elapsed_s
         is_suspended = pacing.observe_gain(session, walk, decision.candidate.num_nodes, now_s)
-        has_panel = self._panel.has_drafters
-        accepted_by = _sources(decision) if has_panel else []
+        accepted_by = _sources(decision)
+        names_drafters = self._panel.has_drafters or any(name != DRAFT_MODEL for name in accepted_by)
         drafters = self._panel.learn(decision, pacing)
         num_wasted = _prune(decision, pacing) + num_stale
         if is_suspended:
             num_wasted += session.tree.clear()
         held_s = session.held_s(due_at_s)
         verdict = make_verdict(decision, started_s, elapsed_s, held_s, num_wasted, is_suspended, told_tree)
-        if has_panel:
+        if names_drafters:
             describe_drafters(verdict, accepted_by, drafters)
         self._tell(session, verdict, num_stale)
         start = session.num_tokens
@@ -124,4 +125,4 @@ def _sources(decision: Decision) -> list[str]:
     candidate = decision.candidate
     nodes = candidate.session.tree.nodes
     accepted = (nodes[candidate.chosen[node]] for node in decision.walk.path)
-    return [node.source for node in accepted if not node.is_forced]
+    return [node.origin for node in accepted if not node.is_forced]

@@ -70,7 +70,7 @@ def tree_of(decision: Decision) -> pb.StepTree | None:
     tree = candidate.session.tree
     if not (candidate.session.body.tells_trees and len(tree)):
         return None
-    proposed_by = [FORCED if node.is_forced else node.source for node in tree.nodes]
+    proposed_by = [FORCED if node.is_forced else node.origin for node in tree.nodes]
     drafters = list(dict.fromkeys(proposed_by))
     return pb.StepTree(
         token_ids=tree.tokens.token_ids,

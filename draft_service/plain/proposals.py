@@ -3,21 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specdec.drafters.growing import ROOT, GrowingOffer
 from specdec.drafters.interface import Offer, Room
 from specdec.v1 import common_pb2 as pb
 
 
-def merged(offers: Sequence[Offer], room: Room) -> Offer | None:
-    """One tree of all offers, those of the first first: equal children of one parent are one node."""
+@dataclass(frozen=True, slots=True)
+class Named:
+    """An offer, and who made it."""
+
+    offer: Offer
+    drafters: Sequence[str]
+    """Of each node."""
+
+
+def named(offer: Offer, drafter: str) -> Named:
+    """An offer of one drafter."""
+    return Named(offer, [drafter] * len(offer.token_ids))
+
+
+def merged(offers: Sequence[Named], room: Room) -> Named | None:
+    """One tree of all offers, those of the first first: equal children of one parent are one node, of the first."""
     growing = GrowingOffer(room)
-    for offer in offers:
-        places: list[int | None] = []
-        for token, parent, score in zip(offer.token_ids, offer.parents, offer.scores, strict=True):
+    drafters: list[str] = []
+    for each in offers:
+        offer, places = each.offer, list[int | None]()
+        for index, (token, parent, score) in enumerate(zip(offer.token_ids, offer.parents, offer.scores, strict=True)):
             above = ROOT if parent < 0 else places[parent]
-            places.append(None if above is None else growing.add(above, token, score))
-    return growing.done()
+            place = None if above is None else growing.add(above, token, score)
+            if place == len(drafters):
+                drafters.append(each.drafters[index])
+            places.append(place)
+    done = growing.done()
+    return None if done is None else Named(done, drafters)
 
 
 def main_chain(offer: Offer) -> Offer:
@@ -33,14 +53,21 @@ def main_chain(offer: Offer) -> Offer:
     return Offer(tokens, list(range(-1, len(tokens) - 1)), scores)
 
 
-def make_proposal(num_committed: int, offer: Offer | None, *, is_chain: bool) -> pb.Proposal:
+def make_proposal(num_committed: int, found: Named | None, *, is_chain: bool) -> pb.Proposal:
     """A tree below the last committed token, or a chain of point masses. No offer: a proposal without nodes.
 
     One without nodes says that nothing comes to mind, so that nobody waits.
     """
-    if offer is None:
+    if found is None:
         return pb.Proposal(start_position=num_committed, draws_afresh=is_chain)
-    proposal = pb.Proposal(start_position=num_committed, token_ids=offer.token_ids, path_length=_depth(offer))
+    offer, names = found.offer, list(dict.fromkeys(found.drafters))
+    proposal = pb.Proposal(
+        start_position=num_committed,
+        token_ids=offer.token_ids,
+        path_length=_depth(offer),
+        drafters=names,
+        proposed_by=bytes(map(names.index, found.drafters)),
+    )
     if is_chain:
         proposal.distributions.extend(pb.SparseDistribution(token_ids=[t], probs=[1.0]) for t in offer.token_ids)
         proposal.draws_afresh = True  # nothing is drawn at all

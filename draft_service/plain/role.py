@@ -14,11 +14,11 @@ import structlog
 from google.rpc import code_pb2
 
 from draft_service.plain.opening import new_session
-from draft_service.plain.proposals import main_chain, make_proposal, merged
+from draft_service.plain.proposals import Named, main_chain, make_proposal, merged, named
 from draft_service.plain.recorder import PlainRecorder
 from draft_service.plain.session import Part, PlainSession
 from specdec.config import DraftSettings
-from specdec.drafters.interface import Drafter, Offer, Room
+from specdec.drafters.interface import Drafter, Room
 from specdec.drafters.openai_api.drafter import ApiSession, OpenAiApi
 from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
@@ -161,7 +161,7 @@ class PlainDrafting:
     def _propose(self, session: PlainSession) -> None:
         depth = min(session.max_depth, session.most_tokens - session.num_committed)
         room = Room(self._settings.max_proposal_nodes, depth)
-        offers: list[Offer] = []
+        offers: list[Named] = []
         for part in list(session.parts) if depth > 0 else []:
             try:
                 offer = part.drafter.propose(session.context, room)
@@ -170,16 +170,18 @@ class PlainDrafting:
                 self._drop(part.name, error)
                 continue
             if offer is not None:
-                offers.append(offer)
+                offers.append(named(offer, part.name))
                 self._recorder.offered(part.name, len(offer.token_ids))
         is_chain = session.mode is VerifyMode.REJECTION
-        offer = merged([main_chain(each) for each in offers[:1]] if is_chain else offers, room)
-        told = session.num_committed, 0 if offer is None else len(offer.token_ids)
+        if is_chain:
+            offers = [named(main_chain(each.offer), each.drafters[0]) for each in offers[:1]]
+        found = merged(offers, room)
+        told = session.num_committed, 0 if found is None else len(found.drafters)
         if told == session.told:
             return
         waited_s = None if session.committed_at_s is None else time.monotonic() - session.committed_at_s
         session.told, session.committed_at_s = told, None
-        proposal = make_proposal(session.num_committed, offer, is_chain=is_chain)
+        proposal = make_proposal(session.num_committed, found, is_chain=is_chain)
         self._recorder.proposal(told[1], waited_s)
         self._host.emit(session, proposal=proposal.SerializeToString())
 

@@ -205,6 +205,8 @@ DRAFT_MODEL = "draft_model"
 """The name of the draft beside those of drafters."""
 HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark"})
 """Of those that are heads over the target's hidden states."""
+SERVICE_DRAFTER_NAMES = frozenset({"ngram", "suffix", "openai_api"})
+"""Of those that a draft service runs without a model."""
 DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling", "lookahead", "layer_skip"}) | HEAD_NAMES
 
 

@@ -734,6 +734,8 @@ class Proposal(_message.Message):
     DRAFT_US_FIELD_NUMBER: _builtins.int
     PATH_LENGTH_FIELD_NUMBER: _builtins.int
     DRAWS_AFRESH_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    PROPOSED_BY_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the roots: the length of the committed tokens it hangs from."""
     scores: _builtins.bytes
@@ -746,6 +748,8 @@ class Proposal(_message.Message):
     """Rejection mode: where the draft drew at a position before, for a chain that was given up, it drew with other random numbers now.
     Without, as of older drafts, chains are decided on token by token.
     """
+    proposed_by: _builtins.bytes
+    """One byte per node: the place in drafters of who proposes it. Empty without drafters."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The nodes' tokens, parents before children."""
@@ -758,6 +762,10 @@ class Proposal(_message.Message):
     def distributions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SparseDistribution]:
         """Rejection mode only: one distribution per node."""
 
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Who proposes the nodes, each name once: draft_model, or the name of a drafter of a draft service without a model. Empty: draft_model."""
+
     def __init__(
         self,
         *,
@@ -769,10 +777,12 @@ class Proposal(_message.Message):
         draft_us: _builtins.int = ...,
         path_length: _builtins.int = ...,
         draws_afresh: _builtins.bool = ...,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+        proposed_by: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "draws_afresh", b"draws_afresh", "parents", b"parents", "path_length", b"path_length", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "drafters", b"drafters", "draws_afresh", b"draws_afresh", "parents", b"parents", "path_length", b"path_length", "proposed_by", b"proposed_by", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

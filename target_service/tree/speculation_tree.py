@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from google.rpc import code_pb2
 
-from specdec.drafters.options import DRAFT_MODEL
+from specdec.drafters.options import DRAFT_MODEL, SERVICE_DRAFTER_NAMES
 from specdec.engine.errors import TreeError
 from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution
 from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree, check_tree
@@ -49,6 +49,8 @@ class Node:
     """No draft offered it: a constraint allows nothing else."""
     source: str = DRAFT_MODEL
     """Who proposed it: a draft, or else who was first."""
+    draft: str = DRAFT_MODEL
+    """What the draft that proposed it says it is: a model, or a drafter without one."""
     others: tuple[tuple[str, float], ...] = ()
     """Who else did, each with a score."""
     is_window: bool = False
@@ -59,17 +61,23 @@ class Node:
         """No draft has proposed it."""
         return self.source != DRAFT_MODEL
 
+    @property
+    def origin(self) -> str:
+        """The name of who proposed it, for people."""
+        return self.draft if self.source == DRAFT_MODEL else self.source
+
     def offers(self) -> Iterator[tuple[str, float]]:
         """Everybody who proposed it, each with a score."""
         yield self.source, self.score
         yield from self.others
 
-    def offered(self, source: str, score: float) -> Node:
+    def offered(self, source: str, score: float, draft: str = DRAFT_MODEL) -> Node:
         """The node, proposed by one more. What it is verified with stays."""
         if source == self.source or any(source == other for other, _ in self.others):
             return self
         if source == DRAFT_MODEL:
-            return replace(self, score=score, source=source, others=(*self.others, (self.source, self.score)))
+            others = (*self.others, (self.source, self.score))
+            return replace(self, score=score, source=source, draft=draft, others=others)
         return replace(self, others=(*self.others, (source, score)))
 
 
@@ -266,7 +274,7 @@ class SpeculationTree:
         if node is None:
             return self.place(above, token, _payload(proposal, index))
         if self.nodes[node].is_passing:
-            self.nodes[node] = self.nodes[node].offered(DRAFT_MODEL, _score(proposal, index))
+            self.nodes[node] = self.nodes[node].offered(DRAFT_MODEL, _score(proposal, index), _draft(proposal, index))
         return node
 
     def _checked(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
@@ -291,6 +299,10 @@ class SpeculationTree:
         for name in ("scores", "distributions"):
             if len(getattr(proposal, name)) not in (0, len(token_ids)):
                 raise invalid(f"proposal.{name}", "must be empty or have one entry per node")
+        if proposal.drafters and len(proposal.proposed_by) != len(token_ids):
+            raise invalid("proposal.proposed_by", "must have one entry per node")
+        if max(proposal.proposed_by, default=0) >= max(1, len(proposal.drafters)):
+            raise invalid("proposal.proposed_by", f"names one of {len(proposal.drafters)} drafters that is not there")
         for index, (token, sparse) in enumerate(zip(token_ids, proposal.distributions, strict=False)):
             try:
                 DraftSample(token, tuple(sparse.token_ids), tuple(sparse.probs)).check(self.vocab_size)
@@ -300,12 +312,18 @@ class SpeculationTree:
 
 
 def _payload(proposal: pb.Proposal, index: int) -> Node:
-    score = _score(proposal, index)
+    score, draft = _score(proposal, index), _draft(proposal, index)
     if not proposal.distributions:
-        return Node(score)
+        return Node(score, draft=draft)
     sparse = proposal.distributions[index]
-    return Node(score, tuple(sparse.token_ids), tuple(sparse.probs))
+    return Node(score, tuple(sparse.token_ids), tuple(sparse.probs), draft=draft)
 
 
 def _score(proposal: pb.Proposal, index: int) -> float:
     return proposal.scores[index] / 255 if proposal.scores else DEFAULT_SCORE
+
+
+def _draft(proposal: pb.Proposal, index: int) -> str:
+    """A name that is known: what a draft says becomes a label of metrics."""
+    name = proposal.drafters[proposal.proposed_by[index]] if proposal.drafters else DRAFT_MODEL
+    return name if name in SERVICE_DRAFTER_NAMES else DRAFT_MODEL

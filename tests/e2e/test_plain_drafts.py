@@ -14,6 +14,7 @@ import pytest
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.plan import LocalPlan, plan_services
 from specdec.client import Client, Completion
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.servers.hostile_api import HEAD, fixed_api
 from tests.support.services.clusters import TIMEOUTS, MakeCluster
@@ -72,10 +73,18 @@ def without_libraries(pair: ModelPair, folder: Path, drafters: str) -> Iterator[
         yield cluster
 
 
+def drafters_of(completion: Completion) -> set[str]:
+    """Who the accepted tokens say proposed them."""
+    tokens = (token for choice in completion.choices.values() for token in choice.tokens)
+    return {token.drafter for token in tokens if token.origin == pb.ORIGIN_DRAFT}
+
+
 async def test_a_draft_without_torch_looks_things_up(shipped_pair: ModelPair, tmp_path: Path) -> None:
     with without_libraries(shipped_pair, tmp_path, "ngram,suffix") as cluster:
         await both(cluster, 0.7)
-        assert (await both(cluster, 0.0)).require_finished().stats.num_accepted > 0
+        greedy = await both(cluster, 0.0)
+        assert greedy.require_finished().stats.num_accepted > 0
+        assert drafters_of(greedy) <= {"ngram", "suffix"}
         async with Client(cluster.address) as client:
             (draft,) = [each for each in (await client.status()).replicas if each.role == "draft"]
         assert (draft.identity.name, draft.state) == ("ngram+suffix", "ready")
@@ -90,6 +99,7 @@ async def test_what_an_endpoint_says_is_verified_like_any_draft(
         with without_libraries(shipped_pair, tmp_path, drafters) as cluster:
             greedy = await both(cluster, 0.0)
             assert greedy.require_finished().stats.num_accepted > 0
+            assert drafters_of(greedy) == {"openai_api"}
             await both(cluster, 0.7)
 
 

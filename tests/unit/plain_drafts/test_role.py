@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import CollectorRegistry
 
-from draft_service.plain.proposals import main_chain, merged
+from draft_service.plain.proposals import main_chain, merged, named
 from draft_service.plain.recorder import PlainRecorder
 from draft_service.plain.role import PlainDrafting
 from draft_service.plain.session import PlainSession
@@ -130,6 +130,8 @@ def test_a_drafter_that_fails_is_dropped_and_the_others_go_on() -> None:
     session = world.open()
     (proposal,) = world.turn()
     assert list(proposal.token_ids) == [7, 8, 9, 5]
+    assert list(proposal.drafters) == ["ngram"]
+    assert list(proposal.proposed_by) == [0, 0, 0, 0]
     assert [part.name for part in session.parts] == ["ngram"]
 
 
@@ -147,8 +149,10 @@ def test_a_commit_that_does_not_fit_ends_the_session(start: int, tokens: list[in
 
 def test_offers_are_merged_into_one_tree_of_which_the_main_chain_is_the_first_path() -> None:
     offers = [Offer([1, 2], [-1, 0], [0.9, 0.8]), Offer([1, 3], [-1, 0], [0.5, 0.4]), Offer([4], [-1], [0.1])]
-    tree = merged(offers, Room(8, 8))
-    assert tree is not None
+    found = merged([named(offer, name) for offer, name in zip(offers, ("a", "b", "c"), strict=True)], Room(8, 8))
+    assert found is not None
+    tree = found.offer
     assert (tree.token_ids, tree.parents) == ([1, 2, 3, 4], [-1, 0, 0, -1])
+    assert found.drafters == ["a", "a", "b", "c"]
     assert main_chain(tree).token_ids == [1, 2]
     assert merged([], Room(8, 8)) is None

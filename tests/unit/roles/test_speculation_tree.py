@@ -36,6 +36,30 @@ def test_a_proposal_without_parents_is_a_chain() -> None:
     assert shape(tree_of(proposal([1, 2, 3]))) == ([1, 2, 3], [-1, 0, 1])
 
 
+def test_a_node_has_the_name_that_a_draft_without_a_model_gives_it() -> None:
+    names = {"drafters": ["suffix", "rm -rf"], "proposed_by": bytes([0, 1])}
+    tree = tree_of(proposal([1, 2], **names))
+    tree.hang("ngram", [4], [-1], [0.5])
+    tree.merge(proposal([4, 5], drafters=["openai_api"], proposed_by=bytes(2)), COMMITTED)
+    # A name that nobody knows is no label; what the target's own drafter offered first is the draft's, which stays.
+    assert [node.origin for node in tree.nodes] == ["suffix", "draft_model", "openai_api", "openai_api"]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"drafters": ["suffix"]},
+        {"drafters": ["suffix"], "proposed_by": bytes([0])},
+        {"drafters": ["suffix"], "proposed_by": bytes([0, 1])},
+        {"proposed_by": bytes([0, 1])},
+    ],
+)
+def test_names_that_fit_no_node_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(SessionFailure) as caught:
+        tree_of(proposal([1, 2], **wrong))
+    assert caught.value.field == "proposal.proposed_by"
+
+
 def test_a_repeated_proposal_adds_nothing() -> None:
     tree = tree_of(proposal([1, 2]), proposal([1, 2]), proposal([1, 2]))
     assert shape(tree) == ([1, 2], [-1, 0])
