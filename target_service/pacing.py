@@ -110,7 +110,9 @@ class Pacing:
         for session in ready:
             if _waits_for_nothing(session):
                 return 0.0
-            if session.hold_off is not None and session.tree.lasting_depth < session.hold_off.depth:
+            if session.hold_off is None or session.is_answered:
+                continue
+            if session.tree.lasting_depth < session.hold_off.depth:
                 until_s = max(until_s, session.hold_off.until_s - now_s)
         return until_s
 
@@ -185,6 +187,8 @@ class Pacing:
 
     def observe_proposal(self, session: TargetSession, depth_before: int, proposal: pb.Proposal, now_s: float) -> None:
         """A draft's proposal was merged; before, what drafts had proposed was `depth_before` deep."""
+        if proposal.is_complete and proposal.start_position == session.num_tokens:
+            session.num_answered, session.misses.num_unanswered = session.num_tokens, 0
         num_new = session.tree.lasting_depth - depth_before
         if num_new <= 0:
             return
@@ -201,7 +205,7 @@ class Pacing:
         if not self.may_verify(session):
             return None
         max_depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
-        if max_depth == 0 or self._has_enough(session):
+        if max_depth == 0 or session.is_answered or self._has_enough(session):
             return None
         choice, misses = self._hold_off[kind_of(session.params.temperature)], session.misses
         if misses.episode is not None:
@@ -272,7 +276,9 @@ class Pacing:
 
 def _waits_for_nothing(session: TargetSession) -> bool:
     """Whether the session's next step is prefill, or plain decoding that is not held off."""
-    return session.state is SessionState.PREFILL or (session.hold_off is None and not len(session.tree))
+    if session.state is SessionState.PREFILL:
+        return True
+    return not len(session.tree) and (session.hold_off is None or session.is_answered)
 
 
 def _with_window(session: TargetSession, nodes: list[int]) -> list[int]:

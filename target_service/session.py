@@ -79,6 +79,8 @@ class TargetSession(EngineSession):
     times: SessionTimes
     arrived: bytes | None = None
     """The latest proposal not yet in the tree; it carries all that earlier ones did."""
+    num_answered: int = 0
+    """Its length when its draft last said that nothing more will come until a commit."""
     sent: deque[pb.Verdict] = field(default_factory=deque)
     """Verdicts that the owner has not acknowledged, oldest first."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -136,6 +138,11 @@ class TargetSession(EngineSession):
     def may_use(self, source: str) -> bool:
         """Whether its client lets a draft or a drafter propose for it."""
         return self.wanted_drafters is None or source in self.wanted_drafters
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its draft has said all that it will say below the last committed token."""
+        return self.num_answered == self.num_tokens
 
     def held_s(self, now_s: float) -> float:
         """How long its next step has waited for a draft: held off, or while the target drafted itself."""

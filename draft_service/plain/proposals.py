@@ -53,13 +53,13 @@ def main_chain(offer: Offer) -> Offer:
     return Offer(tokens, list(range(-1, len(tokens) - 1)), scores)
 
 
-def make_proposal(num_committed: int, found: Named | None, *, is_chain: bool) -> pb.Proposal:
+def make_proposal(num_committed: int, found: Named | None, *, is_chain: bool, is_complete: bool) -> pb.Proposal:
     """A tree below the last committed token, or a chain of point masses. No offer: a proposal without nodes.
 
-    One without nodes says that nothing comes to mind, so that nobody waits.
+    `is_complete`: nothing more will come before a commit, so that nobody need wait for it.
     """
     if found is None:
-        return pb.Proposal(start_position=num_committed, draws_afresh=is_chain)
+        return pb.Proposal(start_position=num_committed, draws_afresh=is_chain, is_complete=is_complete)
     offer, names = found.offer, list(dict.fromkeys(found.drafters))
     proposal = pb.Proposal(
         start_position=num_committed,
@@ -67,6 +67,7 @@ def make_proposal(num_committed: int, found: Named | None, *, is_chain: bool) ->
         path_length=_depth(offer),
         drafters=names,
         proposed_by=bytes(map(names.index, found.drafters)),
+        is_complete=is_complete,
     )
     if is_chain:
         proposal.distributions.extend(pb.SparseDistribution(token_ids=[t], probs=[1.0]) for t in offer.token_ids)

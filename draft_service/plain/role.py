@@ -108,7 +108,7 @@ class PlainDrafting:
             message = f"commits up to {seen.committed_length} were lost"
             code, position = code_pb2.OUT_OF_RANGE, session.num_committed
             raise SessionFailure(code, "COMMIT_GAP", message, expected_position=position)
-        session.told, session.is_due = (0, 0), True
+        session.told, session.is_due = (0, 0, False), True
 
     def absorb_proposals(self, now_s: float) -> None:
         """See whom an endpoint has told something."""
@@ -176,12 +176,13 @@ class PlainDrafting:
         if is_chain:
             offers = [named(main_chain(each.offer), each.drafters[0]) for each in offers[:1]]
         found = merged(offers, room)
-        told = session.num_committed, 0 if found is None else len(found.drafters)
+        is_complete = not any(api.is_waiting for api in _apis(session))
+        told = session.num_committed, 0 if found is None else len(found.drafters), is_complete
         if told == session.told:
             return
         waited_s = None if session.committed_at_s is None else time.monotonic() - session.committed_at_s
         session.told, session.committed_at_s = told, None
-        proposal = make_proposal(session.num_committed, found, is_chain=is_chain)
+        proposal = make_proposal(session.num_committed, found, is_chain=is_chain, is_complete=is_complete)
         self._recorder.proposal(told[1], waited_s)
         self._host.emit(session, proposal=proposal.SerializeToString())
 

@@ -35,8 +35,8 @@ class PlainSession(EngineSession):
     """Nobody wants proposals now."""
     is_due: bool = True
     """Its drafters are asked at the next step."""
-    told: tuple[int, int] = (0, 0)
-    """Committed tokens and nodes of the last proposal."""
+    told: tuple[int, int, bool] = (0, 0, False)
+    """Committed tokens and nodes of the last proposal, and whether it was complete."""
     committed_at_s: float | None = None
     """When the last commit arrived, until a proposal answers it."""
 

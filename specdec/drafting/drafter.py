@@ -394,7 +394,9 @@ class Drafter:
         is_idle = all(head.seq.paused for head in session.heads)
         is_due = session.max_chain is None and self.growth.is_worth_sending(session.num_unsent)
         if session.num_unsent and (is_idle or is_due):
-            self._propose(session)
+            # In rejection mode when a chain is verified must not depend on the tokens in it.
+            is_free = session.mode is VerifyMode.COUPLED
+            self._propose(session, is_complete=is_idle and is_free and session.may_step)
 
     def _wants_more(self, session: DraftSession, head: Head) -> bool:
         # Committed tokens are computed at once, also when nothing is to be drafted after them.
@@ -408,7 +410,7 @@ class Drafter:
         score = session.path_score(head.node)
         return self.growth.grows(depth, score, len(session.tree), session.target_credit)
 
-    def _propose(self, session: DraftSession) -> None:
+    def _propose(self, session: DraftSession, *, is_complete: bool = False) -> None:
         num_unsent, session.num_unsent = session.num_unsent, 0
         if session.is_suspended or not len(session.tree):
             return
@@ -417,4 +419,4 @@ class Drafter:
         if session.trace is not None:
             session.trace.add(num_proposals=1)
         session.committed_at_s = None
-        self._host.emit(session, proposal=make_proposal(session).SerializeToString())
+        self._host.emit(session, proposal=make_proposal(session, is_complete=is_complete).SerializeToString())

@@ -8,8 +8,11 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.clamping import uint32
 
 
-def make_proposal(session: DraftSession) -> pb.Proposal:
-    """The whole tree, hung from the last committed token. Cost: linear in its nodes, of which there are at most 64."""
+def make_proposal(session: DraftSession, *, is_complete: bool = False) -> pb.Proposal:
+    """The whole tree, hung from the last committed token. Cost: linear in its nodes, of which there are at most 64.
+
+    `is_complete`: nothing will be added to it before a commit.
+    """
     tree, notes = session.tree, session.notes
     main_path = session.main_path
     proposal = pb.Proposal(
@@ -18,6 +21,7 @@ def make_proposal(session: DraftSession) -> pb.Proposal:
         parents=() if tree.is_chain else tree.parents,
         draft_us=uint32(sum(notes[node].draft_us for node in main_path)),
         path_length=len(main_path),
+        is_complete=is_complete,
     )
     if session.mode is VerifyMode.REJECTION:
         samples = [note.sample for note in notes if note.sample is not None]

@@ -736,6 +736,7 @@ class Proposal(_message.Message):
     DRAWS_AFRESH_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     PROPOSED_BY_FIELD_NUMBER: _builtins.int
+    IS_COMPLETE_FIELD_NUMBER: _builtins.int
     start_position: _builtins.int
     """Position of the roots: the length of the committed tokens it hangs from."""
     scores: _builtins.bytes
@@ -750,6 +751,8 @@ class Proposal(_message.Message):
     """
     proposed_by: _builtins.bytes
     """One byte per node: the place in drafters of who proposes it. Empty without drafters."""
+    is_complete: _builtins.bool
+    """Nothing more comes until the next commit: nobody need wait for it. One without tokens says that nothing comes to mind."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The nodes' tokens, parents before children."""
@@ -779,10 +782,11 @@ class Proposal(_message.Message):
         draws_afresh: _builtins.bool = ...,
         drafters: _abc.Iterable[_builtins.str] | None = ...,
         proposed_by: _builtins.bytes = ...,
+        is_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "drafters", b"drafters", "draws_afresh", b"draws_afresh", "parents", b"parents", "path_length", b"path_length", "proposed_by", b"proposed_by", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["distributions", b"distributions", "draft_us", b"draft_us", "drafters", b"drafters", "draws_afresh", b"draws_afresh", "is_complete", b"is_complete", "parents", b"parents", "path_length", b"path_length", "proposed_by", b"proposed_by", "scores", b"scores", "start_position", b"start_position", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

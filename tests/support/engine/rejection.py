@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from specdec.drafters.options import DrafterOptions
 from specdec.v1 import common_pb2 as pb
 from target_service.policy.gate import SpeculationGate
-from tests.support.engine.local_pair import MODELS, LocalPair, Outcome, open_session, prompts
+from tests.support.engine.local_pair import MODELS, LocalPair, Outcome, Propose, open_session, prompts
 
 REJECTION = pb.VERIFY_MODE_REJECTION
 FALSE_ALARM_RATE = 1e-6
@@ -82,6 +82,7 @@ def sampled(
     use_draft: bool = True,
     prediction: Sequence[int] = (),
     method: pb.RejectionSampleMethod.ValueType = pb.REJECTION_SAMPLE_METHOD_STANDARD,
+    propose: Propose | None = None,
     **sampling: Any,
 ) -> list[Outcome]:
     """Short sessions with seeds of their own, many at once."""
@@ -103,7 +104,13 @@ def sampled(
             body.verify_mode, body.rejection_sample_method = mode, method
             body.prediction_token_ids.extend(prediction)
         gate = None if gates is None else gates()
-        how = {"draft_turns": NUM_DRAFTED + 3, "hold_off_ms": HOLD_MS, "gate": gate, "use_draft": use_draft}
+        how = {
+            "draft_turns": NUM_DRAFTED + 3,
+            "hold_off_ms": HOLD_MS,
+            "gate": gate,
+            "use_draft": use_draft,
+            "propose": propose,
+        }
         outcomes += pair.run(opens, **how).values()  # type: ignore[arg-type]
     return outcomes
 

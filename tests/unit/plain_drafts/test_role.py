@@ -17,8 +17,9 @@ from specdec.drafters.options import NgramOptions
 from specdec.drafters.registry import make_drafter
 from specdec.telemetry import DraftMetrics
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import FaultLog, SessionFailure
-from specdec.worker.sessions import EngineSessionTable, Owner
+from specdec.worker.errors import SessionFailure
+from specdec.worker.sessions import Owner
+from tests.support.engine.heard import Heard
 
 IDENTITY = pb.ModelIdentity(name="ngram", vocab_size=1000, max_model_len=64, eos_token_ids=[2])
 TEXT = [5, 6, 7, 8, 9, 5, 6]
@@ -43,27 +44,9 @@ class Broken:
         raise ValueError("broken")
 
 
-class Steps:
-    def work_on(self, keys: list[bytes]) -> None:
-        """Nobody looks."""
-
-
-class Heard:
-    """A host that keeps what is told."""
-
-    def __init__(self) -> None:
-        self.sessions = EngineSessionTable[PlainSession](60.0)
-        self.faults = FaultLog()
-        self.steps = Steps()
-        self.proposals: list[pb.Proposal] = []
-
-    def emit(self, session: PlainSession, **body: bytes) -> None:
-        self.proposals.append(pb.Proposal.FromString(body["proposal"]))
-
-
 class World:
     def __init__(self, *drafters: Drafter) -> None:
-        self.heard = Heard()
+        self.heard = Heard[PlainSession]()
         settings = DraftSettings(drafters=(NgramOptions(),), target="127.0.0.1:1", max_ahead_tokens=4)
         recorder = PlainRecorder(DraftMetrics(CollectorRegistry()))
         made = [*drafters, make_drafter(NgramOptions(), 1000)]

@@ -361,3 +361,22 @@ def test_a_draft_that_lies_about_its_times_makes_nobody_wait_for_longer_than_som
     assert [t for verdict in client.take("verdict") for t in verdict.token_ids] == truth[
         20 : client.session().num_tokens
     ]
+
+
+@pytest.mark.parametrize("mode", [pb.VERIFY_MODE_COUPLED, pb.VERIFY_MODE_REJECTION])
+def test_nobody_waits_for_a_draft_that_has_said_all(
+    mode: pb.VerifyMode.ValueType, loaded_pair: LocalPair, truth: list[int]
+) -> None:
+    loaded_pair.reset()
+    opens = {name: a_session(12, verify_mode=mode) for name in ("silent", "short")}
+
+    def propose(name: str, tokens: list[int]) -> list[bytes]:
+        said = truth[len(tokens) : len(tokens) + 1] if name == "short" else []
+        proposal = pb.Proposal(start_position=len(tokens), token_ids=said, is_complete=True, draws_afresh=True)
+        proposal.distributions.extend(pb.SparseDistribution(token_ids=[token], probs=[1.0]) for token in said)
+        return [proposal.SerializeToString()]
+
+    # An hour's hold-off would outlast the turns that a run may have.
+    outcomes = loaded_pair.run(opens, use_draft=False, propose=propose, hold_off_ms=3.6e6, max_turns=200)
+    assert [outcomes[name].token_ids for name in opens] == [truth[20:32]] * 2
+    assert outcomes["short"].num_accepted > 0

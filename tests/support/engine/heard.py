@@ -1,0 +1,27 @@
+"""A host for a role alone: it keeps what the role tells its owner."""
+
+from __future__ import annotations
+
+from typing import Generic
+
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.errors import FaultLog
+from specdec.worker.sessions import EngineSessionTable, SessionT
+
+
+class Steps:
+    def work_on(self, keys: list[bytes]) -> None:
+        """Nobody looks."""
+
+
+class Heard(Generic[SessionT]):
+    """Sessions, and the proposals of all of them in order."""
+
+    def __init__(self) -> None:
+        self.sessions = EngineSessionTable[SessionT](60.0)
+        self.faults = FaultLog()
+        self.steps = Steps()
+        self.proposals: list[pb.Proposal] = []
+
+    def emit(self, session: SessionT, **body: bytes) -> None:
+        self.proposals.append(pb.Proposal.FromString(body["proposal"]))
