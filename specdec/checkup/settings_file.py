@@ -9,7 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from specdec.benchmark.requests import Prompt
 from specdec.checkup.findings import Finding, failed, passed, warned
+from specdec.checkup.head_layers import check_head_layers
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.drafters.options import HeadOptions
 from specdec.engine.errors import ModelLoadError
@@ -19,8 +21,18 @@ _READ_LAST_LAYER = ("medusa", "eagle")
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
-def check_settings(up: Mapping[str, Any], target: str, draft: str) -> Iterator[Finding]:
-    """The lines about the section `up` of a file; `target` and `draft` are the models where it names none."""
+def check_settings(
+    up: Mapping[str, Any],
+    target: str,
+    draft: str,
+    *,
+    tries_heads: bool = False,
+    prompts: Sequence[Prompt] | None = None,
+) -> Iterator[Finding]:
+    """The lines about the section `up` of a file; `target` and `draft` are the models where it names none.
+
+    `tries_heads`: load the target and let its heads guess after `prompts` (`check_head_layers`).
+    """
     models = {"target": str(up.get("target", target)), "draft": str(up.get("draft", draft))}
     settings = {role: _values(up.get(f"{role}_set", ())) for role in ("target", "draft", "coordinator")}
     kinds: dict[str, Any] = {"target": TargetSettings, "draft": DraftSettings, "coordinator": CoordinatorSettings}
@@ -38,6 +50,8 @@ def check_settings(up: Mapping[str, Any], target: str, draft: str) -> Iterator[F
     if "target" in checked:
         yield _policy(checked["target"])
         yield from _heads(checked["target"])
+        if tries_heads:
+            yield from check_head_layers(checked["target"], prompts)
 
 
 def _policy(settings: TargetSettings) -> Finding:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from specdec.cli.app import app
 from specdec.cli.local.cluster import Cluster
+from specdec.cli.local.plan import shipped_model
 
 pytestmark = pytest.mark.integration
 
@@ -38,3 +39,22 @@ def test_a_settings_file_with_a_fault_has_exit_code_1(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--settings", str(file)])
     assert result.exit_code == 1
     assert "fail settings of the target are valid" in result.stdout
+
+
+def test_heads_are_tried_with_the_layers_beside_theirs(tmp_path: Path) -> None:
+    head = {"method": "eagle3", "model": shipped_model("eagle3")}
+    file = tmp_path / "up.yaml"
+    file.write_text(json.dumps({"up": {"target-set": [f"drafters={json.dumps([head])}"]}}))
+    result = CliRunner().invoke(app, ["doctor", "--settings", str(file), "--try-heads", "--json"])
+    assert result.exit_code == 0, result.output
+    found = {line["what"]: line for line in json.loads(result.stdout)}
+    line = found["eagle3: it reads the layers that it was trained on"]
+    assert line["outcome"] == "pass", line
+    assert line["measured"].count("%") == 5
+    assert "with 2, 5, 9" in line["measured"]
+
+
+def test_what_runs_is_not_loaded_again_to_try_its_heads() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--try-heads"])
+    assert result.exit_code == 2
+    assert "needs --settings" in result.output

@@ -31,6 +31,7 @@ from specdec.cli.inputs.number_lists import prompts_from
 from specdec.cli.local.plan import shipped_model
 from specdec.cli.views.shown import harmless
 from specdec.client import ClientSettings
+from specdec.telemetry import setup_logging
 
 _STYLES = {Outcome.PASS: "green", Outcome.WARN: "yellow", Outcome.FAIL: "bold red"}
 _ASKED, _AROUND = "What is asked", "What stands around it"
@@ -46,6 +47,14 @@ def doctor(
             exists=True,
         ),
     ] = None,
+    try_heads: Annotated[
+        bool,
+        typer.Option(
+            "--try-heads",
+            help="With --settings: load the target and let its heads guess, also with layer ids beside theirs; "
+            "up to a minute for a small model.",
+        ),
+    ] = False,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -85,14 +94,21 @@ def doctor(
     where a line fails. An API key is read from SPECDEC_API_KEY.
     """
     notes = Console(stderr=True, highlight=False)
+    own = None if prompts is None else prompts_from(prompts)
     if settings_file is not None:
         section = read_config(settings_file).get("up", {})
-        with reported_errors(notes):
+        with reported_errors(notes), Progress(notes) as progress:
+            if try_heads:
+                setup_logging("doctor", "warning", "console")
+                progress.part("doctor")
+                progress.tell("the target loads, and its heads guess")
             target = str(section.get("target") or shipped_model("target"))
             draft = str(section.get("draft") or shipped_model("draft"))
-            found = list(check_settings(section, target, draft))
+            asked_of = None if own is None else own.prompts[:num_prompts]
+            found = list(check_settings(section, target, draft, tries_heads=try_heads, prompts=asked_of))
+    elif try_heads:
+        raise typer.BadParameter("needs --settings: what runs is not loaded again", param_hint="--try-heads")
     else:
-        own = None if prompts is None else prompts_from(prompts)
         settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
         with reported_errors(notes, address), Progress(notes) as progress:
             progress.part("doctor")
