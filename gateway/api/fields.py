@@ -22,6 +22,14 @@ _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]
 """A list that is given up at its first wrong item: to tell of millions takes seconds, in which nobody is served."""
 Messages = Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=16 * 1024)]
+Documents = Annotated[Items[dict[str, Any]], Field(description="The template's variable documents, for what reads it.")]
+ChatTemplateText = Annotated[
+    str,
+    Field(
+        min_length=1,
+        description="In Jinja, in place of the model's, where the coordinator trusts templates of clients.",
+    ),
+]
 TokenId = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MOST_COUNT)]
