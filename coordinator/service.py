@@ -257,6 +257,7 @@ class CoordinatorService:
             eos_token_ids=frozenset(identity.eos_token_ids),
             max_draft_tokens=settings.max_draft_tokens,
             knows_constraints=bool(identity.constraints_id),
+            trusts_chat_templates=settings.trust_request_chat_template,
         )
 
     def _on_admission(self, num_running: int, num_waiting: int) -> None:

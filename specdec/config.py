@@ -329,6 +329,11 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     max_logit_bias: int = Field(default=1024, ge=0, description="Most tokens with a bias.")
     max_prompt_bytes: int = Field(default=4 * 1024 * 1024, ge=1, description="Longest prompt, in UTF-8.")
     max_prompt_tokens: int | None = Field(default=None, ge=1, description="Longest prompt, in tokens; null: no limit.")
+    trust_request_chat_template: bool = Field(
+        default=False,
+        description="Render conversations with the chat template that a request brings. Templates are programs: "
+        "whoever may send one can keep this process busy and use up its memory.",
+    )
 
     api_keys_file: Path | None = Field(
         default=None,

@@ -29,17 +29,28 @@ def read_conversation(chat: api.ChatMessages, reserved: frozenset[str]) -> Conve
         message = "the last message is continued or a new one begun, not both"
         raise InvalidRequest("messages.add_generation_prompt", message)
     values = _Values()
-    tools: list[Any] = values.read("messages.tools_json", chat.tools_json, list) if chat.tools_json else []
-    for index, tool in enumerate(tools):
-        if not isinstance(tool, dict):
-            raise InvalidRequest(f"messages.tools_json[{index}]", "must be an object")
+    tools = _objects(values, "messages.tools_json", chat.tools_json)
+    variables = _variables(values, chat.template_variables_json, reserved)
+    if chat.documents_json and "documents" in variables:
+        raise InvalidRequest("messages.template_variables_json.documents", "is told beside them")
     return Conversation(
         messages=[_message(values, index, message) for index, message in enumerate(chat.messages)],
         tools=tools or None,
         add_generation_prompt=_begins_turn(chat),
         continue_final_message=chat.continue_final_message,
-        variables=_variables(values, chat.template_variables_json, reserved),
+        documents=_objects(values, "messages.documents_json", chat.documents_json),
+        variables=variables,
     )
+
+
+def _objects(values: _Values, field: str, text: str) -> list[Any] | None:
+    if not text:
+        return None
+    objects: list[Any] = values.read(field, text, list)
+    for index, each in enumerate(objects):
+        if not isinstance(each, dict):
+            raise InvalidRequest(f"{field}[{index}]", "must be an object")
+    return objects
 
 
 def _variables(values: _Values, text: str, reserved: frozenset[str]) -> dict[str, Any]:
@@ -47,7 +58,7 @@ def _variables(values: _Values, text: str, reserved: frozenset[str]) -> dict[str
     variables: dict[str, Any] = values.read(field, text, dict) if text else {}
     for name in variables:
         if name == "chat_template":
-            raise InvalidRequest(f"{field}.{name}", "templates are the model's own")
+            raise InvalidRequest(f"{field}.{name}", "a template is told beside them, in messages.chat_template")
         if name in reserved or name.startswith("_") or not name.isidentifier():
             raise InvalidRequest(f"{field}.{name}", "is not a variable that a caller may set")
     return variables

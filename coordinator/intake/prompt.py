@@ -19,6 +19,7 @@ from coordinator.intake.validation import (
     check_prompt_length,
 )
 from coordinator.text.bad_words import bad_word_sequences
+from coordinator.text.request_templates import check_request_template
 from coordinator.text.tokenizer import TextTokenizer
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
@@ -150,21 +151,24 @@ class PromptReader:
         )
 
     def _is_short(self, messages: api.ChatMessages) -> bool:
-        """Whether rendering takes no longer than may be done at once. Raises InvalidRequest for too much."""
+        """Whether rendering takes no longer than may be done at once. Raises InvalidRequest for what may not be."""
+        if messages.chat_template:
+            check_request_template(messages.chat_template, self._limits.trusts_chat_templates)
         check_num_messages(len(messages.messages), self._limits)
         num_bytes = messages.ByteSize()
         if num_bytes > self._limits.max_prompt_bytes:
             own = [len(m.content.encode()) + len(m.fields_json.encode()) for m in messages.messages]
-            beside = len(messages.tools_json.encode()) + len(messages.template_variables_json.encode())
-            check_prompt_bytes("messages", sum(own) + beside, self._limits)
+            texts = (messages.tools_json, messages.template_variables_json, messages.documents_json)
+            check_prompt_bytes("messages", sum(own) + sum(len(text.encode()) for text in texts), self._limits)
+        if messages.chat_template:
+            return False  # nobody knows what it takes, and it may have to be compiled
         return num_bytes <= _INLINE_BYTES and len(messages.messages) <= _INLINE_MESSAGES
 
     def _render(self, messages: api.ChatMessages) -> str:
         """The text of a conversation; not empty."""
-        if not self._tokenizer.has_chat_template:
-            raise InvalidRequest("messages", "the model's tokenizer has no chat template; send a prompt instead")
-        conversation = read_conversation(messages, self._tokenizer.reserved_variables)
-        text = self._tokenizer.render_chat(conversation, self._prompt_limits.max_prompt_bytes)
+        template = self._tokenizer.chat_template(messages.chat_template)
+        conversation = read_conversation(messages, template.reserved_variables)
+        text = template.render(conversation, self._prompt_limits.max_prompt_bytes)
         if not text:
             raise InvalidRequest("messages", "must not be empty once it is rendered")
         return text

@@ -44,6 +44,8 @@ class Limits:
     eos_token_ids: frozenset[int] = frozenset()
     max_draft_tokens: int = 64
     knows_constraints: bool = False
+    trusts_chat_templates: bool = False
+    """Those that requests bring."""
 
     def within(self, allowance: Allowance) -> Limits:
         """These limits for a caller who may use no more than this."""

@@ -36,6 +36,8 @@ class Conversation:
     tools: list[Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    documents: list[Any] | None = None
+    """What the answer may draw on, objects; a variable of the same name is not there besides."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template; none of the template's `reserved_variables`."""
 
@@ -76,7 +78,7 @@ class ChatTemplate:
             tag = f"CONTINUED-{secrets.token_hex(16)} "
             messages[-1], content = _tagged(messages[-1], tag)
         variables = {
-            "documents": None,
+            "documents": conversation.documents,
             **conversation.variables,
             **self._special_tokens,
             "messages": messages,

@@ -9,8 +9,9 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.text.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, Conversation, template_sources
+from coordinator.text.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, template_sources
 from coordinator.text.detokenizer import DetokenizerFactory
+from coordinator.text.request_templates import RequestTemplates
 from specdec.chat_template_files import with_chat_template
 from specdec.rpc.errors import IncompatibleReplica, InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
@@ -30,6 +31,7 @@ class TextTokenizer:
         self._special_tokens = _special_tokens(config)
         sources = template_sources(config)
         self._template = None if sources is None else ChatTemplate(sources, self._special_tokens)
+        self._request_templates = RequestTemplates(self._special_tokens)
 
     @classmethod
     def from_path(cls, path: Path) -> TextTokenizer:
@@ -44,11 +46,6 @@ class TextTokenizer:
     def has_chat_template(self) -> bool:
         """Whether conversations can be rendered."""
         return self._template is not None
-
-    @property
-    def reserved_variables(self) -> frozenset[str]:
-        """Names of template variables that are not a caller's to give."""
-        return frozenset() if self._template is None else self._template.reserved_variables
 
     def token_id(self, text: str) -> int | None:
         """The id of a token by its text, as the tokenizer writes it; None: it has none."""
@@ -74,15 +71,17 @@ class TextTokenizer:
         detokenizer = self.detokenizers.create(skip_special_tokens)
         return "".join([*map(detokenizer.push, token_ids), detokenizer.finish()])
 
-    def render_chat(self, conversation: Conversation, most_bytes: int) -> str:
-        """The text of a conversation; see `ChatTemplate.render`.
+    def chat_template(self, of_request: str = "") -> ChatTemplate:
+        """What renders a conversation: the model's own template, or the one that a request brings, which is checked.
 
         Raises:
-            InvalidRequest: the tokenizer has no chat template, or the template does not render the conversation.
+            InvalidRequest: the tokenizer has no chat template, or the request's is none.
         """
+        if of_request:
+            return self._request_templates.compiled(of_request)
         if self._template is None:
             raise InvalidRequest("messages", "the model's tokenizer has no chat template; send a prompt instead")
-        return self._template.render(conversation, most_bytes)
+        return self._template
 
     def describe(self) -> api.TokenizerInfo:
         """What clients may want to know of it."""

@@ -8,7 +8,9 @@ from pydantic import Field
 
 from gateway.api.fields import (
     UNSUPPORTED_IN_ALL,
+    ChatTemplateText,
     Count,
+    Documents,
     Empty,
     EmptyObject,
     Items,
@@ -47,7 +49,7 @@ class ChatRequest(SamplingFields):
     """A conversation to go on with."""
 
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
-        *("audio", "chat_template", "documents", "function_call", "functions", "media_io_kwargs", "modalities"),
+        *("audio", "function_call", "functions", "media_io_kwargs", "modalities"),
         *("mm_processor_kwargs", "moderation", "store", "web_search_options"),
     }
 
@@ -70,6 +72,8 @@ class ChatRequest(SamplingFields):
     prediction: Prediction | None = Field(None, description="What the output is expected to be, for the most part.")
     echo: bool | None = Field(None, description="Begin with the last message, if it is the assistant's.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Further variables of the chat template.")
+    chat_template: ChatTemplateText | None = None
+    documents: Documents | None = None
 
     metadata: dict[str, Any] | None = Field(None, description=_NO_MEANING)
     prompt_cache_key: str | None = Field(None, description=_NO_MEANING)
@@ -80,8 +84,6 @@ class ChatRequest(SamplingFields):
     verbosity: str | None = Field(None, description=_NO_MEANING)
 
     audio: None = None
-    chat_template: None = None
-    documents: Empty | None = None
     function_call: None = None
     functions: Empty | None = None
     media_io_kwargs: EmptyObject | None = None

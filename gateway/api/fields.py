@@ -22,6 +22,14 @@ _T = TypeVar("_T")
 Items = Annotated[list[_T], Field(fail_fast=True)]
 """A list that is given up at its first wrong item: to tell of millions takes seconds, in which nobody is served."""
 Messages = Annotated[Items[dict[str, Any]], Field(min_length=1, max_length=16 * 1024)]
+Documents = Annotated[Items[dict[str, Any]], Field(description="The template's variable documents, for what reads it.")]
+ChatTemplateText = Annotated[
+    str,
+    Field(
+        min_length=1,
+        description="In Jinja, in place of the model's, where the coordinator trusts templates of clients.",
+    ),
+]
 TokenId = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MOST_COUNT)]
@@ -74,7 +82,7 @@ class Speculation(RequestModel):
 
 
 class StructuredOutputs(RequestModel):
-    """What the output must be, by vLLM's names. Exactly one of the first five is set."""
+    """What the output must be, by vLLM's names. Exactly one of the first six is set."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
 
@@ -83,8 +91,10 @@ class StructuredOutputs(RequestModel):
     choice: list[str] | None = Field(None, description="One of these texts.")
     grammar: str | None = Field(None, description="A text of a grammar, in the form of Lark that llguidance reads.")
     json_object: bool | None = Field(None, description="Any JSON object.")
+    structural_tag: str | dict[str, Any] | None = Field(
+        None, description="Parts that must be so between free text: a structural tag of xgrammar, as JSON or its text."
+    )
 
-    structural_tag: None = None
     disable_fallback: bool | None = Field(None, description="Accepted; there is none.")
     disable_any_whitespace: Literal[False] | None = None
     disable_additional_properties: Literal[False] | None = None
@@ -119,7 +129,18 @@ class JsonSchemaFormat(RequestModel):
     json_schema: JsonSchema
 
 
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+class StructuralTagFormat(RequestModel):
+    """Parts that must be so between free text: a structural tag of xgrammar, by its format or in the older form."""
+
+    type: Literal["structural_tag"]
+    format: dict[str, Any] | None = Field(None, description="A format with its type, such as triggered_tags.")
+    structures: list[dict[str, Any]] | None = Field(None, description="Objects with begin, schema and end.")
+    triggers: list[str] | None = Field(None, description="With structures: texts that begin one.")
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+]
 
 
 class SamplingFields(RequestModel):
@@ -155,7 +176,9 @@ class SamplingFields(RequestModel):
     return_tokens_as_token_ids: bool | None = Field(None, description="In log-probabilities, token_id:ID for texts.")
     return_token_origins: bool | None = Field(None, description="Tell where each token came from.")
     return_steps: bool | None = Field(None, description="Tell what each step had to choose from, and what it took.")
-    response_format: ResponseFormat | None = Field(None, description="text, json_object or json_schema.")
+    response_format: ResponseFormat | None = Field(
+        None, description="text, json_object, json_schema or structural_tag."
+    )
     structured_outputs: StructuredOutputs | None = Field(None, description="What the output must be.")
     speculation: Speculation | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower goes first.")

@@ -6,13 +6,13 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from gateway.api.fields import Empty, EmptyObject, Items, Messages, RequestModel, TokenId
+from gateway.api.fields import ChatTemplateText, Documents, EmptyObject, Items, Messages, RequestModel, TokenId
 
 
 class TokenizeBody(RequestModel):
     """A text (`prompt`) or a conversation (`messages`), one of the two."""
 
-    unsupported: ClassVar[frozenset[str]] = frozenset({"chat_template", "mm_processor_kwargs", "documents"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs"})
 
     model: str | None = None
     prompt: str | None = None
@@ -22,11 +22,11 @@ class TokenizeBody(RequestModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: ChatTemplateText | None = None
+    documents: Documents | None = None
     return_token_strs: bool | None = None
 
-    chat_template: None = None
     mm_processor_kwargs: EmptyObject | None = None
-    documents: Empty | None = None
 
 
 class TokenizeAnswer(BaseModel):

@@ -29,6 +29,8 @@ def to_chat_messages(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     template_variables: Mapping[str, Any] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
 ) -> api.ChatMessages:
     """Return the conversation of a chat request, checked.
 
@@ -42,6 +44,8 @@ def to_chat_messages(
         add_generation_prompt: end where the assistant's turn starts; None: unless the last message is continued.
         continue_final_message: end within the last message.
         template_variables: further variables of the template (chat_template_kwargs).
+        documents: what templates may read as documents; objects.
+        chat_template: in place of the model's; None: that.
 
     Raises:
         InvalidRequest: the field is the path of what is wrong in the request, as in messages[2].content[1].type.
@@ -55,6 +59,8 @@ def to_chat_messages(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_variables=template_variables,
+        documents=documents,
+        chat_template=chat_template or "",
     )
 
 

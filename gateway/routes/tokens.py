@@ -16,7 +16,14 @@ from gateway.routes.answers import JsonResponse, body_of, errors
 from gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
-_TOKENIZE_NAMES = MappingProxyType({"text": "prompt"})
+_TOKENIZE_NAMES = MappingProxyType(
+    {
+        "text": "prompt",
+        "tools_json": "tools",
+        "template_variables_json": "chat_template_kwargs",
+        "documents_json": "documents",
+    }
+)
 _DETOKENIZE_NAMES = MappingProxyType({"token_ids": "tokens"})
 
 
@@ -79,6 +86,8 @@ async def _tokenize(caller: Caller, asked: TokenizeBody) -> dict[str, object]:
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=bool(asked.continue_final_message),
                 template_variables=asked.chat_template_kwargs,
+                documents=asked.documents,
+                chat_template=asked.chat_template,
             )
         )
     answer = await caller.call("Tokenize", body)

@@ -24,6 +24,7 @@ CHAT_FIELD_NAMES = MappingProxyType(
         "logprobs": "top_logprobs",
         "tools_json": "tools",
         "template_variables_json": "chat_template_kwargs",
+        "documents_json": "documents",
     }
 )
 """Fields of the HTTP request by those of the gRPC request, where they differ."""
@@ -44,6 +45,8 @@ def chat_to_generate(
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             template_variables=template_variables(request.chat_template_kwargs, request.reasoning_effort),
+            documents=request.documents,
+            chat_template=request.chat_template,
         )
     )
     if request.prediction is not None and request.prediction.text:

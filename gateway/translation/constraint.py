@@ -7,10 +7,16 @@ from collections.abc import Mapping
 import orjson
 
 from gateway.api.errors import invalid
-from gateway.api.fields import JsonObjectFormat, JsonSchemaFormat, SamplingFields, StructuredOutputs
+from gateway.api.fields import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    SamplingFields,
+    StructuralTagFormat,
+    StructuredOutputs,
+)
 from specdec.v1 import common_pb2 as pb
 
-_FORMS = ("json_schema", "regex", "choice", "grammar", "json_object")
+_FORMS = ("json_schema", "regex", "choice", "grammar", "json_object", "structural_tag")
 _WRITTEN = {"json_schema": "json"}
 _FORMAT_FIELD = "response_format"
 _OUTPUTS_FIELD = "structured_outputs"
@@ -38,7 +44,9 @@ def constraint_of(request: SamplingFields, after_token: str = "") -> pb.Constrai
 def constraint_names(request: SamplingFields) -> Mapping[str, str]:
     """Fields of the HTTP request by those of the gRPC request: a constraint has come by one of two ways."""
     if request.structured_outputs is None:
-        return {"constraint": _FORMAT_FIELD, "constraint.json_schema": f"{_FORMAT_FIELD}.json_schema.schema"}
+        # A structural tag stands in the format itself, beside its type.
+        of_schema = {"constraint.json_schema": f"{_FORMAT_FIELD}.json_schema.schema"}
+        return {"constraint": _FORMAT_FIELD, "constraint.structural_tag": _FORMAT_FIELD, **of_schema}
     names = {f"constraint.{form}": f"{_OUTPUTS_FIELD}.{_WRITTEN.get(form, form)}" for form in _FORMS}
     return {"constraint": _OUTPUTS_FIELD, **names, "constraint.choice.texts": f"{_OUTPUTS_FIELD}.choice"}
 
@@ -50,6 +58,9 @@ def _of_format(request: SamplingFields) -> pb.Constraint | None:
     if isinstance(wanted, JsonSchemaFormat):
         schema = wanted.json_schema.schema_
         return pb.Constraint(json_object=True) if schema is None else pb.Constraint(json_schema=_written(schema))
+    if isinstance(wanted, StructuralTagFormat):
+        told = {name: value for name, value in wanted if value is not None}
+        return pb.Constraint(structural_tag=_written(told))
     return None
 
 
@@ -58,12 +69,14 @@ def _of_outputs(wanted: StructuredOutputs | None) -> pb.Constraint | None:
         return None
     given = [form for form in _FORMS if getattr(wanted, form) not in (None, False) or _is_false_schema(wanted, form)]
     if len(given) != 1:
-        raise invalid(_OUTPUTS_FIELD, "exactly one of json, regex, choice, grammar and json_object must be set")
+        raise invalid(
+            _OUTPUTS_FIELD, f"exactly one of {', '.join(_WRITTEN.get(form, form) for form in _FORMS)} must be set"
+        )
     form, value = given[0], getattr(wanted, given[0])
     if form == "choice":
         return pb.Constraint(choice=pb.TextChoices(texts=value))
-    if form == "json_schema":
-        return pb.Constraint(json_schema=value if isinstance(value, str) else _written(value))
+    if form in ("json_schema", "structural_tag") and not isinstance(value, str):
+        value = _written(value)
     return pb.Constraint(**{form: value})
 
 

@@ -17,6 +17,8 @@ def chat_messages(
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
     template_variables: Mapping[str, Any] | None = None,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str = "",
 ) -> coordinator_pb2.ChatMessages:
     """Return a conversation as requests carry it.
 
@@ -27,6 +29,9 @@ def chat_messages(
         add_generation_prompt: End where the assistant's turn starts; None: yes, unless the last message is continued.
         continue_final_message: End within the last message, so that the output continues it.
         template_variables: Further variables of the template, for example enable_thinking.
+        documents: What the answer may draw on, for templates that read them.
+        chat_template: In Jinja, in place of the model's; for coordinators that trust clients' (their setting
+            trust_request_chat_template).
 
     Raises:
         InvalidRequest: What cannot be told as JSON or UTF-8 text; the field is its path, as in messages[2].
@@ -37,6 +42,8 @@ def chat_messages(
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         template_variables_json=_encode("template_variables", dict(template_variables)) if template_variables else "",
+        documents_json="" if documents is None else _encode("documents", list(documents)),
+        chat_template=_text("chat_template", chat_template),
     )
 
 
@@ -52,6 +59,14 @@ def _message(path: str, message: Mapping[str, Any]) -> coordinator_pb2.ChatMessa
         return coordinator_pb2.ChatMessage(role=message.get("role", ""), content=content, fields_json=fields_json)
     except (ValueError, TypeError) as error:
         raise InvalidRequest(path, f"is not text: {error}") from error
+
+
+def _text(path: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(path, f"is not text: {error}") from error
+    return text
 
 
 def _encode(path: str, value: Any) -> str:

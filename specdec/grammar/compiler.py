@@ -16,6 +16,7 @@ from specdec.grammar.failure import GrammarError
 from specdec.grammar.figures import GrammarFigures
 from specdec.grammar.source import GrammarSource, TokenizerArguments, grammar_source, make_matcher
 from specdec.grammar.source import make_tokenizer as _make_tokenizer
+from specdec.grammar.structural_tags import SpecialTokens
 from specdec.v1 import common_pb2 as pb
 
 _MOST_CACHED = 32
@@ -76,6 +77,7 @@ class GrammarCompiler:
             tokenizer=tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
         )
         self._tokenizer: LLTokenizer = _make_tokenizer(self._arguments)
+        self._special_tokens = SpecialTokens.of_tokenizer(self._tokenizer, tokenizer_json)
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.figures = GrammarFigures()
@@ -87,7 +89,7 @@ class GrammarCompiler:
 
     def compile(self, constraint: pb.Constraint, tenant: bytes) -> Compilation:
         """What becomes of a constraint; `tenant`s take turns. Raises GrammarError for what can be seen at once."""
-        source = grammar_source(constraint)
+        source = grammar_source(constraint, self._special_tokens)
         key = hashlib.sha256(f"{source.field}\0{source.text}".encode()).digest()
         with self._lock:
             known = self._known.get(key)

@@ -10,13 +10,14 @@ import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from specdec.constraint_limits import fault_of
+from specdec.constraint_limits.structural_tags import read_structural_tag
 from specdec.grammar.failure import GrammarError
+from specdec.grammar.json_schemas import json_schema_grammar
+from specdec.grammar.structural_tags import SpecialTokens, structural_tag_grammar
 from specdec.v1 import common_pb2 as pb
 
 CONSTRAINTS_ID = f"llguidance-{llguidance.__version__}"
 """Equal ids give equal masks."""
-_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between the tokens of JSON. Unbounded, a model may write nothing else to the end."""
 _LIMITS = {
     "max_items_in_row": 2000,
     "initial_lexer_fuel": 500_000,
@@ -48,7 +49,7 @@ class GrammarSource:
     """What llguidance compiles."""
 
 
-def grammar_source(constraint: pb.Constraint) -> GrammarSource:
+def grammar_source(constraint: pb.Constraint, special_tokens: SpecialTokens) -> GrammarSource:
     """Check a constraint as far as that goes without compiling it. Raises GrammarError."""
     if (fault := fault_of(constraint)) is not None:
         raise GrammarError(*fault)
@@ -61,14 +62,14 @@ def grammar_source(constraint: pb.Constraint) -> GrammarSource:
     if form == "choice":
         texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.choice.texts)
         return GrammarSource(field, LLMatcher.grammar_from_lark(f"start: {texts}"))
-    schema = '{"type":"object"}' if form == "json_object" else constraint.json_schema
-    if schema.strip() in ("true", "false"):
-        schema = '{"not":{}}' if schema.strip() == "false" else "{}"
     try:
-        text = LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})
+        if form == "structural_tag":
+            tag = read_structural_tag(constraint.structural_tag)
+            return GrammarSource(field, structural_tag_grammar(tag, special_tokens))
+        schema = '{"type":"object"}' if form == "json_object" else constraint.json_schema
+        return GrammarSource(field, json_schema_grammar(schema))
     except ValueError as error:
         raise GrammarError(field, shown(str(error))) from None
-    return GrammarSource(field, text)
 
 
 def make_tokenizer(arguments: TokenizerArguments) -> LLTokenizer:

@@ -255,6 +255,7 @@ class Constraint(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    STRUCTURAL_TAG_FIELD_NUMBER: _builtins.int
     AFTER_TOKEN_ID_FIELD_NUMBER: _builtins.int
     AFTER_TOKEN_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
@@ -265,6 +266,8 @@ class Constraint(_message.Message):
     """A text that a regular expression matches as a whole; without look-around and back-references."""
     grammar: _builtins.str
     """A text of a context-free grammar, in the form of Lark that llguidance reads."""
+    structural_tag: _builtins.str
+    """Parts that must be so between free text, as JSON: xgrammar's structural tag, {"format": ...} or {"structures": ..., "triggers": ...}."""
     after_token_id: _builtins.int
     """The constraint holds from behind the first such token of the output; absent: from the first token."""
     after_token: _builtins.str
@@ -281,16 +284,17 @@ class Constraint(_message.Message):
         regex: _builtins.str = ...,
         choice: Global___TextChoices | None = ...,
         grammar: _builtins.str = ...,
+        structural_tag: _builtins.str = ...,
         after_token_id: _builtins.int | None = ...,
         after_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "after_token", b"after_token", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id", "after_token", b"after_token", "after_token_id", b"after_token_id", "choice", b"choice", "form", b"form", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex", "structural_tag", b"structural_tag"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__after_token_id: _TypeAlias = _typing.Literal["after_token_id"]  # noqa: Y015
     _WhichOneofArgType__after_token_id: _TypeAlias = _typing.Literal["_after_token_id", b"_after_token_id"]  # noqa: Y015
-    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar"]  # noqa: Y015
+    _WhichOneofReturnType_form: _TypeAlias = _typing.Literal["json_schema", "json_object", "regex", "choice", "grammar", "structural_tag"]  # noqa: Y015
     _WhichOneofArgType_form: _TypeAlias = _typing.Literal["form", b"form"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__after_token_id) -> _WhichOneofReturnType__after_token_id | None: ...

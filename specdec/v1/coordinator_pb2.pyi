@@ -62,6 +62,8 @@ class ChatMessages(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     TEMPLATE_VARIABLES_JSON_FIELD_NUMBER: _builtins.int
+    CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
+    DOCUMENTS_JSON_FIELD_NUMBER: _builtins.int
     tools_json: _builtins.str
     """A JSON array of the tools that may be called, as the template takes them. Empty: none."""
     add_generation_prompt: _builtins.bool
@@ -70,6 +72,10 @@ class ChatMessages(_message.Message):
     """End within the last message, so that the output continues it. Refused together with add_generation_prompt."""
     template_variables_json: _builtins.str
     """A JSON object of further variables of the template, for example enable_thinking. Empty: none."""
+    chat_template: _builtins.str
+    """A template in place of the model's, at most 64 KiB, where the coordinator trusts clients' (trust_request_chat_template). Empty: none."""
+    documents_json: _builtins.str
+    """A JSON array of objects, the template's variable documents. Empty: none."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """Oldest first."""
@@ -82,10 +88,12 @@ class ChatMessages(_message.Message):
         add_generation_prompt: _builtins.bool | None = ...,
         continue_final_message: _builtins.bool = ...,
         template_variables_json: _builtins.str = ...,
+        chat_template: _builtins.str = ...,
+        documents_json: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_variables_json", b"template_variables_json", "tools_json", b"tools_json"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "chat_template", b"chat_template", "continue_final_message", b"continue_final_message", "documents_json", b"documents_json", "messages", b"messages", "template_variables_json", b"template_variables_json", "tools_json", b"tools_json"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015

@@ -304,6 +304,50 @@ async def test_models_and_the_tokenizer_are_told() -> None:
         assert (await client.get("/tokenizer_info")).json()["vocab_size"] > 0
 
 
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "the fox"}]}
+OWN = {"chat_template": "{% for d in documents %}{{ d.text }}{% endfor %} {{ messages[0].content }}"}
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+async def test_a_request_brings_its_template_and_documents_where_that_is_trusted(has_template: bool) -> None:
+    target = ScriptedTarget()
+    if has_template:
+        target.tokenizer_config = json.dumps({"chat_template": "{{ documents }}"})
+    asked = {**CHAT, **OWN, "documents": [{"text": "quick"}, {"text": "brown"}]}
+    async with (
+        running([target], trust_request_chat_template=True) as harness,
+        gateway(harness.address) as one,
+        one.http() as client,
+    ):
+        tokens = (await client.post("/tokenize", json=asked)).json()["tokens"]
+        assert (await client.post("/detokenize", json={"tokens": tokens})).json() == {"prompt": "quickbrown the fox"}
+        fields = {**asked, "max_tokens": 3, "return_token_ids": True}
+        answer = (await client.post("/v1/chat/completions", json=fields)).json()
+        assert answer["prompt_token_ids"] == tokens
+        for path in ("/tokenize", "/v1/chat/completions"):
+            for bad, param in (
+                ({"chat_template": "{% if %}"}, "chat_template"),
+                ({"chat_template": "x" * 70_000}, "chat_template"),
+                ({"chat_template_kwargs": {"documents": []}}, "chat_template_kwargs.documents"),
+                ({"documents": ["x"]}, "documents[0]"),
+            ):
+                refused = await client.post(path, json={**asked, **bad})
+                assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_template_of_a_request_is_refused_unless_the_operator_trusts_them() -> None:
+    target = ScriptedTarget()
+    target.tokenizer_config = json.dumps({"chat_template": "{{ documents }}"})
+    async with running([target]) as harness, gateway(harness.address) as one, one.http() as client:
+        for path in ("/tokenize", "/v1/chat/completions"):
+            refused = await client.post(path, json={**CHAT, **OWN})
+            error = refused.json()["error"]
+            assert (refused.status_code, error["param"]) == (400, "chat_template")
+            assert "trust_request_chat_template" in error["message"]
+        told = await client.post("/tokenize", json={**CHAT, "documents": []})
+        assert (await client.post("/detokenize", json={"tokens": told.json()["tokens"]})).json() == {"prompt": "[]"}
+
+
 async def test_figures_count_what_speculation_did_under_vllms_names() -> None:
     async with running([ScriptedTarget()]) as harness, gateway(harness.address) as one, one.http() as client:
         await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True})

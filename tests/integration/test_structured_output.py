@@ -33,6 +33,17 @@ SCHEMA: dict[str, Any] = {
 HOSTILE = "start: T\nT: " + " & ".join(f"/[a-z]*a[a-z]{{{i}}}/" for i in range(100))
 
 
+TAG: dict[str, Any] = {
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<paint>"],
+        "tags": [{"begin": "<paint>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</paint>"}],
+        "at_least_one": True,
+        "stop_after_first": True,
+    }
+}
+
+
 class Paint(BaseModel):
     colour: Literal["red", "green"]
     depth: int = Field(ge=0, le=99)
@@ -100,6 +111,8 @@ def test_response_formats_hold_with_and_without_a_stream(client: openai.OpenAI) 
         ({"regex": "[a-c]{3}-[0-9]{2}"}, "[a-c]{3}-[0-9]{2}"),
         ({"choice": ["yes", "no"]}, "yes|no"),
         ({"grammar": 'start: "(" /[0-9]{1,3}/ ")"'}, r"\([0-9]{1,3}\)"),
+        ({"structural_tag": TAG}, r"<paint>\{.*\}</paint>"),
+        ({"structural_tag": json.dumps(TAG)}, r"<paint>\{.*\}</paint>"),
     ],
 )
 def test_structured_outputs_by_the_names_of_vllm(wanted: Any, pattern: str, client: openai.OpenAI) -> None:
@@ -122,6 +135,14 @@ def test_structured_outputs_by_the_names_of_vllm(wanted: Any, pattern: str, clie
         ({"structured_outputs": {"grammar": "start: ((("}}, "structured_outputs.grammar"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        (
+            {"structured_outputs": {"structural_tag": '{"format": {"type": "token"}}'}},
+            "structured_outputs.structural_tag.format.type",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "regex", "pattern": "("}}},
+            "response_format",
+        ),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs"),
         (

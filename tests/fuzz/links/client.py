@@ -74,6 +74,7 @@ def conversations(started: api.GenerateStarted) -> list[tuple[str, Message]]:
         tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
         continue_final_message=True,
         template_variables={"enable_thinking": False},
+        documents=[{"text": "d"}],
     )
     speculation = api.SpeculationParams(
         enabled=True, verify_mode=pb.VERIFY_MODE_COUPLED, max_draft_tokens=4, time_per_token_ms=9

@@ -84,11 +84,9 @@ def test_each_field_has_limits_and_is_named_when_they_are_crossed(
         (ChatRequest, "store", True),
         (ChatRequest, "functions", [{"name": "f"}]),
         (ChatRequest, "web_search_options", {}),
-        (ChatRequest, "chat_template", "{{ 1 }}"),
         (CompletionRequest, "suffix", "x"),
         (CompletionRequest, "best_of", 3),
         (CompletionRequest, "logits_processors", ["x"]),
-        (ChatRequest, "documents", [{"text": "x"}]),
         (CompletionRequest, "use_beam_search", True),
         (CompletionRequest, "vllm_xargs", {"a": 1}),
     ],
@@ -97,6 +95,26 @@ def test_what_cannot_be_honoured_is_refused_by_name(model: type[RequestModel], n
     error = refusal(model, **{name: value})
     assert (error.status, error.code) == (400, "unsupported_parameter")
     assert error.param is not None and error.param.split(".")[0].split("[")[0] == name
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed", "refused"),
+    [
+        ("documents", [[], [{"text": "x"}, {}]], [["x"], {"text": "x"}, "x", [[]]]),
+        ("chat_template", ["{{ 1 }}"], ["", 5, ["x"]]),
+    ],
+)
+@pytest.mark.parametrize("model", [ChatRequest, TokenizeBody])
+def test_what_templates_are_told_has_its_types(
+    model: type[RequestModel], name: str, allowed: list[Any], refused: list[Any]
+) -> None:
+    for value in [None, *allowed]:
+        validated(model, {"messages": MESSAGES, name: value})
+    for value in refused:
+        error = error_of(model, {"messages": MESSAGES, name: value})
+        assert error is not None
+        assert error.status == 400
+        assert error.param is not None and error.param.startswith(name)
 
 
 def test_fields_that_ask_for_nothing_are_taken() -> None:

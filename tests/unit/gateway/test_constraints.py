@@ -16,6 +16,7 @@ from gateway.translation.chat_request import chat_to_generate
 from gateway.translation.completion_request import completion_to_generate
 from gateway.translation.constraint import constraint_names
 from gateway.translation.response_request import response_to_chat, response_to_generate
+from specdec.constraint_limits.structural_tags import read_structural_tag
 from specdec.v1 import common_pb2 as pb
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -65,6 +66,25 @@ def test_schemas_are_the_same_by_all_three_ways() -> None:
     assert [json.loads(each.json_schema) for each in found] == [SCHEMA] * 3
 
 
+TAGS: dict[str, Any] = {
+    "triggers": ["<f"],
+    "tags": [{"begin": "<f>", "content": {"type": "json_schema", "json_schema": {"const": None}}, "end": ""}],
+}
+FORMAT = {"format": {"type": "triggered_tags", **TAGS}}
+OLDER = {"structures": [{"begin": "<f>", "schema": {"const": None}, "end": ""}], "triggers": ["<f"]}
+
+
+@pytest.mark.parametrize("tag", [FORMAT, OLDER])
+def test_structural_tags_are_the_same_by_all_ways(tag: dict[str, Any]) -> None:
+    found = [
+        constraint(response_format={"type": "structural_tag", **tag}),
+        constraint(structured_outputs={"structural_tag": tag}),
+        constraint(structured_outputs={"structural_tag": json.dumps({"type": "structural_tag", **tag})}),
+    ]
+    read = [read_structural_tag(each.structural_tag) for each in found]
+    assert read == [read_structural_tag(json.dumps(FORMAT))] * 3
+
+
 @pytest.mark.parametrize(
     "fields",
     [
@@ -89,7 +109,8 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any]) -
             "response_format.json_schema.schema",
         ),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice[0]"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"structural_tag": 3}}, "structured_outputs.structural_tag"),
+        ({"response_format": {"type": "structural_tag", "triggers": "x"}}, "response_format.triggers"),
         ({"structured_outputs": {"other": 1}}, "structured_outputs.other"),
     ],
 )
@@ -110,6 +131,16 @@ def test_what_is_malformed_is_named(fields: dict[str, Any], param: str) -> None:
             "response_format.json_schema.schema",
         ),
         ({"structured_outputs": {"json": {}}}, "sampling.constraint.json_schema", "structured_outputs.json"),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "x"}}},
+            "sampling.constraint.structural_tag.format.type",
+            "response_format.format.type",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "{}"}},
+            "sampling.constraint.structural_tag.format.type",
+            "structured_outputs.structural_tag.format.type",
+        ),
         (
             {"structured_outputs": {"choice": [""]}},
             "sampling.constraint.choice.texts[0]",

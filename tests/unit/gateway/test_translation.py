@@ -103,7 +103,11 @@ def test_a_conversation_arrives_with_its_parts_and_variables() -> None:
         chat_template_kwargs={"enable_thinking": False},
         reasoning_effort="low",
         add_generation_prompt=False,
+        documents=[{"text": "d"}],
+        chat_template="{{ messages }}",
     )
+    assert json.loads(body.messages.documents_json) == [{"text": "d"}]
+    assert body.messages.chat_template == "{{ messages }}"
     assert [message.role for message in body.messages.messages] == ["system", "user"]
     told = {"enable_thinking": False, "reasoning_effort": "low"}
     assert json.loads(body.messages.template_variables_json) == told
@@ -128,6 +132,8 @@ def test_only_the_assistants_own_words_are_echoed() -> None:
         ("messages", "messages"),
         ("messages.tools_json", "tools"),
         ("messages.template_variables_json.a", "chat_template_kwargs.a"),
+        ("messages.documents_json[0]", "documents[0]"),
+        ("messages.chat_template", "chat_template"),
         ("speculation.max_draft_tokens", "speculation.max_draft_tokens"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 
@@ -74,6 +75,43 @@ def test_regular_expressions_choices_and_grammars_are_obeyed(mode: pb.VerifyMode
     for name in ("telephone", "words", "either way"):
         assert re.fullmatch(TEXTS[name].regex, text_of(outcomes[name])), name
     assert all(outcome.finish_reason == pb.FINISH_REASON_STOP for outcome in outcomes.values())
+
+
+def tags(triggers: list[str], **flags: bool) -> pb.Constraint:
+    """Free text, but behind each trigger a boolean in angle brackets."""
+    content = {"type": "json_schema", "json_schema": SCHEMAS["boolean"]}
+    each = [{"begin": f"{trigger} <", "content": content, "end": ">"} for trigger in triggers]
+    format = {"type": "triggered_tags", "triggers": triggers, "tags": each, **flags}
+    return pb.Constraint(structural_tag=json.dumps({"format": format}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("own_draft", [False, True])
+def test_text_is_free_but_behind_the_triggers_of_structural_tags(
+    temperature: float, own_draft: bool, pair: LocalPair
+) -> None:
+    triggers = ["return", "if", "):"]
+    bodies = {
+        str(seed): constrained(tags(triggers), prompt=seed, temperature=temperature, seed=seed) for seed in range(4)
+    }
+    bodies["one"] = constrained(tags(triggers, at_least_one=True, stop_after_first=True), temperature=temperature)
+    bodies["free"] = constrained(tags(["never in a program\n\n\n\n"]), temperature=temperature)
+    found = assert_all_alike(pair, bodies, own_draft=own_draft)
+    num_tags = 0
+    for outcome in found.values():
+        text = text_of(outcome)
+        behind = [text[match.end() :] for match in re.finditer("|".join(map(re.escape, triggers)), text)]
+        wanted = (" <true>", " <false>")
+        assert outcome is found["free"] or all(
+            rest.startswith(wanted) or any(each.startswith(rest) for each in wanted) for rest in behind
+        )
+        num_tags += sum(rest.startswith(wanted) for rest in behind)
+    assert num_tags > 3
+    assert text_of(found["one"]).endswith(">")
+    assert found["one"].finish_reason == pb.FINISH_REASON_STOP
+    free = constrained(pb.Constraint(), temperature=temperature)
+    free.sampling.ClearField("constraint")
+    assert plainly(pair, {"free": free})["free"].token_ids == found["free"].token_ids
 
 
 def test_what_is_forced_is_proposed_without_a_draft(pair: LocalPair) -> None:

@@ -72,8 +72,14 @@ FLOORS = {
         drafter
         local
     """,
+    "specdec.constraint_limits": """
+        formats
+        structural_tags
+        faults
+    """,
     "specdec.grammar": """
-        failure
+        failure json_schemas
+        structural_tags
         source
         checker checker_child figures follower
         compiler

@@ -1,14 +1,16 @@
-"""What a constraint may look like, the same at coordinators and at replicas. Whether it compiles is found out later."""
+"""What can be seen of a constraint at once. Whether it compiles is found out later."""
 
 from __future__ import annotations
 
 import json
 
+from specdec.constraint_limits.structural_tags import StructuralTagFault, read_structural_tag
 from specdec.v1 import common_pb2 as pb
 
 MAX_CONSTRAINT_BYTES = 64 * 1024
 """Of all its texts: what is larger than every schema in use would cost seconds to compile."""
 MAX_CHOICES = 1024
+_FORMS = tuple(field.name for field in pb.Constraint.DESCRIPTOR.oneofs_by_name["form"].fields)
 
 
 def fault_of(constraint: pb.Constraint) -> tuple[str, str] | None:
@@ -18,7 +20,7 @@ def fault_of(constraint: pb.Constraint) -> tuple[str, str] | None:
     """
     form = constraint.WhichOneof("form")
     if form is None:
-        return "constraint", "one of json_schema, json_object, regex, choice and grammar must be set"
+        return "constraint", f"one of {', '.join(_FORMS)} must be set"
     field = f"constraint.{form}"
     if constraint.ByteSize() > MAX_CONSTRAINT_BYTES:
         return field, f"{constraint.ByteSize()} bytes are more than the limit of {MAX_CONSTRAINT_BYTES}"
@@ -29,6 +31,8 @@ def fault_of(constraint: pb.Constraint) -> tuple[str, str] | None:
     text: str = getattr(constraint, form)
     if form == "json_schema":
         return _fault_of_schema(field, text)
+    if form == "structural_tag":
+        return _fault_of_tags(field, text)
     return None if text else (field, "must not be empty")
 
 
@@ -49,4 +53,12 @@ def _fault_of_schema(field: str, text: str) -> tuple[str, str] | None:
         return field, f"is not JSON: {error}"
     if not isinstance(schema, dict | bool):
         return field, "must be a JSON object or a boolean"
+    return None
+
+
+def _fault_of_tags(field: str, text: str) -> tuple[str, str] | None:
+    try:
+        read_structural_tag(text)
+    except StructuralTagFault as fault:
+        return f"{field}{fault.path}", str(fault)
     return None
