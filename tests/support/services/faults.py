@@ -93,9 +93,10 @@ class SmallBuffers(ClientSettings):
 def held_back(address: str) -> Client:
     """A client whose streams stand still while they are not read, however long a busy machine lets the test wait.
 
-    At a coordinator with `CREDIT_WINDOW` a stream is then at most a hundred tokens ahead of what was read of it.
+    At a coordinator with `CREDIT_WINDOW` a stream is then at most a hundred tokens ahead of what was read of it. Where
+    everybody waits for a processor, an answer to a ping has been seen to take longer than clients wait for one.
     """
-    return Client(address, SmallBuffers())
+    return Client(address, SmallBuffers(keepalive_timeout_s=20.0))
 
 
 async def speculated(client: Client, body: api.GenerateRequest) -> Completion:
