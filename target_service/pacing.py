@@ -33,6 +33,9 @@ _MAX_UNANSWERED = 2
 """A draft that so many steps in a row have waited for in vain is silent until it has sent something: it may be gone, or
 slower than steps are, so that what it sends is stale. Then it is waited for as `WaitAllowance` grants. Chosen, not
 measured: every wait in vain delays a token, and a single answer may be late."""
+_MAX_VAIN = 8
+"""So many waits in a row, whoever's, that no answer ended: all drafts are taken for silent until one comes in time.
+Requests are short, and each begins with a draft of which nothing is known."""
 _CATCH_UP_DEPTH = DEPTHS[1]
 """What a silent draft is waited for, where nothing is known to be better."""
 _PATIENCE = 1.5
@@ -74,6 +77,7 @@ class Pacing:
         self._allowance = WaitAllowance()
         self._hold_off_ms = hold_off_ms
         self._mean_nodes = _FIRST_MEAN_NODES
+        self._num_vain, self._waited_s = 0, -math.inf
 
     def plan(self, ready: Sequence[TargetSession], now_s: float) -> None:
         """Decide which sessions' next steps are held off, and for what.
@@ -188,7 +192,7 @@ class Pacing:
     def observe_proposal(self, session: TargetSession, depth_before: int, proposal: pb.Proposal, now_s: float) -> None:
         """A draft's proposal was merged; before, what drafts had proposed was `depth_before` deep."""
         if proposal.is_complete and proposal.start_position == session.num_tokens:
-            session.num_answered, session.misses.num_unanswered = session.num_tokens, 0
+            session.num_answered, session.misses.num_unanswered, self._num_vain = session.num_tokens, 0, 0
         num_new = session.tree.lasting_depth - depth_before
         if num_new <= 0:
             return
@@ -199,6 +203,7 @@ class Pacing:
             session.tree.draft_us += round(node_us * num_new)
             latency.observe_node(node_us * 1e-6)
         if session.hold_off is not None and depth_before == 0:
+            self._num_vain = 0
             latency.observe_first(max(0.0, now_s - session.hold_off.since_s - (num_new - 1) * latency.node_s))
 
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
@@ -211,7 +216,8 @@ class Pacing:
         if misses.episode is not None:
             last, misses.episode = misses.episode, None
             choice.observe(last.depth, session.num_tokens - last.num_tokens, now_s - last.began_s)
-        is_silent, is_learnt = misses.num_unanswered >= _MAX_UNANSWERED, self._hold_off_ms is None
+        is_learnt = self._hold_off_ms is None
+        is_silent = misses.num_unanswered >= _MAX_UNANSWERED or (is_learnt and self._num_vain >= _MAX_VAIN)
         if self._hold_off_ms is not None:
             wanted, hold_s = max_depth, self._hold_off_ms / 1e3
         else:
@@ -225,6 +231,8 @@ class Pacing:
         if not wanted:
             return None
         misses.num_unanswered += 1
+        if now_s != self._waited_s:  # sessions of one moment wait together
+            self._num_vain, self._waited_s = self._num_vain + 1, now_s
         return HoldOff(now_s, now_s + hold_s, wanted)
 
     def _patience_s(self, wanted: int, num_ready: int, *, is_silent: bool) -> float:

@@ -42,8 +42,11 @@ _SETTLED_STEPS = 16
 """After it begins a session's mean is not judged before it has had so many."""
 _BARREN_ODDS = 8.0
 """A run of steps without an accepted token that had odds of exp(-8) by what the session gained so far: that is over."""
-_PROBE_STEPS, _BARREN_PROBE = 16, 6
-"""A probe is over sooner when so many steps have accepted nothing, or enough for all of them was accepted."""
+_PROBE_STEPS, _BARREN_PROBE, _BARREN_KIND_PROBE = 16, 6, 3
+"""A probe is over sooner when so many steps have accepted nothing, the last number where the session's kind gains
+nothing, or enough for all of them was accepted."""
+_BARREN_KIND = 0.1
+"""Tokens per step; a kind of sessions that gains less gains nothing."""
 _PROBE_INTERVAL_S = 0.4
 _KNOWN_S = 5.0
 """For so long what a session gained is taken for what it would gain."""
@@ -197,7 +200,8 @@ class SpeculationGate:
         if plain_s is not None:
             self._node_price = len(states) * row_s / plain_s
             most_s = max(_LEAST_ACCOUNT_S, _ACCOUNT_STEPS * plain_s)
-            if self._account_s < most_s:
+            # Time in which nobody would speculate pays for no probes in other time.
+            if self._account_s < most_s and any(state is not None for state in states):
                 self._account_s += _ALLOWANCE * step_s
             if num_speculating:
                 saved_s = num_tokens / len(states) * plain_s - step_s
@@ -231,7 +235,9 @@ class SpeculationGate:
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
         is_good = self._pays(state.gain * min(1.0, state.num_counted / _PROBE_STEPS), _ENTER, now_s)
-        if not is_good and state.num_counted < _PROBE_STEPS and state.num_barren < _BARREN_PROBE:
+        known = self._gains.expected(state.kind, self._num_sessions)
+        most_barren = _BARREN_PROBE if known is None or known >= _BARREN_KIND else _BARREN_KIND_PROBE
+        if not is_good and state.num_counted < _PROBE_STEPS and state.num_barren < most_barren:
             return
         if is_good:
             state.enter(Phase.ON, now_s)

@@ -310,6 +310,36 @@ def test_a_draft_that_steps_leave_behind_is_waited_for_now_and_then_until_it_has
     assert client.clock.now_s - begin_s < 1.0
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_where_no_draft_answers_in_time_new_sessions_do_not_wait_to_find_out(
+    client: WorkerClient, truth: list[int], answers: bool
+) -> None:
+    pacing = client.pair.verifier.pacing = Pacing(None)
+    pacing.step_time, pacing.step_time.base_s = FreeRows(), 0.002
+    waits_s: list[int | float] = []
+    for number in range(20):
+        waits_s.append(0.0)
+        client.entry(name := f"s{number}", open=a_session(6))
+        client.turn()
+        while client.pair.target_host.sessions.get(name) is not None:
+            hold_off = client.session(name).hold_off
+            if hold_off is not None:
+                position = client.session(name).num_tokens
+                waits_s[-1] += hold_off.until_s - hold_off.since_s
+                if answers:
+                    client.entry(name, proposal=chain(position, truth[position : position + 4]))
+                    client.turn()
+                client.clock.now_s = hold_off.until_s
+            client.clock.now_s += 0.002
+            client.turn()
+    late_s = sum(waits_s[10:])
+    if answers:
+        assert late_s > 0.02
+    else:
+        assert sum(waits_s[:10]) > 0
+        assert late_s <= WaitAllowance().most_s
+
+
 def test_prefill_and_sessions_without_drafts_are_not_kept_waiting(client: WorkerClient) -> None:
     held(client, Pacing(1e6))
     client.entry("t", open=a_session(5, body={"speculate": False}))
