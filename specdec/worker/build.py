@@ -53,6 +53,8 @@ class BuiltEngine:
     """Compiles constraints; None where the tokenizer allows none."""
     heads: HeadTarget | None = None
     """What heads over hidden states sit on; None where no model runs."""
+    model: ModelRunner | None = None
+    """What runs the model in this process; None where none runs."""
 
 
 def build_engine(
@@ -91,7 +93,7 @@ def build_engine(
         device=str(runner.device),
         constraints_id="" if grammars is None else CONSTRAINTS_ID,
     )
-    _check_openings(identity, settings.max_message_bytes)
+    check_openings(identity, settings.max_message_bytes)
     if port is not None:
         _send_tokenizer(runner, port)
     info = pb.GetReplicaInfoResponse(
@@ -102,7 +104,7 @@ def build_engine(
     drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
     engine = Engine(steps, pool, scheduler)
     heads = HeadTarget(runner, engine, sampler)
-    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads)
+    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads, runner)
 
 
 def _grammars(runner: ModelRunner) -> GrammarCompiler | None:
@@ -123,7 +125,8 @@ def most_rows(settings: EngineSettings, row_s: float) -> int:
     return min(settings.max_batch_tokens, max(settings.max_batch_seqs, int(_MOST_STEP_S / row_s)))
 
 
-def _check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:
+def check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:
+    """Raise EngineError where no message would hold a session that fills the context."""
     needed = opening_bytes(identity.max_model_len, identity.vocab_size)
     if needed > most_entry_bytes(max_message_bytes):
         raise EngineError(
@@ -149,9 +152,11 @@ def run_role(
     wire: Wire,
     service: str,
     make_role: Callable[[SessionHost[SessionT], BuiltEngine], Role[SessionT]],
+    adapt: Callable[[BuiltEngine], BuiltEngine] = lambda built: built,
 ) -> None:
     """Load the model, announce it, and run the role until the servicer goes or says stop.
 
+    `adapt` may put something between the model and the role, and raise what loading a model raises.
     With several ranks this process is rank 0, and starts the others, whose logs are those of ``service``-rank-N.
     Raises ``RankLost`` when one of them ends.
     """
@@ -162,7 +167,7 @@ def run_role(
     with contextlib.ExitStack() as stack:
         try:
             ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format, report))
-            built = build_engine(settings, port, ranks)
+            built = adapt(build_engine(settings, port, ranks))
             host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
             role = make_role(host, built)
         except (ModelNotSupported, ModelLoadError, EngineError) as error:

@@ -23,6 +23,7 @@ from specdec.drafting.drafter import Drafter
 from specdec.drafting.local import LocalDraft
 from specdec.drafting.metrics import DraftRecorder
 from specdec.drafting.session import DraftSession
+from specdec.drafting.translation.build import Translated, translate
 from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
@@ -153,8 +154,23 @@ class LocalPair:
         self.target_port, self.draft_port = ListPort(), ListPort()
         self.target_built = build_engine(self.target_settings, self.target_port)  # type: ignore[arg-type]
         self.draft_built = build_engine(self.draft_settings, self.draft_port)  # type: ignore[arg-type]
+        self.translated = self._translate()
+        if self.translated is not None:
+            self.draft_built = self.translated.built
         self.now_s: float | None = None
         self._start_workers()
+
+    def _translate(self) -> Translated | None:
+        """What stands between a draft and a target of another tokenizer."""
+        target, settings = self.target_built, self.draft_settings
+        assert target.model is not None
+        return translate(
+            self.draft_built,
+            target.info.identity,
+            target.model.tokenizer_json,
+            settings.heterogeneous_vocab,
+            settings.max_message_bytes,
+        )
 
     def reset(self, *, own_draft: bool = False, drafters: Sequence[DrafterOptions] = ()) -> None:
         """New workers over the same engines, whose prefix caches stay as they are. `own_draft`: the target has the

@@ -66,7 +66,7 @@ FLOORS = {
         drafter
     """,
     "specdec.drafting": """
-        growth metrics session
+        growth metrics session translation
         branches commits forced guess host opening proposals trace
         ahead
         drafter
@@ -76,6 +76,12 @@ FLOORS = {
         formats
         structural_tags
         faults
+    """,
+    "specdec.drafting.translation": """
+        tokens
+        shared
+        runner
+        build
     """,
     "specdec.grammar": """
         failure json_schemas
@@ -214,13 +220,13 @@ FLOORS = {
         process
     """,
     "draft_service": """
-        servicer wire
+        servicer target_facts wire
         model_process plain
         worker
         __main__
     """,
     "draft_service.plain": """
-        proposals session recorder target_facts
+        proposals session recorder
         opening
         role
         process
