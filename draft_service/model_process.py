@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY
 
-from draft_service.target_facts import NoTargetFacts, ask_target
 from draft_service.wire import WIRE
 from specdec.config import DraftSettings
 from specdec.drafting.drafter import Drafter
@@ -32,6 +31,8 @@ def _translated(built: BuiltEngine, settings: DraftSettings) -> Translated | Non
     """What stands between the draft and the target of the settings; None where nothing has to."""
     if settings.target is None:
         return None
+    from draft_service.target_facts import NoTargetFacts, ask_target  # gRPC, which engines do without mostly
+
     try:
         facts = ask_target(settings)
     except (NoTargetFacts, TlsFilesBroken) as error:

@@ -12,13 +12,14 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from google.rpc import code_pb2
 
 from specdec.config import DraftSettings
 from specdec.drafting.ahead import Ahead, Round
+from specdec.drafting.block import MaskBlock, rounds_of
 from specdec.drafting.branches import Branches
 from specdec.drafting.commits import CommitConflict, num_known
 from specdec.drafting.forced import extend_forced
@@ -71,6 +72,8 @@ class Drafter:
         max_model_len = built.info.identity.max_model_len
         self._branches = Branches(built.engine, max_model_len)
         self._ahead = Ahead(built.engine, self._branches, built.drawing, settings.num_siblings, max_model_len)
+        mask = built.mask_token_id
+        self._block = None if mask is None else MaskBlock(mask, settings.max_draft_tokens)
         self._step_s = 0.0
         self.num_rounds = 0
         """Of guesses, in the last step."""
@@ -246,6 +249,8 @@ class Drafter:
         self.num_rounds = 0
         started_s = time.monotonic()
         only = self._turn()
+        if self._block is not None:
+            self._block.hang(self._branches.ready_places(), self.growth)
         output = self._steps.step(lambda seq, error: self._fault(self._branches.owner(seq)[0], error), only)
         if output is None:
             return
@@ -254,27 +259,39 @@ class Drafter:
                 trace.add(num_preemptions=1)
         places: list[Place] = []
         rows: list[int] = []
+        num_masks: list[int] = []
+        ended: list[DraftSession] = []  # of which committed tokens were computed, in the middle of a block
         for item in output.items:
             session, head = self._branches.owner(item.seq)
             if session.trace is not None:
                 trace_step(session.trace, started_s, item.completes)
-            if item.completes and not head.is_over and session.max_chain != 0:
+            if item.completes and head.is_over:
+                ended.append(session)
+            elif item.completes and session.max_chain != 0:
                 places.append((session, head))
-                rows.append(item.rows.stop - 1)
-        drafted = self._draft(places, rows, output, started_s) if places else [0]
+                rows.append(item.rows.stop - 1 - item.tree_nodes)
+                num_masks.append(item.tree_nodes)
+        drafted = self._draft(places, rows, num_masks, output, started_s) if places else [0]
+        for session in ended:
+            self._isolated(session, self._plan)
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, sum(drafted), self._step_s / len(drafted))
         self.num_rounds = len(drafted) if places else 0
 
-    def _draft(self, places: list[Place], rows: list[int], output: StepOutput, started_s: float) -> list[int]:
-        """Guess a token at each place and hang it, then what was drawn ahead; send what is due when all of it hangs.
+    def _draft(
+        self, places: list[Place], rows: list[int], num_masks: list[int], output: StepOutput, started_s: float
+    ) -> list[int]:
+        """Guess a token at each place and hang it, then what was drawn ahead, or what masks say; send what is due when
+        all of it hangs.
 
         Returns how many guesses were hung, round by round.
         """
-        drawn = self._draw_ahead(places, rows, output) or [self._guess(places, rows, output)]
-        draft_us = microseconds((time.monotonic() - started_s) / len(drawn))
+        drawn = self._draw_ahead(places, rows, output)
+        num_rounds = 1 + max(num_masks) if drawn is None else len(drawn)
+        draft_us = microseconds((time.monotonic() - started_s) / num_rounds)
         drafted: list[int] = []
-        for guesses in self._ahead.due(drawn):
+        rounds = self._rounds(places, rows, num_masks, output) if drawn is None else self._ahead.due(drawn)
+        for guesses in rounds:
             drafted.append(len(guesses))
             self._grow(guesses, draft_us)
             for session in {id(session): session for (session, _), _ in guesses}.values():
@@ -283,6 +300,12 @@ class Drafter:
         for session in {id(session): session for session, _ in places}.values():
             self._isolated(session, self._send_due)
         return drafted
+
+    def _rounds(
+        self, places: list[Place], rows: list[int], num_masks: list[int], output: StepOutput
+    ) -> Iterator[Round]:
+        for number, going in enumerate(rounds_of(places, num_masks)):
+            yield self._guess([places[i] for i in going], [rows[i] + number for i in going], output)
 
     def _draw_ahead(self, places: list[Place], rows: list[int], output: StepOutput) -> list[Round] | None:
         num_branches = self.growth.num_branches(len(self._host.sessions))

@@ -16,6 +16,7 @@ from specdec.engine.drawing import DrawingDecoder
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
+from specdec.engine.model.files import parallel_mask
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
@@ -55,6 +56,8 @@ class BuiltEngine:
     """What heads over hidden states sit on; None where no model runs."""
     model: ModelRunner | None = None
     """What runs the model in this process; None where none runs."""
+    mask_token_id: int | None = None
+    """Of a draft that says several tokens in one pass: what stands for one that is not known yet."""
 
 
 def build_engine(
@@ -99,12 +102,15 @@ def build_engine(
     info = pb.GetReplicaInfoResponse(
         identity=identity, version=__version__, max_message_bytes=settings.max_message_bytes
     )
+    mask_token_id = None
+    if isinstance(settings, DraftSettings):
+        mask_token_id = parallel_mask(settings.model, settings.revision, settings.parallel_drafting, runner.num_logits)
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
-    fused = runner.fused if sampler.is_native and ranks is None else None
+    fused = runner.fused if sampler.is_native and ranks is None and mask_token_id is None else None
     drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
     engine = Engine(steps, pool, scheduler)
     heads = HeadTarget(runner, engine, sampler)
-    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads, runner)
+    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads, runner, mask_token_id)
 
 
 def _grammars(runner: ModelRunner) -> GrammarCompiler | None:

@@ -101,6 +101,7 @@ def translate(
         drawing=None,  # draws by the draft's own ids
         grammars=grammars,
         heads=None,
+        mask_token_id=None if built.mask_token_id is None else vocabulary.joint_ids[built.mask_token_id],
     )
     return Translated(adapted, method, vocabulary, ours.tokens, theirs.tokens)
 

@@ -18,11 +18,12 @@ from specdec.shipped_pair import shipped_pair
 _EMBEDDING = "model.embed_tokens.weight"
 
 
-def permuted_draft(folder: Path, seed: int = 3) -> Path:
-    """The shipped draft with its ids in another order: the same tokens, the same distributions."""
-    order = list(range(4096))
+def permuted_draft(folder: Path, seed: int = 3, base: Path | None = None) -> Path:
+    """A draft, the shipped one unless given, with its ids in another order: the same tokens and distributions."""
+    config = json.loads(((base or _shipped_draft()) / "config.json").read_text())
+    order = list(range(config["vocab_size"]))
     random.Random(seed).shuffle(order)
-    return _with_ids(folder, order, lambda vocabulary, merges: (vocabulary, merges))
+    return _with_ids(folder, order, lambda vocabulary, merges: (vocabulary, merges), base)
 
 
 def draft_with_fewer_tokens(folder: Path, num_tokens: int) -> Path:
@@ -50,7 +51,7 @@ def draft_of_another_family(folder: Path, texts: Iterable[str], num_tokens: int 
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    weights, config = _shipped(folder)
+    weights, config = _copied(folder)
     generator = torch.Generator().manual_seed(5)
     rows = torch.randint(0, 4096, (tokenizer.get_vocab_size(),), generator=generator)
     weights[_EMBEDDING] = weights[_EMBEDDING][rows].contiguous()
@@ -63,9 +64,10 @@ def _with_ids(
     folder: Path,
     order: list[int],
     cut: Callable[[dict[str, int], list[Any]], tuple[dict[str, int], list[Any]]],
+    base: Path | None = None,
 ) -> Path:
     """`order` has of each new id the one that it was."""
-    weights, config = _shipped(folder)
+    weights, config = _copied(folder, base)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     new = {old: index for index, old in enumerate(order)}
     model = tokenizer["model"]
@@ -77,16 +79,21 @@ def _with_ids(
         token["ids"] = [new[token_id] for token_id in token["ids"]]
     weights[_EMBEDDING] = weights[_EMBEDDING][torch.tensor(order)].contiguous()
     config["vocab_size"] = len(order)
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        config[name] = new[config[name]]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "pard_token"):
+        if name in config:
+            config[name] = new[config[name]]
     _write(folder, tokenizer, weights, config)
     return folder
 
 
-def _shipped(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _shipped_draft() -> Path:
     pair = shipped_pair()
     assert pair is not None
-    shutil.copytree(pair / "draft", folder)
+    return pair / "draft"
+
+
+def _copied(folder: Path, base: Path | None = None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    shutil.copytree(base or _shipped_draft(), folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     return load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
 

@@ -68,7 +68,7 @@ FLOORS = {
     "specdec.drafting": """
         growth metrics session translation
         branches commits forced guess host opening proposals trace
-        ahead
+        ahead block
         drafter
         local
     """,
