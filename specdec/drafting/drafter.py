@@ -21,12 +21,12 @@ from specdec.config import DraftSettings
 from specdec.drafting.ahead import Ahead, Round
 from specdec.drafting.block import MaskBlock, rounds_of
 from specdec.drafting.branches import Branches
-from specdec.drafting.commits import CommitConflict, num_known
+from specdec.drafting.commits import CommitConflict, check_no_commit_is_lost, num_known
 from specdec.drafting.forced import extend_forced
-from specdec.drafting.growth import GrowthPolicy
+from specdec.drafting.growth import GrowthPolicy, note_target_loads
 from specdec.drafting.guess import Guesser, Place
 from specdec.drafting.host import DraftingHost
-from specdec.drafting.metrics import DraftRecorder
+from specdec.drafting.metrics import DraftRecorder, load_report
 from specdec.drafting.opening import new_session
 from specdec.drafting.proposals import make_proposal
 from specdec.drafting.session import DraftSession, Guess, Head
@@ -138,20 +138,14 @@ class Drafter:
     def close(self, session: DraftSession) -> None:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
         if session.trace is not None:
-            trace_end(session.trace, session)
+            trace_end(session.trace, session.body.num_prompt_tokens, [head.seq for head in session.heads])
         self._grammars.drop(session)
         self._branches.free(session)
         self._recorder.closed()
 
     def owner_message(self, owner: Owner, message: Any) -> None:
         """The load that a target reported bounds how far ahead its sessions are drafted; one with no name has all."""
-        if message.HasField("target_load"):
-            for session in self._host.sessions.of(owner):
-                session.target_credit = message.target_load.draft_credit
-        if message.target_loads:
-            credits = {told.target: told.load.draft_credit for told in message.target_loads}
-            for session in self._host.sessions.of(owner):
-                session.target_credit = credits.get(session.body.target, session.target_credit)
+        note_target_loads(self._host.sessions.of(owner), message)
 
     def update_pause(self, session: DraftSession) -> None:
         """Sessions whose owner cannot be told take part in no step."""
@@ -159,27 +153,15 @@ class Drafter:
 
     def resend(self, session: DraftSession, seen: pb.AttachedSession) -> None:
         """Emit the chain again: whether the last proposal arrived is not known."""
-        if seen.committed_length != session.num_committed:
-            message = f"commits up to {seen.committed_length} were lost"
-            code, position = code_pb2.OUT_OF_RANGE, session.num_committed
-            raise SessionFailure(code, "COMMIT_GAP", message, expected_position=position)
+        check_no_commit_is_lost(session.num_committed, seen)
         self._propose(session)
 
     def load(self) -> pb.LoadReport:
         """Load of the engine; exports the gauges too."""
-        stats = self._engine.stats()
-        self._recorder.load(stats, len(self._host.sessions))
+        num_sessions = len(self._host.sessions)
+        self._recorder.load(self._engine.stats(), num_sessions)
         self._recorder.grammars(self._told_grammars)
-        return pb.LoadReport(
-            num_running=stats.running,
-            num_waiting=stats.waiting,
-            kv_blocks_used=stats.blocks_used,
-            kv_blocks_total=stats.blocks_total,
-            num_sessions=len(self._host.sessions),
-            max_sessions=self._settings.max_sessions,
-            num_waiting_tokens=self._engine.num_waiting_tokens(),
-            step_us=microseconds(self._step_s),
-        )
+        return load_report(self._engine, num_sessions, self._settings.max_sessions, self._step_s)
 
     # --- commits
 
@@ -187,7 +169,8 @@ class Drafter:
         """Make tokens final: keep the part of the tree that they confirm, roll back what they contradict."""
         committed = session.num_committed
         try:
-            new = token_ids[num_known(session, start, token_ids, self._identity.vocab_size) :]
+            held = session.heads[0].seq.token_ids
+            new = token_ids[num_known(held, committed, start, token_ids, self._identity.vocab_size) :]
         except CommitConflict:
             self._recorder.mismatch()
             raise

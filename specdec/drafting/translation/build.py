@@ -18,8 +18,8 @@ from specdec.grammar.source import CONSTRAINTS_ID
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine, check_openings
 
-LEAST_SHARE = 0.75
-"""Of the target's tokens, from which on drafting token by token is better than drafting text."""
+LEAST_SHARE = 0.4
+"""Of the target's tokens, from which on drafting token by token was found better than drafting text."""
 _LEAST_SHARED = 100
 """Fewer tokens that both have are an accident."""
 

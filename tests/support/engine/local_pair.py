@@ -23,6 +23,7 @@ from specdec.drafting.drafter import Drafter
 from specdec.drafting.local import LocalDraft
 from specdec.drafting.metrics import DraftRecorder
 from specdec.drafting.session import DraftSession
+from specdec.drafting.text.drafter import TextDrafter
 from specdec.drafting.translation.build import Translated, translate
 from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.telemetry import DraftMetrics, TargetMetrics
@@ -188,7 +189,7 @@ class LocalPair:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
         draft_recorder = DraftRecorder(DraftMetrics(CollectorRegistry()))
         self.draft_host: SessionHost[DraftSession] = self._host(self.draft_port, DRAFT_WIRE, self.draft_built)
-        self.drafter = Drafter(self.draft_host, self.draft_built, self.draft_settings, draft_recorder)
+        self.drafter: Any = self._make_drafter(draft_recorder)
         self.draft = EngineWorker(
             self.draft_port,
             DRAFT_WIRE,
@@ -225,6 +226,11 @@ class LocalPair:
         attach = pb.Attach(owner_id="test")
         self.send_target(target_pb2.VerifyRequest(attach=attach))
         self.send_draft(draft_pb2.DraftRequest(attach=attach))
+
+    def _make_drafter(self, recorder: DraftRecorder) -> Drafter | TextDrafter:
+        if self.translated is not None and self.translated.method == "text":
+            return TextDrafter(self.draft_host, self.translated, self.draft_settings, recorder)  # type: ignore[arg-type]
+        return Drafter(self.draft_host, self.draft_built, self.draft_settings, recorder)
 
     def _host(self, port: ListPort, wire: Wire, built: BuiltEngine) -> SessionHost[Any]:
         return SessionHost(port, wire, built.info.identity, session_ttl_s=60.0, limits=self.limits)  # type: ignore[arg-type]

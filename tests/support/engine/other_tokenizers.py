@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from specdec.drafting.translation.tokens import TokenBytes
 from specdec.shipped_pair import shipped_pair
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -39,7 +40,8 @@ def draft_with_fewer_tokens(folder: Path, num_tokens: int) -> Path:
 
 
 def draft_of_another_family(folder: Path, texts: Iterable[str], num_tokens: int = 500) -> Path:
-    """A model of the shipped draft's size over a small BPE of its own: other tokens, other ends, random embeddings."""
+    """A model of the shipped draft's size over a small BPE of its own: other tokens, other ends. What the
+    shipped draft has means what it means there."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -51,12 +53,37 @@ def draft_of_another_family(folder: Path, texts: Iterable[str], num_tokens: int 
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return _with_tokenizer(folder, json.loads(tokenizer.to_str()), tokenizer.get_vocab_size())
+
+
+def draft_of_pieces(folder: Path, texts: Iterable[str], num_tokens: int = 700) -> Path:
+    """The same with a tokenizer in the manner of SentencePiece: spaces are a character, and other bytes tokens."""
+    of_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=num_tokens, special_tokens=["<unk>", "<s>", "</s>", *of_bytes], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] not in of_bytes]
+    return _with_tokenizer(folder, content, tokenizer.get_vocab_size())
+
+
+def _with_tokenizer(folder: Path, tokenizer: dict[str, Any], num_tokens: int) -> Path:
     weights, config = _copied(folder)
-    generator = torch.Generator().manual_seed(5)
-    rows = torch.randint(0, 4096, (tokenizer.get_vocab_size(),), generator=generator)
+    known = TokenBytes((folder / "tokenizer.json").read_text())
+    of_bytes = {known.bytes_of(token_id): token_id for token_id in known.ids}
+    tokens = TokenBytes(json.dumps(tokenizer))
+    rows = torch.randint(0, 4096, (num_tokens,), generator=torch.Generator().manual_seed(5))
+    for token_id in tokens.ids:
+        rows[token_id] = of_bytes.get(tokens.bytes_of(token_id), int(rows[token_id]))
     weights[_EMBEDDING] = weights[_EMBEDDING][rows].contiguous()
-    config |= {"vocab_size": len(rows), "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-    _write(folder, json.loads(tokenizer.to_str()), weights, config)
+    config |= {"vocab_size": num_tokens, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    _write(folder, tokenizer, weights, config)
     return folder
 
 

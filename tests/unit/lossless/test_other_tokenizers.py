@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import MODELS, LocalPair, Outcome, open_session, prompts
-from tests.support.engine.other_tokenizers import draft_of_another_family, draft_with_fewer_tokens, permuted_draft
+from tests.support.engine.other_tokenizers import (
+    draft_of_another_family,
+    draft_of_pieces,
+    draft_with_fewer_tokens,
+    permuted_draft,
+)
 from tests.support.engine.parallel_drafts import draft_with_a_mask
 from tests.support.engine.rejection import REJECTION, check_distribution
 from tests.unit.lossless.cases import CASES
@@ -26,6 +31,10 @@ def intersecting(draft: Path, **options: Any) -> LocalPair:
     return LocalPair(draft=str(draft), draft_options={"heterogeneous_vocab": "intersection", **options})
 
 
+def by_text(draft: Path) -> LocalPair:
+    return LocalPair(draft=str(draft), draft_options={"heterogeneous_vocab": "text"})
+
+
 def training_texts() -> list[str]:
     return [(MODELS / name).read_text() for name in ("evaluate.py", "train.py", "README.md")]
 
@@ -34,6 +43,10 @@ PAIRS: dict[str, Make] = {
     "permuted": lambda folder: intersecting(permuted_draft(folder)),
     "fewer tokens": lambda folder: intersecting(draft_with_fewer_tokens(folder, 900)),
     "another family": lambda folder: intersecting(draft_of_another_family(folder, training_texts())),
+    "text, permuted": lambda folder: by_text(permuted_draft(folder)),
+    "text, fewer tokens": lambda folder: by_text(draft_with_fewer_tokens(folder, 600)),
+    "text, another family": lambda folder: by_text(draft_of_another_family(folder, training_texts())),
+    "text, pieces": lambda folder: by_text(draft_of_pieces(folder, training_texts())),
     "blocks": lambda folder: LocalPair(draft=str(draft_with_a_mask(folder))),
 }
 
@@ -112,6 +125,11 @@ def test_rejection_mode_keeps_the_distribution_over_the_shared_tokens(tmp_path: 
     """The false-alarm rate is 1e-6."""
     used = intersecting(draft_with_fewer_tokens(tmp_path / "draft", 900))
     check_distribution(used, REJECTION, 768, least_share=1 / 8)
+
+
+def test_rejection_mode_keeps_the_distribution_with_text(tmp_path: Path) -> None:
+    """Tokens are point masses. The false-alarm rate is 1e-6."""
+    check_distribution(by_text(draft_with_fewer_tokens(tmp_path / "draft", 900)), REJECTION, 768, least_share=1 / 8)
 
 
 def test_rejection_mode_keeps_the_distribution_with_blocks(tmp_path: Path) -> None:

@@ -66,9 +66,9 @@ FLOORS = {
         drafter
     """,
     "specdec.drafting": """
-        growth metrics session translation
-        branches commits forced guess host opening proposals trace
-        ahead block
+        commits growth metrics session trace translation
+        branches forced guess host opening proposals
+        ahead block text
         drafter
         local
     """,
@@ -76,6 +76,12 @@ FLOORS = {
         formats
         structural_tags
         faults
+    """,
+    "specdec.drafting.text": """
+        bridge
+        session
+        proposals
+        drafter
     """,
     "specdec.drafting.translation": """
         tokens

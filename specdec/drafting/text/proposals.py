@@ -1,0 +1,21 @@
+"""What a session drafted as a proposal: a chain of the target's tokens."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from specdec.drafting.text.session import TextSession
+from specdec.v1 import common_pb2 as pb
+
+
+def make_proposal(session: TextSession) -> pb.Proposal:
+    """All tokens that can be told; without any it says that nothing comes to mind, so that nobody waits."""
+    token_ids = session.proposed
+    proposal = pb.Proposal(start_position=session.num_committed, token_ids=token_ids, path_length=len(token_ids))
+    if session.is_rejection:
+        proposal.distributions.extend(pb.SparseDistribution(token_ids=[token], probs=[1.0]) for token in token_ids)
+        proposal.draws_afresh = True
+    else:
+        scores = islice(session.token_scores(), len(token_ids))
+        proposal.scores = bytes(round(255 * min(1.0, max(0.0, score))) for score in scores)
+    return proposal
