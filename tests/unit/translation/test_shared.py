@@ -50,8 +50,17 @@ def test_bytes_that_are_no_text_become_tokens_too(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("data", "half"),
-    [(b"", b""), (b"ab", b""), ("é".encode(), b""), (b"a\xc3", b"\xc3"), (b"\xe6\xbc", b"\xe6\xbc")]
-    + [("漢".encode(), b""), (b"x\xf0\x9f\x98", b"\xf0\x9f\x98"), ("😀".encode(), b""), (b"\x80\x80", b"")],
+    [
+        (b"", b""),
+        (b"ab", b""),
+        ("é".encode(), b""),
+        (b"a\xc3", b"\xc3"),
+        (b"\xe6\xbc", b"\xe6\xbc"),
+        ("漢".encode(), b""),
+        (b"x\xf0\x9f\x98", b"\xf0\x9f\x98"),
+        ("😀".encode(), b""),
+        (b"\x80\x80", b""),
+    ],
 )
 def test_half_characters_are_told_from_whole_ones(data: bytes, half: bytes) -> None:
     assert split_half_character(data) == (data[: len(data) - len(half)], half)
