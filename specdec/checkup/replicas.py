@@ -48,7 +48,7 @@ def _tokenizers(info: api.GetModelInfoResponse, drafts: Sequence[api.ReplicaStat
     translating = [one.identity.draft_vocabulary for one in drafts if one.identity.HasField("draft_vocabulary")]
     others = [one.address for one in drafts if one.identity.tokenizer_digest not in ("", wanted)]
     if others:
-        return failed(what, f"{', '.join(others)} has another one", "use a draft with the target's tokenizer")
+        return failed(what, f"{', '.join(others)} has another one", "set `target` of the draft, so that it translates")
     if not wanted:
         return warned(what, "the target has none to compare", "see that both models use the same token ids")
     if translating:

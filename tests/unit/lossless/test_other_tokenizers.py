@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
 
+from specdec.config import DraftSettings
+from specdec.drafting.metrics import DraftRecorder
+from specdec.engine.errors import ModelLoadError
+from specdec.telemetry import DraftMetrics
 from specdec.v1 import common_pb2 as pb
+from target_service.proposals.own_draft import build_own_draft
+from tests.support.engine.constrained import SCHEMAS, constrained
+from tests.support.engine.grammars import json_schema
 from tests.support.engine.local_pair import MODELS, LocalPair, Outcome, open_session, prompts
 from tests.support.engine.other_tokenizers import (
     draft_of_another_family,
@@ -135,6 +143,34 @@ def test_rejection_mode_keeps_the_distribution_with_text(tmp_path: Path) -> None
 def test_rejection_mode_keeps_the_distribution_with_blocks(tmp_path: Path) -> None:
     """The false-alarm rate is 1e-6."""
     check_distribution(LocalPair(draft=str(draft_with_a_mask(tmp_path / "draft"))), REJECTION, 768, least_share=1 / 16)
+
+
+def test_a_target_drafts_what_is_shared_itself(tmp_path: Path, plainly: Plainly) -> None:
+    used = intersecting(draft_with_fewer_tokens(tmp_path / "draft", 2500))
+    used.reset(own_draft=True)
+    body = open_session(prompts()[0][:40], temperature=0.7, max_tokens=48, ignore_eos=True)
+    outcome = used.run({"a": body})["a"]
+    assert outcome.num_accepted > 8
+    assert_equal(outcome, plainly(body))
+
+
+def test_a_target_drafts_no_text_itself(tmp_path: Path, pair: LocalPair) -> None:
+    draft = permuted_draft(tmp_path / "draft")
+    settings = DraftSettings(model=str(draft), heterogeneous_vocab="text", num_threads=1, num_blocks=8)
+    recorder = DraftRecorder(DraftMetrics(CollectorRegistry()))
+    with pytest.raises(ModelLoadError, match="text is for a draft service"):
+        build_own_draft(pair.target_host, pair.target_built, settings, recorder)
+
+
+@pytest.mark.parametrize("kind", ["permuted", "text, permuted"])
+def test_constraints_hold_with_drafts_of_other_tokenizers(kind: str, tmp_path: Path, plainly: Plainly) -> None:
+    used = PAIRS[kind](tmp_path / "draft")
+    for name in ("record", "enumeration", "date"):
+        body = constrained(json_schema(SCHEMAS[name]), temperature=0.7, seed=3, max_tokens=40)
+        outcome = used.run({"a": body})["a"]
+        assert_equal(outcome, plainly(body))
+        assert not outcome.rejected
+        assert not outcome.draft_errors
 
 
 def test_a_permuted_draft_of_blocks_says_the_same_blocks(tmp_path: Path, loaded_pair: LocalPair) -> None:
