@@ -31,6 +31,7 @@ from specdec.drafting.translation.build import Translated
 from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
 from specdec.v1 import common_pb2 as pb
+from specdec.worker.clamping import microseconds
 from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
 from specdec.worker.host import SessionHost
 from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
@@ -182,6 +183,7 @@ class TextDrafter:
             num_taken = num_kept - num_pieces
             session.pieces += drafted[:num_taken]
             session.drafted, session.scores = drafted[num_taken:], session.scores[num_taken:]
+            session.times_us = session.times_us[num_taken:]
             missing = session.pieces[len(session.seq.token_ids) :]
         else:
             held = [*session.pieces, *drafted]
@@ -218,12 +220,13 @@ class TextDrafter:
         computed = [(self._owners[item.seq.seq_id], item.rows.stop - 1) for item in output.items if item.completes]
         due = [(session, row) for session, row in computed if not session.is_over and session.opening.max_chain != 0]
         guesses = self._guess(due, output)
+        draft_us = microseconds(time.monotonic() - started_s)
         for session, guess in guesses:
             if guess is None:
                 self._engine.distrust(session.seq)
                 self._fail(session, non_finite_logits(NonFiniteLogits(), expected_position=session.num_committed))
             else:
-                self._isolated(session, partial(self._extend, guess=guess))
+                self._isolated(session, partial(self._extend, guess=guess, draft_us=draft_us))
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, len(guesses), self._step_s)
         for session, _ in computed:
@@ -253,9 +256,10 @@ class TextDrafter:
             return []
         return each_or_halves(due, guess, lambda place, error: self._fault(place[0], error))
 
-    def _extend(self, session: TextSession, guess: Guess) -> None:
+    def _extend(self, session: TextSession, guess: Guess, draft_us: int) -> None:
         session.drafted.append(self._bridge.piece(guess.token_id))
         session.scores.append(guess.score)
+        session.times_us.append(draft_us)
         session.written = self._bridge.written(session.token_ids, session.drafted)
         try:
             self._engine.append(session.seq, [guess.token_id])
@@ -272,11 +276,11 @@ class TextDrafter:
         if session.is_suspended:
             session.committed_at_s = None
             return
-        if session.opening.max_chain == 0:
+        if session.opening.max_chain == 0 or not session.may_step:
             return
         num_new = len(session.proposed) - (session.num_told or 0)
         is_due = num_new >= _MIN_NEW_TOKENS and not session.is_rejection
-        if is_due or (session.seq.paused and (num_new > 0 or session.num_told is None)):
+        if is_due or (session.seq.paused and session.told != (session.num_committed, len(session.proposed), True)):
             self._propose(session)
 
     def _wants_more(self, session: TextSession) -> bool:
@@ -296,13 +300,14 @@ class TextDrafter:
 
     def _propose(self, session: TextSession) -> None:
         before, token_ids = session.num_told or 0, session.proposed
-        session.told = session.num_committed, len(token_ids)
+        is_complete = session.seq.paused
+        session.told = session.num_committed, len(token_ids), is_complete
         if session.trace is not None:
             session.trace.add(num_proposals=1)
         waited_s = None if session.committed_at_s is None else time.monotonic() - session.committed_at_s
         session.committed_at_s = None
         self._recorder.proposal(len(token_ids), max(0, len(token_ids) - before), waited_s)
-        self._host.emit(session, proposal=make_proposal(session).SerializeToString())
+        self._host.emit(session, proposal=make_proposal(session, is_complete=is_complete).SerializeToString())
 
     # --- faults
 

@@ -6,12 +6,19 @@ from itertools import islice
 
 from specdec.drafting.text.session import TextSession
 from specdec.v1 import common_pb2 as pb
+from specdec.worker.clamping import uint32
 
 
-def make_proposal(session: TextSession) -> pb.Proposal:
-    """All tokens that can be told; without any it says that nothing comes to mind, so that nobody waits."""
+def make_proposal(session: TextSession, *, is_complete: bool) -> pb.Proposal:
+    """All tokens that can be told, maybe none. `is_complete`: no more will come before a commit."""
     token_ids = session.proposed
-    proposal = pb.Proposal(start_position=session.num_committed, token_ids=token_ids, path_length=len(token_ids))
+    proposal = pb.Proposal(
+        start_position=session.num_committed,
+        token_ids=token_ids,
+        path_length=len(token_ids),
+        draft_us=uint32(sum(session.times_us)),
+        is_complete=is_complete,
+    )
     if session.is_rejection:
         proposal.distributions.extend(pb.SparseDistribution(token_ids=[token], probs=[1.0]) for token in token_ids)
         proposal.draws_afresh = True

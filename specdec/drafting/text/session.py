@@ -21,7 +21,8 @@ class TextSession(EngineSession):
     """One choice while its continuation is guessed.
 
     Invariants: the tokens of `seq` are those of `pieces` and then of `drafted`, of which the last may be missing at the
-    end of the draft's context; the pieces joined are the text of `token_ids`; `scores` has one entry per piece drafted.
+    end of the draft's context; the pieces joined are the text of `token_ids`; `scores` and `times_us` have an
+    entry per piece drafted.
     """
 
     body: pb.OpenSession
@@ -37,6 +38,8 @@ class TextSession(EngineSession):
     """What is guessed to follow."""
     scores: list[float] = field(default_factory=list)
     """Estimated probability of each piece drafted that it is right if all before it are."""
+    times_us: list[int] = field(default_factory=list)
+    """Of the step that drafted each."""
     written: Written = NOTHING_WRITTEN
     """What is drafted, as the target's tokens."""
     is_over: bool = False
@@ -45,8 +48,9 @@ class TextSession(EngineSession):
     """How many draft tokens per step the target last found worth verifying; None: not told."""
     is_suspended: bool = False
     """Nobody wants proposals now: nothing is computed, not even what is committed."""
-    told: tuple[int, int] | None = None
-    """Committed tokens and length of the last proposal; None: nothing was proposed."""
+    told: tuple[int, int, bool] | None = None
+    """Committed tokens and length of the last proposal, and whether it was to be the last before a commit; None:
+    nothing was proposed."""
     committed_at_s: float | None = None
     """When the last commit arrived, until a proposal answers it."""
 
@@ -100,7 +104,8 @@ class TextSession(EngineSession):
 
     def forget_drafted(self) -> None:
         """Nothing is drafted; the sequence is the caller's business."""
-        self.drafted, self.scores, self.written, self.is_over = [], [], NOTHING_WRITTEN, False
+        self.drafted, self.scores, self.times_us = [], [], []
+        self.written, self.is_over = NOTHING_WRITTEN, False
 
     def token_scores(self) -> Iterator[float]:
         """Of each token that is written: of the pieces that begin in it, all must be right."""
