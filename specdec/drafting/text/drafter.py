@@ -9,7 +9,7 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from specdec.drafting.metrics import DraftRecorder, load_report
 from specdec.drafting.opening import read_opening
 from specdec.drafting.session import Guess
 from specdec.drafting.text.bridge import LOOK_BACK, TextBridge
+from specdec.drafting.text.following import follow, num_equal
 from specdec.drafting.text.proposals import make_proposal
 from specdec.drafting.text.session import TextSession
 from specdec.drafting.trace import trace_end, trace_step
@@ -158,12 +159,12 @@ class TextDrafter:
             self._recorder.stale_commit()
             self._plan(session)
             return
-        found = _num_equal(session.written.token_ids, new)
+        found = num_equal(session.written.token_ids, new)
         if session.trace is not None:
             session.trace.add(num_commits=1, num_tokens=len(new), num_accepted=found)
         num_drafted = len(session.written.token_ids)
         try:
-            self._follow(session, new)
+            follow(self._engine, self._bridge, session, new)
         except EngineError as error:
             code, reason = code_pb2.OUT_OF_RANGE, "DRAFT_CONTEXT_END"
             raise SessionFailure(code, reason, str(error), expected_position=committed) from error
@@ -171,33 +172,6 @@ class TextDrafter:
         session.opening.history.append(new)
         session.committed_at_s = time.monotonic()
         self._plan(session)
-
-    def _follow(self, session: TextSession, new: list[int]) -> None:
-        """Take over committed tokens: what of the draft's pieces they confirm stays."""
-        num_pieces = len(session.pieces)
-        num_kept, written = self._bridge.follow(
-            session.pieces, session.drafted, new, max(1, session.seq.num_final_tokens)
-        )
-        drafted = session.drafted
-        if num_kept > num_pieces and not written:  # the drafted text goes on behind what was committed
-            num_taken = num_kept - num_pieces
-            session.pieces += drafted[:num_taken]
-            session.drafted, session.scores = drafted[num_taken:], session.scores[num_taken:]
-            session.times_us = session.times_us[num_taken:]
-            missing = session.pieces[len(session.seq.token_ids) :]
-        else:
-            held = [*session.pieces, *drafted]
-            session.pieces = [*held[:num_kept], *written]
-            session.forget_drafted()
-            num_held = min(num_kept, len(session.seq.token_ids))
-            self._engine.rollback(session.seq, num_held)
-            missing = session.pieces[num_held:]
-        if missing:
-            self._engine.append(session.seq, [joint_id for joint_id, _ in missing])
-        session.token_ids += new
-        session.is_over &= bool(session.drafted)
-        session.written = self._bridge.written(session.token_ids, session.drafted)
-        self._engine.finalize(session.seq, max(session.seq.num_final_tokens, len(session.pieces) - LOOK_BACK))
 
     # --- steps
 
@@ -327,8 +301,3 @@ class TextDrafter:
         if session.seq.seq_id in self._owners:
             self.close(session)
             self._host.failed(session, failure)
-
-
-def _num_equal(drafted: Sequence[int], committed: Sequence[int]) -> int:
-    pairs = zip(drafted, committed, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(committed)))

@@ -80,7 +80,7 @@ FLOORS = {
     "specdec.drafting.text": """
         bridge
         session
-        proposals
+        following proposals
         drafter
     """,
     "specdec.drafting.translation": """
