@@ -45,6 +45,7 @@ def _split_commas(value: Any) -> Any:
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
 VerifyModeName = Literal["coupled", "rejection"]
 RejectionMethodName = Literal["standard", "block"]
+HeterogeneousVocab = Literal["auto", "intersection", "text"]
 _SAME_FOR_OWN_DRAFT = (
     "device", "native", "self_test", "max_sessions", "max_batch_seqs",
     "max_draft_tokens", "max_proposal_nodes", "verify_mode",
@@ -207,7 +208,18 @@ class DraftSettings(ReplicaSettings, ClientSettings):
     )
     target: Address | None = Field(
         default=None,
-        description="With drafters: a target, host:port, whose tokenizer and limits they take at the start.",
+        description="With drafters, or a model of another tokenizer: a target, host:port, whose tokenizer and limits "
+        "are taken at the start.",
+    )
+    heterogeneous_vocab: HeterogeneousVocab = Field(
+        default="auto",
+        description="For a model whose tokenizer is not the target's: intersection drafts tokens that both have, text "
+        "tokenizes anew what is committed and drafted; auto takes the first where enough is shared.",
+    )
+    parallel_drafting: bool | None = Field(
+        default=None,
+        description="Draft max_draft_tokens in one pass, with mask tokens (PARD); null: where the model's config names "
+        "a mask token.",
     )
     max_ahead_tokens: int = Field(
         default=16, ge=1, le=64, description="How far past the last committed token it may draft."
@@ -241,8 +253,8 @@ class DraftSettings(ReplicaSettings, ClientSettings):
     def _check_source(self) -> Self:
         if bool(self.model) == bool(self.drafters):
             raise ValueError("give either model or drafters")
-        if bool(self.drafters) != (self.target is not None):
-            raise ValueError("target: with drafters, and only then")
+        if self.drafters and self.target is None:
+            raise ValueError("target: drafters need one")
         return self
 
 

@@ -269,7 +269,7 @@ class Fleet:
             raise IncompatibleReplica(
                 f"the draft {identity.name} has another tokenizer ({identity.tokenizer_digest or 'unknown'}) "
                 f"than the target {served.name} ({served.tokenizer_digest or 'unknown'}): "
-                "decoding goes on without it"
+                "decoding goes on without it, unless `target` of the draft is set, so that it translates"
             )
 
     async def check_target(self, link: TargetLink, identity: pb.ModelIdentity) -> None:

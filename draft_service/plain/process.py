@@ -8,7 +8,7 @@ from prometheus_client import REGISTRY
 from draft_service.plain.recorder import PlainRecorder
 from draft_service.plain.role import PlainDrafting
 from draft_service.plain.session import PlainSession
-from draft_service.plain.target_facts import NoTargetFacts, TargetFacts, ask_target
+from draft_service.target_facts import NoTargetFacts, TargetFacts, ask_target
 from specdec import __version__
 from specdec.config import DraftSettings
 from specdec.drafters.interface import Drafter

@@ -45,11 +45,17 @@ def _states(status: api.GetStatusResponse) -> Finding:
 
 def _tokenizers(info: api.GetModelInfoResponse, drafts: Sequence[api.ReplicaStatus]) -> Finding:
     what, wanted = "tokenizers are equal by content", info.target.tokenizer_digest
+    translating = [one.identity.draft_vocabulary for one in drafts if one.identity.HasField("draft_vocabulary")]
     others = [one.address for one in drafts if one.identity.tokenizer_digest not in ("", wanted)]
     if others:
-        return failed(what, f"{', '.join(others)} has another one", "use a draft with the target's tokenizer")
+        return failed(what, f"{', '.join(others)} has another one", "set `target` of the draft, so that it translates")
     if not wanted:
         return warned(what, "the target has none to compare", "see that both models use the same token ids")
+    if translating:
+        least = min(translating, key=lambda one: one.num_shared)
+        shared = f"{least.num_shared} of {least.num_target} tokens are the draft's, too"
+        do = "a draft with the target's tokenizer is right more often; acceptance below says whether this one pays"
+        return warned(what, f"{len(translating)} of {len(drafts)} drafts translate ({least.method}): {shared}", do)
     return passed(what, f"{wanted[:12]}, {info.target.vocab_size} tokens")
 
 

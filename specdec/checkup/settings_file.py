@@ -99,9 +99,8 @@ def _models(models: Mapping[str, str], *, has_draft: bool) -> Iterator[Finding]:
     digests = {role: read_tokenizer(folder).digest for role, folder in folders.items()}
     what = "tokenizers are equal by content"
     if digests["target"] != digests["draft"]:
-        yield failed(
-            what, f"{digests['target'][:12]} and {digests['draft'][:12]}", "use a draft with the target's tokenizer"
-        )
+        told = f"{digests['target'][:12]} and {digests['draft'][:12]}: the draft translates"
+        yield warned(what, told, "a draft with the target's tokenizer is right more often")
     else:
         yield passed(what, digests["target"][:12])
     lengths = {role: _context(folder) for role, folder in folders.items()}

@@ -83,7 +83,7 @@ def tune(
         progress.tell("looking for the models")
         digests = [_tokenizer_digest(model) for model in (target_model, draft_model)]
         if digests[0] != digests[1]:
-            raise ClusterFailed(f"{draft_model} has another tokenizer than {target_model}: it cannot draft for it")
+            raise ClusterFailed(f"{draft_model} has another tokenizer than {target_model}: such pairs are not tuned")
         used = own or prompts_for(digests[0])
         notes.print(f"prompts: {used.source}; {min(num_prompts, len(used.prompts))} are used", markup=False)
         questions = Questions(

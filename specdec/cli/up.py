@@ -159,7 +159,8 @@ def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, cons
     if wish != "auto":
         return wish
     is_pair = plan.num_targets == 1 and plan.num_drafts == 1 and "drafters" not in plan.draft_settings
-    if device_kind(plan.device) != "cpu" or not is_pair:
+    drafts_text = plan.draft_settings.get("heterogeneous_vocab") == "text"  # for which it needs a service
+    if device_kind(plan.device) != "cpu" or not is_pair or drafts_text:
         return "apart"
     with console.status("measuring") as status:
 

@@ -32,6 +32,10 @@ class Branches:
         """Heads for which a step has something to compute."""
         return [head for _, head in self._owners.values() if head.seq.is_ready]
 
+    def ready_places(self) -> list[tuple[DraftSession, Head]]:
+        """The same, each with its session."""
+        return [owner for owner in self._owners.values() if owner[1].seq.is_ready]
+
     def ready(self) -> list[DraftSession]:
         """The sessions for which a step has something to compute."""
         return list({id(owner): owner for owner, head in self._owners.values() if head.seq.is_ready}.values())

@@ -12,20 +12,21 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from google.rpc import code_pb2
 
 from specdec.config import DraftSettings
 from specdec.drafting.ahead import Ahead, Round
+from specdec.drafting.block import MaskBlock, rounds_of
 from specdec.drafting.branches import Branches
-from specdec.drafting.commits import CommitConflict, num_known
+from specdec.drafting.commits import CommitConflict, check_no_commit_is_lost, num_known
 from specdec.drafting.forced import extend_forced
-from specdec.drafting.growth import GrowthPolicy
+from specdec.drafting.growth import GrowthPolicy, note_target_loads
 from specdec.drafting.guess import Guesser, Place
 from specdec.drafting.host import DraftingHost
-from specdec.drafting.metrics import DraftRecorder
+from specdec.drafting.metrics import DraftRecorder, load_report
 from specdec.drafting.opening import new_session
 from specdec.drafting.proposals import make_proposal
 from specdec.drafting.session import DraftSession, Guess, Head
@@ -71,6 +72,8 @@ class Drafter:
         max_model_len = built.info.identity.max_model_len
         self._branches = Branches(built.engine, max_model_len)
         self._ahead = Ahead(built.engine, self._branches, built.drawing, settings.num_siblings, max_model_len)
+        mask = built.mask_token_id
+        self._block = None if mask is None else MaskBlock(mask, settings.max_draft_tokens)
         self._step_s = 0.0
         self.num_rounds = 0
         """Of guesses, in the last step."""
@@ -135,20 +138,14 @@ class Drafter:
     def close(self, session: DraftSession) -> None:
         """Free the sequences; full blocks of committed tokens stay in the prefix cache."""
         if session.trace is not None:
-            trace_end(session.trace, session)
+            trace_end(session.trace, session.body.num_prompt_tokens, [head.seq for head in session.heads])
         self._grammars.drop(session)
         self._branches.free(session)
         self._recorder.closed()
 
     def owner_message(self, owner: Owner, message: Any) -> None:
         """The load that a target reported bounds how far ahead its sessions are drafted; one with no name has all."""
-        if message.HasField("target_load"):
-            for session in self._host.sessions.of(owner):
-                session.target_credit = message.target_load.draft_credit
-        if message.target_loads:
-            credits = {told.target: told.load.draft_credit for told in message.target_loads}
-            for session in self._host.sessions.of(owner):
-                session.target_credit = credits.get(session.body.target, session.target_credit)
+        note_target_loads(self._host.sessions.of(owner), message)
 
     def update_pause(self, session: DraftSession) -> None:
         """Sessions whose owner cannot be told take part in no step."""
@@ -156,27 +153,15 @@ class Drafter:
 
     def resend(self, session: DraftSession, seen: pb.AttachedSession) -> None:
         """Emit the chain again: whether the last proposal arrived is not known."""
-        if seen.committed_length != session.num_committed:
-            message = f"commits up to {seen.committed_length} were lost"
-            code, position = code_pb2.OUT_OF_RANGE, session.num_committed
-            raise SessionFailure(code, "COMMIT_GAP", message, expected_position=position)
+        check_no_commit_is_lost(session.num_committed, seen)
         self._propose(session)
 
     def load(self) -> pb.LoadReport:
         """Load of the engine; exports the gauges too."""
-        stats = self._engine.stats()
-        self._recorder.load(stats, len(self._host.sessions))
+        num_sessions = len(self._host.sessions)
+        self._recorder.load(self._engine.stats(), num_sessions)
         self._recorder.grammars(self._told_grammars)
-        return pb.LoadReport(
-            num_running=stats.running,
-            num_waiting=stats.waiting,
-            kv_blocks_used=stats.blocks_used,
-            kv_blocks_total=stats.blocks_total,
-            num_sessions=len(self._host.sessions),
-            max_sessions=self._settings.max_sessions,
-            num_waiting_tokens=self._engine.num_waiting_tokens(),
-            step_us=microseconds(self._step_s),
-        )
+        return load_report(self._engine, num_sessions, self._settings.max_sessions, self._step_s)
 
     # --- commits
 
@@ -184,7 +169,8 @@ class Drafter:
         """Make tokens final: keep the part of the tree that they confirm, roll back what they contradict."""
         committed = session.num_committed
         try:
-            new = token_ids[num_known(session, start, token_ids, self._identity.vocab_size) :]
+            held = session.heads[0].seq.token_ids
+            new = token_ids[num_known(held, committed, start, token_ids, self._identity.vocab_size) :]
         except CommitConflict:
             self._recorder.mismatch()
             raise
@@ -246,6 +232,8 @@ class Drafter:
         self.num_rounds = 0
         started_s = time.monotonic()
         only = self._turn()
+        if self._block is not None:
+            self._block.hang(self._branches.ready_places(), self.growth)
         output = self._steps.step(lambda seq, error: self._fault(self._branches.owner(seq)[0], error), only)
         if output is None:
             return
@@ -254,27 +242,39 @@ class Drafter:
                 trace.add(num_preemptions=1)
         places: list[Place] = []
         rows: list[int] = []
+        num_masks: list[int] = []
+        ended: list[DraftSession] = []  # of which committed tokens were computed, in the middle of a block
         for item in output.items:
             session, head = self._branches.owner(item.seq)
             if session.trace is not None:
                 trace_step(session.trace, started_s, item.completes)
-            if item.completes and not head.is_over and session.max_chain != 0:
+            if item.completes and head.is_over:
+                ended.append(session)
+            elif item.completes and session.max_chain != 0:
                 places.append((session, head))
-                rows.append(item.rows.stop - 1)
-        drafted = self._draft(places, rows, output, started_s) if places else [0]
+                rows.append(item.rows.stop - 1 - item.tree_nodes)
+                num_masks.append(item.tree_nodes)
+        drafted = self._draft(places, rows, num_masks, output, started_s) if places else [0]
+        for session in ended:
+            self._isolated(session, self._plan)
         self._step_s = time.monotonic() - started_s
         self._recorder.step(output, sum(drafted), self._step_s / len(drafted))
         self.num_rounds = len(drafted) if places else 0
 
-    def _draft(self, places: list[Place], rows: list[int], output: StepOutput, started_s: float) -> list[int]:
-        """Guess a token at each place and hang it, then what was drawn ahead; send what is due when all of it hangs.
+    def _draft(
+        self, places: list[Place], rows: list[int], num_masks: list[int], output: StepOutput, started_s: float
+    ) -> list[int]:
+        """Guess a token at each place and hang it, then what was drawn ahead, or what masks say; send what is due when
+        all of it hangs.
 
         Returns how many guesses were hung, round by round.
         """
-        drawn = self._draw_ahead(places, rows, output) or [self._guess(places, rows, output)]
-        draft_us = microseconds((time.monotonic() - started_s) / len(drawn))
+        drawn = self._draw_ahead(places, rows, output)
+        num_rounds = 1 + max(num_masks) if drawn is None else len(drawn)
+        draft_us = microseconds((time.monotonic() - started_s) / num_rounds)
         drafted: list[int] = []
-        for guesses in self._ahead.due(drawn):
+        rounds = self._rounds(places, rows, num_masks, output) if drawn is None else self._ahead.due(drawn)
+        for guesses in rounds:
             drafted.append(len(guesses))
             self._grow(guesses, draft_us)
             for session in {id(session): session for (session, _), _ in guesses}.values():
@@ -283,6 +283,12 @@ class Drafter:
         for session in {id(session): session for session, _ in places}.values():
             self._isolated(session, self._send_due)
         return drafted
+
+    def _rounds(
+        self, places: list[Place], rows: list[int], num_masks: list[int], output: StepOutput
+    ) -> Iterator[Round]:
+        for number, going in enumerate(rounds_of(places, num_masks)):
+            yield self._guess([places[i] for i in going], [rows[i] + number for i in going], output)
 
     def _draw_ahead(self, places: list[Place], rows: list[int], output: StepOutput) -> list[Round] | None:
         num_branches = self.growth.num_branches(len(self._host.sessions))

@@ -1,9 +1,12 @@
-"""How far, and where, a draft grows its tree of guesses: pure functions."""
+"""How far, and where, a draft grows its tree of guesses."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+from specdec.v1 import common_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +72,22 @@ class GrowthPolicy:
     def is_worth_sending(self, num_unsent_steps: int) -> bool:
         """Whether to send what no proposal has carried yet, while the tree still grows."""
         return num_unsent_steps >= self.min_new_steps
+
+
+class Credited(Protocol):
+    """A session whose target says how much is worth drafting."""
+
+    body: pb.OpenSession
+    target_credit: int | None
+
+
+def note_target_loads(sessions: Iterable[Credited], message: Any) -> None:
+    """The load that a target reported bounds how far ahead its sessions are drafted; one with no name has all."""
+    held = list(sessions)
+    if message.HasField("target_load"):
+        for session in held:
+            session.target_credit = message.target_load.draft_credit
+    if message.target_loads:
+        credits = {told.target: told.load.draft_credit for told in message.target_loads}
+        for session in held:
+            session.target_credit = credits.get(session.body.target, session.target_credit)

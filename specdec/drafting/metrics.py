@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from specdec.engine.engine import Engine
 from specdec.engine.outputs import EngineStats, StepOutput
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.telemetry import DraftMetrics, Tallies
 from specdec.v1 import common_pb2 as pb
+from specdec.worker.clamping import microseconds
 from specdec.worker.engine_gauges import EngineGauges
 
 
@@ -77,3 +79,18 @@ class DraftRecorder:
         self._tallies.observe(self._metrics.proposal_tokens, num_tokens)
         if waited_s is not None:
             self._tallies.observe(self._metrics.draft_seconds, waited_s)
+
+
+def load_report(engine: Engine, num_sessions: int, max_sessions: int, step_s: float) -> pb.LoadReport:
+    """How loaded a draft is; `step_s` is what its last step took."""
+    stats = engine.stats()
+    return pb.LoadReport(
+        num_running=stats.running,
+        num_waiting=stats.waiting,
+        kv_blocks_used=stats.blocks_used,
+        kv_blocks_total=stats.blocks_total,
+        num_sessions=num_sessions,
+        max_sessions=max_sessions,
+        num_waiting_tokens=engine.num_waiting_tokens(),
+        step_us=microseconds(step_s),
+    )

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from specdec.config import DraftSettings
 from specdec.drafting.session import DraftSession
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.sampling_params import VerifyMode
+from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.opening import check_open, sampling_params, verify_mode
 from specdec.worker.sessions import Owner
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What a checked OpenSession asks for."""
+
+    params: SamplingParams
+    mode: VerifyMode
+    history: TokenHistory
+    max_chain: int | None
+    """As `DraftSession.max_chain`."""
+
+
+def read_opening(body: pb.OpenSession, identity: pb.ModelIdentity, settings: DraftSettings) -> Opening:
+    """Check an OpenSession.
+
+    Raises:
+        SessionFailure: a field is out of range; names it.
+    """
+    check_open(
+        body,
+        vocab_size=identity.vocab_size,
+        max_model_len=identity.max_model_len,
+        eos_token_ids=identity.eos_token_ids,
+    )
+    params = sampling_params(body, tuple(identity.eos_token_ids))
+    history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
+    history.append(body.token_ids[body.num_prompt_tokens :])
+    mode = verify_mode(body, params, VerifyMode(settings.verify_mode))
+    wanted = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
+    # In rejection mode the chain is as long as this says; in coupled mode the growth policy keeps to the same settings.
+    limit = min(wanted, settings.max_draft_tokens, settings.max_proposal_nodes, settings.max_ahead_tokens)
+    return Opening(params, mode, history, limit if mode is VerifyMode.REJECTION or limit == 0 else None)
 
 
 def new_session(
@@ -28,29 +63,17 @@ def new_session(
     Raises:
         SessionFailure: a field is out of range; names it.
     """
-    check_open(
-        body,
-        vocab_size=identity.vocab_size,
-        max_model_len=identity.max_model_len,
-        eos_token_ids=identity.eos_token_ids,
-    )
-    params = sampling_params(body, tuple(identity.eos_token_ids))
-    history = TokenHistory(body.token_ids[: body.num_prompt_tokens])
-    history.append(body.token_ids[body.num_prompt_tokens :])
-    mode = verify_mode(body, params, VerifyMode(settings.verify_mode))
-    wanted = body.max_draft_tokens if body.HasField("max_draft_tokens") else settings.max_draft_tokens
-    # In rejection mode the chain is as long as this says; in coupled mode the growth policy keeps to the same settings.
-    limit = min(wanted, settings.max_draft_tokens, settings.max_proposal_nodes, settings.max_ahead_tokens)
+    opening = read_opening(body, identity, settings)
     return DraftSession(
         session_id=session_id,
         epoch=epoch,
         owner=owner,
         body=body,
-        params=params,
-        mode=mode,
-        history=history,
+        params=opening.params,
+        mode=opening.mode,
+        history=opening.history,
         num_committed=len(body.token_ids),
         chain_start=len(body.token_ids),
-        max_chain=limit if mode is VerifyMode.REJECTION or limit == 0 else None,
+        max_chain=opening.max_chain,
         committed_at_s=now_s,
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from specdec.drafting.session import DraftSession
+from collections.abc import Sequence
+
+from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.worker.trace import SessionTrace
 
 
@@ -14,11 +16,11 @@ def trace_step(trace: SessionTrace, started_at_s: float, completes: bool) -> Non
         trace.prefilled()
 
 
-def trace_end(trace: SessionTrace, session: DraftSession) -> None:
-    """Add what is known at the end, while the session still holds its sequences."""
+def trace_end(trace: SessionTrace, num_prompt_tokens: int, sequences: Sequence[EngineSequence]) -> None:
+    """Add what is known at the end, while the session still holds its sequences, the main one first."""
     trace.add(
-        num_prompt_tokens=session.body.num_prompt_tokens,
-        num_cached_tokens=session.heads[0].seq.num_cached_tokens,
-        num_kv_blocks=sum(len(head.seq.block_ids) for head in session.heads),
+        num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=sequences[0].num_cached_tokens,
+        num_kv_blocks=sum(len(seq.block_ids) for seq in sequences),
         num_preemptions=0,
     )

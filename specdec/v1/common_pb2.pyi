@@ -160,6 +160,7 @@ class ModelIdentity(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     CONSTRAINTS_ID_FIELD_NUMBER: _builtins.int
+    DRAFT_VOCABULARY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name clients use."""
     revision: _builtins.str
@@ -192,6 +193,10 @@ class ModelIdentity(_message.Message):
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ids that end a sequence."""
 
+    @_builtins.property
+    def draft_vocabulary(self) -> Global___DraftVocabulary:
+        """Of a draft whose own tokenizer is not the target's: how it comes to the target's token ids, which are those of the identity. Absent: they are its own."""
+
     def __init__(
         self,
         *,
@@ -209,14 +214,49 @@ class ModelIdentity(_message.Message):
         dtype: _builtins.str = ...,
         device: _builtins.str = ...,
         constraints_id: _builtins.str = ...,
+        draft_vocabulary: Global___DraftVocabulary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draft_vocabulary", b"draft_vocabulary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "constraints_id", b"constraints_id", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "numerics_id", b"numerics_id", "revision", b"revision", "row_invariant", b"row_invariant", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "constraints_id", b"constraints_id", "device", b"device", "draft_vocabulary", b"draft_vocabulary", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "num_parameters", b"num_parameters", "numerics_id", b"numerics_id", "revision", b"revision", "row_invariant", b"row_invariant", "tokenizer_digest", b"tokenizer_digest", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelIdentity: _TypeAlias = ModelIdentity  # noqa: Y015
+
+@_typing.final
+class DraftVocabulary(_message.Message):
+    """How a draft with another tokenizer takes and gives the target's token ids."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    NUM_SHARED_FIELD_NUMBER: _builtins.int
+    NUM_TARGET_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    """intersection: token for token, where both have it; text: what is committed is tokenized anew, as is what is drafted."""
+    num_shared: _builtins.int
+    """Tokens of the target that the draft has, too."""
+    num_target: _builtins.int
+    """Tokens of the target."""
+    tokenizer_digest: _builtins.str
+    """Digest of the draft's own tokenizer."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        num_shared: _builtins.int = ...,
+        num_target: _builtins.int = ...,
+        tokenizer_digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "num_shared", b"num_shared", "num_target", b"num_target", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftVocabulary: _TypeAlias = DraftVocabulary  # noqa: Y015
 
 @_typing.final
 class TextChoices(_message.Message):

@@ -16,6 +16,7 @@ from specdec.engine.drawing import DrawingDecoder
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
+from specdec.engine.model.files import parallel_mask
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
@@ -53,6 +54,10 @@ class BuiltEngine:
     """Compiles constraints; None where the tokenizer allows none."""
     heads: HeadTarget | None = None
     """What heads over hidden states sit on; None where no model runs."""
+    model: ModelRunner | None = None
+    """What runs the model in this process; None where none runs."""
+    mask_token_id: int | None = None
+    """Of a draft that says several tokens in one pass: what stands for one that is not known yet."""
 
 
 def build_engine(
@@ -91,18 +96,21 @@ def build_engine(
         device=str(runner.device),
         constraints_id="" if grammars is None else CONSTRAINTS_ID,
     )
-    _check_openings(identity, settings.max_message_bytes)
+    check_openings(identity, settings.max_message_bytes)
     if port is not None:
         _send_tokenizer(runner, port)
     info = pb.GetReplicaInfoResponse(
         identity=identity, version=__version__, max_message_bytes=settings.max_message_bytes
     )
+    mask_token_id = None
+    if isinstance(settings, DraftSettings):
+        mask_token_id = parallel_mask(settings.model, settings.revision, settings.parallel_drafting, runner.num_logits)
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
-    fused = runner.fused if sampler.is_native and ranks is None else None
+    fused = runner.fused if sampler.is_native and ranks is None and mask_token_id is None else None
     drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
     engine = Engine(steps, pool, scheduler)
     heads = HeadTarget(runner, engine, sampler)
-    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads)
+    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads, runner, mask_token_id)
 
 
 def _grammars(runner: ModelRunner) -> GrammarCompiler | None:
@@ -123,7 +131,8 @@ def most_rows(settings: EngineSettings, row_s: float) -> int:
     return min(settings.max_batch_tokens, max(settings.max_batch_seqs, int(_MOST_STEP_S / row_s)))
 
 
-def _check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:
+def check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:
+    """Raise EngineError where no message would hold a session that fills the context."""
     needed = opening_bytes(identity.max_model_len, identity.vocab_size)
     if needed > most_entry_bytes(max_message_bytes):
         raise EngineError(
@@ -149,9 +158,11 @@ def run_role(
     wire: Wire,
     service: str,
     make_role: Callable[[SessionHost[SessionT], BuiltEngine], Role[SessionT]],
+    adapt: Callable[[BuiltEngine], BuiltEngine] = lambda built: built,
 ) -> None:
     """Load the model, announce it, and run the role until the servicer goes or says stop.
 
+    `adapt` may put something between the model and the role, and raise what loading a model raises.
     With several ranks this process is rank 0, and starts the others, whose logs are those of ``service``-rank-N.
     Raises ``RankLost`` when one of them ends.
     """
@@ -162,7 +173,7 @@ def run_role(
     with contextlib.ExitStack() as stack:
         try:
             ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format, report))
-            built = build_engine(settings, port, ranks)
+            built = adapt(build_engine(settings, port, ranks))
             host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
             role = make_role(host, built)
         except (ModelNotSupported, ModelLoadError, EngineError) as error:

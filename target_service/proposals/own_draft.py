@@ -15,6 +15,7 @@ from specdec.config import DraftSettings
 from specdec.drafters.options import DRAFT_MODEL
 from specdec.drafting.local import Appetite, LocalDraft
 from specdec.drafting.metrics import DraftRecorder
+from specdec.drafting.translation.build import translate
 from specdec.engine.errors import EngineError, ModelLoadError
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine, build_engine
@@ -37,15 +38,29 @@ def build_own_draft(
     """Load a draft for a target's sessions. What the target has compiled of constraints it finds compiled.
 
     Raises:
-        ModelNotSupported, ModelLoadError: with a reason for people; it cannot be loaded, or has another tokenizer.
+        ModelNotSupported, ModelLoadError: with a reason for people; it cannot be loaded, or shares too few tokens with
+            the target.
     """
     try:
         built = build_engine(settings)
     except EngineError as error:
         raise type(error)(f"own_draft: {error}") from error
     if built.info.identity.tokenizer_digest != target.info.identity.tokenizer_digest:
-        raise ModelLoadError(f"own_draft: {settings.model} has another tokenizer than the target")
+        built = _translated(built, target, settings)
     return own_draft_of(host, replace(built, grammars=target.grammars), settings, recorder)
+
+
+def _translated(built: BuiltEngine, target: BuiltEngine, settings: DraftSettings) -> BuiltEngine:
+    if target.model is None:
+        raise ModelLoadError(f"own_draft: {settings.model} has another tokenizer than the target")
+    if settings.heterogeneous_vocab == "text":
+        raise ModelLoadError("own_draft: heterogeneous_vocab: text is for a draft service")
+    identity, tokenizer_json = target.info.identity, target.model.tokenizer_json
+    try:
+        translated = translate(built, identity, tokenizer_json, "intersection", settings.max_message_bytes)
+    except EngineError as error:
+        raise type(error)(f"own_draft: {error}") from error
+    return built if translated is None else translated.built
 
 
 def own_draft_of(

@@ -25,6 +25,7 @@ from specdec.cli.local.devices import (
     weights_bytes,
 )
 from specdec.cli.local.service_process import ServiceSpec
+from specdec.cli.local.tokenizers import may_differ
 from specdec.shipped_pair import shipped_pair
 
 Placement = Literal["apart", "together"]
@@ -95,6 +96,9 @@ def plan_services(
         # They take the tokenizer of the target that they propose to, and run no model.
         own: dict[str, object] = {"target": specs[0].address, **plan.draft_settings}
         plan = dataclasses.replace(plan, draft_model="", draft_settings=own)
+    elif _runs_drafts(plan) and may_differ(plan.target_model, plan.draft_model):
+        own = {"target": specs[0].address, **plan.draft_settings}
+        plan = dataclasses.replace(plan, draft_settings=own)
     specs += _replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment)
     addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
     replicas = {"targets": addresses["target"], "drafts": addresses["draft"]} if plan.redis_url is None else {}

@@ -179,6 +179,8 @@ def model_table(info: coordinator_pb2.GetModelInfoResponse) -> Table:
         else "none: decodes plainly"
     )
     table.add_row("draft", cell(draft))
+    if info.draft.HasField("draft_vocabulary"):
+        table.add_row("  its tokenizer", cell(vocabulary(info.draft.draft_vocabulary)))
     if info.drafters:
         table.add_row("drafters", cell(", ".join(info.drafters)))
     table.add_row("verification", _MODES.get(info.default_verify_mode, str(info.default_verify_mode)))
@@ -188,6 +190,13 @@ def model_table(info: coordinator_pb2.GetModelInfoResponse) -> Table:
     table.add_row("limits", f"{info.max_tokens_limit} output tokens, {info.max_choices} choices")
     table.add_row("chat template", "yes" if info.has_chat_template else "no")
     return table
+
+
+def vocabulary(shared: common_pb2.DraftVocabulary) -> str:
+    """Return how a draft with another tokenizer takes and gives the target's tokens, and how many it has."""
+    share = f" ({shared.num_shared / shared.num_target:.0%})" if shared.num_target else ""
+    how = {"intersection": "drafts those tokens", "text": "drafts text"}.get(shared.method, shared.method)
+    return f"another than the target's: has {shared.num_shared} of {shared.num_target} tokens{share}, {how}"
 
 
 def parameters(identity: common_pb2.ModelIdentity) -> str:

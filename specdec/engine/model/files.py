@@ -1,4 +1,4 @@
-"""A model's files: where they lie, what identifies them, which tokenizer and stop tokens they name."""
+"""A model's files: where they lie, what identifies them, which tokenizer, stop tokens and mask they name."""
 
 import hashlib
 import json
@@ -12,6 +12,7 @@ from specdec.engine.errors import ModelLoadError
 _WHOLE_FILE_BYTES = 1 << 30  # files up to here are hashed whole
 _SAMPLE_BYTES = 1 << 20
 _NUM_SAMPLES = 64
+_MASK_KEYS = ("pard_token", "ptd_token_id")  # of a config, as vLLM reads it: the first that is there counts
 _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py"]
 
 
@@ -129,3 +130,29 @@ def read_eos_token_ids(directory: Path, config_eos: int | list[int] | None) -> t
     if eos is None:
         return ()
     return tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+
+def parallel_mask(model: str, revision: str | None, wanted: bool | None, num_ids: int) -> int | None:
+    """The mask's id, as the model's config names it; None: tokens are drafted one by one.
+
+    Args:
+        model, revision: as the settings have them.
+        wanted: whether to use it; None: where there is one.
+        num_ids: rows of the embedding.
+
+    Raises:
+        ModelLoadError: it is wanted and there is none, or the embedding has no row for it.
+    """
+    if wanted is False:
+        return None
+    directory, _ = find_model_files(model, revision)
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    key = next((key for key in _MASK_KEYS if config.get(key) is not None), None)
+    if key is None:
+        if wanted:
+            raise ModelLoadError(f"parallel_drafting: the model's config has none of {', '.join(_MASK_KEYS)}")
+        return None
+    mask = config[key]
+    if not isinstance(mask, int) or isinstance(mask, bool) or not 0 <= mask < num_ids:
+        raise ModelLoadError(f"parallel_drafting: {key} is {mask!r}, no id of an embedding of {num_ids} rows")
+    return mask

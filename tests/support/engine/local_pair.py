@@ -23,6 +23,8 @@ from specdec.drafting.drafter import Drafter
 from specdec.drafting.local import LocalDraft
 from specdec.drafting.metrics import DraftRecorder
 from specdec.drafting.session import DraftSession
+from specdec.drafting.text.drafter import TextDrafter
+from specdec.drafting.translation.build import Translated, translate
 from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
@@ -153,8 +155,23 @@ class LocalPair:
         self.target_port, self.draft_port = ListPort(), ListPort()
         self.target_built = build_engine(self.target_settings, self.target_port)  # type: ignore[arg-type]
         self.draft_built = build_engine(self.draft_settings, self.draft_port)  # type: ignore[arg-type]
+        self.translated = self._translate()
+        if self.translated is not None:
+            self.draft_built = self.translated.built
         self.now_s: float | None = None
         self._start_workers()
+
+    def _translate(self) -> Translated | None:
+        """What stands between a draft and a target of another tokenizer."""
+        target, settings = self.target_built, self.draft_settings
+        assert target.model is not None
+        return translate(
+            self.draft_built,
+            target.info.identity,
+            target.model.tokenizer_json,
+            settings.heterogeneous_vocab,
+            settings.max_message_bytes,
+        )
 
     def reset(self, *, own_draft: bool = False, drafters: Sequence[DrafterOptions] = ()) -> None:
         """New workers over the same engines, whose prefix caches stay as they are. `own_draft`: the target has the
@@ -172,7 +189,7 @@ class LocalPair:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
         draft_recorder = DraftRecorder(DraftMetrics(CollectorRegistry()))
         self.draft_host: SessionHost[DraftSession] = self._host(self.draft_port, DRAFT_WIRE, self.draft_built)
-        self.drafter = Drafter(self.draft_host, self.draft_built, self.draft_settings, draft_recorder)
+        self.drafter: Any = self._make_drafter(draft_recorder)
         self.draft = EngineWorker(
             self.draft_port,
             DRAFT_WIRE,
@@ -209,6 +226,11 @@ class LocalPair:
         attach = pb.Attach(owner_id="test")
         self.send_target(target_pb2.VerifyRequest(attach=attach))
         self.send_draft(draft_pb2.DraftRequest(attach=attach))
+
+    def _make_drafter(self, recorder: DraftRecorder) -> Drafter | TextDrafter:
+        if self.translated is not None and self.translated.method == "text":
+            return TextDrafter(self.draft_host, self.translated, self.draft_settings, recorder)  # type: ignore[arg-type]
+        return Drafter(self.draft_host, self.draft_built, self.draft_settings, recorder)
 
     def _host(self, port: ListPort, wire: Wire, built: BuiltEngine) -> SessionHost[Any]:
         return SessionHost(port, wire, built.info.identity, session_ttl_s=60.0, limits=self.limits)  # type: ignore[arg-type]

@@ -52,6 +52,11 @@ def test_replicas_that_fit_together_pass_every_line() -> None:
     ("bad", "line", "outcome"),
     [
         (replica("draft", tokenizer_digest="other"), "tokenizers are equal by content", Outcome.FAIL),
+        (
+            replica("draft", draft_vocabulary=pb.DraftVocabulary(method="text", num_shared=5, num_target=9)),
+            "tokenizers are equal by content",
+            Outcome.WARN,
+        ),
         (replica("draft", max_model_len=50), "the draft's context is as long as the target's", Outcome.WARN),
         (replica("target", weights_digest="other"), "one target checkpoint and numerics", Outcome.WARN),
         (replica("draft", state="down"), "replicas are ready", Outcome.FAIL),

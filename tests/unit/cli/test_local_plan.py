@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from pydantic import ValidationError
 
 from specdec.cli.errors import ClusterFailed
 from specdec.cli.local import devices
 from specdec.cli.local.cores import CoreAssignment, assign_cores, share_cores
 from specdec.cli.local.plan import LocalPlan, describe_placement, plan_services, split_evenly, usual_placement
 from specdec.cli.local.service_process import ServiceSpec
-from specdec.config import TargetSettings, load_settings
+from specdec.config import DraftSettings, TargetSettings, load_settings
+from specdec.shipped_pair import shipped_pair
+from tests.support.services.model_pair import with_another_tokenizer
 
 ROLES = ("TARGET", "DRAFT", "COORDINATOR")
 
@@ -264,3 +269,27 @@ def test_what_is_wrong_with_a_draft_of_the_targets_own_is_named(value: str, mess
 def test_several_ranks_have_no_draft_of_their_own() -> None:
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         TargetSettings(model="T", own_draft="D", tensor_parallel_size=2)  # type: ignore[arg-type]
+
+
+def planned_draft(target: Path, draft: Path) -> ServiceSpec:
+    plan = LocalPlan(target_model=str(target), draft_model=str(draft), device="cpu")
+    (found,) = [spec for spec in plan_services(plan, environment={}) if spec.name == "draft"]
+    return found
+
+
+def test_a_draft_is_told_the_target_where_their_tokenizers_may_differ(tmp_path: Path) -> None:
+    pair = shipped_pair()
+    assert pair is not None
+    other = with_another_tokenizer(pair / "draft", tmp_path / "draft")
+    told = "--target=127.0.0.1:50052"
+    assert told in planned_draft(pair / "target", other).arguments
+    assert told in planned_draft(pair / "target", Path("an/id")).arguments
+    assert told not in planned_draft(pair / "target", pair / "draft").arguments
+
+
+def test_a_draft_with_a_model_may_have_a_target_and_drafters_must() -> None:
+    settings = DraftSettings(model="M", target="host:1")
+    assert settings.target == "host:1"
+    assert (settings.heterogeneous_vocab, settings.parallel_drafting) == ("auto", None)
+    with pytest.raises(ValidationError, match="drafters need one"):
+        DraftSettings(drafters="ngram")  # type: ignore[arg-type]

@@ -66,9 +66,9 @@ FLOORS = {
         drafter
     """,
     "specdec.drafting": """
-        growth metrics session
-        branches commits forced guess host opening proposals trace
-        ahead
+        commits growth metrics session trace translation
+        branches forced guess host opening proposals
+        ahead block text
         drafter
         local
     """,
@@ -76,6 +76,18 @@ FLOORS = {
         formats
         structural_tags
         faults
+    """,
+    "specdec.drafting.text": """
+        bridge
+        session
+        following proposals
+        drafter
+    """,
+    "specdec.drafting.translation": """
+        tokens
+        shared
+        runner
+        build
     """,
     "specdec.grammar": """
         failure json_schemas
@@ -214,13 +226,13 @@ FLOORS = {
         process
     """,
     "draft_service": """
-        servicer wire
+        servicer target_facts wire
         model_process plain
         worker
         __main__
     """,
     "draft_service.plain": """
-        proposals session recorder target_facts
+        proposals session recorder
         opening
         role
         process

@@ -1,0 +1,303 @@
+"""The draft's role where text is drafted: follows commits as text, and grows a chain of its own tokens behind it.
+
+Invariants:
+    * what crosses the wire are the target's tokens, and a proposal starts at the last committed one;
+    * in coupled mode a token that both have is drawn with the target's noise of the position where it would stand. In
+      rejection mode the likeliest is taken, so that a chain is a function of the committed tokens, a point mass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from google.rpc import code_pb2
+
+from specdec.config import DraftSettings
+from specdec.drafting.commits import CommitConflict, check_no_commit_is_lost, num_known
+from specdec.drafting.growth import GrowthPolicy, note_target_loads
+from specdec.drafting.guess import guess_of
+from specdec.drafting.metrics import DraftRecorder, load_report
+from specdec.drafting.opening import read_opening
+from specdec.drafting.session import Guess
+from specdec.drafting.text.bridge import LOOK_BACK, TextBridge
+from specdec.drafting.text.following import follow, num_equal
+from specdec.drafting.text.proposals import make_proposal
+from specdec.drafting.text.session import TextSession
+from specdec.drafting.trace import trace_end, trace_step
+from specdec.drafting.translation.build import Translated
+from specdec.engine.errors import EngineError, NonFiniteLogits
+from specdec.engine.outputs import StepOutput
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.clamping import microseconds
+from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
+from specdec.worker.host import SessionHost
+from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
+from specdec.worker.opening import check_room
+from specdec.worker.sessions import Owner
+
+_MOST_PIECES = 4
+"""Of a draft with short tokens, for each of the target's tokens that may be drafted."""
+_MIN_NEW_TOKENS = 2
+"""A proposal costs every process between draft and target."""
+
+
+class TextDrafter:
+    """Drafts ahead of what targets commit, by text. Nothing it does can change a coupled session's output."""
+
+    def __init__(
+        self,
+        host: SessionHost[TextSession],
+        translated: Translated,
+        settings: DraftSettings,
+        recorder: DraftRecorder,
+    ) -> None:
+        built = translated.built
+        self._host = host
+        self._engine = built.engine
+        self._sampler = built.sampler
+        self._identity = built.info.identity
+        self._bridge = TextBridge(translated.target, translated.draft, translated.vocabulary)
+        self._settings = settings
+        self._recorder = recorder
+        self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, 1)
+        self._apart = ApartTurns[TextSession](lambda session: session.num_committed)
+        self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
+        self._owners: dict[int, TextSession] = {}
+        self._step_s = 0.0
+        built.engine.before_pass = lambda sequences: host.steps.work_on([self._owners[s.seq_id].key for s in sequences])
+        recorder.serves(self._identity)
+
+    # --- sessions
+
+    def open(self, owner: Owner, session_id: str, epoch: int, body: pb.OpenSession) -> TextSession:
+        """Check and admit a session."""
+        check_room(len(self._host.sessions), self._settings.max_sessions)
+        opening = read_opening(body, self._identity, self._settings)
+        pieces = self._bridge.opening(list(body.token_ids))
+        joint_ids = [joint_id for joint_id, _ in pieces]
+        num_final = max(1, len(pieces) - LOOK_BACK)
+        try:
+            self._engine.scheduler.check_length(len(pieces))
+            seq = self._engine.add(
+                joint_ids[:num_final],
+                num_prompt_tokens=num_final,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
+            self._engine.append(seq, joint_ids[num_final:])
+        except EngineError as error:
+            raise invalid("open.token_ids", str(error)) from error
+        self._recorder.opened()
+        session = TextSession(
+            session_id=session_id,
+            epoch=epoch,
+            owner=owner,
+            body=body,
+            opening=opening,
+            token_ids=list(body.token_ids),
+            pieces=pieces,
+            seq=seq,
+            committed_at_s=time.monotonic(),
+        )
+        self._owners[seq.seq_id] = session
+        return session
+
+    def position(self, session: TextSession) -> int:
+        """Number of committed tokens."""
+        return session.num_committed
+
+    def entry(self, session: TextSession, kind: str, body: Any) -> None:
+        """A commit."""
+        if kind == "commit":
+            started_s = time.monotonic()
+            session.is_suspended = body.suspend
+            self._commit(session, body.start_position, list(body.token_ids))
+            self._recorder.commit_handled(time.monotonic() - started_s)
+
+    def close(self, session: TextSession) -> None:
+        """Free the sequence; full blocks of committed text stay in the prefix cache."""
+        if session.trace is not None:
+            trace_end(session.trace, session.body.num_prompt_tokens, [session.seq])
+        del self._owners[session.seq.seq_id]
+        self._engine.free(session.seq)
+        self._recorder.closed()
+
+    def owner_message(self, owner: Owner, message: Any) -> None:
+        """How far ahead it is worth drafting."""
+        note_target_loads(self._host.sessions.of(owner), message)
+
+    def update_pause(self, session: TextSession) -> None:
+        """Sessions whose owner cannot be told take part in no step."""
+        self._plan(session)
+
+    def resend(self, session: TextSession, seen: pb.AttachedSession) -> None:
+        """Emit the chain again: whether the last proposal arrived is not known."""
+        check_no_commit_is_lost(session.num_committed, seen)
+        session.told = None
+        self._plan(session)
+
+    def load(self) -> pb.LoadReport:
+        """Load of the engine; exports the gauges too."""
+        num_sessions = len(self._host.sessions)
+        self._recorder.load(self._engine.stats(), num_sessions)
+        return load_report(self._engine, num_sessions, self._settings.max_sessions, self._step_s)
+
+    # --- commits
+
+    def _commit(self, session: TextSession, start: int, token_ids: list[int]) -> None:
+        committed = session.num_committed
+        try:
+            new = token_ids[num_known(session.token_ids, committed, start, token_ids, self._identity.vocab_size) :]
+        except CommitConflict:
+            self._recorder.mismatch()
+            raise
+        if not new:
+            self._recorder.stale_commit()
+            self._plan(session)
+            return
+        found = num_equal(session.written.token_ids, new)
+        if session.trace is not None:
+            session.trace.add(num_commits=1, num_tokens=len(new), num_accepted=found)
+        num_drafted = len(session.written.token_ids)
+        try:
+            follow(self._engine, self._bridge, session, new)
+        except EngineError as error:
+            code, reason = code_pb2.OUT_OF_RANGE, "DRAFT_CONTEXT_END"
+            raise SessionFailure(code, reason, str(error), expected_position=committed) from error
+        self._recorder.commit(found, len(new), num_drafted - found - len(session.written.token_ids))
+        session.opening.history.append(new)
+        session.committed_at_s = time.monotonic()
+        self._plan(session)
+
+    # --- steps
+
+    def absorb_proposals(self, now_s: float) -> None:
+        """A draft makes proposals and gets none."""
+
+    def wait_s(self, now_s: float) -> float | None:
+        """0 while some sequence wants more; else nothing is due until a frame arrives."""
+        return 0 if any(session.seq.is_ready for session in self._owners.values()) else None
+
+    def step(self) -> None:
+        """Compute one batch, guess a token of each sequence in it that is up to date, send the proposals."""
+        started_s = time.monotonic()
+        output = self._steps.step(lambda seq, error: self._fault(self._owners[seq.seq_id], error), self._turn())
+        if output is None:
+            return
+        for item in output.items:
+            if (trace := self._owners[item.seq.seq_id].trace) is not None:
+                trace_step(trace, started_s, item.completes)
+        computed = [(self._owners[item.seq.seq_id], item.rows.stop - 1) for item in output.items if item.completes]
+        due = [(session, row) for session, row in computed if not session.is_over and session.opening.max_chain != 0]
+        guesses = self._guess(due, output)
+        draft_us = microseconds(time.monotonic() - started_s)
+        for session, guess in guesses:
+            if guess is None:
+                self._engine.distrust(session.seq)
+                self._fail(session, non_finite_logits(NonFiniteLogits(), expected_position=session.num_committed))
+            else:
+                self._isolated(session, partial(self._extend, guess=guess, draft_us=draft_us))
+        self._step_s = time.monotonic() - started_s
+        self._recorder.step(output, len(guesses), self._step_s)
+        for session, _ in computed:
+            self._isolated(session, self._plan)
+
+    def _turn(self) -> set[int] | None:
+        """The sequences whose turn it is; None: nobody steps apart, so it is everybody's."""
+        ready = [session for session in self._owners.values() if session.seq.is_ready]
+        if not any(session.apart_until for session in ready):
+            return None
+        groups = self._apart.groups(ready)
+        self._apart.take(groups[0])
+        return None if len(groups) == 1 else {session.seq.seq_id for session in groups[0]}
+
+    def _guess(self, due: list[tuple[TextSession, int]], output: StepOutput) -> list[tuple[TextSession, Guess | None]]:
+        def guess(some: list[tuple[TextSession, int]]) -> list[tuple[TextSession, Guess | None]]:
+            contexts = [session.draw_context() for session, _ in some]
+            contexts = [
+                replace(context, params=replace(context.params, temperature=0.0)) if session.is_rejection else context
+                for context, (session, _) in zip(contexts, some, strict=True)
+            ]
+            drawn = self._sampler.candidates(output.logits[[row for _, row in some]], contexts, 2)
+            found = [guess_of([c.token_id for c in best], [c.score for c in best], 0) for best in drawn]
+            return [(session, each) for (session, _), each in zip(some, found, strict=True)]
+
+        if not due:
+            return []
+        return each_or_halves(due, guess, lambda place, error: self._fault(place[0], error))
+
+    def _extend(self, session: TextSession, guess: Guess, draft_us: int) -> None:
+        session.drafted.append(self._bridge.piece(guess.token_id))
+        session.scores.append(guess.score)
+        session.times_us.append(draft_us)
+        session.written = self._bridge.written(session.token_ids, session.drafted)
+        try:
+            self._engine.append(session.seq, [guess.token_id])
+        except EngineError:  # the draft's context ends here
+            session.is_over = True
+        written = session.written.token_ids
+        ends = next((i for i, token in enumerate(written) if session.ends_choice(token, i)), None)
+        if self._bridge.is_special(guess.token_id) or ends is not None:
+            session.is_over = True
+
+    def _plan(self, session: TextSession) -> None:
+        """Decide whether a session grows on, and send what is due."""
+        session.seq.paused = session.is_suspended or not session.may_step or not self._wants_more(session)
+        if session.is_suspended:
+            session.committed_at_s = None
+            return
+        if session.opening.max_chain == 0 or not session.may_step:
+            return
+        num_new = len(session.proposed) - (session.num_told or 0)
+        is_due = num_new >= _MIN_NEW_TOKENS and not session.is_rejection
+        if is_due or (session.seq.paused and session.told != (session.num_committed, len(session.proposed), True)):
+            self._propose(session)
+
+    def _wants_more(self, session: TextSession) -> bool:
+        # Committed tokens are computed at once, also when nothing is to be drafted after them.
+        if session.seq.num_computed_tokens < len(session.pieces):
+            return True
+        if session.is_over:
+            return False
+        num_tokens = len(session.written.token_ids)
+        growth, limit = self._growth, session.opening.max_chain
+        most_tokens = growth.max_depth(session.target_credit) if limit is None else limit
+        if len(session.drafted) >= _MOST_PIECES * most_tokens:
+            return False
+        if limit is not None:
+            return len(session.proposed) < limit
+        return growth.grows(num_tokens, session.path_score, num_tokens, session.target_credit)
+
+    def _propose(self, session: TextSession) -> None:
+        before, token_ids = session.num_told or 0, session.proposed
+        is_complete = session.seq.paused
+        session.told = session.num_committed, len(token_ids), is_complete
+        if session.trace is not None:
+            session.trace.add(num_proposals=1)
+        waited_s = None if session.committed_at_s is None else time.monotonic() - session.committed_at_s
+        session.committed_at_s = None
+        self._recorder.proposal(len(token_ids), max(0, len(token_ids) - before), waited_s)
+        self._host.emit(session, proposal=make_proposal(session, is_complete=is_complete).SerializeToString())
+
+    # --- faults
+
+    def _isolated(self, session: TextSession, work: Callable[[TextSession], None]) -> None:
+        """Work on a session, if it is still there, which ends for what that raises."""
+        try:
+            if session.seq.seq_id in self._owners:
+                work(session)
+        except Exception as error:
+            self._fault(session, error)
+
+    def _fault(self, session: TextSession, error: Exception) -> None:
+        """End a session for what its share of the work has raised."""
+        self._fail(session, self._host.faults.failure(error))
+
+    def _fail(self, session: TextSession, failure: SessionFailure) -> None:
+        if session.seq.seq_id in self._owners:
+            self.close(session)
+            self._host.failed(session, failure)

@@ -1,0 +1,116 @@
+"""A session of a draft that drafts text: what is committed as the target's tokens, and as the draft's pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from operator import mul
+
+from specdec.drafting.opening import Opening
+from specdec.drafting.text.bridge import NOTHING_WRITTEN, Piece, Written
+from specdec.engine.sampling.sampler import RowContext
+from specdec.engine.sequence import Sequence
+from specdec.sampling_params import VerifyMode
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.sessions import EngineSession
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class TextSession(EngineSession):
+    """One choice while its continuation is guessed.
+
+    Invariants: the tokens of `seq` are those of `pieces` and then of `drafted`, of which the last may be missing at the
+    end of the draft's context; the pieces joined are the text of `token_ids`; `scores` and `times_us` have an
+    entry per piece drafted.
+    """
+
+    body: pb.OpenSession
+    """The message that opened it."""
+    opening: Opening
+    """What it asks for."""
+    token_ids: list[int]
+    """The target's committed tokens."""
+    pieces: list[Piece]
+    """The same text as the draft has it."""
+    seq: Sequence
+    drafted: list[Piece] = field(default_factory=list)
+    """What is guessed to follow."""
+    scores: list[float] = field(default_factory=list)
+    """Estimated probability of each piece drafted that it is right if all before it are."""
+    times_us: list[int] = field(default_factory=list)
+    """Of the step that drafted each."""
+    written: Written = NOTHING_WRITTEN
+    """What is drafted, as the target's tokens."""
+    is_over: bool = False
+    """Nothing is drafted behind what is: it ends the choice, or the draft's context."""
+    target_credit: int | None = None
+    """How many draft tokens per step the target last found worth verifying; None: not told."""
+    is_suspended: bool = False
+    """Nobody wants proposals now: nothing is computed, not even what is committed."""
+    told: tuple[int, int, bool] | None = None
+    """Committed tokens and length of the last proposal, and whether it was to be the last before a commit; None:
+    nothing was proposed."""
+    committed_at_s: float | None = None
+    """When the last commit arrived, until a proposal answers it."""
+
+    @property
+    def num_committed(self) -> int:
+        """Tokens that are final."""
+        return len(self.token_ids)
+
+    @property
+    def num_told(self) -> int | None:
+        """How many tokens a proposal told since the last commit; None: there was none."""
+        return self.told[1] if self.told is not None and self.told[0] == len(self.token_ids) else None
+
+    @property
+    def is_rejection(self) -> bool:
+        """Whether the target decides by rejection sampling."""
+        return self.opening.mode is VerifyMode.REJECTION
+
+    @property
+    def path_score(self) -> float:
+        """Estimated probability that all that is drafted is right."""
+        score = 1.0
+        for each in self.scores:
+            score *= each
+        return score
+
+    @property
+    def proposed(self) -> tuple[int, ...]:
+        """What can be told to the target: tokens that more text is not likely to change."""
+        num_tokens = len(self.written.token_ids) if self.is_over else self.written.num_settled
+        if self.opening.max_chain is not None:
+            num_tokens = min(num_tokens, self.opening.max_chain)
+        return self.written.token_ids[:num_tokens]
+
+    def draw_context(self) -> RowContext:
+        """Where the next token is drawn, as if what is drafted were the target's tokens."""
+        return RowContext(
+            params=self.opening.params,
+            position=len(self.token_ids) + len(self.written.token_ids),
+            num_prompt_tokens=self.body.num_prompt_tokens,
+            history=self.opening.history,
+            extra_tokens=self.written.token_ids,
+        )
+
+    def ends_choice(self, token_id: int, num_drafted: int) -> bool:
+        """Whether nothing follows a token of the target's, before which `num_drafted` are drafted."""
+        params = self.opening.params
+        is_full = len(self.token_ids) + num_drafted + 1 - self.body.num_prompt_tokens >= params.max_tokens
+        is_eos = token_id in params.eos_token_ids and not params.ignore_eos
+        return is_full or is_eos or token_id in params.stop_token_ids
+
+    def forget_drafted(self) -> None:
+        """Nothing is drafted; the sequence is the caller's business."""
+        self.drafted, self.scores, self.times_us = [], [], []
+        self.written, self.is_over = NOTHING_WRITTEN, False
+
+    def token_scores(self) -> Iterator[float]:
+        """Of each token that is written: of the pieces that begin in it, all must be right."""
+        starts = [0, *accumulate(len(span) for _, span in self.drafted)][:-1]
+        products = [1.0, *accumulate(self.scores, mul)]
+        reached = [products[sum(start < end for start in starts)] for end in (0, *self.written.ends)]
+        for before, after in pairwise(reached):
+            yield after / before if before > 0 else 0.0

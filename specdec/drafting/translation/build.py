@@ -1,0 +1,126 @@
+"""An engine of a draft, made to take and give a target's token ids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import structlog
+
+from specdec.config import HeterogeneousVocab
+from specdec.drafting.translation.runner import TranslatingRunner
+from specdec.drafting.translation.shared import SharedVocabulary, Side, share_vocabulary
+from specdec.drafting.translation.tokens import TokenBytes, TokenizerRefused
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.sampling.sampler import Sampler
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.grammar.source import CONSTRAINTS_ID
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.build import BuiltEngine, check_openings
+
+LEAST_SHARE = 0.4
+"""Of the target's tokens, from which on drafting token by token was found better than drafting text."""
+_LEAST_SHARED = 100
+"""Fewer tokens that both have are an accident."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """A draft between two tokenizers."""
+
+    built: BuiltEngine
+    """Of which the engine takes joint ids, and the sampler draws them; its identity has the target's ids."""
+    method: Literal["intersection", "text"]
+    vocabulary: SharedVocabulary
+    target: TokenBytes
+    draft: TokenBytes
+
+
+def translate(
+    built: BuiltEngine,
+    target: pb.ModelIdentity,
+    target_tokenizer_json: str,
+    wanted: HeterogeneousVocab,
+    max_message_bytes: int,
+) -> Translated | None:
+    """Put a translation around a draft's model, in place; None where its tokenizer is the target's.
+
+    Args:
+        built: the draft, as it was loaded.
+        target: what the target serves.
+        target_tokenizer_json: its tokenizer.
+        wanted: which way, as the settings say.
+        max_message_bytes: of the settings.
+
+    Raises:
+        ModelLoadError: a tokenizer cannot be read, or too little is shared for the way that is wanted.
+        EngineError: no message would hold a session that fills the context.
+    """
+    own = built.info.identity
+    if own.tokenizer_digest == target.tokenizer_digest:
+        return None
+    if built.model is None:
+        raise ModelLoadError("a draft with another tokenizer needs its model in this process")
+    try:
+        ours = Side(TokenBytes(target_tokenizer_json), target.vocab_size, tuple(target.eos_token_ids))
+        theirs = Side(TokenBytes(built.model.tokenizer_json), own.vocab_size, tuple(own.eos_token_ids))
+    except TokenizerRefused as error:
+        raise ModelLoadError(f"the draft has another tokenizer than the target, and of one: {error}") from error
+    vocabulary = share_vocabulary(ours, theirs, built.model.num_logits)
+    method = _method(vocabulary, wanted)
+    is_text = method == "text"
+    num_drawn = vocabulary.num_joint if is_text else vocabulary.num_target
+    identity = pb.ModelIdentity()
+    identity.CopyFrom(own)
+    identity.tokenizer_digest = target.tokenizer_digest
+    identity.vocab_size = target.vocab_size
+    identity.eos_token_ids[:] = target.eos_token_ids
+    identity.draft_vocabulary.CopyFrom(
+        pb.DraftVocabulary(
+            method=method,
+            num_shared=vocabulary.num_shared,
+            num_target=vocabulary.num_named,
+            tokenizer_digest=own.tokenizer_digest,
+        )
+    )
+    grammars = None if is_text else _grammars(target, target_tokenizer_json)
+    identity.constraints_id = "" if grammars is None else CONSTRAINTS_ID
+    check_openings(identity, max_message_bytes)
+    info = pb.GetReplicaInfoResponse()
+    info.CopyFrom(built.info)
+    info.identity.CopyFrom(identity)
+    engine = built.engine
+    engine.runner = TranslatingRunner(engine.runner, vocabulary, num_drawn, built.sampler.device)
+    structlog.get_logger("specdec.draft").info(
+        "other_tokenizer", method=method, num_shared=vocabulary.num_shared, num_target=vocabulary.num_named
+    )
+    adapted = replace(
+        built,
+        sampler=Sampler(num_drawn, built.sampler.device),
+        info=info,
+        drawing=None,  # draws by the draft's own ids
+        grammars=grammars,
+        heads=None,
+        mask_token_id=None if built.mask_token_id is None else vocabulary.joint_ids[built.mask_token_id],
+    )
+    return Translated(adapted, method, vocabulary, ours.tokens, theirs.tokens)
+
+
+def _method(vocabulary: SharedVocabulary, wanted: HeterogeneousVocab) -> Literal["intersection", "text"]:
+    if wanted == "text":
+        return "text"
+    if wanted == "intersection":
+        if vocabulary.num_shared < _LEAST_SHARED:
+            raise ModelLoadError(
+                f"heterogeneous_vocab: the draft has {vocabulary.num_shared} of the target's {vocabulary.num_named} "
+                "tokens, too few for intersection; use text"
+            )
+        return "intersection"
+    return "intersection" if vocabulary.share >= LEAST_SHARE else "text"
+
+
+def _grammars(target: pb.ModelIdentity, tokenizer_json: str) -> GrammarCompiler | None:
+    try:
+        return GrammarCompiler(tokenizer_json, target.vocab_size, tuple(target.eos_token_ids))
+    except ValueError:  # guesses are not masked, as with a target that knows no constraints
+        return None
