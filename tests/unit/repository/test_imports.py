@@ -32,8 +32,8 @@ FLOORS = {
         rpc
         client config
         auditing benchmark debugging
-        checkup tuning
-        training
+        training tuning
+        checkup
         cli worker
         drafting
     """,
@@ -140,7 +140,8 @@ FLOORS = {
     """,
     "specdec.checkup": """
         findings
-        behaviour replicas settings_file surroundings
+        behaviour head_layers replicas surroundings
+        settings_file
     """,
     "specdec.debugging": """
         steps
