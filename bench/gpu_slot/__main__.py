@@ -32,6 +32,7 @@ STEPS = {
     "attention": 120,
     "bitwise": 120,
     "graph": 90,
+    "products": 60,
     "steps": 180,
     "draft": 90,
     "served": 240,

@@ -71,8 +71,8 @@ class EngineSettings(BaseModel):
     max_batch_seqs: int = Field(default=64, ge=1, description="Sequences of one step.")
     deterministic: bool | None = Field(
         default=None,
-        description="Row invariance: true demands it (loading fails without it). Otherwise it is there "
-        "where it costs nothing, on CPU float32.",
+        description="Row invariance: true demands it (loading fails without it), on GPUs by matrix products that are "
+        "slower with many rows. Otherwise it is there where it costs nothing, on CPU float32.",
     )
     trust_remote_code: bool = Field(default=False, description="Allow code from the model's repository.")
     native: Literal["auto", "on", "off"] = Field(

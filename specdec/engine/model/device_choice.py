@@ -32,13 +32,18 @@ def device_attention(geometries: Sequence[LayerGeometry]) -> AttentionKernel:
     return TritonAttention()
 
 
-def device_decoder(model: PreTrainedModel, recorded: RecordingKernel, max_model_len: int) -> StepModel | None:
-    """The decoder in Triton kernels, which takes the model's weights; None for a model that has not its shape."""
+def device_decoder(
+    model: PreTrainedModel, recorded: RecordingKernel, max_model_len: int, *, row_invariant: bool
+) -> StepModel | None:
+    """The decoder in Triton kernels, which takes the model's weights; None for a model that has not its shape.
+
+    ``row_invariant``: its products, too, are Triton kernels, whose rows do not depend on their company.
+    """
     if not is_fusable(model, recorded.geometries, recorded.options, _MAX_HEAD_DIM):
         return None
     from specdec.engine.model.device_decoder import DeviceDecoder
 
-    return DeviceDecoder(model, recorded.geometries, recorded.options, max_model_len)
+    return DeviceDecoder(model, recorded.geometries, recorded.options, max_model_len, row_invariant=row_invariant)
 
 
 def with_replays(step_model: StepModel, cache: KVCache) -> StepModel:
@@ -52,8 +57,14 @@ def with_replays(step_model: StepModel, cache: KVCache) -> StepModel:
     return steps
 
 
-def triton_path(part: str) -> str:
-    """What a numerics id says of kernels in Triton: whose they are, and which compiler made them."""
+def triton_path(part: str, device: torch.device) -> str:
+    """What a numerics id says of kernels in Triton: whose they are, which compilers made them, and for which device."""
     import triton
 
-    return f"triton-{part}-{_KERNELS_VERSION}-{triton.__version__}"
+    versions = [part, str(_KERNELS_VERSION), triton.__version__]
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        tools = triton.knobs.nvidia
+        ptxas = tools.ptxas_blackwell if major >= 10 else tools.ptxas
+        versions += [f"ptxas{ptxas.version}", f"cuda{torch.version.cuda}", f"sm{major}{minor}"]
+    return "-".join(["triton", *versions])

@@ -4,7 +4,7 @@ transformers' modules launch sixty kernels a layer, which a small batch waits fo
 the CPU's fused decoder: this one must give the logits of the model's own dense forward pass, or it is not used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,12 @@ from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import attend, launch_shape, plan_tiles
 from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
+from specdec.engine.cuda.products import ordered_linear
 from specdec.engine.model.fused import rotary_tables
 from specdec.engine.tap import FINAL, TapCollector
 
 Weight = tuple[torch.Tensor, torch.Tensor | None]
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -46,11 +48,18 @@ class DeviceDecoder:
         geometries: Sequence[LayerGeometry],
         options: Sequence[AttentionOptions],
         max_model_len: int,
+        *,
+        row_invariant: bool = False,
     ) -> None:
-        """Take the weights off the modules, one layer after the other: memory peaks a layer above the model's."""
+        """Take the weights off the modules, one layer after the other: memory peaks a layer above the model's.
+
+        ``row_invariant``: a row's bits are the same whatever its company, by matrix products of our own. Otherwise
+        torch's are faster with many rows, and chosen by their number.
+        """
         decoder: Any = model.model
         head: Any = model.lm_head
         self._geometries, self._options = list(geometries), list(options)
+        self._linear: Product = ordered_linear if row_invariant else linear
         self._num_heads = int(model.config.num_attention_heads)
         self._epsilon = float(model.config.rms_norm_eps)
         self._embedding = decoder.embed_tokens.weight.detach()
@@ -69,16 +78,16 @@ class DeviceDecoder:
         tap = TapCollector(batch.tap)
         for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
             tap.see(index, residual)
-            qkv = linear(normed, *layer.qkv)
+            qkv = self._linear(normed, *layer.qkv)
             query = rotate_write(qkv, self._num_heads, index, batch, cache, self._tables, layer.head_norms, epsilon)
             attended = attend(query, index, batch, cache, self._options[index], plan)
-            add_norm(linear(attended.flatten(1), *layer.output), layer.post_norm, residual, normed, epsilon)
-            gated = gate(linear(normed, *layer.gate_up))
-            add_norm(linear(gated, *layer.down), next_norm, residual, normed, epsilon)
+            add_norm(self._linear(attended.flatten(1), *layer.output), layer.post_norm, residual, normed, epsilon)
+            gated = gate(self._linear(normed, *layer.gate_up))
+            add_norm(self._linear(gated, *layer.down), next_norm, residual, normed, epsilon)
         tap.see(len(self._layers), residual)
         tap.see(FINAL, normed)
         tap.done()
-        return linear(normed.index_select(0, batch.logits_indices), *self._head).float()
+        return self._linear(normed.index_select(0, batch.logits_indices), *self._head).float()
 
 
 def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -187,8 +187,8 @@ class _RunnerBuilder:
         loaded = self._loaded
         self._is_quantized = settings.weight_quantization != "none"
         self._is_exact = not is_on_gpu(loaded.device) and loaded.dtype == torch.float32
-        if settings.deterministic and not self._is_exact:
-            raise ModelLoadError("deterministic needs float32 on CPU: no row-invariant kernels exist for anything else")
+        if settings.deterministic and not self._is_exact and not is_on_gpu(loaded.device):
+            raise ModelLoadError("deterministic needs float32 on CPU, or a GPU")
         self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
         self._no_kernels = ""  # why there are none, and what to do about it
         self._kernels = self._make_kernels() if self._is_exact else None
@@ -224,15 +224,20 @@ class _RunnerBuilder:
     ) -> tuple[StepModel, str, bool]:
         """The fastest step model that passes the self-test, its kernel path, whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
-        on_device = None
+        on_device, is_ordered = None, bool(self._settings.deterministic)
         if is_on_gpu(loaded.device) and self._group is None and self._settings.fused == "auto":
-            on_device = device_decoder(loaded.model, recorded, loaded.max_model_len)
+            on_device = device_decoder(loaded.model, recorded, loaded.max_model_len, row_invariant=is_ordered)
         if on_device is not None:
             error, row_invariant = self._test(on_device, recorded.geometries, expected)
-            if error <= tolerance(loaded.dtype):
+            row_invariant = is_ordered and (row_invariant or not expected)  # torch's products go by the number of rows
+            if error <= tolerance(loaded.dtype) and row_invariant == is_ordered:
                 loaded.release_model()
-                return on_device, triton_path("decoder"), False  # torch chooses products by the number of rows
-            _logger.error("the GPU's decoder failed its self-test and is not used", extra={"logit_error": error})
+                path = triton_path("ordered-decoder" if is_ordered else "decoder", loaded.device)
+                return on_device, path, row_invariant
+            _logger.error(
+                "the GPU's decoder failed its self-test and is not used",
+                extra={"logit_error": error, "row_invariant": row_invariant},
+            )
             loaded.model = load_model(self._settings).model
             ragged = RaggedModel(loaded.model, ragged.kernel)
         if (
@@ -265,6 +270,8 @@ class _RunnerBuilder:
             _logger.warning(f"no native kernels, row invariance {promise}: {self._no_kernels}")
         if self._settings.deterministic and not row_invariant:
             why = self._no_kernels or "a row's logits differ with its company"
+            if is_on_gpu(loaded.device):
+                why = "GPUs have row-invariant kernels for models of Llama's shape on one rank"
             raise ModelLoadError(f"{loaded.identity.name} is not row-invariant on this machine: {why}")
         return ragged, kernel_path, row_invariant
 
@@ -287,7 +294,8 @@ class _RunnerBuilder:
     def _install_kernels(self, ragged: RaggedModel) -> str:
         """Give a transformers model the best kernels at hand; returns the name of the path."""
         if not self._is_exact:
-            return "torch" if isinstance(ragged.kernel, TiledAttention | GatherAttention) else triton_path("attention")
+            is_torch = isinstance(ragged.kernel, TiledAttention | GatherAttention)
+            return "torch" if is_torch else triton_path("attention", self._loaded.device)
         if self._kernels is None:
             make_modules_row_invariant(ragged.model, partial(TorchWeight, num_threads=self._settings.num_threads))
             return torch_path()

@@ -12,27 +12,11 @@ from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import FINAL, HiddenTap
 from tests.support.engine import paged_scenarios as play
+from tests.support.engine.captures import Captures
 from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
 
 TOKENS = play.random_tokens(45, 1, VOCAB_SIZE)
 WRONG = play.random_tokens(9, 3, VOCAB_SIZE)
-
-
-class Captures:
-    """Captures as a device does: what was captured is run again over the same tensors, into the same logits."""
-
-    def __init__(self) -> None:
-        self.num_captured = self.num_replayed = 0
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        self.num_captured += 1
-        logits = torch.full_like(run(), torch.nan)
-
-        def replay() -> None:
-            self.num_replayed += 1
-            logits.copy_(run())
-
-        return replay, logits
 
 
 @pytest.fixture
