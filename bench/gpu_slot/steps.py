@@ -22,7 +22,7 @@ from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, cuda_capture
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, CudaCapture
 from specdec.engine.cuda.sampling import device_perturbed_top, launch_top, row_parameters
 from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
@@ -149,18 +149,26 @@ def graph(place: Place) -> Found:
 
 def _replays(place: Place, model: SlotModel) -> BucketedSteps:
     """The model's steps in buckets; without a GPU a replay runs the step again."""
+    steps = BucketedSteps(model.decoder, CudaCapture() if place.device.type == "cuda" else _Rerun())
+    steps.serve(model.cache)
+    return steps
 
-    def rerun(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+
+class _Rerun:
+    """``Capture`` without a GPU."""
+
+    def held_bytes(self) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """What was captured is run again."""
         logits = run()
 
         def replay() -> None:
             logits.copy_(run())
 
         return replay, logits
-
-    steps = BucketedSteps(model.decoder, cuda_capture if place.device.type == "cuda" else rerun)
-    steps.serve(model.cache)
-    return steps
 
 
 def steps(place: Place) -> Found:

@@ -53,6 +53,8 @@ class BuiltEngine:
     """Compiles constraints; None where the tokenizer allows none."""
     heads: HeadTarget | None = None
     """What heads over hidden states sit on; None where no model runs."""
+    row_edges: tuple[int, ...] = ()
+    """Numbers of rows, rising, that steps are padded to: rows up to the next one are free; empty where none are."""
 
 
 def build_engine(
@@ -102,7 +104,7 @@ def build_engine(
     drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
     engine = Engine(steps, pool, scheduler)
     heads = HeadTarget(runner, engine, sampler)
-    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads)
+    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads, runner.row_edges)
 
 
 def _grammars(runner: ModelRunner) -> GrammarCompiler | None:

@@ -4,6 +4,7 @@ Triton is imported when it is needed: machines without a GPU do not have it.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -46,13 +47,24 @@ def device_decoder(
     return DeviceDecoder(model, recorded.geometries, recorded.options, max_model_len, row_invariant=row_invariant)
 
 
-def with_replays(step_model: StepModel, cache: KVCache) -> StepModel:
+class Replays(StepModel, Protocol):
+    """A step model that replays captured steps."""
+
+    @property
+    def row_edges(self) -> tuple[int, ...]:
+        """Numbers of rows that steps are padded to, rising; a step with more of them is not a replay. None: empty."""
+
+    def prepare(self, max_len: int) -> None:
+        """Capture the steps of sequences up to so many tokens, within some time and memory."""
+
+
+def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
     """The decoder of a GPU with small steps as CUDA graphs; the last block of the cache is theirs."""
     if cache.device.type != "cuda":
-        return step_model
-    from specdec.engine.cuda.buckets import BucketedSteps, cuda_capture
+        return None
+    from specdec.engine.cuda.buckets import BucketedSteps, CudaCapture
 
-    steps = BucketedSteps(step_model, cuda_capture)
+    steps = BucketedSteps(step_model, CudaCapture())
     steps.serve(cache)
     return steps
 

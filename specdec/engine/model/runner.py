@@ -14,7 +14,14 @@ from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttenti
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.beside import SkippingPass, prompt_rows
-from specdec.engine.model.device_choice import device_attention, device_decoder, is_on_gpu, triton_path, with_replays
+from specdec.engine.model.device_choice import (
+    Replays,
+    device_attention,
+    device_decoder,
+    is_on_gpu,
+    triton_path,
+    with_replays,
+)
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
 from specdec.engine.model.kv_budget import CudaMemory, affordable_kv_bytes
@@ -75,6 +82,7 @@ class ModelRunner:
         self.row_invariant = False
         self.kernels: NativeKernels | None = None
         """Those of the CPU, where there are any; for whatever else runs between passes."""
+        self.replays: Replays | None = None
         self._step_model = step_model
         self._cache = cache
         self._kernel_path = kernel_path
@@ -164,7 +172,8 @@ class ModelRunner:
     def warmup(self) -> float:
         """Run a few shapes through a small cache of its own, so that no real step pays for initialisation.
 
-        Returns what a row of the largest of them took, in seconds; on a GPU, what it took to say so.
+        Returns what a row of the largest of them took, in seconds; on a GPU, what it took to say so. Captures steps
+        where they are replayed.
         """
         probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
@@ -174,7 +183,14 @@ class ModelRunner:
                 began_s = time.monotonic()
                 self._step_model(probe.batch(probe.prefix_rows(num_rows)), cache)
                 row_s = (time.monotonic() - began_s) / num_rows
+            if self.replays is not None:
+                self.replays.prepare(min(self.max_model_len, self.num_blocks * self.block_size))
         return row_s
+
+    @property
+    def row_edges(self) -> tuple[int, ...]:
+        """Numbers of rows, rising, that steps are padded to, so that rows up to the next one are free; empty: none."""
+        return () if self.replays is None else self.replays.row_edges
 
 
 class _RunnerBuilder:
@@ -211,9 +227,9 @@ class _RunnerBuilder:
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
         has_spare = is_on_gpu(loaded.device) and not isinstance(step_model, RaggedModel)  # for rows of padding
         cache = self._allocate(step_model, recorded.geometries, num_spare_blocks=int(has_spare))
-        if has_spare:
-            step_model = with_replays(step_model, cache)
-        runner = ModelRunner(loaded, settings, step_model, cache, kernel_path)
+        replays = with_replays(step_model, cache) if has_spare else None
+        runner = ModelRunner(loaded, settings, replays or step_model, cache, kernel_path)
+        runner.replays = replays
         runner.num_blocks -= int(has_spare)
         runner.row_invariant = row_invariant
         runner.kernels = self._kernels
