@@ -27,7 +27,7 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
-from specdec.engine.cuda.buckets import empty_batch, fill
+from specdec.engine.cuda.buckets import advance, empty_batch, fill
 from specdec.engine.cuda.launch import Launch, LaunchCounter
 from specdec.engine.cuda.layers import rotate_write
 from specdec.engine.cuda.sampling import launch_top
@@ -139,9 +139,11 @@ def launches_of(shape: Shape) -> dict[str, list[Launch]]:
     qkv = torch.empty(8, (heads + 2 * shape.num_kv_heads) * dim, dtype=shape.dtype, device=_META)
     with LaunchCounter() as counter:
         kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options)
-        fill(empty_batch((8, 256), _META, 3, 16), batch, 3, 16)
+        padded, of_rows = empty_batch((8, 256), _META, 3, 16), torch.empty(2, 8, dtype=torch.int32, device=_META)
+        fill(padded, batch, 3, 16)
+        advance(padded, 1, torch.empty(8, 2, 4, dtype=torch.int32, device=_META), of_rows[0], of_rows[1], cache)
         rotate_write(qkv, heads, 0, batch, cache, (tables[0], tables[1]), (norms[0], norms[1]), 1e-6)
-    found["window, softcap, sinks, norms of heads, padding"] = counter.launches
+    found["window, softcap, sinks, norms of heads, padding, drafting"] = counter.launches
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
@@ -24,8 +25,12 @@ from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
 from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, CudaCapture
 from specdec.engine.cuda.sampling import device_perturbed_top, launch_top, row_parameters
+from specdec.engine.drawing.device import DeviceDrawing
+from specdec.engine.drawing.rows import DrawRow, DrawRule
 from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
+from specdec.engine.sampling.sampler import Sampler
+from specdec.sampling_params import SamplingParams
 
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "grpcio", "protobuf", "pydantic", "numpy")
 
@@ -207,7 +212,16 @@ def draft(place: Place) -> Found:
             if i + 1 < num_tokens:
                 batches[i + 1].input_ids.copy_(drawn[0, 0])
 
-    return {"tokens": num_tokens, "eager ms": place.median_ms(run)}
+    found: Found = {"tokens": num_tokens, "eager ms": place.median_ms(run)}
+    sampler = Sampler(model.vocab_size, place.device)
+    drawing = DeviceDrawing(_replays(place, model), model.cache, model.vocab_size, 64 if place.dry else 2048, sampler)
+    rule = DrawRule(SamplingParams(seed=1, max_tokens=99, temperature=1.0))
+    blocks = array("i", range(model.cache.num_blocks - 1))
+    logits = model.decoder(batches[0], model.cache)
+    for num_rows in (1,) if place.dry else (1, 4):
+        row = DrawRow(rule, 0, context, num_tokens, blocks)
+        found[f"{num_rows} rows, graph ms"] = place.median_ms(partial(drawing.draw, [row] * num_rows, logits, 2))
+    return found
 
 
 def served(place: Place) -> Found:

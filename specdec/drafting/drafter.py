@@ -18,7 +18,7 @@ from typing import Any
 from google.rpc import code_pb2
 
 from specdec.config import DraftSettings
-from specdec.drafting.ahead import Ahead, Round
+from specdec.drafting.ahead import Ahead, Round, drawn_tokens
 from specdec.drafting.branches import Branches
 from specdec.drafting.commits import CommitConflict, num_known
 from specdec.drafting.forced import extend_forced
@@ -70,6 +70,8 @@ class Drafter:
         built.engine.before_pass = self._note_pass
         max_model_len = built.info.identity.max_model_len
         self._branches = Branches(built.engine, max_model_len)
+        if built.drawing is not None:
+            built.drawing.prepare(drawn_tokens(settings.num_siblings))
         self._ahead = Ahead(built.engine, self._branches, built.drawing, settings.num_siblings, max_model_len)
         self._step_s = 0.0
         self.num_rounds = 0

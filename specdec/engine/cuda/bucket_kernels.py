@@ -1,4 +1,4 @@
-"""Padding of a batch to the tensors of a captured step, in Triton: one launch in place of some fifteen copies."""
+"""Batches of captured steps, in Triton: padding in place of some fifteen copies, and going on from what was drawn."""
 
 import triton
 import triton.language as tl
@@ -61,3 +61,33 @@ def fill_kernel(
             tl.store(to_block_tables + i * TABLE_WIDTH, spare_block.to(tl.int32))
     offset = tl.load(path_offsets + i, mask=i <= num_rows, other=0)
     tl.store(to_path_offsets + i, tl.where(i <= num_rows, offset, num_slots))
+
+
+@triton.jit
+def advance_kernel(
+    drawn,
+    positions,
+    num_passes,
+    block_tables,
+    to_input_ids,
+    to_positions,
+    to_slot_mapping,
+    to_context_lens,
+    ROUND: tl.constexpr,
+    NUM_TOP: tl.constexpr,
+    TABLE_WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    SPARE_BLOCK: tl.constexpr,
+):
+    """Rows of the pass over what round ``ROUND`` has drawn [rows, 2, NUM_TOP]; grid (rows,). ``positions`` are those of
+    round 0. A row of fewer passes computes the first position of its table once more, into the spare block."""
+    r = tl.program_id(0)
+    is_due = tl.load(num_passes + r) > ROUND
+    position = tl.where(is_due, tl.load(positions + r) + ROUND, 0)
+    block = tl.load(block_tables + r * TABLE_WIDTH + position // BLOCK_SIZE).to(tl.int64)
+    slot = tl.where(is_due, block * BLOCK_SIZE + position % BLOCK_SIZE, SPARE_BLOCK * BLOCK_SIZE)
+    token = tl.load(drawn + r * 2 * NUM_TOP)
+    tl.store(to_input_ids + r, tl.where(is_due, token, 0).to(tl.int64))
+    tl.store(to_positions + r, position.to(tl.int64))
+    tl.store(to_slot_mapping + r, slot)
+    tl.store(to_context_lens + r, position + 1)

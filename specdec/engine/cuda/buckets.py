@@ -16,7 +16,7 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.bucket_kernels import fill_kernel
+from specdec.engine.cuda.bucket_kernels import advance_kernel, fill_kernel
 from specdec.engine.cuda.launch import launch
 from specdec.engine.tap import HiddenTap
 
@@ -49,13 +49,23 @@ class Capture(Protocol):
 def bucket_of(batch: Batch, block_size: int) -> Key | None:
     """Rows and blocks of a table of the captured step that serves a batch; None if none does."""
     num_rows, num_slots = batch.input_ids.shape[0], batch.path_slots.shape[0]
-    rows = next((bucket for bucket in ROW_BUCKETS if bucket >= num_rows), None)
+    rows = row_bucket(num_rows)
     if rows is None or num_slots > _PATH_SLOTS_PER_ROW * rows:
         return None
+    return rows, table_bucket(batch.block_tables.shape[1], block_size)
+
+
+def row_bucket(num_rows: int) -> int | None:
+    """To how many rows a step is padded; None where it is too large for a captured one."""
+    return next((bucket for bucket in ROW_BUCKETS if bucket >= num_rows), None)
+
+
+def table_bucket(num_blocks: int, block_size: int) -> int:
+    """Blocks of the captured tables that hold as many."""
     positions = _LEAST_POSITIONS
-    while positions < batch.block_tables.shape[1] * block_size:
+    while positions < num_blocks * block_size:
         positions *= _TABLE_GROWTH
-    return rows, -(-positions // block_size)
+    return -(-positions // block_size)
 
 
 def all_buckets(max_len: int, block_size: int) -> list[Key]:
@@ -119,6 +129,39 @@ def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None
     )
 
 
+def advance(
+    batch: Batch, number: int, drawn: torch.Tensor, positions: torch.Tensor, num_passes: torch.Tensor, cache: KVCache
+) -> None:
+    """Make a batch that of the pass over what a round has drawn, in place, by one launch.
+
+    Args:
+        batch: a row for each sequence, in order.
+        number: of the round, from 0 on.
+        drawn: ``[rows, 2, num_top]`` int32, as ``launch_top`` returns it.
+        positions: ``[rows]`` int32, of the tokens of round 0.
+        num_passes: ``[rows]`` int32; a row of no more than ``number`` writes to the spare block, the cache's last.
+        cache: whose slots the block tables name.
+    """
+    launch(
+        advance_kernel,
+        (drawn.shape[0],),
+        drawn,
+        positions,
+        num_passes,
+        batch.block_tables,
+        batch.input_ids,
+        batch.position_ids,
+        batch.slot_mapping,
+        batch.context_lens,
+        ROUND=number,
+        NUM_TOP=drawn.shape[2],
+        TABLE_WIDTH=batch.block_tables.shape[1],
+        BLOCK_SIZE=cache.block_size,
+        SPARE_BLOCK=cache.num_blocks - 1,
+        options={"num_warps": 1},
+    )
+
+
 class BucketedSteps:
     """``StepModel`` that replays captured steps for batches that fit a bucket, and runs the others as they are.
 
@@ -143,6 +186,16 @@ class BucketedSteps:
     def row_edges(self) -> tuple[int, ...]:
         """Numbers of rows that steps are padded to, rising; a step with more of them is not a replay. None: empty."""
         return ROW_BUCKETS if self._cache is not None else ()
+
+    @property
+    def forward(self) -> Forward:
+        """Runs a step as it is."""
+        return self._forward
+
+    @property
+    def capture(self) -> Capture:
+        """Captures what is to be replayed, into the memory that captured steps share."""
+        return self._capture
 
     @property
     def num_graphs(self) -> int:

@@ -3,7 +3,7 @@
 Triton is imported when it is needed: machines without a GPU do not have it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel, RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention
+from specdec.engine.batch import Batch
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.ragged import StepModel
 
@@ -53,6 +54,14 @@ class Replays(StepModel, Protocol):
     @property
     def row_edges(self) -> tuple[int, ...]:
         """Numbers of rows that steps are padded to, rising; a step with more of them is not a replay. None: empty."""
+
+    @property
+    def forward(self) -> Callable[[Batch, KVCache], torch.Tensor]:
+        """Runs a step as it is."""
+
+    @property
+    def capture(self) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
+        """Captures a function into the memory that captured steps share; returns what replays it, and its result."""
 
     def prepare(self, max_len: int) -> None:
         """Capture the steps of sequences up to so many tokens, within some time and memory."""

@@ -139,6 +139,11 @@ class ModelRunner:
         """The decoder that runs all passes and the cache that it runs them over, where it is a fused one."""
         return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
 
+    @property
+    def replayed(self) -> tuple[Replays, KVCache] | None:
+        """What replays passes and the cache that it runs them over, whose last block is its own, where there is any."""
+        return None if self.replays is None else (self.replays, self._cache)
+
     def without(self, skipped: SkippedSublayers) -> SkippingPass:
         """Passes of the same weights over the same cache that leave sublayers out.
 

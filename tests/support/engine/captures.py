@@ -17,9 +17,9 @@ class Captures:
         return self.num_captured * self._bytes_each
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """See there; logits are NaN until the first replay."""
+        """See there; results are -1 until the first replay."""
         self.num_captured += 1
-        logits = torch.full_like(run(), torch.nan)
+        logits = torch.empty_like(run()).fill_(-1)
 
         def replay() -> None:
             self.num_replayed += 1
