@@ -37,6 +37,7 @@ STEPS = {
     "draft": 90,
     "served": 240,
     "trace": 60,
+    "inflated": 400,
 }
 _MOST_OUTPUT = 4000
 

@@ -202,14 +202,16 @@ class BucketedSteps:
         """Captured steps that are kept."""
         return len(self._graphs)
 
-    def prepare(self, max_len: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def prepare(self, max_len: int, *, is_limited: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
         """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for it.
 
-        Ends after 20 s, or where captured steps hold 1 GiB; what is left is captured when it is met.
+        Ends after 20 s, or where captured steps hold 1 GiB, if it is limited; what is left is captured when it is met.
+        Ranks are not: what one captures all must, as the others take part in its collectives.
         """
         cache, began_s = self._cache, clock()
         for key in [] if cache is None else all_buckets(max_len, cache.block_size):
-            if clock() - began_s > _MOST_CAPTURE_S or self._capture.held_bytes() > _MOST_CAPTURE_BYTES:
+            is_over = clock() - began_s > _MOST_CAPTURE_S or self._capture.held_bytes() > _MOST_CAPTURE_BYTES
+            if is_limited and is_over:
                 _logger.info("not all steps are captured before they are met", extra=self._figures(began_s, clock()))
                 return
             if cache is None or self._graph_of(key, None, cache) is None:
@@ -278,7 +280,8 @@ class CudaCapture:
         torch.cuda.synchronize()
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Other threads may ask the device for something meanwhile, as NCCL's does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = run()
         self._held_bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph.replay, logits

@@ -15,6 +15,7 @@ from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.ragged import StepModel
+from specdec.engine.parallel.rank_group import RankGroup
 
 _MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
 _KERNELS_VERSION = 1  # raised with every change of a kernel that may change a bit
@@ -35,17 +36,25 @@ def device_attention(geometries: Sequence[LayerGeometry]) -> AttentionKernel:
 
 
 def device_decoder(
-    model: PreTrainedModel, recorded: RecordingKernel, max_model_len: int, *, row_invariant: bool
+    model: PreTrainedModel,
+    recorded: RecordingKernel,
+    max_model_len: int,
+    *,
+    row_invariant: bool,
+    group: RankGroup | None,
 ) -> StepModel | None:
     """The decoder in Triton kernels, which takes the model's weights; None for a model that has not its shape.
 
-    ``row_invariant``: its products, too, are Triton kernels, whose rows do not depend on their company.
+    ``row_invariant``: its products, too, are Triton kernels, whose rows do not depend on their company. ``group``: of
+    the ranks that the model is split over.
     """
     if not is_fusable(model, recorded.geometries, recorded.options, _MAX_HEAD_DIM):
         return None
     from specdec.engine.model.device_decoder import DeviceDecoder
 
-    return DeviceDecoder(model, recorded.geometries, recorded.options, max_model_len, row_invariant=row_invariant)
+    return DeviceDecoder(
+        model, recorded.geometries, recorded.options, max_model_len, row_invariant=row_invariant, group=group
+    )
 
 
 class Replays(StepModel, Protocol):
@@ -63,8 +72,8 @@ class Replays(StepModel, Protocol):
     def capture(self) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
         """Captures a function into the memory that captured steps share; returns what replays it, and its result."""
 
-    def prepare(self, max_len: int) -> None:
-        """Capture the steps of sequences up to so many tokens, within some time and memory."""
+    def prepare(self, max_len: int, *, is_limited: bool = True) -> None:
+        """Capture the steps of sequences up to so many tokens, within some time and memory if it is limited."""
 
 
 def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:

@@ -189,7 +189,8 @@ class ModelRunner:
                 self._step_model(probe.batch(probe.prefix_rows(num_rows)), cache)
                 row_s = (time.monotonic() - began_s) / num_rows
             if self.replays is not None:
-                self.replays.prepare(min(self.max_model_len, self.num_blocks * self.block_size))
+                most = min(self.max_model_len, self.num_blocks * self.block_size)
+                self.replays.prepare(most, is_limited=self.settings.tensor_parallel_size == 1)
         return row_s
 
     @property
@@ -246,12 +247,14 @@ class _RunnerBuilder:
         """The fastest step model that passes the self-test, its kernel path, whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
         on_device, is_ordered = None, bool(self._settings.deterministic)
-        if is_on_gpu(loaded.device) and self._group is None and self._settings.fused == "auto":
-            on_device = device_decoder(loaded.model, recorded, loaded.max_model_len, row_invariant=is_ordered)
+        if is_on_gpu(loaded.device) and self._settings.fused == "auto":
+            on_device = device_decoder(
+                loaded.model, recorded, loaded.max_model_len, row_invariant=is_ordered, group=self._group
+            )
         if on_device is not None:
             error, row_invariant = self._test(on_device, recorded.geometries, expected)
             row_invariant = is_ordered and (row_invariant or not expected)  # torch's products go by the number of rows
-            if error <= tolerance(loaded.dtype) and row_invariant == is_ordered:
+            if self._agreed(error <= tolerance(loaded.dtype) and row_invariant == is_ordered):
                 loaded.release_model()
                 path = triton_path("ordered-decoder" if is_ordered else "decoder", loaded.device)
                 return on_device, path, row_invariant
@@ -259,7 +262,9 @@ class _RunnerBuilder:
                 "the GPU's decoder failed its self-test and is not used",
                 extra={"logit_error": error, "row_invariant": row_invariant},
             )
-            loaded.model = load_model(self._settings).model
+            loaded.model = load_model(self._settings, self._group).model
+            if self._group is not None:
+                shard_model(loaded.model, self._group)
             ragged = RaggedModel(loaded.model, ragged.kernel)
         if (
             kernels is not None
@@ -292,9 +297,13 @@ class _RunnerBuilder:
         if self._settings.deterministic and not row_invariant:
             why = self._no_kernels or "a row's logits differ with its company"
             if is_on_gpu(loaded.device):
-                why = "GPUs have row-invariant kernels for models of Llama's shape on one rank"
+                why = "GPUs have row-invariant kernels for models of Llama's shape"
             raise ModelLoadError(f"{loaded.identity.name} is not row-invariant on this machine: {why}")
         return ragged, kernel_path, row_invariant
+
+    def _agreed(self, is_good: bool) -> bool:
+        """Whether it is at all ranks."""
+        return is_good if self._group is None else bool(self._group.smallest(int(is_good)))
 
     def _make_kernels(self) -> NativeKernels | None:
         if self._settings.native == "off":
@@ -370,6 +379,7 @@ class _RunnerBuilder:
                 block_size=settings.block_size,
                 dtype=loaded.dtype,
                 device=loaded.device,
+                memory_fraction=settings.gpu_memory_fraction,
             )
         budget = _CPU_KV_BYTES if budget is None else budget
         most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)

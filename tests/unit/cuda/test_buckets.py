@@ -142,7 +142,7 @@ def test_what_sequences_may_need_is_captured_before_the_first_one_is_there(runne
 def test_captures_end_where_time_or_memory_does_and_go_on_when_a_shape_is_met(runner: ModelRunner) -> None:
     steps, captures = bucketed(runner)
     now_s = iter([0.0, 1.0, 9.0, 21.0, 22.0])
-    steps.prepare(64, lambda: next(now_s))
+    steps.prepare(64, clock=lambda: next(now_s))
     assert captures.num_captured == 2
     runner.forward(largest_batch(1, 64, 8, torch.device("cpu"))[0])
     assert captures.num_captured == 3
