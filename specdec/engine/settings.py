@@ -70,8 +70,8 @@ class EngineSettings(BaseModel):
         default=None,
         gt=0,
         le=1,
-        description="Share of a GPU's memory that the process is to stay within, weights included, where others use it, "
-        "too; null: all that is free.",
+        description="Share of a GPU's memory that the process is to stay within, weights included, where others use "
+        "it, too; null: all that is free.",
     )
     max_model_len: int | None = Field(default=None, ge=1, description="Longest sequence; null: what the model allows.")
     max_batch_tokens: int = Field(default=512, ge=1, description="Rows of one step.")

@@ -182,6 +182,11 @@ class BucketedSteps:
         """Replay steps over this cache from now on."""
         self._cache = cache
 
+    def stop(self) -> None:
+        """Replay nothing any more, and let go of what was captured."""
+        self._cache = None
+        self._graphs.clear()
+
     @property
     def row_edges(self) -> tuple[int, ...]:
         """Numbers of rows that steps are padded to, rising; a step with more of them is not a replay. None: empty."""

@@ -72,12 +72,15 @@ class Replays(StepModel, Protocol):
     def capture(self) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
         """Captures a function into the memory that captured steps share; returns what replays it, and its result."""
 
+    def stop(self) -> None:
+        """Replay nothing any more."""
+
     def prepare(self, max_len: int, *, is_limited: bool = True) -> None:
         """Capture the steps of sequences up to so many tokens, within some time and memory if it is limited."""
 
 
 def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
-    """The decoder of a GPU with small steps as CUDA graphs; the last block of the cache is theirs."""
+    """What runs a model on a GPU, with small steps as CUDA graphs; the last block of the cache is theirs."""
     if cache.device.type != "cuda":
         return None
     from specdec.engine.cuda.buckets import BucketedSteps, CudaCapture

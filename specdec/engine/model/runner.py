@@ -43,6 +43,7 @@ from specdec.engine.tap import HiddenTap
 _CPU_KV_BYTES = 1 << 30
 _INSTALL_KERNELS = "install specdec from a wheel for this machine, or a C++ compiler (Debian: apt-get install g++)"
 _WARMUP_ROWS = (1, 2, 8, 32)
+_CHECKED_ROWS = 7
 _logger = logging.getLogger(__name__)
 
 DenseLogits = dict[tuple[int, ...], torch.Tensor]
@@ -150,12 +151,13 @@ class ModelRunner:
         Raises ``ModelLoadError`` where what runs the model cannot, and ``ValueError`` for layers that are not there.
         """
         skipped.check(self.num_layers)
-        if self.settings.tensor_parallel_size > 1 or not isinstance(self._step_model, FusedDecoder | RaggedModel):
+        whole = self._step_model if self.replays is None else self.replays.forward
+        if self.settings.tensor_parallel_size > 1 or not isinstance(whole, FusedDecoder | RaggedModel):
             raise ModelLoadError(
                 f"layer_skip: passes without sublayers are for one rank on the CPU, not for {self.device.type} with "
                 f"{self.settings.tensor_parallel_size}; use a draft with skip_attention_layers and skip_mlp_layers"
             )
-        step_model = self._step_model.without(skipped)
+        step_model = whole.without(skipped)
         return SkippingPass(step_model, self._cache, step_model if isinstance(step_model, FusedDecoder) else None)
 
     def likeliest(self, token_ids: Sequence[int], step_model: StepModel | None = None) -> torch.Tensor:
@@ -191,7 +193,23 @@ class ModelRunner:
             if self.replays is not None:
                 most = min(self.max_model_len, self.num_blocks * self.block_size)
                 self.replays.prepare(most, is_limited=self.settings.tensor_parallel_size == 1)
+                self._check_replays(self.replays, probe)
         return row_s
+
+    def _check_replays(self, replays: Replays, probe: Probe) -> None:
+        """Stop replaying where a step gives other logits than it does uncaptured, on other tokens than at its capture:
+        modules may have kept what they computed then. The cache must hold nothing yet.
+        """
+        if probe.num_blocks > self.num_blocks:
+            return
+        batch = probe.batch(probe.prefix_rows(_CHECKED_ROWS))
+        replayed = replays(batch, self._cache).clone()
+        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
+        expected = replays.forward(batch, cache)
+        error = float((replayed - expected).square().mean().sqrt() / expected.std())
+        if not error <= tolerance(self.dtype):
+            _logger.error("captured steps compute something else, and are not used", extra={"logit_error": error})
+            replays.stop()
 
     @property
     def row_edges(self) -> tuple[int, ...]:
@@ -231,7 +249,8 @@ class _RunnerBuilder:
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
-        has_spare = is_on_gpu(loaded.device) and not isinstance(step_model, RaggedModel)  # for rows of padding
+        is_gathered = isinstance(step_model, RaggedModel) and isinstance(step_model.kernel, GatherAttention)
+        has_spare = is_on_gpu(loaded.device) and not is_gathered  # for rows of padding
         cache = self._allocate(step_model, recorded.geometries, num_spare_blocks=int(has_spare))
         replays = with_replays(step_model, cache) if has_spare else None
         runner = ModelRunner(loaded, settings, replays or step_model, cache, kernel_path)
