@@ -1,4 +1,4 @@
-"""Compiles the GPU's kernels without a GPU: registers, shared memory and spills of each, for several architectures.
+"""Compiles the GPU's kernels without a GPU: registers, shared memory, spills, and which matrix instructions they take.
 
     python -m bench.cubins --markdown bench/results/cubins.md
 
@@ -27,6 +27,7 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
+from specdec.engine.cuda.buckets import advance, empty_batch, fill
 from specdec.engine.cuda.launch import Launch, LaunchCounter
 from specdec.engine.cuda.layers import rotate_write
 from specdec.engine.cuda.sampling import launch_top
@@ -38,6 +39,7 @@ _WARP = 32
 _META = torch.device("meta")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
+_PRODUCT = re.compile(r"(?:wgmma\.mma|tcgen05\.mma|mma\.sync)[\w.:]*")
 _ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -73,6 +75,8 @@ class Compiled:
     shared_bytes: int
     num_warps: int
     code_bytes: int
+    instructions: tuple[str, ...]
+    """For products of tiles, as PTX names them: a row's bits depend on which one it is."""
 
 
 def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
@@ -117,6 +121,13 @@ def launches_of(shape: Shape) -> dict[str, list[Launch]]:
             logits = decoder(meta_batch(8, context_len), cache)
             launch_top(logits, torch.empty(8, 3, dtype=torch.int32, device=_META), 4)
         found[variant] = counter.launches
+    ordered = DeviceDecoder(
+        random_model(config, shape.dtype, _META), [geometry], [AttentionOptions(dim**-0.5)], 8192, row_invariant=True
+    )
+    for num_rows in (8, 512):
+        with torch.inference_mode(), LaunchCounter() as counter:
+            ordered(meta_batch(num_rows, 256), cache)
+        found[f"deterministic, {num_rows} rows"] = counter.launches
     sinks = torch.empty(heads, dtype=shape.dtype, device=_META)
     options = AttentionOptions(dim**-0.5, sliding_window=512, softcap=30.0, sinks=sinks)
     query, key, value = (
@@ -128,8 +139,11 @@ def launches_of(shape: Shape) -> dict[str, list[Launch]]:
     qkv = torch.empty(8, (heads + 2 * shape.num_kv_heads) * dim, dtype=shape.dtype, device=_META)
     with LaunchCounter() as counter:
         kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options)
+        padded, of_rows = empty_batch((8, 256), _META, 3, 16), torch.empty(2, 8, dtype=torch.int32, device=_META)
+        fill(padded, batch, 3, 16)
+        advance(padded, 1, torch.empty(8, 2, 4, dtype=torch.int32, device=_META), of_rows[0], of_rows[1], cache)
         rotate_write(qkv, heads, 0, batch, cache, (tables[0], tables[1]), (norms[0], norms[1]), 1e-6)
-    found["window, softcap, sinks, norms of heads"] = counter.launches
+    found["window, softcap, sinks, norms of heads, padding, drafting"] = counter.launches
     return found
 
 
@@ -174,6 +188,7 @@ def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) 
         shared_bytes=int(compiled.metadata.shared),
         num_warps=int(launch.options.get("num_warps", 4)),
         code_bytes=len(cubin),
+        instructions=tuple(sorted(set(_PRODUCT.findall(compiled.asm["ptx"])))),
     )
 
 
@@ -182,20 +197,24 @@ def _is_same(launch: Launch, other: Launch) -> bool:
 
 
 def markdown(rows: list[Compiled]) -> str:
-    """A page with one table."""
-    head = "| kernel | shape | variant | target | registers | spilled bytes | shared memory | warps |"
+    """A page with one table: of a kernel that is compiled for several sizes, what needs the most registers."""
+    head = "| kernel | shape | variant | target | registers | spilled bytes | shared memory | warps | products by |"
     lines = [
         f"# GPU kernels as Triton {triton.__version__} compiles them",
         "",
         "Compiled without a GPU by `python -m bench.cubins`; nothing here has run on one.",
         "",
         head,
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
+    neediest: dict[tuple[str, ...], Compiled] = {}
+    for row in sorted(rows, key=lambda row: (row.spilled_bytes, row.registers)):
+        neediest[row.kernel, row.shape, row.variant, row.architecture] = row
     lines += [
         f"| {r.kernel} | {r.shape} | {r.variant} | {r.architecture} | {r.registers} | {r.spilled_bytes} "
-        f"| {r.shared_bytes} | {r.num_warps} |"
+        f"| {r.shared_bytes} | {r.num_warps} | {', '.join(r.instructions)} |"
         for r in rows
+        if neediest[r.kernel, r.shape, r.variant, r.architecture] is r
     ]
     return "\n".join(lines) + "\n"
 

@@ -64,10 +64,12 @@ _FIRST_MEAN_NODES = 4.0
 class Pacing:
     """Chooses hold-offs and trees from what the target has measured: step times, draft latency, acceptance."""
 
-    def __init__(self, hold_off_ms: float | None, *, is_gated: bool = False) -> None:
-        """`hold_off_ms`: of every wait for a draft; None: learnt. `is_gated`: sessions speculate only where it pays."""
+    def __init__(self, hold_off_ms: float | None, *, is_gated: bool = False, row_edges: tuple[int, ...] = ()) -> None:
+        """`hold_off_ms`: of every wait for a draft; None: learnt. `is_gated`: sessions speculate only where it pays.
+        `row_edges`: what the engine pads steps to.
+        """
         self.gate = SpeculationGate(is_gated)
-        self.step_time = StepTimeModel()
+        self.step_time = StepTimeModel(edges=row_edges)
         self.acceptance = AcceptanceCalibration()
         """Of what drafts propose."""
         self.sources = SourceRecords()

@@ -62,7 +62,7 @@ class Verifier:
         """`own_draft`: of `host`'s sessions, in this process; None: drafts are elsewhere."""
         self._own_draft = own_draft or OwnDraft(None, 0)
         hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
-        self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation)
+        self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation, row_edges=built.row_edges)
         self._host = host
         self._engine = built.engine
         self._sampler = built.sampler

@@ -32,10 +32,12 @@ STEPS = {
     "attention": 120,
     "bitwise": 120,
     "graph": 90,
+    "products": 60,
     "steps": 180,
     "draft": 90,
     "served": 240,
     "trace": 60,
+    "inflated": 400,
 }
 _MOST_OUTPUT = 4000
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import LlamaConfig
@@ -13,7 +17,10 @@ from specdec.engine.batch import Batch
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
 
+Found = dict[str, Any]
+"""What a step found, as JSON has it."""
 BLOCK_SIZE = 16
+_REPEATS = 20
 _SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256},
@@ -40,6 +47,19 @@ class Place:
         """Wait for all that was launched."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def median_ms(self, run: Callable[[], object]) -> float:
+        """The median time of calls with all that they launch, after three that are not counted; of one if dry."""
+        times = []
+        for _ in range(1 if self.dry else 3):
+            run()
+        for _ in range(1 if self.dry else _REPEATS):
+            self.synchronize()
+            began_s = time.perf_counter()
+            run()
+            self.synchronize()
+            times.append(time.perf_counter() - began_s)
+        return round(statistics.median(times) * 1000, 4)
 
 
 @dataclass(slots=True)
@@ -70,8 +90,8 @@ class SlotModel:
         )
 
 
-def make(name: str, place: Place, max_len: int) -> SlotModel:
-    """A model of a shape, or the tiny one in a dry run."""
+def make(name: str, place: Place, max_len: int, *, row_invariant: bool = False) -> SlotModel:
+    """A model of a shape, or the tiny one in a dry run; ``row_invariant`` as ``DeviceDecoder`` takes it."""
     config = LlamaConfig.from_dict({**_SHAPES["tiny" if place.dry else name], "max_position_embeddings": max_len})
     model = random_model(config, place.dtype, place.device).eval()
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -80,6 +100,6 @@ def make(name: str, place: Place, max_len: int) -> SlotModel:
         LayerGeometry(config.num_key_value_heads or config.num_attention_heads, head_dim, head_dim)
     ] * config.num_hidden_layers
     options = [AttentionOptions(head_dim**-0.5)] * config.num_hidden_layers
-    decoder = DeviceDecoder(model, geometries, options, max_len)
+    decoder = DeviceDecoder(model, geometries, options, max_len, row_invariant=row_invariant)
     cache = KVCache(geometries, -(-max_len // BLOCK_SIZE) + 1, BLOCK_SIZE, place.dtype, place.device)
     return SlotModel(decoder, cache, config.vocab_size, weight_bytes)

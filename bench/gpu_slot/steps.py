@@ -4,33 +4,35 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
+from array import array
 from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from bench.gpu_slot import models
-from bench.gpu_slot.models import Place, SlotModel
+from bench.gpu_slot.determinism import bitwise, products
+from bench.gpu_slot.models import Found, Place, SlotModel
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, cuda_capture
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, CudaCapture
 from specdec.engine.cuda.sampling import device_perturbed_top, launch_top, row_parameters
+from specdec.engine.drawing.device import DeviceDrawing
+from specdec.engine.drawing.rows import DrawRow, DrawRule
 from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
+from specdec.engine.sampling.sampler import Sampler
+from specdec.sampling_params import SamplingParams
 
-Found = dict[str, Any]
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "grpcio", "protobuf", "pydantic", "numpy")
-_REPEATS = 20
 
 
 def versions(place: Place) -> Found:
@@ -124,22 +126,6 @@ def _one_sequence(place: Place, start: int, num_rows: int) -> Batch:
     )
 
 
-def bitwise(place: Place) -> Found:
-    """In how many rows logits differ when the same tokens are computed in chunks of other sizes."""
-    length = 24 if place.dry else 512
-    model = models.make("1b", place, 64 if place.dry else 1024)
-    whole = model.decoder(model.rows(0, length), model.cache)
-    found = {}
-    for rows in (1, 2, 7) if place.dry else (1, 2, 7, 8, 16, 64):
-        starts = range(0, length - rows + 1, max(rows, length // 8))
-        differing = 0
-        for start in starts:
-            part = model.decoder(model.rows(start, rows), model.cache)
-            differing += int((part != whole[start : start + rows]).any(1).sum())
-        found[f"rows in chunks of {rows} that differ from one prefill"] = [differing, rows * len(starts)]
-    return found
-
-
 def graph(place: Place) -> Found:
     """Replays of captured steps against eager ones; raises where a bit differs or a replay waits for the device."""
     model = models.make("1b", place, 64 if place.dry else 2048)
@@ -168,8 +154,20 @@ def graph(place: Place) -> Found:
 
 def _replays(place: Place, model: SlotModel) -> BucketedSteps:
     """The model's steps in buckets; without a GPU a replay runs the step again."""
+    steps = BucketedSteps(model.decoder, CudaCapture() if place.device.type == "cuda" else _Rerun())
+    steps.serve(model.cache)
+    return steps
 
-    def rerun(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+
+class _Rerun:
+    """``Capture`` without a GPU."""
+
+    def held_bytes(self) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """What was captured is run again."""
         logits = run()
 
         def replay() -> None:
@@ -177,31 +175,27 @@ def _replays(place: Place, model: SlotModel) -> BucketedSteps:
 
         return replay, logits
 
-    steps = BucketedSteps(model.decoder, cuda_capture if place.device.type == "cuda" else rerun)
-    steps.serve(model.cache)
-    return steps
-
 
 def steps(place: Place) -> Found:
     """Times of a step, eager and replayed, of 8B and 1B shapes at several contexts."""
     found: Found = {}
     contexts = (16, 32) if place.dry else (256, 1024, 4096)
-    for name in ("1b", "8b"):
-        model = models.make(name, place, contexts[-1] + 512)
+    for name, shape, is_ordered in (("1b", "1b", False), ("8b", "8b", False), ("8b deterministic", "8b", True)):
+        model = models.make(shape, place, contexts[-1] + 512, row_invariant=is_ordered)
         replays = _replays(place, model)
         found[f"{name}: weights GB"] = round(model.weight_bytes / 1e9, 2)
         for context in contexts:
             for rows in (1, 8) if place.dry else (1, 8, 64, 512):
                 batch = model.rows(context, rows, context + rows)
                 label = f"{name}: {rows} rows at {context}"
-                found[f"{label}, eager ms"] = _median_ms(place, partial(model.decoder, batch, model.cache))
+                found[f"{label}, eager ms"] = place.median_ms(partial(model.decoder, batch, model.cache))
                 if rows <= 64:
-                    found[f"{label}, graph ms"] = _median_ms(place, partial(replays, batch, model.cache))
+                    found[f"{label}, graph ms"] = place.median_ms(partial(replays, batch, model.cache))
         del model, replays
     vocab_size = 3000 if place.dry else 128256
     logits = torch.randn(8, vocab_size, device=place.device)
     parameters = row_parameters([1.0] * 8, list(range(16))).to(place.device)
-    found["sampling of 8 rows ms"] = _median_ms(place, lambda: launch_top(logits, parameters, 4))
+    found["sampling of 8 rows ms"] = place.median_ms(lambda: launch_top(logits, parameters, 4))
     return found
 
 
@@ -218,16 +212,39 @@ def draft(place: Place) -> Found:
             if i + 1 < num_tokens:
                 batches[i + 1].input_ids.copy_(drawn[0, 0])
 
-    return {"tokens": num_tokens, "eager ms": _median_ms(place, run)}
+    found: Found = {"tokens": num_tokens, "eager ms": place.median_ms(run)}
+    sampler = Sampler(model.vocab_size, place.device)
+    drawing = DeviceDrawing(_replays(place, model), model.cache, model.vocab_size, 64 if place.dry else 2048, sampler)
+    rule = DrawRule(SamplingParams(seed=1, max_tokens=99, temperature=1.0))
+    blocks = array("i", range(model.cache.num_blocks - 1))
+    logits = model.decoder(batches[0], model.cache)
+    for num_rows in (1,) if place.dry else (1, 4):
+        row = DrawRow(rule, 0, context, num_tokens, blocks)
+        found[f"{num_rows} rows, graph ms"] = place.median_ms(partial(drawing.draw, [row] * num_rows, logits, 2))
+    return found
 
 
 def served(place: Place) -> Found:
     """The demo: the shipped pair behind all three services, compared with plain decoding."""
-    command = [sys.executable, "-m", "specdec.cli.main", "demo"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return _told("specdec.cli.main", "demo")
+
+
+def inflated(place: Place) -> Found:
+    """An enlarged pair served with and without speculation, beside transformers' own: speeds, and whose tokens differ.
+
+    Its weights are written to disk first, 20 GB; a slot that is too short for it leaves it to the next.
+    """
+    pair = ["--pair", "shipped", "--device", "cpu"] if place.dry else ["--pair", "gpu-8b", "--device", "cuda"]
+    sizes = ["--prompts", "1", "--repeats", "1", "--max-tokens", "16" if place.dry else "96", "--peer-tokens", "5"]
+    only = ["--only", "systems", "--batch", "1", "--temperature", "0,1", "--no-check", "--no-save"]
+    return _told("bench", *pair, *sizes, *only)
+
+
+def _told(module: str, *arguments: str) -> Found:
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return {"output": done.stdout[-3000:]}
+    return {"output": done.stdout[-6000:].splitlines()}
 
 
 def trace(place: Place) -> Found:
@@ -245,21 +262,9 @@ def trace(place: Place) -> Found:
     return {"table": profiler.key_averages().table(sort_by=order, row_limit=25).splitlines()}
 
 
-def _median_ms(place: Place, run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(1 if place.dry else 3):
-        run()
-    for _ in range(1 if place.dry else _REPEATS):
-        place.synchronize()
-        began_s = time.perf_counter()
-        run()
-        place.synchronize()
-        times.append(time.perf_counter() - began_s)
-    return round(statistics.median(times) * 1000, 4)
-
-
 STEPS: dict[str, Callable[[Place], Found]] = {
-    step.__name__: step for step in (versions, exactness, attention, bitwise, graph, steps, draft, served, trace)
+    step.__name__: step
+    for step in (versions, exactness, attention, bitwise, graph, products, steps, draft, served, trace, inflated)
 }
 
 

@@ -1,4 +1,4 @@
-"""Several guesses per head in one native call, where these are what as many steps would have guessed."""
+"""Several guesses per head in one call, where these are what as many steps would have guessed."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from specdec.drafting.branches import Branches
 from specdec.drafting.growth import GrowthPolicy
 from specdec.drafting.guess import Place, guess_of
 from specdec.drafting.session import DraftSession, Guess, Head
-from specdec.engine.drawing import DrawingDecoder, DrawRow, DrawRule
+from specdec.engine.drawing.rows import Drawing, DrawRow, DrawRule
 from specdec.engine.engine import Engine
 
-MOST_ROUNDS = 4
-_MOST_CALL_S = 1e-3
-"""Commits wait for the end of a call: it computes only as many rounds as fit."""
 _FORGETTING = 0.9
 """A round too long for two of them counts for this much less at the next chance, so that it is tried again."""
 
@@ -35,11 +32,11 @@ class Ahead:
         self,
         engine: Engine,
         branches: Branches,
-        drawing: DrawingDecoder | None,
+        drawing: Drawing | None,
         num_siblings: int,
         max_model_len: int,
     ) -> None:
-        self.most_rounds = MOST_ROUNDS
+        self.most_rounds = 1 if drawing is None else drawing.most_rounds
         self.drawing = drawing
         self._engine = engine
         self._branches = branches
@@ -78,11 +75,10 @@ class Ahead:
             num_rounds = min(most_rounds, self._useful_rounds(session, head, growth))
             wanted.append(self._row(session, session.rule, head, row, num_rounds, growth, num_branches))
         started_s = time.monotonic()
-        drawn = self.drawing.draw(wanted, logits, 1 + max(1, self._num_siblings))
-        num_rounds = max(map(len, drawn))
-        if num_rounds > 1:
-            self._timed(len(places), (time.monotonic() - started_s) / (num_rounds - 1))
-        rounds: list[Round] = [[] for _ in range(num_rounds)]
+        drawn = self.drawing.draw(wanted, logits, drawn_tokens(self._num_siblings))
+        if self.drawing.num_passes:
+            self._timed(len(places), (time.monotonic() - started_s) / self.drawing.num_passes)
+        rounds: list[Round] = [[] for _ in range(max(map(len, drawn)))]
         for place, draws in zip(places, drawn, strict=True):
             if len(draws) > 1:
                 self._engine.ahead.hold(place[1].seq, [token_ids[0] for token_ids, _ in draws[:-1]])
@@ -149,7 +145,8 @@ class Ahead:
         round_s = self._round_s.get(bucket)
         if round_s is None:
             return min(2, self.most_rounds)
-        num_rounds = max(1, min(self.most_rounds, int(_MOST_CALL_S / round_s)))
+        most_call_s = 0.0 if self.drawing is None else self.drawing.most_call_s
+        num_rounds = max(1, min(self.most_rounds, int(most_call_s / round_s)))
         if num_rounds == 1:
             self._round_s[bucket] = round_s * _FORGETTING
         return num_rounds
@@ -159,3 +156,8 @@ class Ahead:
         bucket = num_rows.bit_length()
         known_s = self._round_s.get(bucket, round_s)
         self._round_s[bucket] = min(round_s, known_s + (round_s - known_s) / 8)
+
+
+def drawn_tokens(num_siblings: int) -> int:
+    """Tokens per draw: the guess, its siblings, and at least one other, against which its score is told."""
+    return 1 + max(1, num_siblings)

@@ -18,7 +18,7 @@ from typing import Any
 from google.rpc import code_pb2
 
 from specdec.config import DraftSettings
-from specdec.drafting.ahead import Ahead, Round
+from specdec.drafting.ahead import Ahead, Round, drawn_tokens
 from specdec.drafting.block import MaskBlock, rounds_of
 from specdec.drafting.branches import Branches
 from specdec.drafting.commits import CommitConflict, check_no_commit_is_lost, num_known
@@ -71,6 +71,8 @@ class Drafter:
         built.engine.before_pass = self._note_pass
         max_model_len = built.info.identity.max_model_len
         self._branches = Branches(built.engine, max_model_len)
+        if built.drawing is not None:
+            built.drawing.prepare(drawn_tokens(settings.num_siblings))
         self._ahead = Ahead(built.engine, self._branches, built.drawing, settings.num_siblings, max_model_len)
         mask = built.mask_token_id
         self._block = None if mask is None else MaskBlock(mask, settings.max_draft_tokens)

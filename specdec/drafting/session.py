@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.engine.drawing import DrawRule
+from specdec.engine.drawing.rows import DrawRule
 from specdec.engine.sampling.sampler import DraftSample
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence

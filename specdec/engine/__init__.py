@@ -12,7 +12,7 @@ One engine serves both roles; nothing here says draft or target. The map, from d
     parallel/      one model over several ranks
     model/         from a checkpoint to a forward pass that is proved at load
     sampling/      from logits to tokens
-    drawing.py     several tokens of each row in one native call
+    drawing/       several tokens of each row in one call
     ahead.py       whose slots were computed before their tokens were appended
     engine.py      schedule, run, postprocess
 """

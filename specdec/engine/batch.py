@@ -7,6 +7,7 @@ position_ids[r]``, always in order of position: the first ``context_lens[r]`` of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,7 +70,7 @@ class ItemRows:
 def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str) -> tuple[Batch, list[ItemRows]]:
     """Lay a non-empty step out as tensors on `device`.
 
-    Cost: two host-to-device copies, and a fixed number of array operations whatever the number of sequences.
+    Cost: one host-to-device copy, and a fixed number of array operations whatever the number of sequences.
     """
     items = step.items
     if _are_single(items):
@@ -102,12 +103,10 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
         if item.num_tree_nodes and item.seq.tree is not None:
             input_ids += item.seq.tree.token_ids[: item.num_tree_nodes]
 
-    ids, positions, slots, logits = _to_device(
+    (ids, positions, slots, logits), (seqs, contexts, offsets, paths, tables) = _to_device(
         [np.array(input_ids, np.int64), position_ids, slot_mapping, np.array(logits_indices, np.int64)],
+        [row_seq.astype(np.int32), context_lens, path_offsets, path_slots, block_tables.reshape(-1)],
         device,
-    )
-    seqs, contexts, offsets, paths, tables = _to_device(
-        [row_seq.astype(np.int32), context_lens, path_offsets, path_slots, block_tables.reshape(-1)], device
     )
     batch = Batch(
         input_ids=ids,
@@ -149,8 +148,11 @@ def _build_single(
         tables += blocks
         tables += [0] * (num_blocks - len(blocks))
     contexts = [position + 1 for position in positions]
-    [wide] = _to_device([np.array([*tokens, *positions, *slots, *rows], np.int64)], device)
-    [narrow] = _to_device([np.array([*rows, *contexts, *([0] * (num_rows + 1)), *tables], np.int32)], device)
+    [wide], [narrow] = _to_device(
+        [np.array([*tokens, *positions, *slots, *rows], np.int64)],
+        [np.array([*rows, *contexts, *([0] * (num_rows + 1)), *tables], np.int32)],
+        device,
+    )
     ids, position_ids, slot_mapping, logits_indices = wide.view(4, num_rows).unbind()
     seqs, context_lens, path_offsets, table = narrow.split([num_rows, num_rows, num_rows + 1, len(tables)])
     batch = Batch(
@@ -214,10 +216,18 @@ def _lay_out_paths(
     return np.cumsum(path_lens, dtype=np.int32), slot_mapping[path_rows].astype(np.int32)
 
 
-def _to_device(arrays: list[Int32Array] | list[Int64Array], device: torch.device | str) -> tuple[torch.Tensor, ...]:
-    """Arrays of one dtype as tensors, by a single copy if the device is another."""
+def _to_device(
+    wide: list[Int64Array], narrow: list[Int32Array], device: torch.device | str
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Arrays as tensors, by a single copy of all of them if the device is another."""
     if torch.device(device).type == "cpu":
-        return tuple(torch.from_numpy(array) for array in arrays)
-    packed = torch.from_numpy(np.concatenate(arrays)).to(device, non_blocking=True)
-    parts: tuple[torch.Tensor, ...] = torch.split(packed, [len(part) for part in arrays])
-    return parts
+        return [torch.from_numpy(array) for array in wide], [torch.from_numpy(array) for array in narrow]
+    packed = torch.from_numpy(np.concatenate([*(array.view(np.int32) for array in wide), *narrow]))
+    return _unpacked(packed.to(device, non_blocking=True), [len(each) for each in wide], [len(each) for each in narrow])
+
+
+def _unpacked(
+    packed: torch.Tensor, wide_lens: list[int], narrow_lens: list[int]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    num_wide = 2 * sum(wide_lens)
+    return packed[:num_wide].view(torch.int64).split(wide_lens), packed[num_wide:].split(narrow_lens)

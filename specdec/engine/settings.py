@@ -66,13 +66,20 @@ class EngineSettings(BaseModel):
         description="KV budget of each rank; null: 1 GiB on CPU; on CUDA 90 % of what the weights and the "
         "largest step leave free.",
     )
+    gpu_memory_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory that the process is to stay within, weights included, where others use "
+        "it, too; null: all that is free.",
+    )
     max_model_len: int | None = Field(default=None, ge=1, description="Longest sequence; null: what the model allows.")
     max_batch_tokens: int = Field(default=512, ge=1, description="Rows of one step.")
     max_batch_seqs: int = Field(default=64, ge=1, description="Sequences of one step.")
     deterministic: bool | None = Field(
         default=None,
-        description="Row invariance: true demands it (loading fails without it). Otherwise it is there "
-        "where it costs nothing, on CPU float32.",
+        description="Row invariance: true demands it (loading fails without it), on GPUs by matrix products that are "
+        "slower with many rows. Otherwise it is there where it costs nothing, on CPU float32.",
     )
     trust_remote_code: bool = Field(default=False, description="Allow code from the model's repository.")
     native: Literal["auto", "on", "off"] = Field(

@@ -16,7 +16,8 @@ import structlog
 from specdec.drafters.growing import ROOT, GrowingOffer
 from specdec.drafters.interface import Capabilities, Context, Offer, OfNoUse
 from specdec.drafters.options import LayerSkipOptions
-from specdec.engine.drawing import DrawingDecoder, DrawRow, DrawRule
+from specdec.engine.drawing.native import DrawingDecoder
+from specdec.engine.drawing.rows import DrawRow, DrawRule
 from specdec.engine.model.beside import PassRows, SkippingPass
 from specdec.engine.model.skipping import LEAST_AGREEMENT, agreement, sample_ids, too_different
 from specdec.engine.sequence import Sequence as EngineSequence

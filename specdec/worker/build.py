@@ -12,7 +12,8 @@ import structlog
 from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
-from specdec.engine.drawing import DrawingDecoder
+from specdec.engine.drawing.native import DrawingDecoder
+from specdec.engine.drawing.rows import Drawing
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
@@ -48,7 +49,7 @@ class BuiltEngine:
     full_step_s: float = 0.0
     """What a step of as many rows as are allowed may take, by what warming up took for a few: no less than it does,
     mostly, as the cost of a row falls with their number."""
-    drawing: DrawingDecoder | None = None
+    drawing: Drawing | None = None
     """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
     grammars: GrammarCompiler | None = None
     """Compiles constraints; None where the tokenizer allows none."""
@@ -58,6 +59,8 @@ class BuiltEngine:
     """What runs the model in this process; None where none runs."""
     mask_token_id: int | None = None
     """Of a draft that says several tokens in one pass: what stands for one that is not known yet."""
+    row_edges: tuple[int, ...] = ()
+    """Numbers of rows, rising, that steps are padded to: rows up to the next one are free; empty where none are."""
 
 
 def build_engine(
@@ -106,11 +109,23 @@ def build_engine(
     if isinstance(settings, DraftSettings):
         mask_token_id = parallel_mask(settings.model, settings.revision, settings.parallel_drafting, runner.num_logits)
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
-    fused = runner.fused if sampler.is_native and ranks is None and mask_token_id is None else None
-    drawing = None if fused is None else DrawingDecoder(*fused, runner.vocab_size)
+    drawing = _drawing(runner, sampler) if ranks is None and mask_token_id is None else None
     engine = Engine(steps, pool, scheduler)
     heads = HeadTarget(runner, engine, sampler)
-    return BuiltEngine(engine, sampler, info, row_s * max_batch_tokens, drawing, grammars, heads, runner, mask_token_id)
+    verify_s = row_s * max_batch_tokens
+    return BuiltEngine(
+        engine, sampler, info, verify_s, drawing, grammars, heads, runner, mask_token_id, runner.row_edges
+    )
+
+
+def _drawing(runner: ModelRunner, sampler: Sampler) -> Drawing | None:
+    if sampler.is_native and runner.fused is not None:
+        return DrawingDecoder(*runner.fused, runner.vocab_size)
+    if runner.replayed is None:
+        return None
+    from specdec.engine.drawing.device import DeviceDrawing  # a CPU has no triton
+
+    return DeviceDrawing(*runner.replayed, runner.vocab_size, runner.max_model_len, sampler)
 
 
 def _grammars(runner: ModelRunner) -> GrammarCompiler | None:

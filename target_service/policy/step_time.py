@@ -14,7 +14,8 @@ _PRIOR_WEIGHT = 0.5
 class StepTimeModel:
     """Step time as a straight line over rows, by exponentially weighted least squares.
 
-    Predicts ``base_s + row_s * num_rows``. The prior keeps the first predictions sane. What is left of it, scaled to
+    Predicts ``base_s + row_s * num_rows``, where rows are those that the step computes, padding included. The prior
+    keeps the first predictions sane. What is left of it, scaled to
     the steps that were seen, gives a slope when they are all of one size: else one step that stalled (a process that
     was stopped, a machine that paused) could make rows look so dear that no step with more of them ever corrected it.
     Cost of an update: constant.
@@ -26,6 +27,8 @@ class StepTimeModel:
     """More for each row."""
     decay: float = 0.98
     """What is left of a step's weight after one more."""
+    edges: tuple[int, ...] = ()
+    """Numbers of rows, rising, to the next of which a step is padded; empty where steps compute the rows they have."""
     _prior: tuple[float, float] = field(init=False)
     _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
     """Weight, x, y, xx, xy."""
@@ -36,6 +39,7 @@ class StepTimeModel:
 
     def observe(self, num_rows: int, elapsed_s: float) -> None:
         """A step of `num_rows` rows took `elapsed_s`."""
+        num_rows = self.padded(num_rows)
         elapsed_s = min(elapsed_s, _MOST_SURPRISE * self.predict(num_rows))
         self._sums = [value * self.decay for value in self._sums]
         self._add(num_rows, elapsed_s)
@@ -50,7 +54,11 @@ class StepTimeModel:
 
     def predict(self, num_rows: int) -> float:
         """Expected time of a step, in seconds."""
-        return self.base_s + self.row_s * num_rows
+        return self.base_s + self.row_s * self.padded(num_rows)
+
+    def padded(self, num_rows: int) -> int:
+        """Rows that a step of `num_rows` computes."""
+        return next((edge for edge in self.edges if edge >= num_rows), num_rows)
 
     def _add_prior(self, weight: float, scale: float) -> None:
         base_s, row_s = self._prior

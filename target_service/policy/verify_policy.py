@@ -4,7 +4,8 @@ A step over ``S`` sessions that verifies the node set ``V`` commits ``S + sum of
 average and takes ``T(S + |V|)``. Nodes are added best first while that raises tokens per second, or what they are
 worth to requests that want a certain time per token. A node's path
 probability is at most its parent's, so the best-first order never takes a node before its parent. With many sessions
-``T`` is steep and the rule shrinks to plain decoding by itself.
+``T`` is steep and the rule shrinks to plain decoding by itself. Where steps are padded, ``T`` is a staircase: nodes are
+taken in that order up to one of its edges, that of the most tokens per second.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ def select_nodes(
     chosen: list[list[int]] = [[] for _ in path_scores]
     expected_tokens = float(sum(weights))
     num_rows = len(path_scores) + num_other_rows
+    if step_time.edges and num_rows <= step_time.edges[-1]:
+        return _up_to_an_edge(ranked, limits, num_rows, expected_tokens, step_time)
     for score, negative_index, session in ranked:
         if len(chosen[session]) >= limits[session]:
             continue
@@ -54,6 +57,34 @@ def select_nodes(
         expected_tokens += score
         num_rows += 1
     return [sorted(nodes) for nodes in chosen]
+
+
+def _up_to_an_edge(
+    ranked: Sequence[tuple[float, int, int]],
+    limits: Sequence[int],
+    num_rows: int,
+    expected_tokens: float,
+    step_time: StepTimeModel,
+) -> list[list[int]]:
+    """The nodes, best first, that fill a step to an edge; never past the last one, behind which steps are slower."""
+    chosen: list[list[int]] = [[] for _ in limits]
+    taken: list[tuple[int, int]] = []
+    best_rate, num_best = expected_tokens / step_time.predict(num_rows), 0
+    for score, negative_index, session in ranked:
+        if score <= 0 or num_rows == step_time.edges[-1]:
+            break
+        if len(chosen[session]) >= limits[session]:
+            continue
+        chosen[session].append(-negative_index)
+        taken.append((session, -negative_index))
+        expected_tokens += score
+        num_rows += 1
+        if (rate := expected_tokens / step_time.predict(num_rows)) > best_rate:
+            best_rate, num_best = rate, len(taken)
+    best: list[list[int]] = [[] for _ in limits]
+    for session, node in taken[:num_best]:
+        best[session].append(node)
+    return [sorted(nodes) for nodes in best]
 
 
 @dataclass(slots=True)

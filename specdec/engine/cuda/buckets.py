@@ -7,46 +7,81 @@ them, and padded with rows of a sequence of their own, which writes and reads a 
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
+from specdec.engine.cuda.bucket_kernels import advance_kernel, fill_kernel
+from specdec.engine.cuda.launch import launch
 from specdec.engine.tap import HiddenTap
 
-ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 _PATH_SLOTS_PER_ROW = 8
-_MOST_GRAPHS = 48
+_LEAST_POSITIONS = 512
+"""Of a table: what attention takes in one split."""
+_TABLE_GROWTH = 4
+"""From one length of tables to the next: programs for splits that no row has end at once."""
+_MOST_GRAPHS = 96
+_MOST_CAPTURE_S = 20.0
+_MOST_CAPTURE_BYTES = 1 << 30
 _logger = logging.getLogger(__name__)
 
 Forward = Callable[[Batch, KVCache], torch.Tensor]
-Capture = Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]
-"""Captures a function of no arguments; returns what replays it, and the tensor that it then fills."""
-Key = tuple[int, int, int, int]
+Key = tuple[int, int]
+"""Rows, and blocks of a table."""
 
 
-def bucket_of(batch: Batch) -> Key | None:
-    """Rows, sequences, blocks of a table and path slots of the captured step that serves a batch; None if none does.
+class Capture(Protocol):
+    """Captures steps, and says what memory they keep."""
 
-    With sequences of one row each there are as many sequences as rows, otherwise one more than the batch has, at most.
-    """
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """Capture a function of no arguments; returns what replays it, and the tensor that it then fills."""
+
+    def held_bytes(self) -> int:
+        """Memory that captured steps have taken so far."""
+
+
+def bucket_of(batch: Batch, block_size: int) -> Key | None:
+    """Rows and blocks of a table of the captured step that serves a batch; None if none does."""
     num_rows, num_slots = batch.input_ids.shape[0], batch.path_slots.shape[0]
-    if num_rows > ROW_BUCKETS[-1]:
+    rows = row_bucket(num_rows)
+    if rows is None or num_slots > _PATH_SLOTS_PER_ROW * rows:
         return None
-    rows = next(bucket for bucket in ROW_BUCKETS if bucket >= num_rows)
-    num_seqs = batch.num_seqs + (rows > num_rows)
-    seqs = min(rows, 1 << (num_seqs - 1).bit_length())
-    slots = _PATH_SLOTS_PER_ROW * rows if num_slots else 0
-    if num_slots > slots:
-        return None
-    return rows, max(seqs, num_seqs), 1 << max(3, (batch.block_tables.shape[1] - 1).bit_length()), slots
+    return rows, table_bucket(batch.block_tables.shape[1], block_size)
 
 
-def empty_batch(key: Key, device: torch.device, spare_block: int) -> Batch:
-    """A batch of padding only: every row is the first token of a sequence in the spare block."""
-    num_rows, num_seqs, num_blocks, num_slots = key
+def row_bucket(num_rows: int) -> int | None:
+    """To how many rows a step is padded; None where it is too large for a captured one."""
+    return next((bucket for bucket in ROW_BUCKETS if bucket >= num_rows), None)
+
+
+def table_bucket(num_blocks: int, block_size: int) -> int:
+    """Blocks of the captured tables that hold as many."""
+    positions = _LEAST_POSITIONS
+    while positions < num_blocks * block_size:
+        positions *= _TABLE_GROWTH
+    return -(-positions // block_size)
+
+
+def all_buckets(max_len: int, block_size: int) -> list[Key]:
+    """Buckets of sequences up to ``max_len`` tokens: short tables first, of these the largest first, as later captures
+    use again what memory earlier ones have left."""
+    keys, positions = [], _LEAST_POSITIONS
+    while True:
+        keys += [(rows, -(-positions // block_size)) for rows in reversed(ROW_BUCKETS)]
+        if positions >= max_len:
+            return keys
+        positions *= _TABLE_GROWTH
+
+
+def empty_batch(key: Key, device: torch.device, spare_block: int, block_size: int) -> Batch:
+    """A batch of padding only: every row is the first token of the last sequence, in the spare block."""
+    num_rows, num_blocks = key
 
     def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
@@ -54,40 +89,85 @@ def empty_batch(key: Key, device: torch.device, spare_block: int) -> Batch:
     return Batch(
         input_ids=full(num_rows, dtype=torch.int64),
         position_ids=full(num_rows, dtype=torch.int64),
-        slot_mapping=full(num_rows, dtype=torch.int64),
-        row_seq=full(num_rows, value=num_seqs - 1),
+        slot_mapping=full(num_rows, value=spare_block * block_size, dtype=torch.int64),
+        row_seq=full(num_rows, value=num_rows - 1),
         context_lens=full(num_rows, value=1),
         path_offsets=full(num_rows + 1),
-        path_slots=full(num_slots),
-        block_tables=full(num_seqs, num_blocks, value=spare_block),
+        path_slots=full(_PATH_SLOTS_PER_ROW * num_rows),
+        block_tables=full(num_rows, num_blocks, value=spare_block),
         logits_indices=torch.arange(num_rows, device=device),
-        num_seqs=num_seqs,
+        num_seqs=num_rows,
     )
 
 
 def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None:
-    """Copy a batch into one of its bucket; rows that are left are padding. Waits for nothing."""
-    num_rows, num_slots = batch.input_ids.shape[0], batch.path_slots.shape[0]
-    static.input_ids.zero_()
-    static.position_ids.zero_()
-    static.slot_mapping.fill_(spare_block * block_size)
-    static.row_seq.fill_(static.num_seqs - 1)
-    static.context_lens.fill_(1)
-    static.block_tables.fill_(spare_block)
-    for name in ("input_ids", "position_ids", "slot_mapping", "row_seq", "context_lens"):
-        getattr(static, name)[:num_rows].copy_(getattr(batch, name), non_blocking=True)
-    static.path_offsets[: num_rows + 1].copy_(batch.path_offsets, non_blocking=True)
-    static.path_offsets[num_rows + 1 :] = num_slots
-    static.path_slots[:num_slots].copy_(batch.path_slots, non_blocking=True)
-    static.block_tables[: batch.num_seqs, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
+    """Copy a batch into one of its bucket; rows that are left are padding. One launch, which waits for nothing.
+
+    Columns of a table past the batch's own keep what they had: nothing is read there.
+    """
+    num_rows = static.input_ids.shape[0]
+    names = (
+        "input_ids", "position_ids", "slot_mapping", "row_seq", "context_lens", "path_offsets", "path_slots",
+        "block_tables",
+    )  # fmt: skip
+    launch(
+        fill_kernel,
+        (num_rows + 1,),
+        *(getattr(batch, name) for name in names),
+        *(getattr(static, name) for name in names),
+        batch.input_ids.shape[0],
+        batch.num_seqs,
+        batch.path_slots.shape[0],
+        batch.block_tables.shape[1],
+        spare_block,
+        NUM_ROWS=num_rows,
+        TABLE_WIDTH=static.block_tables.shape[1],
+        SLOTS_PER_ROW=_PATH_SLOTS_PER_ROW,
+        BLOCK_SIZE=block_size,
+        BLOCK=128,
+        options={"num_warps": 1},
+    )
+
+
+def advance(
+    batch: Batch, number: int, drawn: torch.Tensor, positions: torch.Tensor, num_passes: torch.Tensor, cache: KVCache
+) -> None:
+    """Make a batch that of the pass over what a round has drawn, in place, by one launch.
+
+    Args:
+        batch: a row for each sequence, in order.
+        number: of the round, from 0 on.
+        drawn: ``[rows, 2, num_top]`` int32, as ``launch_top`` returns it.
+        positions: ``[rows]`` int32, of the tokens of round 0.
+        num_passes: ``[rows]`` int32; a row of no more than ``number`` writes to the spare block, the cache's last.
+        cache: whose slots the block tables name.
+    """
+    launch(
+        advance_kernel,
+        (drawn.shape[0],),
+        drawn,
+        positions,
+        num_passes,
+        batch.block_tables,
+        batch.input_ids,
+        batch.position_ids,
+        batch.slot_mapping,
+        batch.context_lens,
+        ROUND=number,
+        NUM_TOP=drawn.shape[2],
+        TABLE_WIDTH=batch.block_tables.shape[1],
+        BLOCK_SIZE=cache.block_size,
+        SPARE_BLOCK=cache.num_blocks - 1,
+        options={"num_warps": 1},
+    )
 
 
 class BucketedSteps:
     """``StepModel`` that replays captured steps for batches that fit a bucket, and runs the others as they are.
 
-    Replays serve the cache of ``serve``, whose last block is the spare one: nobody else may be given it. Each shape is
-    captured when it is first met; graphs that were used longest ago are dropped beyond some number. Where capturing
-    fails, steps run as they are from then on.
+    Replays serve the cache of ``serve``, whose last block is the spare one: nobody else may be given it. What
+    ``prepare`` has not captured is captured when it is first met; graphs that were used longest ago are dropped beyond
+    some number. Where capturing fails, steps run as they are from then on.
     """
 
     def __init__(self, forward: Forward, capture: Capture) -> None:
@@ -102,50 +182,111 @@ class BucketedSteps:
         """Replay steps over this cache from now on."""
         self._cache = cache
 
+    def stop(self) -> None:
+        """Replay nothing any more, and let go of what was captured."""
+        self._cache = None
+        self._graphs.clear()
+
+    @property
+    def row_edges(self) -> tuple[int, ...]:
+        """Numbers of rows that steps are padded to, rising; a step with more of them is not a replay. None: empty."""
+        return ROW_BUCKETS if self._cache is not None else ()
+
+    @property
+    def forward(self) -> Forward:
+        """Runs a step as it is."""
+        return self._forward
+
+    @property
+    def capture(self) -> Capture:
+        """Captures what is to be replayed, into the memory that captured steps share."""
+        return self._capture
+
     @property
     def num_graphs(self) -> int:
         """Captured steps that are kept."""
         return len(self._graphs)
 
+    def prepare(self, max_len: int, *, is_limited: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for it.
+
+        Ends after 20 s, or where captured steps hold 1 GiB, if it is limited; what is left is captured when it is met.
+        Ranks are not: what one captures all must, as the others take part in its collectives.
+        """
+        cache, began_s = self._cache, clock()
+        for key in [] if cache is None else all_buckets(max_len, cache.block_size):
+            is_over = clock() - began_s > _MOST_CAPTURE_S or self._capture.held_bytes() > _MOST_CAPTURE_BYTES
+            if is_limited and is_over:
+                _logger.info("not all steps are captured before they are met", extra=self._figures(began_s, clock()))
+                return
+            if cache is None or self._graph_of(key, None, cache) is None:
+                return
+        _logger.info("steps_captured", extra=self._figures(began_s, clock()))
+
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Logits ``[R, V]``, which the next call may overwrite unless they are taken from it; see ``StepModel``."""
-        key = bucket_of(batch) if cache is self._cache else None
-        if key is None:
-            return self._forward(batch, cache)
-        spare_block = cache.num_blocks - 1
-        name = (key, () if batch.tap is None else batch.tap.layer_ids)
-        graph = self._graphs.get(name)
+        key = bucket_of(batch, cache.block_size) if cache is self._cache else None
+        graph = None if key is None else self._graph_of(key, batch.tap, cache)
         if graph is None:
-            static = empty_batch(key, cache.device, spare_block)
-            static.tap = None if batch.tap is None else HiddenTap(batch.tap.layer_ids)
-            fill(static, batch, spare_block, cache.block_size)
-            try:
-                graph = (static, *self._capture(lambda: self._forward(static, cache)))
-            except RuntimeError:
-                _logger.exception("a step could not be captured: steps are launched kernel by kernel")
-                self._cache = None
-                return self._forward(batch, cache)
-            self._graphs[name] = graph
-            if len(self._graphs) > _MOST_GRAPHS:
-                self._graphs.popitem(last=False)
-        self._graphs.move_to_end(name)
+            return self._forward(batch, cache)
         static, replay, logits = graph
-        fill(static, batch, spare_block, cache.block_size)
+        fill(static, batch, cache.num_blocks - 1, cache.block_size)
         replay()
         if batch.tap is not None and static.tap is not None and static.tap.states is not None:
             batch.tap.states = static.tap.states[: batch.input_ids.shape[0]].clone()  # the next replay overwrites them
         return logits.index_select(0, batch.logits_indices)
 
+    def _graph_of(
+        self, key: Key, tap: HiddenTap | None, cache: KVCache
+    ) -> tuple[Batch, Callable[[], None], torch.Tensor] | None:
+        """The captured step of a bucket, captured now if need be; None where that fails."""
+        name = (key, () if tap is None else tap.layer_ids)
+        graph = self._graphs.get(name)
+        if graph is None:
+            static = empty_batch(key, cache.device, cache.num_blocks - 1, cache.block_size)
+            static.tap = None if tap is None else HiddenTap(tap.layer_ids)
+            try:
+                graph = (static, *self._capture(lambda: self._forward(static, cache)))
+            except RuntimeError:
+                _logger.exception("a step could not be captured: steps are launched kernel by kernel")
+                self._cache = None
+                return None
+            self._graphs[name] = graph
+            if len(self._graphs) > _MOST_GRAPHS:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(name)
+        return graph
 
-def cuda_capture(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Capture a CUDA graph, after two runs in which kernels are compiled and libraries set up."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        logits = run()
-    return graph.replay, logits
+    def _figures(self, began_s: float, now_s: float) -> dict[str, float]:
+        return {"num": self.num_graphs, "seconds": now_s - began_s, "held_bytes": self._capture.held_bytes()}
+
+
+class CudaCapture:
+    """Captures CUDA graphs, which share their memory: what one has computed is gone when another is replayed."""
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._held_bytes = 0
+
+    def held_bytes(self) -> int:
+        """See ``Capture``."""
+        return self._held_bytes
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """See ``Capture``. After two runs in which kernels are compiled and libraries set up."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                run()
+        torch.cuda.current_stream().wait_stream(stream)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may ask the device for something meanwhile, as NCCL's does.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            logits = run()
+        self._held_bytes += max(0, torch.cuda.memory_reserved() - before)
+        return graph.replay, logits

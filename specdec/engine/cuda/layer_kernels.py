@@ -25,13 +25,25 @@ def embed_norm_kernel(
     tl.store(normed + row * WIDTH + d, (x * scale).to(w.dtype) * w, mask=d < WIDTH)
 
 
-@triton.jit
-def add_norm_kernel(added, weight, residual, normed, epsilon, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """``residual += added``, rounded as it is stored, and its norm; grid (rows,)."""
+@triton.jit(do_not_specialize=["part_stride"])
+def add_norm_kernel(
+    added, weight, residual, normed, part_stride, epsilon, NUM_PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``residual`` plus the parts of ``added`` [parts, rows, WIDTH], rounded as stored, and its norm; grid (rows,).
+
+    Parts are summed in their order, in float32, and rounded before they are added.
+    """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     x = tl.load(residual + row * WIDTH + d, mask=d < WIDTH, other=0.0)
-    x = x + tl.load(added + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+    total = tl.load(added + row * WIDTH + d, mask=d < WIDTH, other=0.0)
+    if NUM_PARTS > 1:
+        total = total.to(tl.float32)
+        for part in tl.static_range(1, NUM_PARTS):
+            lines = added + part * part_stride.to(tl.int64) + row * WIDTH
+            total += tl.load(lines + d, mask=d < WIDTH, other=0.0).to(tl.float32)
+    x = x + total.to(x.dtype)
     tl.store(residual + row * WIDTH + d, x, mask=d < WIDTH)
     x = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / WIDTH + epsilon)

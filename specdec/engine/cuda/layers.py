@@ -41,7 +41,10 @@ def embed_norm(
 def add_norm(
     added: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, normed: torch.Tensor, epsilon: float
 ) -> None:
-    """``residual += added``, then ``normed`` is its norm; all ``[T, width]``, contiguous."""
+    """``residual += added``, then ``normed`` is its norm; all ``[T, width]``, contiguous.
+
+    ``added`` may be ``[parts, T, width]``, which are summed first, in their order.
+    """
     num_rows, width = residual.shape
     launch(
         add_norm_kernel,
@@ -50,7 +53,9 @@ def add_norm(
         weight,
         residual,
         normed,
+        num_rows * width,
         epsilon,
+        NUM_PARTS=added.shape[0] if added.dim() == 3 else 1,
         WIDTH=width,
         BLOCK=power_of_two(width),
         options=_options(width),

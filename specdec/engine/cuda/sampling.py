@@ -35,13 +35,14 @@ def row_parameters(temperatures: Sequence[float], keys: Sequence[int]) -> torch.
     return torch.from_numpy(rows.view(np.int32))
 
 
-def launch_top(logits: torch.Tensor, rows: torch.Tensor, num_top: int) -> torch.Tensor:
+def launch_top(logits: torch.Tensor, rows: torch.Tensor, num_top: int, out: torch.Tensor | None = None) -> torch.Tensor:
     """The best tokens, ``[R, 2, num_top]`` int32 on the device, for ``read_top``. No operation waits for data.
 
     Args:
         logits: ``[R, V]`` float32, tokens of a row side by side.
         rows: of ``row_parameters``, on the same device.
         num_top: from 1 to ``MOST_TOP``, at most V.
+        out: where to write them, contiguous; None: to a tensor of their own.
     """
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:
@@ -50,7 +51,8 @@ def launch_top(logits: torch.Tensor, rows: torch.Tensor, num_top: int) -> torch.
     peaks = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     scores = torch.empty(num_rows, num_chunks, num_top, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_rows, num_chunks, num_top, dtype=torch.int32, device=logits.device)
-    out = torch.empty(num_rows, 2, num_top, dtype=torch.int32, device=logits.device)
+    if out is None:
+        out = torch.empty(num_rows, 2, num_top, dtype=torch.int32, device=logits.device)
     options = {"num_warps": 4, "enable_fp_fusion": False}
     grid = (num_rows, num_chunks)
     stride = logits.stride(0)

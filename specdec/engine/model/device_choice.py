@@ -3,7 +3,8 @@
 Triton is imported when it is needed: machines without a GPU do not have it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -11,8 +12,10 @@ from transformers import PreTrainedModel
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel, RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention
+from specdec.engine.batch import Batch
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.ragged import StepModel
+from specdec.engine.parallel.rank_group import RankGroup
 
 _MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
 _KERNELS_VERSION = 1  # raised with every change of a kernel that may change a bit
@@ -32,28 +35,69 @@ def device_attention(geometries: Sequence[LayerGeometry]) -> AttentionKernel:
     return TritonAttention()
 
 
-def device_decoder(model: PreTrainedModel, recorded: RecordingKernel, max_model_len: int) -> StepModel | None:
-    """The decoder in Triton kernels, which takes the model's weights; None for a model that has not its shape."""
+def device_decoder(
+    model: PreTrainedModel,
+    recorded: RecordingKernel,
+    max_model_len: int,
+    *,
+    row_invariant: bool,
+    group: RankGroup | None,
+) -> StepModel | None:
+    """The decoder in Triton kernels, which takes the model's weights; None for a model that has not its shape.
+
+    ``row_invariant``: its products, too, are Triton kernels, whose rows do not depend on their company. ``group``: of
+    the ranks that the model is split over.
+    """
     if not is_fusable(model, recorded.geometries, recorded.options, _MAX_HEAD_DIM):
         return None
     from specdec.engine.model.device_decoder import DeviceDecoder
 
-    return DeviceDecoder(model, recorded.geometries, recorded.options, max_model_len)
+    return DeviceDecoder(
+        model, recorded.geometries, recorded.options, max_model_len, row_invariant=row_invariant, group=group
+    )
 
 
-def with_replays(step_model: StepModel, cache: KVCache) -> StepModel:
-    """The decoder of a GPU with small steps as CUDA graphs; the last block of the cache is theirs."""
+class Replays(StepModel, Protocol):
+    """A step model that replays captured steps."""
+
+    @property
+    def row_edges(self) -> tuple[int, ...]:
+        """Numbers of rows that steps are padded to, rising; a step with more of them is not a replay. None: empty."""
+
+    @property
+    def forward(self) -> Callable[[Batch, KVCache], torch.Tensor]:
+        """Runs a step as it is."""
+
+    @property
+    def capture(self) -> Callable[[Callable[[], torch.Tensor]], tuple[Callable[[], None], torch.Tensor]]:
+        """Captures a function into the memory that captured steps share; returns what replays it, and its result."""
+
+    def stop(self) -> None:
+        """Replay nothing any more."""
+
+    def prepare(self, max_len: int, *, is_limited: bool = True) -> None:
+        """Capture the steps of sequences up to so many tokens, within some time and memory if it is limited."""
+
+
+def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
+    """What runs a model on a GPU, with small steps as CUDA graphs; the last block of the cache is theirs."""
     if cache.device.type != "cuda":
-        return step_model
-    from specdec.engine.cuda.buckets import BucketedSteps, cuda_capture
+        return None
+    from specdec.engine.cuda.buckets import BucketedSteps, CudaCapture
 
-    steps = BucketedSteps(step_model, cuda_capture)
+    steps = BucketedSteps(step_model, CudaCapture())
     steps.serve(cache)
     return steps
 
 
-def triton_path(part: str) -> str:
-    """What a numerics id says of kernels in Triton: whose they are, and which compiler made them."""
+def triton_path(part: str, device: torch.device) -> str:
+    """What a numerics id says of kernels in Triton: whose they are, which compilers made them, and for which device."""
     import triton
 
-    return f"triton-{part}-{_KERNELS_VERSION}-{triton.__version__}"
+    versions = [part, str(_KERNELS_VERSION), triton.__version__]
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        tools = triton.knobs.nvidia
+        ptxas = tools.ptxas_blackwell if major >= 10 else tools.ptxas
+        versions += [f"ptxas{ptxas.version}", f"cuda{torch.version.cuda}", f"sm{major}{minor}"]
+    return "-".join(["triton", *versions])

@@ -4,7 +4,7 @@ transformers' modules launch sixty kernels a layer, which a small batch waits fo
 the CPU's fused decoder: this one must give the logits of the model's own dense forward pass, or it is not used.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +17,14 @@ from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import attend, launch_shape, plan_tiles
 from specdec.engine.cuda.layers import add_norm, embed_norm, gate, rotate_write
+from specdec.engine.cuda.products import ordered_linear
 from specdec.engine.model.fused import rotary_tables
+from specdec.engine.parallel.rank_group import RankGroup
+from specdec.engine.parallel.sharded_modules import GatheredLinear, RowSplitLinear, VocabSplitEmbedding
 from specdec.engine.tap import FINAL, TapCollector
 
 Weight = tuple[torch.Tensor, torch.Tensor | None]
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -46,39 +50,74 @@ class DeviceDecoder:
         geometries: Sequence[LayerGeometry],
         options: Sequence[AttentionOptions],
         max_model_len: int,
+        *,
+        row_invariant: bool = False,
+        group: RankGroup | None = None,
     ) -> None:
-        """Take the weights off the modules, one layer after the other: memory peaks a layer above the model's."""
+        """Take the weights off the modules, one layer after the other: memory peaks a layer above the model's.
+
+        ``row_invariant``: a row's bits are the same whatever its company, by matrix products of our own. Otherwise
+        torch's are faster with many rows, and chosen by their number. ``group``: of the ranks that the model was split
+        over (``shard_model``); all are called alike, and sums over them are in the order of the ranks if
+        ``row_invariant``, else as the library has them.
+        """
         decoder: Any = model.model
         head: Any = model.lm_head
         self._geometries, self._options = list(geometries), list(options)
-        self._num_heads = int(model.config.num_attention_heads)
+        self._linear: Product = ordered_linear if row_invariant else linear
+        self._group, self._is_ordered = group, row_invariant
+        self._num_heads = int(model.config.num_attention_heads) // (1 if group is None else group.size)
         self._epsilon = float(model.config.rms_norm_eps)
+        self._split_embedding = decoder.embed_tokens if isinstance(decoder.embed_tokens, VocabSplitEmbedding) else None
         self._embedding = decoder.embed_tokens.weight.detach()
         self._final_norm = decoder.norm.weight.detach()
+        self._split_outputs = head.out_features if isinstance(head, GatheredLinear) else None
+        head = head.local if isinstance(head, GatheredLinear) else head
         self._head: Weight = (head.weight.detach(), _detached(head.bias))
         self._tables = rotary_tables(decoder.rotary_emb, max_model_len, self._embedding.device)
-        self._layers = [_taken(layer) for layer in decoder.layers]
+        self._layers = [_taken(layer, group) for layer in decoder.layers]
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
-        """See ``StepModel``. Cost: nine launches a layer, ten where splits are folded apart, and some ten a pass."""
+        """See ``StepModel``. Cost: nine launches a layer, ten where splits are folded apart, and some ten a pass; with
+        ranks two collectives a layer and two a pass."""
         shape = launch_shape(self._num_heads, self._geometries[0], cache.dtype)
         plan = plan_tiles(batch, shape.rows_per_tile, cache.block_size)
         epsilon = self._epsilon
         norms = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
-        residual, normed = embed_norm(batch.input_ids, self._embedding, self._layers[0].input_norm, epsilon)
+        residual, normed = self._embed(batch.input_ids)
         tap = TapCollector(batch.tap)
         for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
             tap.see(index, residual)
-            qkv = linear(normed, *layer.qkv)
+            qkv = self._linear(normed, *layer.qkv)
             query = rotate_write(qkv, self._num_heads, index, batch, cache, self._tables, layer.head_norms, epsilon)
             attended = attend(query, index, batch, cache, self._options[index], plan)
-            add_norm(linear(attended.flatten(1), *layer.output), layer.post_norm, residual, normed, epsilon)
-            gated = gate(linear(normed, *layer.gate_up))
-            add_norm(linear(gated, *layer.down), next_norm, residual, normed, epsilon)
+            added = self._summed(self._linear(attended.flatten(1), *layer.output))
+            add_norm(added, layer.post_norm, residual, normed, epsilon)
+            gated = gate(self._linear(normed, *layer.gate_up))
+            add_norm(self._summed(self._linear(gated, *layer.down)), next_norm, residual, normed, epsilon)
         tap.see(len(self._layers), residual)
         tap.see(FINAL, normed)
         tap.done()
-        return linear(normed.index_select(0, batch.logits_indices), *self._head).float()
+        logits = self._linear(normed.index_select(0, batch.logits_indices), *self._head)
+        if self._group is not None and self._split_outputs is not None:
+            logits = self._group.gather_columns(logits, self._split_outputs)
+        return logits.float()
+
+    def _embed(self, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings and their norms; with ranks, zeros where the model does not have a token."""
+        first_norm = self._layers[0].input_norm
+        if self._split_embedding is None:
+            return embed_norm(input_ids, self._embedding, first_norm, self._epsilon)
+        rows = self._split_embedding(input_ids)
+        residual, normed = torch.zeros_like(rows), torch.empty_like(rows)
+        add_norm(rows, first_norm, residual, normed, self._epsilon)
+        return residual, normed
+
+    def _summed(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over the ranks, or its parts, which ``add_norm`` sums in order."""
+        if self._group is None:
+            return partial
+        return self._group.gather(partial) if self._is_ordered else self._group.sum(partial)
 
 
 def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
@@ -94,7 +133,15 @@ def _joined(modules: Sequence[Any]) -> Weight:
     return weight, bias
 
 
-def _taken(layer: Any) -> _Layer:
+def _summand(module: Any, group: RankGroup | None) -> Weight:
+    """A layer whose outputs are summed over the ranks: the first one has the bias."""
+    if not isinstance(module, RowSplitLinear):
+        return _joined([module])
+    weight, _ = _joined([module.local])
+    return weight, _detached(module.bias) if group is None or group.rank == 0 else None
+
+
+def _taken(layer: Any, group: RankGroup | None) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     has_norms = hasattr(attention, "q_norm")
     return _Layer(
@@ -102,7 +149,7 @@ def _taken(layer: Any) -> _Layer:
         post_norm=layer.post_attention_layernorm.weight.detach(),
         head_norms=(attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if has_norms else None,
         qkv=_joined([attention.q_proj, attention.k_proj, attention.v_proj]),
-        output=_joined([attention.o_proj]),
+        output=_summand(attention.o_proj, group),
         gate_up=_joined([mlp.gate_proj, mlp.up_proj]),
-        down=_joined([mlp.down_proj]),
+        down=_summand(mlp.down_proj, group),
     )

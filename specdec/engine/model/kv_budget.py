@@ -19,6 +19,12 @@ class DeviceMemory(Protocol):
     def free_bytes(self) -> int:
         """Bytes that nobody has allocated."""
 
+    def total_bytes(self) -> int:
+        """All that the device has."""
+
+    def own_bytes(self) -> int:
+        """Bytes that this process has allocated."""
+
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """The most bytes that were allocated at once during ``run``, besides those that were before it."""
 
@@ -33,6 +39,14 @@ class CudaMemory:
         """See ``DeviceMemory``. What torch's allocator keeps for later counts as free."""
         torch.cuda.empty_cache()
         return int(torch.cuda.mem_get_info(self._device)[0])
+
+    def total_bytes(self) -> int:
+        """See ``DeviceMemory``."""
+        return int(torch.cuda.mem_get_info(self._device)[1])
+
+    def own_bytes(self) -> int:
+        """See ``DeviceMemory``."""
+        return int(torch.cuda.memory_allocated(self._device))
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """See ``DeviceMemory``."""
@@ -55,16 +69,21 @@ def affordable_kv_bytes(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    memory_fraction: float | None = None,
 ) -> int:
     """Bytes for the KV cache, after one pass of ``num_rows`` rows with the logits of all has shown what a step needs.
 
-    A tenth of what is left stays free; the answer may be negative. Cost: that pass, over a small cache
-    of its own, which counts as part of it.
+    A tenth of what is left stays free; the answer may be negative. With ``memory_fraction`` it is left of that share of
+    the device, which this process shall not exceed. Cost: that pass, over a small cache of its own, which counts as
+    part of it.
     """
     batch, num_blocks = largest_batch(num_rows, max_model_len, block_size, device)
     of_pass = memory.peak_bytes(lambda: forward(batch, KVCache(geometries, num_blocks, block_size, dtype, device)))
     of_sampling = min(num_rows, _SAMPLED_ROWS) * num_logits * _BYTES_PER_SAMPLED_LOGIT
-    return int((memory.free_bytes() - of_pass - of_sampling) * _FREE_SHARE)
+    free = memory.free_bytes()
+    if memory_fraction is not None:
+        free = min(free, int(memory_fraction * memory.total_bytes()) - memory.own_bytes())
+    return int((free - of_pass - of_sampling) * _FREE_SHARE)
 
 
 def largest_batch(num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> tuple[Batch, int]:

@@ -14,7 +14,14 @@ from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttenti
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.beside import SkippingPass, prompt_rows
-from specdec.engine.model.device_choice import device_attention, device_decoder, is_on_gpu, triton_path, with_replays
+from specdec.engine.model.device_choice import (
+    Replays,
+    device_attention,
+    device_decoder,
+    is_on_gpu,
+    triton_path,
+    with_replays,
+)
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
 from specdec.engine.model.kv_budget import CudaMemory, affordable_kv_bytes
@@ -36,6 +43,7 @@ from specdec.engine.tap import HiddenTap
 _CPU_KV_BYTES = 1 << 30
 _INSTALL_KERNELS = "install specdec from a wheel for this machine, or a C++ compiler (Debian: apt-get install g++)"
 _WARMUP_ROWS = (1, 2, 8, 32)
+_CHECKED_ROWS = 7
 _logger = logging.getLogger(__name__)
 
 DenseLogits = dict[tuple[int, ...], torch.Tensor]
@@ -75,6 +83,7 @@ class ModelRunner:
         self.row_invariant = False
         self.kernels: NativeKernels | None = None
         """Those of the CPU, where there are any; for whatever else runs between passes."""
+        self.replays: Replays | None = None
         self._step_model = step_model
         self._cache = cache
         self._kernel_path = kernel_path
@@ -131,18 +140,24 @@ class ModelRunner:
         """The decoder that runs all passes and the cache that it runs them over, where it is a fused one."""
         return (self._step_model, self._cache) if isinstance(self._step_model, FusedDecoder) else None
 
+    @property
+    def replayed(self) -> tuple[Replays, KVCache] | None:
+        """What replays passes and the cache that it runs them over, whose last block is its own, where there is any."""
+        return None if self.replays is None else (self.replays, self._cache)
+
     def without(self, skipped: SkippedSublayers) -> SkippingPass:
         """Passes of the same weights over the same cache that leave sublayers out.
 
         Raises ``ModelLoadError`` where what runs the model cannot, and ``ValueError`` for layers that are not there.
         """
         skipped.check(self.num_layers)
-        if self.settings.tensor_parallel_size > 1 or not isinstance(self._step_model, FusedDecoder | RaggedModel):
+        whole = self._step_model if self.replays is None else self.replays.forward
+        if self.settings.tensor_parallel_size > 1 or not isinstance(whole, FusedDecoder | RaggedModel):
             raise ModelLoadError(
                 f"layer_skip: passes without sublayers are for one rank on the CPU, not for {self.device.type} with "
                 f"{self.settings.tensor_parallel_size}; use a draft with skip_attention_layers and skip_mlp_layers"
             )
-        step_model = self._step_model.without(skipped)
+        step_model = whole.without(skipped)
         return SkippingPass(step_model, self._cache, step_model if isinstance(step_model, FusedDecoder) else None)
 
     def likeliest(self, token_ids: Sequence[int], step_model: StepModel | None = None) -> torch.Tensor:
@@ -164,7 +179,8 @@ class ModelRunner:
     def warmup(self) -> float:
         """Run a few shapes through a small cache of its own, so that no real step pays for initialisation.
 
-        Returns what a row of the largest of them took, in seconds; on a GPU, what it took to say so.
+        Returns what a row of the largest of them took, in seconds; on a GPU, what it took to say so. Captures steps
+        where they are replayed.
         """
         probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
@@ -174,7 +190,31 @@ class ModelRunner:
                 began_s = time.monotonic()
                 self._step_model(probe.batch(probe.prefix_rows(num_rows)), cache)
                 row_s = (time.monotonic() - began_s) / num_rows
+            if self.replays is not None:
+                most = min(self.max_model_len, self.num_blocks * self.block_size)
+                self.replays.prepare(most, is_limited=self.settings.tensor_parallel_size == 1)
+                self._check_replays(self.replays, probe)
         return row_s
+
+    def _check_replays(self, replays: Replays, probe: Probe) -> None:
+        """Stop replaying where a step gives other logits than it does uncaptured, on other tokens than at its capture:
+        modules may have kept what they computed then. The cache must hold nothing yet.
+        """
+        if probe.num_blocks > self.num_blocks:
+            return
+        batch = probe.batch(probe.prefix_rows(_CHECKED_ROWS))
+        replayed = replays(batch, self._cache).clone()
+        cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
+        expected = replays.forward(batch, cache)
+        error = float((replayed - expected).square().mean().sqrt() / expected.std())
+        if not error <= tolerance(self.dtype):
+            _logger.error("captured steps compute something else, and are not used", extra={"logit_error": error})
+            replays.stop()
+
+    @property
+    def row_edges(self) -> tuple[int, ...]:
+        """Numbers of rows, rising, that steps are padded to, so that rows up to the next one are free; empty: none."""
+        return () if self.replays is None else self.replays.row_edges
 
 
 class _RunnerBuilder:
@@ -187,8 +227,8 @@ class _RunnerBuilder:
         loaded = self._loaded
         self._is_quantized = settings.weight_quantization != "none"
         self._is_exact = not is_on_gpu(loaded.device) and loaded.dtype == torch.float32
-        if settings.deterministic and not self._is_exact:
-            raise ModelLoadError("deterministic needs float32 on CPU: no row-invariant kernels exist for anything else")
+        if settings.deterministic and not self._is_exact and not is_on_gpu(loaded.device):
+            raise ModelLoadError("deterministic needs float32 on CPU, or a GPU")
         self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
         self._no_kernels = ""  # why there are none, and what to do about it
         self._kernels = self._make_kernels() if self._is_exact else None
@@ -209,11 +249,12 @@ class _RunnerBuilder:
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
-        has_spare = is_on_gpu(loaded.device) and not isinstance(step_model, RaggedModel)  # for rows of padding
+        is_gathered = isinstance(step_model, RaggedModel) and isinstance(step_model.kernel, GatherAttention)
+        has_spare = is_on_gpu(loaded.device) and not is_gathered  # for rows of padding
         cache = self._allocate(step_model, recorded.geometries, num_spare_blocks=int(has_spare))
-        if has_spare:
-            step_model = with_replays(step_model, cache)
-        runner = ModelRunner(loaded, settings, step_model, cache, kernel_path)
+        replays = with_replays(step_model, cache) if has_spare else None
+        runner = ModelRunner(loaded, settings, replays or step_model, cache, kernel_path)
+        runner.replays = replays
         runner.num_blocks -= int(has_spare)
         runner.row_invariant = row_invariant
         runner.kernels = self._kernels
@@ -224,16 +265,25 @@ class _RunnerBuilder:
     ) -> tuple[StepModel, str, bool]:
         """The fastest step model that passes the self-test, its kernel path, whether it is row-invariant."""
         kernels, loaded = self._kernels, self._loaded
-        on_device = None
-        if is_on_gpu(loaded.device) and self._group is None and self._settings.fused == "auto":
-            on_device = device_decoder(loaded.model, recorded, loaded.max_model_len)
+        on_device, is_ordered = None, bool(self._settings.deterministic)
+        if is_on_gpu(loaded.device) and self._settings.fused == "auto":
+            on_device = device_decoder(
+                loaded.model, recorded, loaded.max_model_len, row_invariant=is_ordered, group=self._group
+            )
         if on_device is not None:
             error, row_invariant = self._test(on_device, recorded.geometries, expected)
-            if error <= tolerance(loaded.dtype):
+            row_invariant = is_ordered and (row_invariant or not expected)  # torch's products go by the number of rows
+            if self._agreed(error <= tolerance(loaded.dtype) and row_invariant == is_ordered):
                 loaded.release_model()
-                return on_device, triton_path("decoder"), False  # torch chooses products by the number of rows
-            _logger.error("the GPU's decoder failed its self-test and is not used", extra={"logit_error": error})
-            loaded.model = load_model(self._settings).model
+                path = triton_path("ordered-decoder" if is_ordered else "decoder", loaded.device)
+                return on_device, path, row_invariant
+            _logger.error(
+                "the GPU's decoder failed its self-test and is not used",
+                extra={"logit_error": error, "row_invariant": row_invariant},
+            )
+            loaded.model = load_model(self._settings, self._group).model
+            if self._group is not None:
+                shard_model(loaded.model, self._group)
             ragged = RaggedModel(loaded.model, ragged.kernel)
         if (
             kernels is not None
@@ -265,8 +315,14 @@ class _RunnerBuilder:
             _logger.warning(f"no native kernels, row invariance {promise}: {self._no_kernels}")
         if self._settings.deterministic and not row_invariant:
             why = self._no_kernels or "a row's logits differ with its company"
+            if is_on_gpu(loaded.device):
+                why = "GPUs have row-invariant kernels for models of Llama's shape"
             raise ModelLoadError(f"{loaded.identity.name} is not row-invariant on this machine: {why}")
         return ragged, kernel_path, row_invariant
+
+    def _agreed(self, is_good: bool) -> bool:
+        """Whether it is at all ranks."""
+        return is_good if self._group is None else bool(self._group.smallest(int(is_good)))
 
     def _make_kernels(self) -> NativeKernels | None:
         if self._settings.native == "off":
@@ -287,7 +343,8 @@ class _RunnerBuilder:
     def _install_kernels(self, ragged: RaggedModel) -> str:
         """Give a transformers model the best kernels at hand; returns the name of the path."""
         if not self._is_exact:
-            return "torch" if isinstance(ragged.kernel, TiledAttention | GatherAttention) else triton_path("attention")
+            is_torch = isinstance(ragged.kernel, TiledAttention | GatherAttention)
+            return "torch" if is_torch else triton_path("attention", self._loaded.device)
         if self._kernels is None:
             make_modules_row_invariant(ragged.model, partial(TorchWeight, num_threads=self._settings.num_threads))
             return torch_path()
@@ -341,6 +398,7 @@ class _RunnerBuilder:
                 block_size=settings.block_size,
                 dtype=loaded.dtype,
                 device=loaded.device,
+                memory_fraction=settings.gpu_memory_fraction,
             )
         budget = _CPU_KV_BYTES if budget is None else budget
         most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)

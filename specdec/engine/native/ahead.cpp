@@ -23,7 +23,7 @@ void specdec_perturbed_top(const float* logits, int64_t num_rows, int64_t vocab_
 void specdec_cut(float* scores, int64_t num_rows, int64_t vocab_size, const int64_t* top_k, const double* top_p,
                  const double* min_score);
 
-// Both are mirrored by ctypes structures in drawing.py.
+// Both are mirrored by ctypes structures in engine/drawing.
 struct AheadRow {
   // How tokens are drawn.
   uint64_t seed;

@@ -78,7 +78,7 @@ class RankGroup:
             partial = partial.contiguous()
             dist.all_reduce(partial, group=self._layers)
             return partial
-        parts = self._gather(partial)
+        parts = self.gather(partial)
         total = parts[0].float()
         for part in parts[1:]:
             total = total + part
@@ -92,10 +92,11 @@ class RankGroup:
         width = -(-num_columns // self.size)
         if local.shape[-1] != width:
             local = torch.nn.functional.pad(local, (0, width - local.shape[-1]))
-        parts = self._gather(local)
+        parts = self.gather(local)
         return torch.cat(parts.unbind(0), dim=-1)[..., :num_columns]
 
-    def _gather(self, local: torch.Tensor) -> torch.Tensor:
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
+        """The ranks' tensors ``[size, ...]``, in the order of the ranks."""
         parts = local.new_empty(self.size, *local.shape)
         _all_gather(parts.view(-1), local.contiguous().view(-1), group=self._layers)
         return parts

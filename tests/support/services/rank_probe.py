@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.settings import EngineSettings
@@ -66,6 +67,33 @@ def batched_ways(runner: ModelRunner) -> dict[str, play.Log]:
     }
 
 
+def few_ways(runner: ModelRunner) -> dict[str, play.Log]:
+    """For kernels that are interpreted, which takes long: fewer tokens, in two other ways, steps replayed."""
+    tokens = tokens_of(runner.vocab_size)
+    return {
+        "chunks of 13": play.play_alone(runner, tokens, max_batch_tokens=13),
+        "tree nodes": play.play_trees(runner, tokens[:16], 13, play.random_tokens(3, 6, runner.vocab_size)),
+    }
+
+
+def on_triton() -> None:
+    """Load models as on a GPU from now on, with kernels interpreted and steps replayed by running them again."""
+    from triton.runtime import interpreter
+
+    from specdec.engine.cuda.buckets import BucketedSteps
+    from tests.support.engine.captures import Captures
+    from tests.support.engine.triton_device import ordered_dot
+
+    def replays(step_model: Any, cache: Any) -> BucketedSteps:
+        steps = BucketedSteps(step_model, Captures())
+        steps.serve(cache)
+        return steps
+
+    interpreter.InterpreterBuilder.create_dot = ordered_dot
+    vars(runner_module)["is_on_gpu"] = lambda device: True
+    vars(runner_module)["with_replays"] = replays
+
+
 def sequential_ways(runner: ModelRunner) -> dict[str, play.Log]:
     """The same tokens, reached in every other way an engine has: many steps."""
     tokens = tokens_of(runner.vocab_size)
@@ -90,10 +118,13 @@ def run_ranks(
     in_every_way: Sequence[str] = (),
     device: str = "cpu",
     dtype: str = "auto",
+    *,
+    is_on_triton: bool = False,
+    deterministic: bool | None = None,
 ) -> dict[str, ProbeReport]:
     """Run the probe on ``size`` ranks; logits come to ``folder``/NAME-RANK.npy. Raises if a process fails.
 
-    Models that are not named ``in_every_way`` are only prefilled.
+    Models that are not named ``in_every_way`` are only prefilled. ``is_on_triton``: with a GPU's kernels, interpreted.
     """
     plan = {
         "size": size,
@@ -102,6 +133,8 @@ def run_ranks(
         "in_every_way": list(in_every_way),
         "device": device,
         "dtype": dtype,
+        "is_on_triton": is_on_triton,
+        "deterministic": deterministic,
     }
     command = [sys.executable, "-m", "tests.support.services.rank_probe", json.dumps(plan)]
     done = subprocess.run(
@@ -129,12 +162,15 @@ def load_format_of(name: str) -> dict[str, str]:
     return {"load_format": "dummy"} if name == RANDOM else {}
 
 
-def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool) -> ProbeReport:
+def probe(runner: ModelRunner, logits_path: Path, in_every_way: bool, is_slow: bool) -> ProbeReport:
     """Play everything on one model."""
     tokens = tokens_of(runner.vocab_size)
     prefill = play.play_alone(runner, tokens)
     num_rows = num_unequal = 0
-    ways = batched_ways(runner) | (sequential_ways(runner) if in_every_way else {})
+    if is_slow:
+        ways = few_ways(runner)
+    else:
+        ways = batched_ways(runner) | (sequential_ways(runner) if in_every_way else {})
     for log in ways.values():
         for path in prefill.keys() & log.keys():
             for row in log[path]:
@@ -168,10 +204,13 @@ def be_rank(plan: dict[str, Any], rank: int) -> None:
     folder, size = Path(plan["folder"]), plan["size"]
     group = RankGroup.join(rank, size, plan["device"], folder / "store", TIMEOUT_S)
     reports = {}
-    own = {"tensor_parallel_size": size, "device": plan["device"], "dtype": plan["dtype"]}
+    own = {name: plan[name] for name in ("device", "dtype", "deterministic")} | {"tensor_parallel_size": size}
+    if plan["is_on_triton"]:
+        on_triton()
     for name, path in plan["models"].items():
         runner = ModelRunner.load(engine_settings(path, **own, **load_format_of(name)), group)
-        reports[name] = asdict(probe(runner, folder / f"{name}-{rank}.npy", name in plan["in_every_way"]))
+        logits_path = folder / f"{name}-{rank}.npy"
+        reports[name] = asdict(probe(runner, logits_path, name in plan["in_every_way"], plan["is_on_triton"]))
     if rank == 0:
         (folder / "reports.json").write_text(json.dumps(reports))
     if plan["device"] == "cpu":  # NCCL would end the process

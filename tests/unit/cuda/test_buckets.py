@@ -6,33 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, bucket_of, empty_batch
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, all_buckets, bucket_of, empty_batch, fill
+from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.model.kv_budget import largest_batch
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import FINAL, HiddenTap
 from tests.support.engine import paged_scenarios as play
+from tests.support.engine.captures import Captures
 from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
 
 TOKENS = play.random_tokens(45, 1, VOCAB_SIZE)
 WRONG = play.random_tokens(9, 3, VOCAB_SIZE)
-
-
-class Captures:
-    """Captures as a device does: what was captured is run again over the same tensors, into the same logits."""
-
-    def __init__(self) -> None:
-        self.num_captured = self.num_replayed = 0
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        self.num_captured += 1
-        logits = torch.full_like(run(), torch.nan)
-
-        def replay() -> None:
-            self.num_replayed += 1
-            logits.copy_(run())
-
-        return replay, logits
 
 
 @pytest.fixture
@@ -76,40 +61,95 @@ def test_steps_of_one_shape_are_captured_once_and_large_ones_never(runner: Model
         batch, _ = largest_batch(num_rows, 64, 8, torch.device("cpu"))
         assert steps(batch, runner._cache).shape == (num_rows, VOCAB_SIZE)
     assert (captures.num_captured, captures.num_replayed, steps.num_graphs) == (1, 3, 1)
-    large, _ = largest_batch(65, 64, 8, torch.device("cpu"))
-    assert bucket_of(large) is None
-    assert steps(large, runner._cache).shape == (65, VOCAB_SIZE)
+    large, _ = largest_batch(129, 64, 8, torch.device("cpu"))
+    assert bucket_of(large, 8) is None
+    assert steps(large, runner._cache).shape == (129, VOCAB_SIZE)
     assert captures.num_captured == 1
 
 
 def test_where_capturing_fails_steps_run_as_they_are(runner: ModelRunner) -> None:
-    num_tried = 0
-
-    def fail(run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        nonlocal num_tried
-        num_tried += 1
-        raise RuntimeError("operation not permitted when stream is capturing")
+    class Failing(Captures):
+        def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+            self.num_captured += 1
+            raise RuntimeError("operation not permitted when stream is capturing")
 
     batch, _ = largest_batch(5, 64, 8, torch.device("cpu"))
     expected = runner.forward(batch)
-    steps = BucketedSteps(runner._step_model, fail)
+    failing = Failing()
+    steps = BucketedSteps(runner._step_model, failing)
     steps.serve(runner._cache)
     assert torch.equal(steps(batch, runner._cache), expected)
     assert torch.equal(steps(batch, runner._cache), expected)
-    assert num_tried == 1
+    assert failing.num_captured == 1
+    assert steps.row_edges == ()
 
 
-def test_a_batch_fits_its_bucket_with_a_sequence_for_the_padding() -> None:
-    for num_rows in range(1, ROW_BUCKETS[-1] + 1):
-        for max_model_len in (1, 3, 64):
-            batch, _ = largest_batch(num_rows, max_model_len, 8, torch.device("cpu"))
-            key = bucket_of(batch)
-            assert key is not None
-            rows, seqs, blocks, slots = key
-            assert rows >= num_rows
-            assert seqs >= batch.num_seqs + (rows > num_rows)
-            assert (blocks, slots) == (8, 0)
-            assert empty_batch(key, torch.device("cpu"), 9).slot_mapping.shape == (rows,)
+@pytest.mark.parametrize(("num_rows", "max_model_len"), [(1, 1), (3, 1), (5, 64), (7, 3), (8, 3), (8, 1), (100, 30)])
+def test_a_batch_is_in_its_bucket_as_it_was_and_padding_is_apart(num_rows: int, max_model_len: int) -> None:
+    spare_block = 90
+    batch, _ = largest_batch(num_rows, max_model_len, 8, torch.device("cpu"))
+    batch.path_slots = torch.arange(num_rows, dtype=torch.int32) + 5
+    batch.path_offsets = torch.arange(num_rows + 1, dtype=torch.int32)
+    key = bucket_of(batch, 8)
+    assert key is not None
+    rows, blocks = key
+    assert (rows in ROW_BUCKETS, rows >= num_rows, rows < 2 * num_rows, blocks) == (True, True, True, 64)
+    static = empty_batch(key, torch.device("cpu"), spare_block, 8)
+    for earlier in (rows, num_rows):  # what a fuller batch has left is overwritten, or not read
+        if earlier > num_rows:
+            fill(static, largest_batch(earlier, 1, 8, torch.device("cpu"))[0], spare_block, 8)
+    fill(static, batch, spare_block, 8)
+    for name in ("input_ids", "position_ids", "slot_mapping", "row_seq", "context_lens", "path_slots", "path_offsets"):
+        own = getattr(batch, name)
+        assert torch.equal(getattr(static, name)[: len(own)], own), name
+    width = batch.block_tables.shape[1]
+    assert torch.equal(static.block_tables[: batch.num_seqs, :width], batch.block_tables)
+    padding = slice(num_rows, None)
+    assert set(static.slot_mapping[padding].tolist()) <= {spare_block * 8}
+    assert set(static.row_seq[padding].tolist()) <= {rows - 1}
+    assert set(static.context_lens[padding].tolist()) <= {1}
+    assert set(static.position_ids[padding].tolist()) <= {0}
+    assert static.path_offsets[num_rows:].tolist() == [num_rows] * (rows - num_rows + 1)
+    if rows > num_rows:
+        assert static.block_tables[-1, 0] == spare_block
+
+
+def test_a_batch_is_copied_into_its_bucket_by_one_launch() -> None:
+    meta = torch.device("meta")
+    batch, _ = largest_batch(5, 64, 16, meta)
+    key = bucket_of(batch, 16)
+    assert key is not None
+    static = empty_batch(key, meta, 9, 16)
+    with LaunchCounter() as counter:
+        fill(static, batch, 9, 16)
+    assert [name for name, _ in counter.operations] == ["fill_kernel"]
+
+
+def test_what_sequences_may_need_is_captured_before_the_first_one_is_there(runner: ModelRunner) -> None:
+    steps, captures = bucketed(runner)
+    runner.replays = steps
+    runner.warmup()
+    assert captures.num_captured == steps.num_graphs == len(ROW_BUCKETS)
+    assert runner.row_edges == ROW_BUCKETS
+    scenarios(runner)
+    assert captures.num_captured == len(ROW_BUCKETS)
+    assert captures.num_replayed > 20
+    keys = all_buckets(9000, 16)
+    assert keys[0] == (ROW_BUCKETS[-1], 32)
+    assert [blocks for rows, blocks in keys if rows == 1] == [32, 128, 512, 2048]
+
+
+def test_captures_end_where_time_or_memory_does_and_go_on_when_a_shape_is_met(runner: ModelRunner) -> None:
+    steps, captures = bucketed(runner)
+    now_s = iter([0.0, 1.0, 9.0, 21.0, 22.0])
+    steps.prepare(64, clock=lambda: next(now_s))
+    assert captures.num_captured == 2
+    runner.forward(largest_batch(1, 64, 8, torch.device("cpu"))[0])
+    assert captures.num_captured == 3
+    large = BucketedSteps(steps._forward, Captures(bytes_each=1 << 29))
+    large.serve(runner._cache)
+    large.prepare(64)
+    assert large.num_graphs == 3
 
 
 def test_a_replayed_step_hands_out_hidden_states_of_its_own_rows_that_the_next_one_leaves_alone(

@@ -1,5 +1,6 @@
 """What a runner on a GPU chooses, played in Triton's interpreter: all that CUDA decides is said to be so."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,12 +9,16 @@ import torch
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
+from specdec.engine.cuda import buckets
+from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.model import runner as runner_module
 from specdec.engine.model.device_choice import device_attention
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.kv_budget import largest_batch
+from specdec.engine.model.ragged import StepModel
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
+from tests.support.engine.captures import Captures
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.engine.triton_device import DEVICE
 
@@ -36,7 +41,7 @@ def test_a_model_runs_on_triton_kernels_with_the_logits_that_it_has_on_a_cpu(
     assert path in runner.numerics_id
     assert not runner.row_invariant
     assert runner.num_blocks == 16
-    assert runner._cache.num_blocks == 16 + (path == "triton-decoder")  # one for rows of padding
+    assert runner._cache.num_blocks == 17  # one for rows of padding
     batch, _ = largest_batch(20, 20, 8, torch.device("cpu"))
     expected = load(architecture, tmp_path, False, monkeypatch).forward(batch)
     torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-4, atol=1e-4)
@@ -48,6 +53,47 @@ def test_a_decoder_that_fails_its_self_test_is_not_used(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(DeviceDecoder, "__call__", wrong)
     assert "triton-attention" in load("llama", tmp_path, True, monkeypatch).numerics_id
+
+
+def with_replays(steps: StepModel, cache: KVCache) -> BucketedSteps:
+    replays = BucketedSteps(steps, Captures())
+    replays.serve(cache)
+    return replays
+
+
+def test_modules_of_transformers_are_replayed_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "with_replays", with_replays)
+    monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 2, 4, 8))
+    runner = load("gemma2", tmp_path, True, monkeypatch)
+    assert "triton-attention" in runner.numerics_id
+    runner.warmup()
+    assert runner.row_edges == (1, 2, 4, 8)
+    batch, _ = largest_batch(5, 20, 8, torch.device("cpu"))
+    expected = load("gemma2", tmp_path, False, monkeypatch).forward(batch)
+    torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_replays_of_what_was_computed_at_the_capture_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stale(Captures):
+        def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+            logits = run()
+            return lambda: None, logits
+
+    def stale_replays(steps: StepModel, cache: KVCache) -> BucketedSteps:
+        replays = BucketedSteps(steps, Stale())
+        replays.serve(cache)
+        return replays
+
+    monkeypatch.setattr(runner_module, "with_replays", stale_replays)
+    monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 8))
+    runner = load("gemma2", tmp_path, True, monkeypatch)
+    runner.warmup()
+    assert runner.row_edges == ()
+    batch, _ = largest_batch(5, 20, 8, torch.device("cpu"))
+    expected = load("gemma2", tmp_path, False, monkeypatch).forward(batch)
+    torch.testing.assert_close(runner.forward(batch), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_that_are_too_wide_are_gathered() -> None:

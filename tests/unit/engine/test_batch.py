@@ -14,6 +14,7 @@ from specdec.engine.tree import TokenTree
 from tests.support.engine.exact_runner import attended_slots, check_batch
 
 BLOCK_SIZE = 4
+OTHERS = ("num_seqs", "tap")
 
 
 def sequence(num_tokens: int, blocks: list[int], tree: TokenTree | None = None) -> Sequence:
@@ -108,6 +109,29 @@ def test_tables_of_different_lengths_are_padded() -> None:
     batch, _ = build_batch(step, BLOCK_SIZE, torch.device("cpu"))
     assert batch.block_tables.tolist() == [[5, 6, 7], [1, 0, 0]]
     assert batch.block_tables.is_contiguous()
+
+
+@pytest.mark.parametrize("is_single", [True, False])
+def test_a_step_goes_to_another_device_in_one_copy_and_arrives_as_it_was(
+    is_single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    single = [item(sequence(9, [5, 6, 7]), 8, 1), item(sequence(2, [1]), 1, 1)]
+    step = ScheduledStep(single if is_single else [item(sequence(6, [9, 3], TokenTree([5, 6])), 5, 1, 2), single[1]])
+    expected, _ = build_batch(step, BLOCK_SIZE, "cpu")
+    copies: list[str] = []
+
+    def stays(data: torch.Tensor, device: str, **_options: object) -> torch.Tensor:
+        copies.append(device)
+        return data.clone()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", stays)
+        batch, _ = build_batch(step, BLOCK_SIZE, "meta")
+    assert copies == ["meta"]
+    for field in fields(batch):
+        ours, theirs = getattr(batch, field.name), getattr(expected, field.name)
+        same = torch.equal(ours, theirs) and ours.dtype == theirs.dtype if field.name not in OTHERS else ours == theirs
+        assert same, field.name
 
 
 @pytest.mark.parametrize("num_seqs", [1, 2, 7])

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.batch import build_batch
-from specdec.engine.drawing import Draw, DrawingDecoder, DrawRow, DrawRule
+from specdec.engine.drawing.native import DrawingDecoder
+from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.native.build import NativeUnavailable, load_library
 from specdec.engine.sampling.sampler import RowContext, Sampler

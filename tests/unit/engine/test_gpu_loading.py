@@ -73,6 +73,12 @@ class Memory:
     def free_bytes(self) -> int:
         return 1_000_000_000
 
+    def total_bytes(self) -> int:
+        return 2_000_000_000
+
+    def own_bytes(self) -> int:
+        return 300_000_000
+
     def peak_bytes(self, run: Callable[[], object]) -> int:
         run()
         return 100_000_000
@@ -85,7 +91,7 @@ def test_the_cache_gets_what_the_largest_step_leaves() -> None:
         passes.append((len(batch.input_ids), len(batch.logits_indices), cache.num_blocks))
         return torch.zeros(0)
 
-    def budget(num_rows: int, num_logits: int) -> int:
+    def budget(num_rows: int, num_logits: int, memory_fraction: float | None = None) -> int:
         return affordable_kv_bytes(
             Memory(),
             forward,
@@ -96,8 +102,13 @@ def test_the_cache_gets_what_the_largest_step_leaves() -> None:
             block_size=16,
             dtype=torch.float32,
             device=torch.device("cpu"),
+            memory_fraction=memory_fraction,
         )
 
+    assert budget(8, 1000, 1.0) == budget(8, 1000)  # no more than is free
+    assert budget(8, 1000, 0.25) == int((500_000_000 - 300_000_000 - 100_000_000 - 8 * 1000 * 64) * 0.9)
+    assert budget(8, 1000, 0.1) < 0
+    passes.clear()
     assert budget(8, 1000) == int((900_000_000 - 8 * 1000 * 64) * 0.9)
     # 512 rows are sampled in turns.
     assert budget(512, 128_000) == int((900_000_000 - 64 * 128_000 * 64) * 0.9)

@@ -12,11 +12,16 @@ from hypothesis import strategies as st
 
 from specdec.drafting.growth import GrowthPolicy
 from specdec.drafting.session import DraftSession
+from specdec.engine.drawing.device import DeviceDrawing
+from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.errors import KVInvariantError
+from specdec.engine.model.runner import ModelRunner
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
+from tests.support.engine.device_drawing import device_drawing_of
 from tests.support.engine.exact_runner import assert_blocks_add_up, evict_all
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.triton_device import DEVICE
 from tests.support.engine.worker_client import WorkerClient
 
 MAX_AHEAD = 9
@@ -41,7 +46,7 @@ others: list[dict[str, Any]] = [
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many rounds a call has does not depend on the clock."""
-    monkeypatch.setattr("specdec.drafting.ahead._MOST_CALL_S", 3600.0)
+    monkeypatch.setattr(DrawingDecoder, "most_call_s", 3600.0)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +65,18 @@ def tight_pair() -> LocalPair:
 def short_pair() -> LocalPair:
     """A context that ends soon."""
     return needs_kernels(LocalPair(draft_options={"max_model_len": 40, "max_ahead_tokens": MAX_AHEAD}))
+
+
+@pytest.fixture(scope="module")
+def graph_pair() -> LocalPair:
+    """A draft that draws as on a GPU, in one captured graph per call."""
+    if DEVICE != "cpu":
+        pytest.skip("kernels are interpreted on a CPU")
+    pair = needs_kernels(LocalPair(draft_options={"max_ahead_tokens": MAX_AHEAD}))
+    runner = pair.draft_built.engine.runner
+    assert isinstance(runner, ModelRunner)
+    object.__setattr__(pair.draft_built, "drawing", device_drawing_of(runner)[0])
+    return pair
 
 
 def needs_kernels(pair: LocalPair) -> LocalPair:
@@ -166,6 +183,16 @@ def test_trees_are_alike_when_everything_is_worth_following(pair: LocalPair, see
     assert_alike(pair, seed, plain, 8, min_path_score=0.0, min_branch_score=0.0)
 
 
+def test_trees_are_alike_where_a_captured_graph_draws(graph_pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DeviceDrawing, "most_call_s", 3600.0)
+    monkeypatch.setattr(DeviceDrawing, "prepare", lambda self, num_top: None)
+    uncut = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5}]  # rows with cuts are drawn singly
+    assert_alike(graph_pair, 3, uncut, 2)
+    drawing = graph_pair.drafter._ahead.drawing
+    assert isinstance(drawing, DeviceDrawing)
+    assert drawing._steps.capture.num_replayed > 10  # type: ignore[attr-defined]
+
+
 @given(seed=st.integers(0, 2**32))
 @settings(examples)
 def test_trees_are_alike_beside_sessions_that_are_guessed_one_by_one(pair: LocalPair, seed: int) -> None:
@@ -204,7 +231,7 @@ def num_steps(client: WorkerClient, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(client.engine, "step", lambda *args: outputs.append(step(*args)) or outputs[-1])
     settle(client)
     monkeypatch.undo()
-    monkeypatch.setattr("specdec.drafting.ahead._MOST_CALL_S", 3600.0)
+    monkeypatch.setattr(DrawingDecoder, "most_call_s", 3600.0)
     return len([output for output in outputs if output is not None])
 
 

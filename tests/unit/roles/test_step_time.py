@@ -19,6 +19,17 @@ def test_it_finds_the_line_that_steps_lie_on() -> None:
     assert model.predict(20) == pytest.approx(0.010, rel=0.05)
 
 
+def test_padded_steps_lie_on_a_staircase() -> None:
+    model = StepTimeModel(edges=(1, 2, 4, 8, 16))
+    for i in range(400):
+        rows = 1 + i % 9
+        model.observe(rows, 0.004 + 0.0003 * model.padded(rows))
+    assert model.base_s == pytest.approx(0.004, rel=0.05)
+    assert model.predict(5) == model.predict(8) == pytest.approx(0.0064, rel=0.05)
+    assert model.predict(9) == pytest.approx(0.0088, rel=0.05)
+    assert (model.padded(16), model.padded(17)) == (16, 17)
+
+
 def test_noise_averages_out() -> None:
     model, rng = StepTimeModel(), random.Random(0)
     for i in range(2000):

@@ -75,6 +75,36 @@ def test_chosen_nodes_are_closed_under_parents(model: StepTimeModel) -> None:
         assert all(parents[node] in (-1, *chosen) for node in chosen)
 
 
+EDGES = (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("scores", "limits", "model", "chosen"),
+    [
+        # Rows to the edge cost nothing: no score is too low for them but 0.
+        ([[0.9, 0.3, 0.01]], [8], StepTimeModel(0.01, 0.0005, edges=EDGES), [[0, 1, 2]]),
+        ([[0.9, 0.3, 0.0]], [8], StepTimeModel(0.01, 0.0005, edges=EDGES), [[0, 1]]),
+        # Past the edge four rows are paid for, and what is to fill them is not worth that.
+        ([[0.9, 0.8, 0.7, 0.1]], [8], StepTimeModel(0.01, 0.002, edges=EDGES), [[0, 1, 2]]),
+        # One node alone would not pay for the next edge, four do.
+        ([[0.9, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6]], [8], StepTimeModel(0.01, 0.002, edges=EDGES), [[0, 1, 2, 3, 4, 5, 6]]),
+        # Sessions fill an edge together, the better one first.
+        ([[0.9, 0.2], [0.8]], [8, 8], StepTimeModel(0.01, 0.01, edges=EDGES), [[0], [0]]),
+        # A limit is kept, free or not.
+        ([[0.9, 0.8, 0.7]], [1], StepTimeModel(0.01, 0.0, edges=EDGES), [[0]]),
+        # Behind the last edge steps are others: none is made one for the sake of nodes.
+        ([[1.0] * 9], [20], StepTimeModel(0.01, 0.0, edges=EDGES), [[0, 1, 2, 3, 4, 5, 6]]),
+        ([[1.0]] * 9, [20] * 9, StepTimeModel(0.01, 0.0, edges=EDGES), [[0]] * 9),
+        # Dear rows: plain decoding.
+        ([[0.5, 0.1]], [8], StepTimeModel(0.0, 0.01, edges=EDGES), [[]]),
+    ],
+)
+def test_where_steps_are_padded_nodes_fill_them_to_the_edge_that_pays_best(
+    scores: list[list[float]], limits: list[int], model: StepTimeModel, chosen: list[list[int]]
+) -> None:
+    assert select_nodes(scores, limits, 0, model) == chosen
+
+
 def test_calibration_begins_with_the_scores_themselves() -> None:
     calibration = AcceptanceCalibration()
     assert calibration.rate(0.95) == pytest.approx(0.9375)

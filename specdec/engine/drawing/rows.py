@@ -1,15 +1,16 @@
-"""Several tokens of each row in one native call: draw, compute what was drawn, draw again (``native/ahead.cpp``)."""
+"""How the tokens of a choice are drawn, and what a call that draws several of each row is told."""
+
+from __future__ import annotations
 
 import ctypes
 import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from specdec.engine.attention.kv_cache import KVCache
-from specdec.engine.model.fused import FusedDecoder
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE
 from specdec.sampling_params import SamplingParams
 
@@ -19,7 +20,7 @@ Draw = tuple[list[int], list[float]]
 """Best tokens with their scores, as ``NativeSampling.perturbed_top`` returns them of one row."""
 
 
-class _Row(ctypes.Structure):
+class NativeRow(ctypes.Structure):
     """``AheadRow`` of ahead.cpp."""
 
     _fields_ = [
@@ -38,15 +39,6 @@ class _Row(ctypes.Structure):
     ]
 
 
-class _Call(ctypes.Structure):
-    """``AheadCall`` of ahead.cpp."""
-
-    _fields_ = [
-        *((name, _INT64) for name in ("num_rows", "num_top", "max_rounds", "vocab_size", "num_logits", "block_size")),
-        *((name, _POINTER) for name in ("rows", "first_logits", "token_ids", "scores", "num_drawn")),
-    ]
-
-
 class DrawRule:
     """How the tokens of a choice are drawn, where their logits need no adjusting."""
 
@@ -55,8 +47,10 @@ class DrawRule:
         if params.adjusts_logits:
             raise ValueError("bias, penalties and min_tokens adjust logits before anything is drawn")
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids)}
+        self.params = params
+        self.ends = frozenset(ends)
         self._ends = array("q", sorted(ends))
-        self.row = _Row(
+        self.row = NativeRow(
             seed=params.seed,
             choice=params.choice,
             ends=self._ends.buffer_info()[0],
@@ -80,7 +74,7 @@ class DrawRow:
     """Number of its tokens: the position of the first one drawn."""
     num_rounds: int
     """Most tokens to draw. All but the last may be computed: ``block_ids`` covers their slots, from ``position`` on."""
-    block_ids: "array[int]"
+    block_ids: array[int]
     """Its block table; not to be resized during the call."""
     path_score: float = 1.0
     """Times the score of each token drawn, as a share of those of its draw; below ``least_path_score`` it ends."""
@@ -91,15 +85,15 @@ class DrawRow:
     """The end of this row ends the rounds of all."""
 
 
-class DrawingDecoder:
-    """Draws from logits and computes what it has drawn, round by round."""
+class Drawing(Protocol):
+    """Draws several tokens of each row in one call."""
 
-    def __init__(self, decoder: FusedDecoder, cache: KVCache, vocab_size: int) -> None:
-        self._decoder = decoder
-        self._cache = cache
-        self._vocab_size = vocab_size
-        self._logits = torch.empty(0, decoder.num_logits)
-        self._function = decoder.library.specdec_decoder_ahead
+    most_rounds: int
+    """More draws of a row than this are not worth a call."""
+    most_call_s: float
+    """What a call should take at most: commits wait for its end."""
+    num_passes: int
+    """Forward passes of the last call."""
 
     def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
         """What is drawn for each row, one draw or more: a row ends early where nothing would follow a token.
@@ -110,45 +104,12 @@ class DrawingDecoder:
 
         Args:
             rows: at least one, in any order.
-            logits: [R, num_logits] float32, contiguous, as the last step of this runner gave them.
+            logits: [R, num_logits] float32, as the last step of this runner gave them.
             num_top: tokens per draw, at most the vocabulary.
 
         Raises:
             IndexError: a position is out of the model's range.
         """
-        num_rows, max_rounds = len(rows), max(row.num_rounds for row in rows)
-        table = (_Row * num_rows)()
-        for index, row in enumerate(rows):
-            table[index] = row.rule.row
-            entry = table[index]
-            entry.logits_row, entry.position, entry.num_rounds = row.logits_row, row.position, row.num_rounds
-            entry.blocks, entry.num_blocks = row.block_ids.buffer_info()
-            entry.path_score, entry.least_path_score = row.path_score, row.least_path_score
-            entry.least_fork_score, entry.ends_all = row.least_fork_score, row.ends_all
-        num_top = min(num_top, self._vocab_size)
-        token_ids = (_INT64 * (num_rows * max_rounds * num_top))()
-        scores = (ctypes.c_float * (num_rows * max_rounds * num_top))()
-        num_drawn = (_INT64 * num_rows)()
-        if len(self._logits) < num_rows:
-            self._logits = torch.empty(num_rows, self._decoder.num_logits)
-        logits = logits.contiguous()
-        call = _Call(
-            num_rows,
-            num_top,
-            max_rounds,
-            self._vocab_size,
-            self._decoder.num_logits,
-            self._cache.block_size,
-            ctypes.addressof(table),
-            logits.data_ptr(),
-            ctypes.addressof(token_ids),
-            ctypes.addressof(scores),
-            ctypes.addressof(num_drawn),
-        )
-        self._decoder.call(self._function, call, num_rows, self._cache, self._logits)
-        drawn: list[list[Draw]] = []
-        for index in range(num_rows):
-            first = index * max_rounds * num_top
-            ends = range(first + num_top, first + num_drawn[index] * num_top + 1, num_top)
-            drawn.append([(token_ids[end - num_top : end], scores[end - num_top : end]) for end in ends])
-        return drawn
+
+    def prepare(self, num_top: int) -> None:
+        """Do what can be done before the first call, with so many tokens per draw."""

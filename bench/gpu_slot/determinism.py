@@ -1,0 +1,65 @@
+"""Steps of the slot about a row's bits: what changes them, and what it costs that nothing does."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch.nn.functional import linear
+
+from bench.gpu_slot import models
+from bench.gpu_slot.models import Found, Place
+from specdec.engine.cuda.products import ProductTiles, ordered_linear, product_tiles
+
+
+def bitwise(place: Place) -> Found:
+    """In how many rows logits differ when the same tokens are computed in chunks of other sizes.
+
+    Raises where one differs with row-invariant products.
+    """
+    length = 24 if place.dry else 512
+    found: Found = {}
+    for kind in ("fast", "deterministic"):
+        model = models.make("1b", place, 64 if place.dry else 1024, row_invariant=kind == "deterministic")
+        whole = model.decoder(model.rows(0, length), model.cache)
+        for rows in (1, 2, 7) if place.dry else (1, 2, 7, 8, 16, 64):
+            starts = range(0, length - rows + 1, max(rows, length // 8))
+            differing = 0
+            for start in starts:
+                part = model.decoder(model.rows(start, rows), model.cache)
+                differing += int((part != whole[start : start + rows]).any(1).sum())
+            found[f"{kind}: rows in chunks of {rows} that differ from one prefill"] = [differing, rows * len(starts)]
+            if differing and kind == "deterministic" and not place.dry:  # the interpreter's own products go by rows
+                raise AssertionError(found)
+        del model, whole
+    return found
+
+
+def products(place: Place) -> Found:
+    """Times of row-invariant products with several tiles beside torch's; raises where tiles change a bit."""
+    sizes = ((48, 64),) if place.dry else ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256))
+    found: Found = {}
+    for num_inputs, num_outputs in sizes:
+        weight = torch.randn(num_outputs, num_inputs, device=place.device).to(place.dtype)
+        for num_rows in (1, 8) if place.dry else (1, 8, 64, 512):
+            rows = torch.randn(num_rows, num_inputs, device=place.device).to(place.dtype)
+            label = f"{num_rows} x {num_inputs} x {num_outputs}"
+            found[f"{label}, torch ms"] = place.median_ms(partial(linear, rows, weight))
+            chosen = product_tiles(num_rows, num_outputs, place.dtype)
+            expected = ordered_linear(rows, weight)
+            for tiles in (chosen, *_other_tiles(num_rows, chosen.block_k)):
+                name = f"{label}, {tiles.block_m} x {tiles.block_n}, {tiles.num_stages} stages, {tiles.num_warps} warps"
+                found[f"{name} ms"] = place.median_ms(partial(ordered_linear, rows, weight, None, tiles))
+                if not place.dry and not torch.equal(ordered_linear(rows, weight, None, tiles), expected):
+                    raise AssertionError({**found, "other bits": name})
+    return found
+
+
+def _other_tiles(num_rows: int, block_k: int) -> list[ProductTiles]:
+    if num_rows > 16:
+        return [ProductTiles(32, 64, block_k, 4, 5), ProductTiles(32, 256, block_k, 8, 3)]
+    return [
+        ProductTiles(16, 16, block_k, 2, 8),
+        ProductTiles(16, 64, block_k, 4, 8),
+        ProductTiles(16, 128, block_k, 4, 4),
+    ]

@@ -1,0 +1,49 @@
+"""Matrix products whose rows do not depend on their company, in Triton.
+
+An output is one sum over the inputs in rising order, whatever the number of rows: no program has a part of a sum, and a
+row of a matrix instruction depends on no other row of it. What changes with the number of rows is how many share a
+program, up to 32: from 64 on Hopper would take another instruction, whose sums are others.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product_kernel(
+    rows,
+    weight,
+    bias,
+    out,
+    num_rows,
+    NUM_INPUTS: tl.constexpr,
+    NUM_OUTPUTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """``rows`` [T, inputs] times ``weight`` [outputs, inputs], plus ``bias``; grid (tiles of rows, tiles of outputs).
+
+    Tiles of rows come first: programs that run at once read the same weights.
+    """
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    is_row, is_output = row < num_rows, output < NUM_OUTPUTS
+    row_lines = rows + row.to(tl.int64)[:, None] * NUM_INPUTS
+    weight_lines = weight + output.to(tl.int64)[None, :] * NUM_INPUTS
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for low in range(0, NUM_INPUTS, BLOCK_K):
+        row_mask, weight_mask = is_row[:, None], is_output[None, :]
+        if NUM_INPUTS % BLOCK_K != 0:
+            row_mask = row_mask & (low + k < NUM_INPUTS)[None, :]
+            weight_mask = weight_mask & (low + k < NUM_INPUTS)[:, None]
+        row_tile = tl.load(row_lines + low + k[None, :], mask=row_mask, other=0.0)
+        weight_tile = tl.load(weight_lines + low + k[:, None], mask=weight_mask, other=0.0)
+        total = tl.dot(row_tile, weight_tile, acc=total, input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    to = out + row.to(tl.int64)[:, None] * NUM_OUTPUTS + output[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])

@@ -1,0 +1,67 @@
+"""Row-invariant linear layers on a GPU, by the kernel of ``product_kernels.py``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.engine.cuda.launch import launch
+from specdec.engine.cuda.product_kernels import product_kernel
+
+MOST_TILE_ROWS = 32
+"""With more, another matrix instruction is taken on some GPUs, and the bits of a row are others."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProductTiles:
+    """Sizes of a program's tiles. ``block_k`` follows from the dtype alone; what the others are changes no bit."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def product_tiles(num_rows: int, num_outputs: int, dtype: torch.dtype) -> ProductTiles:
+    """Tiles for a product: narrow ones where there are few rows, so that all multiprocessors read weights."""
+    if dtype == torch.float32:
+        return ProductTiles(16, 32, 32, num_warps=4, num_stages=2)
+    if num_rows > MOST_TILE_ROWS // 2:
+        return ProductTiles(MOST_TILE_ROWS, 128, 64, num_warps=4, num_stages=4)
+    return ProductTiles(16, 32 if num_outputs <= 1 << 13 else 64, 64, num_warps=4, num_stages=6)
+
+
+def ordered_linear(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, tiles: ProductTiles | None = None
+) -> torch.Tensor:
+    """``rows`` ``[T, K]`` times ``weight`` ``[N, K]``, plus ``bias`` ``[N]``: ``[T, N]`` in the dtype of ``rows``.
+
+    Each output is a float32 sum in rising order of K, rounded once: a row has the same bits whatever T is, on one kind
+    of device. All must be contiguous and of one dtype. ``tiles``: other ones than ``product_tiles`` gives.
+    """
+    num_rows, num_inputs = rows.shape
+    num_outputs = weight.shape[0]
+    out = rows.new_empty(num_rows, num_outputs)
+    if num_rows == 0:
+        return out
+    tiles = tiles or product_tiles(num_rows, num_outputs, rows.dtype)
+    launch(
+        product_kernel,
+        (-(-num_rows // tiles.block_m), -(-num_outputs // tiles.block_n)),
+        rows,
+        weight,
+        weight if bias is None else bias,
+        out,
+        num_rows,
+        NUM_INPUTS=num_inputs,
+        NUM_OUTPUTS=num_outputs,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        HAS_BIAS=bias is not None,
+        PRECISION="ieee",
+        options={"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "enable_fp_fusion": False},
+    )
+    return out

@@ -1,0 +1,79 @@
+"""Several tokens of each row in one native call: draw, compute what was drawn, draw again (``native/ahead.cpp``)."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from specdec.engine.attention.kv_cache import KVCache
+from specdec.engine.drawing.rows import Draw, DrawRow, NativeRow
+from specdec.engine.model.fused import FusedDecoder
+
+_INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Call(ctypes.Structure):
+    """``AheadCall`` of ahead.cpp."""
+
+    _fields_ = [
+        *((name, _INT64) for name in ("num_rows", "num_top", "max_rounds", "vocab_size", "num_logits", "block_size")),
+        *((name, _POINTER) for name in ("rows", "first_logits", "token_ids", "scores", "num_drawn")),
+    ]
+
+
+class DrawingDecoder:
+    """Draws from logits and computes what it has drawn, round by round, in one native call."""
+
+    most_rounds = 4
+    most_call_s = 1e-3
+
+    def __init__(self, decoder: FusedDecoder, cache: KVCache, vocab_size: int) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._vocab_size = vocab_size
+        self._logits = torch.empty(0, decoder.num_logits)
+        self.num_passes = 0
+        self._function = decoder.library.specdec_decoder_ahead
+
+    def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
+        """See ``Drawing``. ``logits`` must be contiguous."""
+        num_rows, max_rounds = len(rows), max(row.num_rounds for row in rows)
+        table = (NativeRow * num_rows)()
+        for index, row in enumerate(rows):
+            table[index] = row.rule.row
+            entry = table[index]
+            entry.logits_row, entry.position, entry.num_rounds = row.logits_row, row.position, row.num_rounds
+            entry.blocks, entry.num_blocks = row.block_ids.buffer_info()
+            entry.path_score, entry.least_path_score = row.path_score, row.least_path_score
+            entry.least_fork_score, entry.ends_all = row.least_fork_score, row.ends_all
+        num_top = min(num_top, self._vocab_size)
+        token_ids = (_INT64 * (num_rows * max_rounds * num_top))()
+        scores = (ctypes.c_float * (num_rows * max_rounds * num_top))()
+        num_drawn = (_INT64 * num_rows)()
+        if len(self._logits) < num_rows:
+            self._logits = torch.empty(num_rows, self._decoder.num_logits)
+        logits = logits.contiguous()
+        call = _Call(
+            num_rows,
+            num_top,
+            max_rounds,
+            self._vocab_size,
+            self._decoder.num_logits,
+            self._cache.block_size,
+            ctypes.addressof(table),
+            logits.data_ptr(),
+            ctypes.addressof(token_ids),
+            ctypes.addressof(scores),
+            ctypes.addressof(num_drawn),
+        )
+        self._decoder.call(self._function, call, num_rows, self._cache, self._logits)
+        self.num_passes = max(num_drawn) - 1
+        drawn: list[list[Draw]] = []
+        for index in range(num_rows):
+            first = index * max_rounds * num_top
+            ends = range(first + num_top, first + num_drawn[index] * num_top + 1, num_top)
+            drawn.append([(token_ids[end - num_top : end], scores[end - num_top : end]) for end in ends])
+        return drawn
+
+    def prepare(self, num_top: int) -> None:
+        """Nothing is to be done."""

@@ -1,0 +1,28 @@
+"""Captured steps without a GPU."""
+
+from collections.abc import Callable
+
+import torch
+
+
+class Captures:
+    """Captures as a device does: what was captured is run again over the same tensors, into the same logits."""
+
+    def __init__(self, bytes_each: int = 0) -> None:
+        self.num_captured = self.num_replayed = 0
+        self._bytes_each = bytes_each
+
+    def held_bytes(self) -> int:
+        """See ``specdec.engine.cuda.buckets.Capture``."""
+        return self.num_captured * self._bytes_each
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """See there; results are -1 until the first replay."""
+        self.num_captured += 1
+        logits = torch.empty_like(run()).fill_(-1)
+
+        def replay() -> None:
+            self.num_replayed += 1
+            logits.copy_(run())
+
+        return replay, logits

@@ -1,0 +1,18 @@
+"""Several tokens in one captured graph, without a GPU: its kernels interpreted, its passes those of the CPU."""
+
+from specdec.engine.attention.kv_cache import KVCache
+from specdec.engine.cuda.buckets import BucketedSteps
+from specdec.engine.drawing.device import DeviceDrawing
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.sampler import Sampler
+from tests.support.engine.captures import Captures
+
+
+def device_drawing_of(runner: ModelRunner) -> tuple[DeviceDrawing, Captures]:
+    """For a runner that has computed nothing yet: it gets a cache with a block for what is spare."""
+    old, captures = runner._cache, Captures()
+    runner._cache = KVCache(old.geometries, runner.num_blocks + 1, old.block_size, old.dtype, old.device)
+    steps = BucketedSteps(runner._step_model, captures)
+    steps.serve(runner._cache)
+    sampler = Sampler(runner.vocab_size, runner.device)
+    return DeviceDrawing(steps, runner._cache, runner.vocab_size, runner.max_model_len, sampler), captures

@@ -1,0 +1,65 @@
+"""Row-invariant products on a GPU: what they compute, and that the number of rows and their company change no bit."""
+
+import pytest
+import torch
+
+from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.cuda.products import MOST_TILE_ROWS, ProductTiles, ordered_linear, product_tiles
+from tests.support.engine.triton_device import DEVICE
+
+ROW_COUNTS = (1, 2, 7, 8, 16, 17, 64)
+
+
+def data(num_rows: int, num_inputs: int, num_outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(num_rows * num_inputs)
+    shapes = ((num_rows, num_inputs), (num_outputs, num_inputs), (num_outputs,))
+    rows, weight, bias = (torch.randn(shape, generator=generator).to(DEVICE) for shape in shapes)
+    return rows, weight, bias
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_outputs"), [(1, 64, 32), (3, 50, 17), (18, 96, 70), (40, 33, 5), (0, 8, 8)]
+)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 4e-3)])
+def test_products_are_those_of_torch(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, error: float
+) -> None:
+    rows, weight, bias = (each.to(dtype) for each in data(num_rows, num_inputs, num_outputs))
+    scale = num_inputs**0.5
+    for own_bias in (None, bias):
+        got = ordered_linear(rows, weight, own_bias)
+        expected = torch.nn.functional.linear(rows.float(), weight.float(), None if own_bias is None else bias.float())
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected, rtol=error, atol=error * scale)
+
+
+@pytest.mark.usefixtures("ordered_products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_row_has_the_same_bits_among_any_number_of_rows_and_in_tiles_of_any_size(dtype: torch.dtype) -> None:
+    rows, weight, bias = (each.to(dtype) for each in data(ROW_COUNTS[-1], 80, 40))
+    expected = ordered_linear(rows, weight, bias)
+    block_k = product_tiles(1, 40, dtype).block_k
+    for num_rows in ROW_COUNTS:
+        assert product_tiles(num_rows, 40, dtype).block_k == block_k
+        first = len(rows) - num_rows
+        assert torch.equal(ordered_linear(rows[first:], weight, bias), expected[first:]), num_rows
+        tiles = ProductTiles(16, 16, block_k, num_warps=4, num_stages=2)
+        assert torch.equal(ordered_linear(rows[first:], weight, bias, tiles), expected[first:]), num_rows
+
+
+@pytest.mark.parametrize("num_outputs", [1024, 14336, 128256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_number_of_rows_takes_tiles_that_have_another_instruction(num_outputs: int, dtype: torch.dtype) -> None:
+    tiles = [product_tiles(num_rows, num_outputs, dtype) for num_rows in range(1, 600)]
+    assert {tile.block_m for tile in tiles} <= {16, MOST_TILE_ROWS}
+    assert len({tile.block_k for tile in tiles}) == 1
+
+
+def test_a_product_is_one_launch_and_reads_its_weight_once() -> None:
+    rows = torch.empty(8, 4096, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(14336, 4096, dtype=torch.bfloat16, device="meta")
+    with LaunchCounter() as counter:
+        assert ordered_linear(rows, weight).shape == (8, 14336)
+    assert [launch.name for launch in counter.launches] == ["product_kernel"]
+    moved = sum(num_bytes for _, num_bytes in counter.operations)
+    assert moved == 2 * (rows.numel() + weight.numel() + 8 * 14336)
