@@ -32,7 +32,8 @@ FLOORS = {
         rpc
         client config
         auditing benchmark debugging
-        training tuning
+        tuning
+        training
         checkup
         cli worker
         drafting
