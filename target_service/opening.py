@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from specdec.config import TargetSettings
 from specdec.drafters.options import DRAFT_MODEL
 from specdec.engine.sampling.token_history import TokenHistory
@@ -23,12 +25,14 @@ def new_session(
     *,
     identity: pb.ModelIdentity,
     settings: TargetSettings,
+    drafters: Iterable[str],
     now_s: float,
     piece_bytes: int,
 ) -> TargetSession:
     """Check an OpenSession and make the session that it asks for, which has no sequence yet.
 
-    `now_s` is of time.monotonic; the prompt's log-probabilities are told in parts of at most `piece_bytes`.
+    `drafters` are those that the target has, by name; `now_s` is of time.monotonic; the prompt's log-probabilities are
+    told in parts of at most `piece_bytes`.
 
     Raises:
         SessionFailure: a field is out of range; names it.
@@ -61,7 +65,7 @@ def new_session(
         tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
         max_nodes=limit if body.speculate else 0,
         wanted_drafters=wanted_drafters,
-        sources=_sources(body, settings, wanted_drafters),
+        sources=sources_of(body, wanted_drafters, drafters),
         prediction=list(body.prediction_token_ids),
         wanted_token_s=body.time_per_token_us * 1e-6,
         credit_position=body.credit_position,
@@ -70,8 +74,9 @@ def new_session(
     )
 
 
-def _sources(body: pb.OpenSession, settings: TargetSettings, wanted: frozenset[str] | None) -> str:
-    names = [DRAFT_MODEL, *(options.method for options in settings.drafters)]
+def sources_of(body: pb.OpenSession, wanted: frozenset[str] | None, drafters: Iterable[str]) -> str:
+    """Names of all that propose for a session, of the draft and these drafters; `wanted` by its client, None: all."""
+    names = [DRAFT_MODEL, *drafters]
     if not body.prediction_token_ids:
         names = [name for name in names if name != "prediction"]
     return " ".join(name for name in names if wanted is None or name in wanted)

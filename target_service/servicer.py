@@ -9,4 +9,5 @@ ROLE = ReplicaRole(
     stream_method="Verify",
     engine_entry="target_service.worker:run_engine",
     serves_tokenizer=True,
+    engine_method="SetDrafters",
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from specdec.config import TargetSettings
@@ -25,7 +26,7 @@ from target_service.commits import Commits
 from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
 from target_service.masks import MaskFilling, worth_a_thread_s
-from target_service.opening import new_session
+from target_service.opening import new_session, sources_of
 from target_service.pacing import Pacing
 from target_service.policy.gate_state import Phase
 from target_service.policy.payoff import PayoffMeter
@@ -33,6 +34,8 @@ from target_service.proposals.gathering import Gathering
 from target_service.proposals.intake import ProposalIntake
 from target_service.proposals.own_draft import OwnDraft
 from target_service.proposals.panel import DrafterPanel
+from target_service.proposals.swap import POLL_S as SWAP_POLL_S
+from target_service.proposals.swap import DrafterSwap
 from target_service.records.metrics import TargetRecorder
 from target_service.records.progress import describe_progress, due_for_progress
 from target_service.records.step_record import StepObserver, StepRecord
@@ -92,6 +95,8 @@ class Verifier:
         self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
         self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, built.heads)
         """The drafters of its own; they may be changed while sessions run."""
+        self._swap = DrafterSwap(self.panel, host.answers, self._on_drafters, settings.load_timeout_s)
+        host.answers.handler = self._swap
         intake = ProposalIntake(host, recorder)
         self._proposals = Gathering(host, self._own_draft, self.panel, intake, self._fault)
         self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.panel)
@@ -117,6 +122,7 @@ class Verifier:
             body,
             identity=self._identity,
             settings=settings,
+            drafters=self.panel.names,
             now_s=time.monotonic(),
             piece_bytes=self._host.piece_bytes(owner),
         )
@@ -197,6 +203,7 @@ class Verifier:
             num_waiting_tokens=self._engine.num_waiting_tokens(),
             draft_credit=credit,
             step_us=microseconds(self.pacing.step_time.predict(max(1, stats.running))),
+            drafters=pb.DrafterNames(names=self.panel.names),
         )
 
     # --- steps
@@ -204,6 +211,7 @@ class Verifier:
     def absorb_proposals(self, now_s: float) -> None:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
         self._due_at_s = now_s
+        self._swap.poll()
         self._grammars.poll()
         self._proposals.draft(self._ready(), self.pacing)
         self._turn_began_s = time.monotonic()
@@ -217,7 +225,8 @@ class Verifier:
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
         waits_s = [wait_s for group in self._groups() if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
-        return min(waits_s, default=POLL_S if len(self._grammars) else None)
+        idle_s = POLL_S if len(self._grammars) else SWAP_POLL_S if self._swap.is_under_way else None
+        return min(waits_s, default=idle_s)
 
     def step(self) -> None:
         """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers."""
@@ -384,6 +393,14 @@ class Verifier:
             for item in items
             if item.completes and (session := self._by_seq[item.seq.seq_id]).grammar is not None
         )
+
+    def _on_drafters(self, new: Iterable[str]) -> None:
+        """Others propose from now on: what sessions gain by that is to be found out anew."""
+        for name in new:
+            self.pacing.sources.forget(name)
+        for session in self._host.sessions:
+            session.sources = sources_of(session.body, session.wanted_drafters, self.panel.names)
+            session.gate = None
 
     def _ready(self) -> list[TargetSession]:
         return [session for session in self._by_seq.values() if session.seq.is_ready]

@@ -251,6 +251,9 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
             self._events.on_down(self, end_of(error, was_draining=was_draining))
 
     def _note_load(self, load: pb.LoadReport) -> None:
+        if load.HasField("drafters"):
+            self.drafters = frozenset(load.drafters.names) & DRAFTER_NAMES
+            load.ClearField("drafters")  # of any length, and the load goes on to drafts and to whoever asks for it
         self.load, self.num_own_at_load, self.refused_s = load, len(self.sessions), None
 
     def _set_connection(self, connection: LinkState, detail: str) -> None:

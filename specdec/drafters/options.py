@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from specdec.endpoints.options import EndpointOptions
 
@@ -222,6 +231,8 @@ def read_drafters(value: Any) -> Any:
                 value = json.loads(text)
             except json.JSONDecodeError as error:
                 raise ValueError(f"no JSON: {error}") from error
+            except RecursionError as error:
+                raise ValueError("no JSON: it is nested too deeply") from error
         else:
             value = [name.strip() for name in text.split(",") if name.strip()]
     if isinstance(value, dict):
@@ -237,3 +248,21 @@ def check_drafters(drafters: tuple[OptionsT, ...]) -> tuple[OptionsT, ...]:
     if len(set(names)) < len(names):
         raise ValueError("a method is named twice")
     return drafters
+
+
+_DRAFTERS: TypeAdapter[tuple[DrafterOptions, ...]] = TypeAdapter(
+    Annotated[tuple[DrafterOptions, ...], BeforeValidator(read_drafters), AfterValidator(check_drafters)]
+)
+_MOST_PROBLEMS = 3
+
+
+def parse_drafters(text: str) -> tuple[DrafterOptions, ...]:
+    """Drafters of a target, as in its setting `drafters`. Raises ValueError, which says what is wrong in few words."""
+    try:
+        return _DRAFTERS.validate_python(text)
+    except ValidationError as error:
+        problems = [
+            ": ".join([*(str(part) for part in problem["loc"]), problem["msg"]])
+            for problem in error.errors(include_url=False, include_context=False, include_input=False)[:_MOST_PROBLEMS]
+        ]
+        raise ValueError("; ".join(problems)) from error

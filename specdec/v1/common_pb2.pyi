@@ -1333,6 +1333,7 @@ class LoadReport(_message.Message):
     NUM_SESSIONS_FIELD_NUMBER: _builtins.int
     MAX_SESSIONS_FIELD_NUMBER: _builtins.int
     NUM_WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Sessions that take part in steps."""
     num_waiting: _builtins.int
@@ -1353,6 +1354,10 @@ class LoadReport(_message.Message):
     """Most sessions at once; absent when the replica does not say."""
     num_waiting_tokens: _builtins.int
     """Tokens that are to be computed before those that wait have their first; absent when the replica does not say."""
+    @_builtins.property
+    def drafters(self) -> Global___DrafterNames:
+        """Drafters that a target runs itself at the moment; absent when it does not say, and of drafts."""
+
     def __init__(
         self,
         *,
@@ -1366,10 +1371,11 @@ class LoadReport(_message.Message):
         num_sessions: _builtins.int | None = ...,
         max_sessions: _builtins.int | None = ...,
         num_waiting_tokens: _builtins.int | None = ...,
+        drafters: Global___DrafterNames | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sessions", b"_max_sessions", "_num_sessions", b"_num_sessions", "_num_waiting_tokens", b"_num_waiting_tokens", "max_sessions", b"max_sessions", "num_sessions", b"num_sessions", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_sessions", b"_max_sessions", "_num_sessions", b"_num_sessions", "_num_waiting_tokens", b"_num_waiting_tokens", "drafters", b"drafters", "max_sessions", b"max_sessions", "num_sessions", b"num_sessions", "num_waiting_tokens", b"num_waiting_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sessions", b"_max_sessions", "_num_sessions", b"_num_sessions", "_num_waiting_tokens", b"_num_waiting_tokens", "draft_credit", b"draft_credit", "draining", b"draining", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_sessions", b"max_sessions", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "step_us", b"step_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_sessions", b"_max_sessions", "_num_sessions", b"_num_sessions", "_num_waiting_tokens", b"_num_waiting_tokens", "draft_credit", b"draft_credit", "drafters", b"drafters", "draining", b"draining", "kv_blocks_total", b"kv_blocks_total", "kv_blocks_used", b"kv_blocks_used", "max_sessions", b"max_sessions", "num_running", b"num_running", "num_sessions", b"num_sessions", "num_waiting", b"num_waiting", "num_waiting_tokens", b"num_waiting_tokens", "step_us", b"step_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_sessions: _TypeAlias = _typing.Literal["max_sessions"]  # noqa: Y015
     _WhichOneofArgType__max_sessions: _TypeAlias = _typing.Literal["_max_sessions", b"_max_sessions"]  # noqa: Y015
@@ -1385,6 +1391,30 @@ class LoadReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_waiting_tokens) -> _WhichOneofReturnType__num_waiting_tokens | None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class DrafterNames(_message.Message):
+    """Drafters by name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names, as in the setting `drafters`."""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterNames: _TypeAlias = DrafterNames  # noqa: Y015
 
 @_typing.final
 class EngineEnd(_message.Message):

@@ -20,6 +20,60 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class SetDraftersRequest(_message.Message):
+    """Drafters for a target."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    LOAD_TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    drafters: _builtins.str
+    """All that there shall be, as in the setting `drafters`: names with commas between them, or JSON with options. One that runs with equal
+    options stays, one with others is replaced, and who is not named is removed.
+    """
+    load_timeout_ms: _builtins.int
+    """Longest time that files of heads may take to load, after which nothing is changed; absent, or more: the setting load_timeout_s."""
+    def __init__(
+        self,
+        *,
+        drafters: _builtins.str = ...,
+        load_timeout_ms: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_timeout_ms", b"_load_timeout_ms", "load_timeout_ms", b"load_timeout_ms"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_timeout_ms", b"_load_timeout_ms", "drafters", b"drafters", "load_timeout_ms", b"load_timeout_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__load_timeout_ms: _TypeAlias = _typing.Literal["load_timeout_ms"]  # noqa: Y015
+    _WhichOneofArgType__load_timeout_ms: _TypeAlias = _typing.Literal["_load_timeout_ms", b"_load_timeout_ms"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_timeout_ms) -> _WhichOneofReturnType__load_timeout_ms | None: ...
+
+Global___SetDraftersRequest: _TypeAlias = SetDraftersRequest  # noqa: Y015
+
+@_typing.final
+class SetDraftersResponse(_message.Message):
+    """What runs after a change."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the drafters that are asked from now on."""
+
+    def __init__(
+        self,
+        *,
+        drafters: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetDraftersResponse: _TypeAlias = SetDraftersResponse  # noqa: Y015
+
+@_typing.final
 class VerifyRequest(_message.Message):
     """A frame from a coordinator."""
 

@@ -51,6 +51,11 @@ class TargetServiceStub:
                 request_serializer=specdec_dot_v1_dot_common__pb2.GetTokenizerRequest.SerializeToString,
                 response_deserializer=specdec_dot_v1_dot_common__pb2.GetTokenizerResponse.FromString,
                 _registered_method=True)
+        self.SetDrafters = channel.unary_unary(
+                '/specdec.v1.TargetService/SetDrafters',
+                request_serializer=specdec_dot_v1_dot_target__pb2.SetDraftersRequest.SerializeToString,
+                response_deserializer=specdec_dot_v1_dot_target__pb2.SetDraftersResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer:
@@ -78,6 +83,13 @@ class TargetServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetDrafters(self, request, context):
+        """Replaces the drafters that the target runs itself, while sessions run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.GetTokenizer,
                     request_deserializer=specdec_dot_v1_dot_common__pb2.GetTokenizerRequest.FromString,
                     response_serializer=specdec_dot_v1_dot_common__pb2.GetTokenizerResponse.SerializeToString,
+            ),
+            'SetDrafters': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetDrafters,
+                    request_deserializer=specdec_dot_v1_dot_target__pb2.SetDraftersRequest.FromString,
+                    response_serializer=specdec_dot_v1_dot_target__pb2.SetDraftersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class TargetService:
             '/specdec.v1.TargetService/GetTokenizer',
             specdec_dot_v1_dot_common__pb2.GetTokenizerRequest.SerializeToString,
             specdec_dot_v1_dot_common__pb2.GetTokenizerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetDrafters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/specdec.v1.TargetService/SetDrafters',
+            specdec_dot_v1_dot_target__pb2.SetDraftersRequest.SerializeToString,
+            specdec_dot_v1_dot_target__pb2.SetDraftersResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,8 @@ class TargetServiceStub:
     """What this replica serves."""
     GetTokenizer: _grpc.UnaryStreamMultiCallable[_common_pb2.GetTokenizerRequest, _common_pb2.GetTokenizerResponse]
     """The tokenizer, so that coordinators need no model files."""
+    SetDrafters: _grpc.UnaryUnaryMultiCallable[_target_pb2.SetDraftersRequest, _target_pb2.SetDraftersResponse]
+    """Replaces the drafters that the target runs itself, while sessions run."""
 
 @_typing.type_check_only
 class TargetServiceAsyncStub(TargetServiceStub):
@@ -52,6 +54,8 @@ class TargetServiceAsyncStub(TargetServiceStub):
     """What this replica serves."""
     GetTokenizer: _aio.UnaryStreamMultiCallable[_common_pb2.GetTokenizerRequest, _common_pb2.GetTokenizerResponse]  # type: ignore[assignment]
     """The tokenizer, so that coordinators need no model files."""
+    SetDrafters: _aio.UnaryUnaryMultiCallable[_target_pb2.SetDraftersRequest, _target_pb2.SetDraftersResponse]  # type: ignore[assignment]
+    """Replaces the drafters that the target runs itself, while sessions run."""
 
 class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
     """Holds sessions, decodes them, and verifies what drafts propose."""
@@ -79,5 +83,13 @@ class TargetServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_common_pb2.GetTokenizerResponse], _abc.AsyncIterator[_common_pb2.GetTokenizerResponse]]:
         """The tokenizer, so that coordinators need no model files."""
+
+    @_abc_1.abstractmethod
+    def SetDrafters(
+        self,
+        request: _target_pb2.SetDraftersRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_target_pb2.SetDraftersResponse, _abc.Awaitable[_target_pb2.SetDraftersResponse]]:
+        """Replaces the drafters that the target runs itself, while sessions run."""
 
 def add_TargetServiceServicer_to_server(servicer: TargetServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

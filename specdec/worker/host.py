@@ -7,6 +7,7 @@ from typing import Any, Generic
 import structlog
 
 from specdec.message_sizes import most_entry_bytes
+from specdec.rpc.bridge.engine_answers import EngineAnswers
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.rpc.bridge.step_memory import StepMemory
 from specdec.v1 import common_pb2 as pb
@@ -39,6 +40,7 @@ class SessionHost(Generic[SessionT]):
         self.sessions = EngineSessionTable[SessionT](session_ttl_s)
         self.responses = PendingResponses(port, wire, limits or ResponseLimits())
         self.faults = FaultLog()
+        self.answers = EngineAnswers()
         self.steps = steps or StepMemory()
         self._port = port
         self._wire = wire

@@ -166,7 +166,7 @@ class EngineWorker(Generic[SessionT]):
     def _flush(self) -> None:
         now_s = self._clock()
         load = None
-        if now_s >= self._next_load_s:
+        if now_s >= self._next_load_s or len(self._host.answers):
             self._next_load_s = now_s + _LOAD_INTERVAL_S
             load = self._load()
             self._port.send(FrameKind.LOAD, 0, load.SerializeToString())
@@ -180,6 +180,7 @@ class EngineWorker(Generic[SessionT]):
             for each in too_large:
                 self._fail_too_large(each)
             self._responses.flush({each.stream_id for each in too_large}, now_s, None)
+        self._host.answers.send(self._port)
         self._hold_back()
         if self._draining and not len(self._sessions):
             self._port.send(FrameKind.DRAINED, 0, b"")
@@ -219,6 +220,10 @@ class EngineWorker(Generic[SessionT]):
             case FrameKind.STREAM_CLOSED:
                 self._responses.drop(frame.stream_id)
                 self._detach(frame.stream_id)
+                if (handler := self._host.answers.handler) is not None:
+                    handler.call_ended(frame.stream_id)
+            case FrameKind.CALL:
+                self._call(frame.stream_id, frame.payload)
             case FrameKind.STREAM_TAKEN:
                 num_bytes = int.from_bytes(frame.payload, "little")
                 self._responses.taken(frame.stream_id, num_bytes, self._clock())
@@ -230,6 +235,15 @@ class EngineWorker(Generic[SessionT]):
                 self._stopping = True
             case _:
                 pass
+
+    def _call(self, call_id: int, request: bytes) -> None:
+        answers = self._host.answers
+        try:
+            if answers.handler is None:
+                raise SessionFailure(code_pb2.UNIMPLEMENTED, "UNIMPLEMENTED", "this replica does not answer that")
+            answers.handler.call(call_id, request)
+        except Exception as error:
+            answers.refuse(call_id, self._host.faults.failure(error).to_status())
 
     def _handle_message(self, stream_id: int, payload: bytes) -> Iterator[None]:
         try:

@@ -82,3 +82,7 @@ class SourceRecords:
 
     def __getitem__(self, source: str) -> SourceRecord:
         return self._records[source]
+
+    def forget(self, source: str) -> None:
+        """Another one has its name."""
+        self._records.pop(source, None)

@@ -12,7 +12,7 @@ from specdec.engine.outputs import StepOutput
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.tap import joined
 from specdec.heads.checkpoint import HeadRefused
-from specdec.heads.methods.registry import make_head
+from specdec.heads.methods.registry import load_head
 from specdec.heads.session import Head, HeadAsk, HeadSession
 from specdec.heads.target import HeadTarget
 from specdec.layer_skip.drafter import LayerSkip, make_layer_skip
@@ -60,27 +60,32 @@ class HeadDesk:
         return tuple(self._heads)
 
     def load(self, options: HeadOptions | LayerSkipOptions) -> Drafter:
-        """Load a head and ask it from now on. Raises HeadRefused, TapRefused, and OfNoUse."""
+        """A head, loaded. Heads over hidden states may be loaded in another thread, while the target steps.
+
+        Raises HeadRefused, ModelLoadError, and OfNoUse.
+        """
         if self._target is None:
             raise HeadRefused(f"drafters: {options.method}: this engine runs no model that heads could sit on")
-        head: Head
         if isinstance(options, LayerSkipOptions):
-            head = make_layer_skip(options, self._target)
-        else:
-            head = make_head(options, self._target)
-        self.add(options.method, head)
-        return head
+            return make_layer_skip(options, self._target)
+        return load_head(options, self._target)
+
+    def check(self, drafter: Drafter) -> None:
+        """See whether the target hands out what a drafter reads, by a pass over two rows. Raises TapRefused."""
+        if (head := self._as_head(drafter)) is not None and head.layer_ids and self._target is not None:
+            self._target.runner.check_tap(head.layer_ids)
 
     def add(self, name: str, drafter: Drafter) -> None:
-        """Ask a drafter if it is a head; others are left alone. Raises TapRefused."""
+        """Ask a drafter, which was checked, if it is a head; others are left alone."""
+        if (head := self._as_head(drafter)) is not None:
+            self._heads[name] = head
+            self._tap()
+
+    def _as_head(self, drafter: Drafter) -> Head | None:
         needs = drafter.capabilities
         if not (needs.needs_hidden_states or needs.needs_engine) or self._target is None:
-            return
-        head: Head = drafter  # type: ignore[assignment]
-        if head.layer_ids:
-            self._target.runner.check_tap(head.layer_ids)
-        self._heads[name] = head
-        self._tap()
+            return None
+        return drafter  # type: ignore[return-value]
 
     def remove(self, name: str) -> None:
         """Do not ask a head any more, if it is one."""

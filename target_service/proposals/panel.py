@@ -12,7 +12,7 @@ What is verified of their offers `Pacing` decides, by what became of earlier one
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -21,6 +21,7 @@ import torch
 from specdec.drafters.interface import Context, Drafter, OfNoUse, Room
 from specdec.drafters.options import DrafterOptions, HeadOptions, LayerSkipOptions
 from specdec.drafters.registry import make_drafter
+from specdec.engine.errors import TapRefused
 from specdec.engine.outputs import StepOutput
 from specdec.engine.tree import ROOT
 from specdec.heads.target import HeadTarget
@@ -45,6 +46,7 @@ _log = structlog.get_logger("specdec.worker")
 class _Known:
     """What the panel keeps of a session."""
 
+    session: TargetSession
     context: Context
     parts: list[DrafterPart] = field(default_factory=list)
     asked_at: int = 0
@@ -66,23 +68,27 @@ class DrafterPanel:
         Raises ModelLoadError: a head's files are none, or do not fit the target.
         """
         self._drafters: dict[str, Drafter] = {}
+        self._options: dict[str, DrafterOptions] = {}
         self._heads = HeadDesk(target)
         self._recorder = recorder
         self._known: dict[str, _Known] = {}
-        for each in options:
-            if isinstance(each, HeadOptions | LayerSkipOptions):
-                self._load(each)
-            else:
-                self._drafters[each.method] = make_drafter(each, vocab_size)
         self._vocab_size = vocab_size
         self._costs_s: dict[str, float] = {}
         self._deadline = Deadline(MOST_CALL_S)
+        for each in options:
+            try:
+                self.add(each.method, self.make(each), each)
+            except OfNoUse as error:
+                self._drop(each.method, error)
 
-    def _load(self, options: HeadOptions | LayerSkipOptions) -> None:
-        try:
-            self._drafters[options.method] = self._heads.load(options)
-        except OfNoUse as error:
-            self._drop(options.method, error)
+    def make(self, options: DrafterOptions) -> Drafter:
+        """A drafter, which is not asked yet. Heads over hidden states may be made in another thread, while steps run.
+
+        Raises HeadRefused, ModelLoadError, OfNoUse.
+        """
+        if isinstance(options, HeadOptions | LayerSkipOptions):
+            return self._heads.load(options)
+        return make_drafter(options, self._vocab_size)
 
     @property
     def names(self) -> list[str]:
@@ -94,22 +100,53 @@ class DrafterPanel:
         """Whether any is asked."""
         return bool(self._drafters)
 
-    def add(self, name: str, drafter: Drafter) -> None:
-        """Ask one more drafter for all sessions, those that run included.
+    def has(self, options: DrafterOptions) -> bool:
+        """Whether a drafter of just these options is asked."""
+        return self._options.get(options.method) == options
+
+    def add(self, name: str, drafter: Drafter, options: DrafterOptions | None = None) -> None:
+        """Ask one more drafter for all sessions, those that run included. A head knows nothing of what these have said
+        so far.
 
         Raises TapRefused: a head reads what the target does not hand out.
         """
+        self._heads.check(drafter)
+        self._add(name, drafter, options)
+
+    def _add(self, name: str, drafter: Drafter, options: DrafterOptions | None) -> None:
         self._heads.add(name, drafter)
         self._drafters[name] = drafter
-        for known in self._known.values():
-            self._open(known, name, drafter)
+        if options is not None:
+            self._options[name] = options
+        for known in tuple(self._known.values()):
+            self._begin(known, name, drafter)
 
     def remove(self, name: str) -> None:
         """Do not ask a drafter any more; what it has offered may still be verified."""
         self._drafters.pop(name, None)
+        self._options.pop(name, None)
+        self._costs_s.pop(name, None)
         self._heads.remove(name)
         for known in self._known.values():
             known.parts = [part for part in known.parts if part.name != name]
+
+    def replace(self, names: Collection[str], made: Mapping[str, tuple[DrafterOptions, Drafter]]) -> None:
+        """Ask these drafters from now on, in this order, and no others: those in `made`, also in the place of who has
+        their names, and of the others those that are asked now.
+
+        Raises TapRefused, and has changed nothing: see `add`.
+        """
+        for name, (_, drafter) in made.items():
+            try:
+                self._heads.check(drafter)
+            except TapRefused as error:
+                raise TapRefused(f"drafters: {name}: {error}") from error
+        for name in self.names:
+            if name not in names or name in made:
+                self.remove(name)
+        for name, (options, drafter) in made.items():
+            self._add(name, drafter, options)
+        self._drafters = {name: self._drafters[name] for name in names if name in self._drafters}
 
     # --- before a step
 
@@ -163,12 +200,16 @@ class DrafterPanel:
         if known is None:
             body = session.body
             context = Context(session.token_ids, body.num_prompt_tokens, body.cache_salt, session.prediction)
-            known = self._known[session.session_id] = _Known(context)
+            known = self._known[session.session_id] = _Known(session, context)
             for name, drafter in tuple(self._drafters.items()):
-                if session.may_use(name):
-                    self._open(known, name, drafter)
-                    session.own_records[name] = OwnRecord()
+                self._begin(known, name, drafter)
         return known
+
+    def _begin(self, known: _Known, name: str, drafter: Drafter) -> None:
+        """Ask a drafter for a session, if it may be."""
+        if known.session.may_use(name):
+            self._open(known, name, drafter)
+            known.session.own_records[name] = OwnRecord()
 
     def _open(self, known: _Known, name: str, drafter: Drafter) -> None:
         try:

@@ -39,13 +39,20 @@ def make_head(options: HeadOptions, target: HeadTarget) -> Head:
     Raises HeadRefused: its files are none of a head, or do not fit the target. TapRefused: the target does not hand out
     the hidden states that it reads.
     """
+    head = load_head(options, target)
+    target.runner.check_tap(head.layer_ids)
+    return head
+
+
+def load_head(options: HeadOptions, target: HeadTarget) -> Head:
+    """The same, by files alone: it may run in another thread than the target's passes, while these go on.
+
+    Whether the target hands out what it reads is left to be checked. Raises HeadRefused.
+    """
     try:
-        files = read_head_files(options.model)
-        head = _make(options, files, target)
-        target.runner.check_tap(head.layer_ids)
+        return _make(options, read_head_files(options.model), target)
     except HeadRefused as error:
         raise HeadRefused(f"drafters: {options.method}: {error}") from error
-    return head
 
 
 def _make(options: HeadOptions, files: HeadFiles, target: HeadTarget) -> Head:

@@ -193,10 +193,17 @@ class EngineProcess:
 
     def open_stream(self, sink: StreamSink, peer: str) -> int:
         """Tells the engine of a new stream, whose frames go to `sink`, and returns the stream's id."""
+        return self._open(sink, FrameKind.STREAM_OPENED, peer.encode())
+
+    def open_call(self, sink: StreamSink, request: bytes) -> int:
+        """Hands the engine a request that it answers by itself, to `sink`; to be closed like a stream, by the id."""
+        return self._open(sink, FrameKind.CALL, request)
+
+    def _open(self, sink: StreamSink, kind: FrameKind, payload: bytes) -> int:
         stream_id = self._next_stream_id
         self._next_stream_id += 1
         self._sinks[stream_id] = sink
-        self._write(FrameKind.STREAM_OPENED, stream_id, peer.encode())
+        self._write(kind, stream_id, payload)
         return stream_id
 
     def close_stream(self, stream_id: int) -> None:
@@ -282,6 +289,7 @@ class EngineProcess:
                 self.tokenizer_config = self.tokenizer_config or piece.tokenizer_config
             case FrameKind.READY if not self._ready.is_set():
                 self.info = common_pb2.GetReplicaInfoResponse.FromString(frame.payload)
+                _tell_drafters(self.info)
                 self._ready.set()
                 settings = self._settings
                 self._watch = EngineWatch(settings.engine_silence_s, settings.engine_stall_s, self._loop.time)
@@ -302,6 +310,7 @@ class EngineProcess:
             self.info.load.CopyFrom(common_pb2.LoadReport.FromString(payload))
         except DecodeError:  # the next one comes in a moment
             _log.warning("unreadable_load", num_bytes=len(payload))
+        _tell_drafters(self.info)
 
     def _look(self) -> None:
         stall = self._watch.look(self._pulse.read())
@@ -362,3 +371,10 @@ class EngineProcess:
         sinks, self._sinks = self._sinks, {}
         for sink in sinks.values():
             sink.on_engine_gone(end, reason)
+
+
+def _tell_drafters(info: common_pb2.GetReplicaInfoResponse) -> None:
+    """They come with the load, as they may change; others are told in the one place that has always been there."""
+    if info.load.HasField("drafters"):
+        info.drafters[:] = info.load.drafters.names
+        info.load.ClearField("drafters")

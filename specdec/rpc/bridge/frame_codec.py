@@ -50,6 +50,9 @@ class FrameKind(enum.IntEnum):
     """Engine to servicer, when a traced session has ended: encoded SessionSpan."""
     STREAM_TAKEN = 13
     """Servicer to engine, now and then: the peer has taken so many more bytes of this stream; little-endian."""
+    CALL = 14
+    """Servicer to engine: the encoded request of a call that the engine itself answers, with one MESSAGE or with
+    STREAM_ABORT. Its id is like a stream's, and STREAM_CLOSED follows."""
 
 
 class Frame(NamedTuple):

@@ -17,7 +17,7 @@ from specdec.message_sizes import most_bytes, most_entry_bytes, text_pieces
 from specdec.rpc.affinity import split_cores
 from specdec.rpc.bridge.engine_keeper import EngineKeeper
 from specdec.rpc.bridge.engine_process import EngineProcess
-from specdec.rpc.bridge.stream_relay import StreamRelay
+from specdec.rpc.bridge.stream_relay import RelayedCall, StreamRelay
 from specdec.rpc.errors import NotReady
 from specdec.rpc.server import SetServing, run_service
 from specdec.rpc.settings import ReplicaServiceSettings
@@ -50,6 +50,8 @@ class ReplicaRole:
     """module:function that the engine process runs."""
     serves_tokenizer: bool
     """Whether the service has GetTokenizer."""
+    engine_method: str | None = None
+    """Its unary method that the engine answers by itself, relayed unopened; None: it has none."""
 
 
 class ReplicaService:
@@ -109,6 +111,8 @@ class ReplicaService:
                 request_deserializer=common_pb2.GetTokenizerRequest.FromString,
                 response_serializer=common_pb2.GetTokenizerResponse.SerializeToString,
             )
+        if self._role.engine_method is not None:
+            handlers[self._role.engine_method] = grpc.unary_unary_rpc_method_handler(self._call_engine)
         generic = grpc.method_handlers_generic_handler(self._role.grpc_name, handlers)
         server.add_generic_rpc_handlers((generic,))
 
@@ -176,6 +180,12 @@ class ReplicaService:
             raise self._not_ready()
         engine.info.last_end.CopyFrom(self._keeper.last_end)
         return engine.info
+
+    async def _call_engine(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        engine = self._keeper.engine
+        if not engine.is_ready:
+            raise self._not_ready()
+        return await RelayedCall(engine).run(request, context)
 
     async def _get_tokenizer(
         self, request: common_pb2.GetTokenizerRequest, _context: grpc.aio.ServicerContext

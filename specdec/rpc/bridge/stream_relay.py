@@ -19,10 +19,12 @@ from google.rpc import status_pb2
 from specdec.rpc.abort import abort_with_status
 from specdec.rpc.bridge.engine_process import EngineProcess
 from specdec.rpc.bridge.frame_codec import NO_STREAM, report_unit
-from specdec.rpc.errors import NotReady, Overloaded, SpecdecError, Unavailable, to_status
+from specdec.rpc.errors import InvalidRequest, NotReady, Overloaded, SpecdecError, Unavailable, to_status
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2
 
+_MOST_CALL_BYTES = 64 * 1024
+"""The engine reads a call between two steps."""
 _log = structlog.get_logger(__name__)
 
 
@@ -177,3 +179,46 @@ class _RelayedStream:
             _log.info("stream_broken", stream_id=self._stream_id, error=str(error))
         finally:
             self._end()
+
+
+class RelayedCall:
+    """A unary call that the engine answers, neither request nor answer opened; `run` once."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        """Ask nothing yet."""
+        self._engine = engine
+        self._answer: asyncio.Future[bytes | status_pb2.Status] = asyncio.get_running_loop().create_future()
+
+    async def run(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """The engine's answer; ends the call with the engine's status where that is what it says.
+
+        When the caller goes away the engine is told. Raises InvalidRequest: the request is too long.
+        """
+        if len(request) > _MOST_CALL_BYTES:
+            raise InvalidRequest("request", f"has {len(request)} bytes, at most {_MOST_CALL_BYTES} are taken")
+        call_id = self._engine.open_call(self, request)
+        try:
+            answer = await self._answer
+        finally:
+            self._engine.close_stream(call_id)
+        if isinstance(answer, bytes):
+            return answer
+        await abort_with_status(context, answer)
+
+    def on_message(self, payload: bytes) -> None:
+        """The answer; see `StreamSink`."""
+        self._end(payload)
+
+    def on_abort(self, status: status_pb2.Status) -> None:
+        """It is refused; see `StreamSink`."""
+        self._end(status)
+
+    def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
+        """It will not be answered; see `StreamSink`."""
+        error = Unavailable(reason, reason=end.reason)
+        error.attached.append(end)
+        self._end(to_status(error))
+
+    def _end(self, answer: bytes | status_pb2.Status) -> None:
+        if not self._answer.done():
+            self._answer.set_result(answer)

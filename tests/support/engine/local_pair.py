@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,7 @@ MODELS = Path(__file__).parents[3] / "models"
 TARGET_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
 DRAFT_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult)
 STREAM = 1
+FIRST_CALL = 1000
 UNLIMITED = 1 << 30
 
 Propose = Callable[[str, list[int]], Iterable[bytes]]
@@ -221,6 +223,9 @@ class LocalPair:
         self.outcomes: dict[str, Outcome] = {}
         self.live: set[str] = set()
         self._delayed: list[target_pb2.TargetEntry] = []
+        self.answers: dict[int, Frame] = {}
+        """To calls, by their ids."""
+        self.num_calls = 0
         self._withheld: dict[str, int] = {}
         """Up to where the drafts of suspended sessions know the tokens."""
         attach = pb.Attach(owner_id="test")
@@ -247,6 +252,27 @@ class LocalPair:
         """One entry for the target, under the session's present epoch."""
         entry = target_pb2.TargetEntry(session_id=session_id, epoch=self.epochs[session_id], **body)
         self.send_target(target_pb2.VerifyRequest(entries=[entry]))
+
+    def call(self, drafters: str, **fields: Any) -> int:
+        """Ask the target for other drafters; returns the id under which it answers."""
+        request = target_pb2.SetDraftersRequest(drafters=drafters, **fields)
+        call_id = FIRST_CALL + self.num_calls
+        self.num_calls += 1
+        self.target_port.inbox.append(Frame(FrameKind.CALL, call_id, request.SerializeToString()))
+        return call_id
+
+    def leave(self, call_id: int) -> None:
+        """Wait for an answer no longer."""
+        self.target_port.inbox.append(Frame(FrameKind.STREAM_CLOSED, call_id, b""))
+
+    def answer(self, call_id: int, patience_s: float = 60.0) -> Frame:
+        """The answer to a call, after as many turns as it takes."""
+        until_s = time.monotonic() + patience_s
+        while call_id not in self.answers:
+            assert time.monotonic() < until_s, "no answer"
+            self.target._turn()
+            self._take_results(use_draft=False)
+        return self.answers[call_id]
 
     def tokens(self, session_id: str) -> list[int]:
         """Prompt and output so far."""
@@ -374,7 +400,9 @@ class LocalPair:
     def _take_results(self, use_draft: bool) -> None:
         entries: list[draft_pb2.DraftEntry] = []
         for frame in self.target_port.outbox:
-            if frame.kind is not FrameKind.MESSAGE:
+            if frame.stream_id >= FIRST_CALL:
+                self.answers[frame.stream_id] = frame
+            if frame.kind is not FrameKind.MESSAGE or frame.stream_id != STREAM:
                 continue
             for result in target_pb2.VerifyResponse.FromString(frame.payload).results:
                 if result.epoch == self.epochs[result.session_id]:

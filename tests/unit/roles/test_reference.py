@@ -39,6 +39,7 @@ def session_of(mode: pb.VerifyMode.ValueType, temperature: float, seed: int, pro
         body,
         identity=pb.ModelIdentity(vocab_size=VOCAB_SIZE, max_model_len=2000),
         settings=TargetSettings(model="any"),
+        drafters=(),
         now_s=0.0,
         piece_bytes=MIN_MESSAGE_BYTES,
     )
