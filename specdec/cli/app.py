@@ -16,6 +16,7 @@ from specdec.cli.inputs.config_file import by_parameter, read_config
 from specdec.cli.inspection.audit import audit
 from specdec.cli.inspection.debug import debug
 from specdec.cli.inspection.doctor import doctor
+from specdec.cli.inspection.drafters import drafters
 from specdec.cli.keys import keys
 from specdec.cli.models import models
 from specdec.cli.serve import PASS_THROUGH, serve
@@ -41,6 +42,7 @@ app.command()(train)
 app.command()(debug)
 app.command()(audit)
 app.command()(doctor)
+app.command()(drafters)
 app.command()(demo)
 app.add_typer(keys, name="keys")
 

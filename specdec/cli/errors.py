@@ -50,12 +50,14 @@ class ClusterFailed(Exception):
 
 
 @contextmanager
-def reported_errors(console: Console, address: str = "") -> Iterator[None]:
-    """Print typed errors that pass through and leave with their exit code; `address` is what was called, if any."""
+def reported_errors(console: Console, address: str = "", role: str = "coordinator") -> Iterator[None]:
+    """Print typed errors that pass through and leave with their exit code; `address` is what was called, if any, and
+    `role` what should listen there.
+    """
     try:
         yield
     except SpecdecError as error:
-        console.print(describe(error, address))
+        console.print(describe(error, address, role))
         raise typer.Exit(EXIT_CODES.get(error.code, EXIT_FAILURE)) from None
     except ClusterFailed as error:
         console.print(Text.assemble(("error: ", "bold red"), str(error)))
@@ -69,7 +71,7 @@ def connect_failure(message: str) -> str | None:
     return next((words for sign, words in _CONNECT_FAILURES.items() if sign in message), None)
 
 
-def describe(error: SpecdecError, address: str = "") -> Text:
+def describe(error: SpecdecError, address: str = "", role: str = "coordinator") -> Text:
     """Return the error as text: code, reason, field, message, when to try again."""
     text = Text.assemble(("error: ", "bold red"), (error.code.name, "red"))
     if error.reason != error.code.name:
@@ -80,7 +82,7 @@ def describe(error: SpecdecError, address: str = "") -> Text:
         text.append(f"\n  {message}", style="dim")
         return text
     if address and error.code is grpc.StatusCode.UNIMPLEMENTED:
-        text.append(f"\n  {address} does not know the call: what listens there is no coordinator")
+        text.append(f"\n  {address} does not know the call: what listens there is no {role}")
         return text
     if isinstance(error, InvalidRequest):
         text.append("\n  ")

@@ -1,1 +1,1 @@
-"""Commands that look into a deployment: debug, audit, doctor."""
+"""Commands that look into a deployment, and into its drafting: debug, audit, doctor, drafters."""

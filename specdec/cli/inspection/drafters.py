@@ -1,0 +1,94 @@
+"""`specdec drafters`: what a target drafts with by itself, and something else in its place while it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Annotated
+
+import grpc
+import typer
+from rich.console import Console
+
+from specdec.cli import connection
+from specdec.cli.errors import reported_errors
+from specdec.cli.views.shown import harmless
+from specdec.client import ClientSettings
+from specdec.rpc.errors import from_rpc_error
+from specdec.v1 import common_pb2, target_pb2, target_pb2_grpc
+
+_DEFAULT_TARGET = "127.0.0.1:50052"
+_ANSWER_S = 10.0
+"""Beside what loading takes."""
+
+
+def drafters(
+    target: Annotated[
+        str,
+        typer.Option(
+            help="The target's host:port, as `specdec models` lists it.",
+            rich_help_panel="Connection",
+            callback=connection.parse_address,
+        ),
+    ] = _DEFAULT_TARGET,
+    wanted: Annotated[
+        str | None,
+        typer.Option(
+            "--set",
+            help="What it shall draft with from now on, as in its setting `drafters`: names with commas between them, "
+            "or JSON with options. What runs with the same options stays; an empty text removes all. Folders of heads "
+            "are the target's.",
+            metavar="NAME,...",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="SPECDEC_DRAFTERS_JSON", help="Print the names as JSON.")
+    ] = False,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout-s", help="Longest time for heads to load, in seconds.", rich_help_panel="Connection", min=0.001
+        ),
+    ] = 300.0,
+    tls: connection.Tls = False,
+    tls_ca: connection.TlsCa = None,
+    tls_key: connection.TlsKey = None,
+    tls_cert: connection.TlsCert = None,
+) -> None:
+    """Show the drafters that a target runs itself, or exchange them while it serves; its output stays the same.
+
+    A target that is started again has those of its settings.
+    """
+    settings = connection.client_settings(None, tls, tls_ca, tls_key, tls_cert)
+    errors = Console(stderr=True)
+    with reported_errors(errors, target, "target"), errors.status(f"asking {target}"):
+        names = asyncio.run(_ask(target, settings, wanted, timeout_s))
+    output = Console(highlight=False)
+    if as_json:
+        output.out(json.dumps(names), highlight=False)
+        return
+    for name in names:
+        output.print(harmless(name), markup=False)
+    if not names:
+        output.print("none", style="dim")
+
+
+async def _ask(address: str, settings: ClientSettings, wanted: str | None, timeout_s: float) -> list[str]:
+    """The names of those that are asked, after they were set if any are wanted."""
+    options, credentials = settings.channel_options(), settings.credentials()
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options=options)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=options)
+    async with channel:
+        stub = target_pb2_grpc.TargetServiceStub(channel)
+        try:
+            if wanted is None:
+                info = await stub.GetReplicaInfo(common_pb2.GetReplicaInfoRequest(), timeout=_ANSWER_S)
+                return list(info.drafters)
+            request = target_pb2.SetDraftersRequest(
+                drafters=wanted, load_timeout_ms=min(round(timeout_s * 1e3), 2**32 - 1)
+            )
+            return list((await stub.SetDrafters(request, timeout=timeout_s + _ANSWER_S)).drafters)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
