@@ -10,6 +10,8 @@ from coordinator.links.target_link import TargetLink
 from coordinator.recovery import TargetRecovery
 from coordinator.replicas.discovery import Endpoint
 from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import target_pb2
 from tests.support.services.coordinator_harness import (
     collect,
     expected_ids,
@@ -18,6 +20,7 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
+from tests.support.services.faults import eventually
 from tests.support.services.scripted_replicas import ScriptedTarget
 
 
@@ -139,6 +142,31 @@ async def test_replicas_are_counted_from_when_they_are_known_to_when_they_are_go
         assert harness.metric("replicas", role="target", state="down") == 1
         roster.update([Endpoint(target.address)])
         assert harness.metric("replicas", role="target", state="down") == 0
+
+
+async def test_clients_are_told_of_the_drafters_that_all_targets_have_at_the_moment() -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    async with running(targets) as harness:
+        await harness.all_ready()
+
+        async def are(*names: str) -> bool:
+            return list((await harness.stub.GetModelInfo(api.GetModelInfoRequest())).drafters) == list(names)
+
+        assert await are()
+        for target in targets:
+            request = target_pb2.SetDraftersRequest(drafters="suffix,ngram,unheard_of," + "x" * 10_000)
+            await target.SetDrafters(request, None)
+        await eventually(lambda: are("ngram", "suffix"), "both have told")
+        assert not any(link.load is None or link.load.HasField("drafters") for link in harness.service.fleet.targets)
+        await targets[1].SetDrafters(target_pb2.SetDraftersRequest(drafters="eagle3,ngram"), None)
+        await eventually(lambda: are("ngram"), "one has told of others")
+        targets[0].tell_load(draft_credit=3)
+
+        async def has_come() -> bool:
+            return any(link.load is not None and link.load.draft_credit == 3 for link in harness.service.fleet.targets)
+
+        await eventually(has_come, "the load of a target that says nothing of drafters has come")
+        assert await are("ngram")
 
 
 async def test_a_fault_in_what_the_end_of_a_stream_sets_off_does_not_cost_the_replica(

@@ -61,7 +61,7 @@ def drafters(
     """
     settings = connection.client_settings(None, tls, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
-    with reported_errors(errors, target, "target"), errors.status(f"asking {target}"):
+    with reported_errors(errors, target, "target of this version"), errors.status(f"asking {target}"):
         names = asyncio.run(_ask(target, settings, wanted, timeout_s))
     output = Console(highlight=False)
     if as_json:

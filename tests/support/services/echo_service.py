@@ -49,6 +49,13 @@ def run_engine(port: EnginePort, settings: EchoSettings) -> None:
                         port.send(FrameKind.DRAINED)
                 case FrameKind.SHUTDOWN, _:
                     return
+                case FrameKind.CALL, b"hold":
+                    events.append(f"called {frame.stream_id}")
+                case FrameKind.CALL, b"abort":
+                    port.send(FrameKind.STREAM_ABORT, frame.stream_id, _refusal().SerializeToString())
+                case FrameKind.CALL, payload:
+                    port.send(FrameKind.MESSAGE, frame.stream_id, payload[::-1])
+                    port.send(FrameKind.MESSAGE, frame.stream_id, b"one too many")
                 case FrameKind.MESSAGE, b"events":
                     port.send(FrameKind.MESSAGE, frame.stream_id, "\n".join(events).encode())
                 case FrameKind.MESSAGE, b"pid":
@@ -128,6 +135,7 @@ def main() -> int:
         stream_method="Verify",
         engine_entry="tests.support.services.echo_service:run_engine",
         serves_tokenizer=True,
+        engine_method="SetDrafters",
     )
     settings = settings_or_exit(EchoSettings, sys.argv[1:], env_prefix="SPECDEC_ECHO_", prog="echo")
     return run_replica(role, settings)

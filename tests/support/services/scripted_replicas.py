@@ -373,6 +373,13 @@ class ScriptedTarget(ScriptedReplica):
         yield pb.GetTokenizerResponse(tokenizer_json=first, tokenizer_config=self.tokenizer_config)
         yield pb.GetTokenizerResponse(tokenizer_json=rest)
 
+    async def SetDrafters(self, request: target_pb2.SetDraftersRequest, context: Any) -> target_pb2.SetDraftersResponse:
+        """Whatever is named is told of as if it ran."""
+        names = request.drafters.split(",")
+        for stream in self.streams:
+            stream.send(target_pb2.VerifyResponse(load=pb.LoadReport(drafters=pb.DrafterNames(names=names))))
+        return target_pb2.SetDraftersResponse(drafters=names)
+
     def num_output(self, session_id_end: str = "/0") -> int:
         """Output tokens of the session whose id ends so."""
         for session in self.sessions.values():
