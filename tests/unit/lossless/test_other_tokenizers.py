@@ -124,7 +124,7 @@ def test_what_they_draft_is_accepted_at_times(other: LocalPair, plainly: Plainly
 def test_a_draft_with_its_ids_in_another_order_is_accepted_as_often(
     temperature: float, permuted: LocalPair, pair: LocalPair
 ) -> None:
-    """Nothing but the order of ids differs: the same is drafted, scored and verified, but for what comes a turn later."""
+    """Nothing but the order of ids differs: the same is drafted and verified, but for what comes a turn later."""
     bodies = {
         str(i): open_session(prompts()[i][:48], temperature=temperature, max_tokens=64, ignore_eos=True, seed=i)
         for i in range(6)
