@@ -17,7 +17,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.drafters.options import Eagle3Options, NgramOptions, SuffixOptions
 from specdec.heads.methods.registry import load_head
-from specdec.rpc.bridge.frames import FrameKind
+from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from target_service.policy.gate_state import Phase
@@ -211,6 +211,15 @@ def test_bytes_that_are_no_request_are_refused(running: LocalPair) -> None:
     call = running.call("")
     running.target_port.inbox[-1] = running.target_port.inbox[-1]._replace(payload=b"\xff\xff")
     assert refusal(running, call)[:2] == (code_pb2.INVALID_ARGUMENT, "INVALID_FIELD")
+
+
+def test_an_engine_that_answers_no_calls_says_so(running: LocalPair) -> None:
+    running.draft_port.inbox.append(Frame(FrameKind.CALL, 9, b""))
+    running.draft._turn()
+    running.draft._turn()
+    (frame,) = [each for each in running.draft_port.outbox if each.stream_id == 9]
+    assert frame.kind is FrameKind.STREAM_ABORT
+    assert status_pb2.Status.FromString(frame.payload).code == code_pb2.UNIMPLEMENTED
 
 
 def test_a_load_that_hangs_is_given_up_and_keeps_other_heads_out_until_it_ends(
