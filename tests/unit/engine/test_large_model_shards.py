@@ -44,7 +44,7 @@ class ShapeGroup(RankGroup):
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         return partial
 
-    def _gather(self, local: torch.Tensor) -> torch.Tensor:
+    def gather(self, local: torch.Tensor) -> torch.Tensor:
         return local.new_empty(self.size, *local.shape)
 
 
