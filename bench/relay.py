@@ -276,10 +276,22 @@ def _metric(base_port: int, sample: str) -> float:
 
 
 def _free_base() -> int:
+    """One from which on all of `_PORTS` are free."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            base: int = probe.getsockname()[1] - 60
+        if all(_is_free(base + port) for port in _PORTS.values()):
+            return base
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port - 60
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def _tokenizer() -> bytes:

@@ -15,7 +15,7 @@ from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2_grpc, target_pb2_grpc
-from tests.support.releases import Build
+from tests.support.releases import Build, last_release
 from tests.support.services.clusters import TIMEOUTS, TINY_HOLD_OFF_MS
 from tests.support.services.faults import CREDIT_WINDOW, eventually
 from tests.support.services.model_pair import ModelPair
@@ -166,4 +166,7 @@ class MixedFleet:
     def _set_build(self, name: str, build: Build) -> None:
         self.builds[name] = build
         service = self._cluster.services[name]
-        service.spec = replace(service.spec, environment=build.environment)  # its settings go by flag
+        environment = dict(build.environment)  # its settings go by flag, but for one that not all versions know
+        if name.startswith("target") and build.version != last_release().version:
+            environment["SPECDEC_TARGET_ADAPTIVE_SPECULATION"] = "false"  # random drafts may not pay
+        service.spec = replace(service.spec, environment=environment)
