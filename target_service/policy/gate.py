@@ -43,10 +43,10 @@ _SETTLED_STEPS = 16
 _BARREN_ODDS = 8.0
 """A run of steps without an accepted token that had odds of exp(-8) by what the session gained so far: that is over."""
 _PROBE_STEPS, _BARREN_PROBE, _BARREN_KIND_PROBE = 16, 6, 3
-"""A probe is over sooner when so many steps have accepted nothing, the last number where the session's kind gains
-nothing, or enough for all of them was accepted."""
+"""A probe is over sooner when so many steps have accepted nothing, the last number where hardly anything ever is in
+sessions of its kind, or enough for all of them was accepted."""
 _BARREN_KIND = 0.1
-"""Tokens per step; a kind of sessions that gains less gains nothing."""
+"""Accepted tokens per step, whatever verifying them costs, below which that is said of a kind."""
 _PROBE_INTERVAL_S = 0.4
 _KNOWN_S = 5.0
 """For so long what a session gained is taken for what it would gain."""
@@ -76,6 +76,8 @@ class SpeculationGate:
     """False: everybody speculates, always."""
     costs: StepCosts = field(default_factory=StepCosts)
     _gains: Gains = field(default_factory=Gains)
+    _accepted: Gains = field(default_factory=Gains)
+    """The same without what verifying costs."""
     _account_s: float = 0.0
     _num_sessions: int = 1
     _reference_left: int = 0
@@ -149,6 +151,7 @@ class SpeculationGate:
         gain = num_accepted - num_nodes * self._node_price
         state.gain += weight * (gain - state.gain)
         self._gains.learn(state.kind, self._num_sessions, gain, _POOL_WEIGHT)
+        self._accepted.learn(state.kind, self._num_sessions, num_accepted, _POOL_WEIGHT)
         if not self.is_gating:
             return
         if state.phase is Phase.PROBE:
@@ -235,7 +238,7 @@ class SpeculationGate:
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
         is_good = self._pays(state.gain * min(1.0, state.num_counted / _PROBE_STEPS), _ENTER, now_s)
-        known = self._gains.expected(state.kind, self._num_sessions)
+        known = self._accepted.expected(state.kind, self._num_sessions)
         most_barren = _BARREN_PROBE if known is None or known >= _BARREN_KIND else _BARREN_KIND_PROBE
         if not is_good and state.num_counted < _PROBE_STEPS and state.num_barren < most_barren:
             return
