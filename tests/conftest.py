@@ -42,6 +42,25 @@ class TogetherByCluster(LoadScopeScheduling):
         file = nodeid.partition("::")[0]
         return next((folder for folder in FOLDERS_WITH_CLUSTERS if file.startswith(f"{folder}/")), file)
 
+    def remove_node(self, node: Any) -> str | None:
+        """A worker is gone: return the test that it was running. xdist's own would have that end other workers too."""
+        units = self.assigned_work.pop(node)
+        if not self._pending_of(units):
+            return None
+        crashed = next(test for unit in units.values() for test, is_done in unit.items() if not is_done)
+        for scope, unit in units.items():
+            if crashed in unit:
+                unit[crashed] = True
+            if not all(unit.values()):
+                self.workqueue[scope] = unit
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return crashed
+
+    def _reschedule(self, node: Any) -> None:
+        if node in self.registered_collections:
+            super()._reschedule(node)
+
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByCluster | None:
     return TogetherByCluster(config, log) if config.getoption("dist") == "loadfile" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -32,17 +33,24 @@ async def refusal(call: Any) -> SpecdecError:
 async def events_until(stream: Any, name: str) -> list[str]:
     """What the engine has seen of streams and calls, once `name` is among it."""
     events: list[str] = []
-    while name not in events:
-        await stream.write(b"events")
-        events = (await stream.read()).decode().splitlines()
+    async with asyncio.timeout(60):
+        while name not in events:
+            await stream.write(b"events")
+            events = (await stream.read()).decode().splitlines()
     return events
+
+
+async def first_stream(channel: grpc.aio.Channel) -> Any:
+    """A stream that the engine knows before any call that follows: it numbers both as they arrive."""
+    stream = verify_stream(channel)
+    await stream.write(b"first")
+    assert await stream.read() == b"first"
+    return stream
 
 
 async def test_answers_and_refusals_are_the_engines_and_streams_go_on_beside_them() -> None:
     async with ready_echo() as (_, channel):
-        stream = verify_stream(channel)
-        await stream.write(b"before")
-        assert await stream.read() == b"before"
+        stream = await first_stream(channel)
         assert await begin(channel, b"abc") == b"cba"
         error = await refusal(begin(channel, b"abort"))
         assert isinstance(error, FailedPrecondition)
@@ -57,7 +65,7 @@ async def test_answers_and_refusals_are_the_engines_and_streams_go_on_beside_the
 
 async def test_the_engine_is_told_when_a_caller_leaves() -> None:
     async with ready_echo() as (_, channel):
-        stream = verify_stream(channel)
+        stream = await first_stream(channel)
         held = begin(channel, b"hold")
         await events_until(stream, "called 2")
         held.cancel()
@@ -66,7 +74,7 @@ async def test_the_engine_is_told_when_a_caller_leaves() -> None:
 
 async def test_an_engine_that_ends_has_answered_nobody() -> None:
     async with ready_echo("--engine-restarts", "0", "--drain-s", "0") as (_, channel):
-        stream = verify_stream(channel)
+        stream = await first_stream(channel)
         held = begin(channel, b"hold")
         await events_until(stream, "called 2")
         await stream.write(b"crash")
