@@ -50,6 +50,9 @@ def main(
     ] = "concurrency",
     systems: Annotated[str, typer.Option(help="Comma-separated beginnings of names; none: all.")] = "",
     repeats: Annotated[int, typer.Option(help="Times each prompt is run by each system.", min=1)] = 2,
+    rounds: Annotated[
+        int, typer.Option(help="Requests that follow each other in each place of several at once; 1: no loop.", min=1)
+    ] = 1,
     prompts: Annotated[int, typer.Option(help="Held-out prompts.", min=1)] = 4,
     max_tokens: Annotated[int, typer.Option(min=8)] = 96,
     batch: Annotated[str, typer.Option(help="Comma-separated numbers of requests at once.")] = "1,8",
@@ -90,6 +93,7 @@ def main(
             num_prompts=prompts,
             max_tokens=max_tokens,
             repeats=repeats,
+            rounds=rounds,
             batches=tuple(map(int, batch.split(","))),
             temperatures=tuple(map(float, temperature.split(","))),
             verify_mode=verify_mode,

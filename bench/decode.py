@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from bench.deployment import Deployment, running
 from bench.plan import Plan
 from bench.prompts import Prompt, held_out_prompts
+from specdec.benchmark.closed_loop import run_loop
 from specdec.benchmark.figures import spread
 from specdec.benchmark.progress import Progress
 from specdec.benchmark.report import Report
@@ -46,11 +47,26 @@ class Case:
     sampling: Sampling
     batch: int = 1
     repeats: int = 1
+    rounds: int = 1
+    """Of a group of several at once; more than 1: a closed loop."""
+
+    @property
+    def is_loop(self) -> bool:
+        """Whether requests that end are followed by others."""
+        return self.batch > 1 and self.rounds > 1
 
     @property
     def groups(self) -> list[Sequence[Prompt]]:
-        """Prompts that run at once."""
-        return [self.prompts[i : i + self.batch] for i in range(0, len(self.prompts) - self.batch + 1, self.batch)]
+        """Prompts that run at once, or in one loop."""
+        size = self.batch * self.rounds if self.is_loop else self.batch
+        prompts = list(itertools.islice(itertools.cycle(self.prompts), max(size, len(self.prompts))))
+        return [prompts[i : i + size] for i in range(0, len(prompts) - size + 1, size)]
+
+    async def run(self, address: str, group: Sequence[Prompt], *, speculate: bool) -> Run:
+        """Run one of the groups."""
+        if self.is_loop:
+            return await run_loop(address, group, self.sampling, at_once=self.batch, speculate=speculate)
+        return await run_group(address, group, self.sampling, speculate=speculate)
 
 
 class TokensDiffer(AssertionError):
@@ -82,6 +98,7 @@ async def _measure(address: str, plan: Plan, progress: Progress) -> list[dict[st
             sampling=dataclasses.replace(plan.sampling, temperature=temperature),
             batch=batch,
             repeats=plan.repeats,
+            rounds=plan.rounds,
         )
         rows.append(await measure(address, case, progress))
     return rows
@@ -104,7 +121,7 @@ async def measure(address: str, case: Case, progress: Progress) -> dict[str, obj
             f"repeat {repeat + 1} of {case.repeats}, group {index + 1} of {len(case.groups)}"
         )
         order = (True, False) if (repeat + index) % 2 == 0 else (False, True)
-        runs = {s: await run_group(address, group, sampling, speculate=s) for s in order}
+        runs = {s: await case.run(address, group, speculate=s) for s in order}
         if sampling.is_reproducible and runs[True].token_ids != runs[False].token_ids:
             raise TokensDiffer(f"temperature {sampling.temperature}, group {index}")
         pairs.append((runs[True], runs[False]))

@@ -23,6 +23,8 @@ class Plan:
     num_prompts: int = 4
     max_tokens: int = 96
     repeats: int = 2
+    rounds: int = 1
+    """Requests per place: 1, all begin together; more, a closed loop (`specdec.benchmark.closed_loop`)."""
     batches: tuple[int, ...] = (1, 8)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     verify_mode: str = "coupled"
@@ -42,7 +44,8 @@ class Plan:
         """For titles: the pair, and how proposals are verified where that is not as usual."""
         place = "" if self.placement == "apart" else ", draft in the target"
         mode = "" if self.verify_mode == "coupled" else f", {self.verify_mode} mode"
-        return f"{self.pair.name}{mode}{place}"
+        loop = "" if self.rounds == 1 else ", closed loop"
+        return f"{self.pair.name}{mode}{place}{loop}"
 
     @property
     def sampling(self) -> Sampling:

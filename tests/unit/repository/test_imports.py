@@ -132,7 +132,7 @@ FLOORS = {
     "specdec.benchmark": """
         figures progress svg tables
         report requests streams
-        prompts served
+        closed_loop prompts served
         summary
     """,
     "specdec.auditing": """
