@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -41,8 +42,10 @@ class Report:
             table.print(self.console)
 
     def save(self, folder: Path, name: str) -> Path:
-        """Write NAME.json, NAME.md and NAME-PLOT.svg; returns the page."""
+        """Write NAME.json, NAME.md and NAME-PLOT.svg; returns the page. A name that is taken gets a number."""
         folder.mkdir(parents=True, exist_ok=True)
+        numbered = (f"{name}{suffix}" for suffix in itertools.chain([""], (f"-{n}" for n in itertools.count(2))))
+        name = next(free for free in numbered if not (folder / f"{free}.md").exists())
         raw = {"pair": self.pair, **self.facts, **self.results}
         (folder / f"{name}.json").write_text(json.dumps(raw, indent=1) + "\n")
         pictures = []

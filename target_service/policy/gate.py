@@ -29,11 +29,16 @@ _ALLOWANCE = 0.012
 """Of all time, what probes and misjudgements may cost."""
 _LEAST_ACCOUNT_S, _ACCOUNT_STEPS = 0.04, 4
 """The account lends, and gives away, at most this long, or as long as so many plain steps."""
+_FIRST_RESPITE_S = 0.25
+"""After its floor was reached the account is made even again so much later, where gains that were measured say that
+speculation pays: some steps that stalled, or a reference that was lucky, may have emptied it. The time doubles, until
+no more is lent than the share allows; it is as at first when the account is full."""
 _SAVINGS = 4
 """So many times as much of what speculation has saved is kept for bad times."""
 _GAIN_WEIGHT = 1 / 32
 """Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""
-_POOL_WEIGHT = 1 / 64
+_POOL_STEPS = 64
+_POOL_WEIGHT = 1 / _POOL_STEPS
 _LEAVE, _ENTER = 1.06, 1.15
 """A session stops when it speeds decoding up by less than the one, and begins when by more than the other. Near 1
 nothing is gained, and what is not measured may be lost: requests that began together end one by one, and the last of
@@ -76,9 +81,12 @@ class SpeculationGate:
     """False: everybody speculates, always."""
     costs: StepCosts = field(default_factory=StepCosts)
     _gains: Gains = field(default_factory=Gains)
-    _accepted: Gains = field(default_factory=Gains)
-    """The same without what verifying costs."""
+    _accepted: Gains = field(default_factory=lambda: Gains(num_supposed=_POOL_STEPS))
+    """The same without what verifying costs, and slower to say that a kind gains nothing."""
     _account_s: float = 0.0
+    _respite_s: float = _FIRST_RESPITE_S
+    _even_s: float = math.inf
+    """When the account is made even."""
     _num_sessions: int = 1
     _reference_left: int = 0
     _reference_due_s: dict[int, float] = field(default_factory=dict)
@@ -209,11 +217,7 @@ class SpeculationGate:
             if num_speculating:
                 saved_s = num_tokens / len(states) * plain_s - step_s
                 self._account_s = min(_SAVINGS * most_s, self._account_s + saved_s)
-            if self._account_s < -most_s:
-                self._account_s = -most_s
-                for state in waiting:
-                    if state.phase is not Phase.OFF:
-                        self._suspend(state, now_s)
+            self._balance(most_s, waiting, now_s)
         if self._reference_left:
             self._reference_left -= now_s >= self._settled_s
             if not self._reference_left:
@@ -221,6 +225,27 @@ class SpeculationGate:
         elif num_speculating:
             self._consider_reference(num_tokens, step_s, plain_s, now_s)
         self._consider_probes(waiting, now_s)
+
+    def _balance(self, most_s: float, states: Sequence[GateState], now_s: float) -> None:
+        """Hold the account to its bounds."""
+        if self._account_s >= most_s:
+            self._respite_s, self._even_s = _FIRST_RESPITE_S, math.inf
+        elif self._account_s < -most_s:
+            self._account_s = -most_s
+            self._even_s = now_s + self._respite_s
+            self._respite_s = min(2 * self._respite_s, most_s / _ALLOWANCE)
+            for state in states:
+                if state.phase is not Phase.OFF:
+                    self._suspend(state, now_s)
+        elif (
+            self._account_s < 0
+            and now_s >= self._even_s
+            and any(self._pays(self._known_gain(state), _ENTER, now_s) for state in states)
+        ):
+            self._account_s, self._even_s = 0.0, math.inf
+
+    def _known_gain(self, state: GateState) -> float:
+        return state.gain if state.is_measured else self._gains.expected(state.kind, self._num_sessions) or 0.0
 
     @property
     def price(self) -> float:

@@ -52,20 +52,31 @@ class GateState:
 
 
 @dataclass(slots=True)
+class _Pool:
+    gain: float
+    num_learnt: int = 0
+
+
+@dataclass(slots=True)
 class Gains:
     """What sessions gain by kind and load: with few of them a draft gets further ahead, and more is verified."""
 
-    _pools: dict[str, dict[int, float]] = field(default_factory=dict)
+    num_supposed: int = 4
+    """So many steps what is known of no load, or of another one, counts as: the mean is a plain one at first."""
+    _pools: dict[str, dict[int, _Pool]] = field(default_factory=dict)
 
     def expected(self, kind: str, num_sessions: int) -> float | None:
         """Of a session of a kind at about this load; None: nothing is known of the kind."""
         bands, wanted = self._pools.get(kind), band_of(num_sessions)
         if not bands:
             return None
-        return bands[min(bands, key=lambda band: (abs(band - wanted), -band))]
+        return bands[min(bands, key=lambda band: (abs(band - wanted), -band))].gain
 
     def learn(self, kind: str, num_sessions: int, gain: float, weight: float) -> None:
-        """One gained so much."""
+        """One gained so much. `weight`: of it, once the mean is a moving one."""
         expected = self.expected(kind, num_sessions)
-        known = FIRST_GAIN if expected is None else expected
-        self._pools.setdefault(kind, {})[band_of(num_sessions)] = known + weight * (gain - known)
+        pool = self._pools.setdefault(kind, {}).setdefault(
+            band_of(num_sessions), _Pool(FIRST_GAIN if expected is None else expected)
+        )
+        pool.num_learnt += 1
+        pool.gain += max(weight, 1 / (self.num_supposed + pool.num_learnt)) * (gain - pool.gain)

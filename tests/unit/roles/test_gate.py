@@ -103,6 +103,17 @@ def test_sessions_are_judged_one_by_one() -> None:
     assert plain_s / took_s > 1.3
 
 
+def test_a_streak_of_bad_luck_at_the_beginning_keeps_speculation_away_for_moments_only() -> None:
+    """Short requests on a noisy machine: the first steps may empty the account before what they gain is known."""
+    ratios = []
+    for seed in range(40):
+        world = World(lambda now_s: Weather(3.0, 0.7), seed=seed, length=60, noise=0.3, step_s=0.007)
+        took_s, plain_s = world.run(6.0)
+        ratios.append(plain_s / took_s)
+    assert min(ratios) > 1.4
+    assert sorted(ratios)[len(ratios) // 2] > 1.8
+
+
 def test_a_gate_that_is_off_suspends_nobody() -> None:
     world = World(ADVERSITIES["one that takes half of the machine"], gate=SpeculationGate(is_gating=False))
     world.run(2.0)
