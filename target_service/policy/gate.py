@@ -33,7 +33,7 @@ _FIRST_RESPITE_S = 0.25
 """After its floor was reached the account is made even again so much later, where gains that were measured say that
 speculation pays: some steps that stalled, or a reference that was lucky, may have emptied it. The time doubles, until
 no more is lent than the share allows; it is as at first when the account is full."""
-_SAVINGS = 4
+_SAVINGS = 2
 """So many times as much of what speculation has saved is kept for bad times."""
 _GAIN_WEIGHT = 1 / 32
 """Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""
