@@ -1,9 +1,10 @@
-"""Time of one engine step for 1 and 8 rows, against the time to read the weights once.
+"""Time of one engine step for 1, 8 and 16 rows, against the time to read the weights once.
 
 The floor of a step is weight bytes over memory bandwidth. Weights count as they are stored: bfloat16 needs not be read
 as float32. The bandwidth on CPU is that of reading a large array on as many threads as the target's engine has, on GPUs
 that of a large copy, read and written bytes counted. On CPU the shapes are the pair's models, on GPUs Llama shapes with
-random weights, for times do not depend on values.
+random weights, for times do not depend on values. All of it takes turns, and ratios are of one turn: what else a shared
+machine does comes and goes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from bench.deployment import pinned
 from bench.pairs import Pair
 from bench.plan import Plan
+from specdec.benchmark.figures import spread
 from specdec.benchmark.progress import Progress
 from specdec.benchmark.report import Report
 from specdec.benchmark.tables import Table
@@ -38,36 +40,45 @@ SHAPES: dict[str, dict[str, int]] = {
                  "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256},
 }  # fmt: skip
 CONTEXT = 256
-_WARMUP, _REPEATS = 5, 30
+_WARMUP, _REPEATS, _TURNS = 3, 12, 5
+_ROWS = {"one_row": (1, 0), "eight_rows": (1, 7), "sixteen_rows": (1, 15), "eight_sequences": (8, 0)}
+"""How many sequences, and how many nodes each verifies."""
 _LARGE_BYTES = 1 << 29
 
 
 def run(names: Sequence[str], plan: Plan, report: Report, progress: Progress) -> None:
-    """Measure 1 row, 8 rows of one sequence and 8 sequences for each shape.
+    """Measure 1 row, 8 and 16 rows of one sequence, and 8 sequences for each shape.
 
     Names are `target` and `draft` of the pair, or of `SHAPES`; none: what the device usually has.
     """
     progress.part("steps")
     names = names or (["target", "draft"] if plan.device == "cpu" else list(SHAPES))
     with pinned(plan.cores):
-        progress.tell("memory bandwidth")
-        bandwidth = memory_bandwidth(plan)
         rows = []
         for name in names:
             progress.tell(name)
-            rows.append(measure(name, plan, bandwidth))
-    columns = ("floor ms", "1 row", "8 rows of one sequence", "8 sequences", "1 row / floor", "threads")
+            rows.append(measure(name, plan))
+    columns = {
+        "floor_ms": "floor ms",
+        "one_row_ms": "1 row",
+        "eight_rows_ms": "8 rows of one sequence",
+        "sixteen_rows_ms": "16",
+        "eight_sequences_ms": "8 sequences",
+        "one_row_over_floor": "1 row / floor",
+        "eight_rows_over_one": "8 / 1",
+        "sixteen_rows_over_one": "16 / 1",
+        "num_threads": "threads",
+    }
     title = f"Step times on {plan.device}, context {CONTEXT}, ms, {plan.label}"
-    table = Table(title, ["shape", *columns])
+    table = Table(title, ["shape", *columns.values()])
     for row in rows:
-        keys = ("floor_ms", "one_row_ms", "eight_rows_ms", "eight_sequences_ms", "one_row_over_floor", "num_threads")
-        table.add(row["shape"], *(row[key] for key in keys))
-    table.notes.append(f"Floor: the weights once at a memory bandwidth of {bandwidth / 1e9:.0f} GB/s.")
+        table.add(row["shape"], *(row[key] for key in columns))
+    table.notes.append("Floor: the weights once at the memory bandwidth. Medians, ratios with quartiles, of turns.")
     report.add("steps", rows, [table])
 
 
-def measure(name: str, plan: Plan, bandwidth: float) -> dict[str, object]:
-    """Medians of one shape, in milliseconds."""
+def measure(name: str, plan: Plan) -> dict[str, object]:
+    """Medians of one shape, in milliseconds, and ratios."""
     with tempfile.TemporaryDirectory() as folder:
         settings = _settings(name, plan, Path(folder))
         runner = ModelRunner.load(settings)
@@ -79,22 +90,31 @@ def measure(name: str, plan: Plan, bandwidth: float) -> dict[str, object]:
         pool,
         Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len),
     )
-    one_row, eight_rows = _time_steps(engine, 1, 0), _time_steps(engine, 1, 7)
-    eight_sequences = _time_steps(engine, 8, 0)
-    floor_ms = weight_bytes / bandwidth * 1e3
+    turns = []
+    for _ in range(_TURNS):
+        bandwidth = memory_bandwidth(plan)
+        times_ms = {rows: _time_steps(engine, *shape) for rows, shape in _ROWS.items()}
+        turns.append({"bandwidth": bandwidth, "floor": weight_bytes / bandwidth * 1e3, **times_ms})
+
+    def median(key: str) -> float:
+        return statistics.median(turn[key] for turn in turns)
+
+    def ratio(key: str, of: str) -> dict[str, float]:
+        return spread([turn[key] / turn[of] for turn in turns])
+
     return {
         "shape": name,
         "dtype": str(runner.dtype).removeprefix("torch."),
         "num_parameters": runner.num_parameters,
         "weight_bytes": weight_bytes,
-        "bandwidth_bytes_per_s": bandwidth,
+        "bandwidth_bytes_per_s": median("bandwidth"),
         "numerics_id": runner.numerics_id,
         "num_threads": settings.num_threads,
-        "floor_ms": floor_ms,
-        "one_row_ms": one_row,
-        "eight_rows_ms": eight_rows,
-        "eight_sequences_ms": eight_sequences,
-        "one_row_over_floor": one_row / floor_ms,
+        "floor_ms": median("floor"),
+        **{f"{rows}_ms": median(rows) for rows in _ROWS},
+        "one_row_over_floor": ratio("one_row", "floor"),
+        "eight_rows_over_one": ratio("eight_rows", "one_row"),
+        "sixteen_rows_over_one": ratio("sixteen_rows", "one_row"),
     }
 
 
