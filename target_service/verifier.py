@@ -348,7 +348,7 @@ class Verifier:
         ]
         self.pacing.gate.observe_turn(
             step.gates,
-            num_tokens=sum(step.num_committed),
+            num_tokens=step.num_committed,
             num_open=len(decoding),
             turn_s=now_s - began_s,
             now_s=now_s,

@@ -6,10 +6,10 @@ suspended session would gain is found out by *probing*: one session at a time sp
 pays lets twice as many be probed. What a plain step takes is found out by a *reference*: now and then nobody
 speculates for some steps.
 
-Probes and misjudgements cost time. An account keeps what they may: what speculation has saved comes in, and a small
-share of all time; what steps took longer than plain ones of the same tokens would have goes out. Below zero nothing is
-probed, at its floor every session is suspended. So decoding takes at most that share longer than plain decoding,
-whatever drafts do, and a constant.
+Probes and misjudgements cost time. An account of each kind of sessions keeps what they may (`Account`): what
+speculation has saved comes in, and a small share of all time; what steps took longer than plain ones of the same tokens
+would have goes out. Below zero nothing of that kind is probed, at its floor every session of it is suspended. So
+decoding takes at most that share longer than plain decoding, whatever drafts do, and a constant for each kind.
 
 Lossless: in coupled mode a token is fixed before any proposal is looked at, so a policy may look at anything. In
 rejection mode it may not depend on tokens that were drawn and are not decided yet; this one knows how many were
@@ -19,22 +19,13 @@ accepted, and times.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
+from target_service.policy.gate_account import Account
 from target_service.policy.gate_state import FIRST_GAIN, Gains, GateState, Phase
 from target_service.policy.step_costs import StepCosts, band_of
 
-_ALLOWANCE = 0.012
-"""Of all time, what probes and misjudgements may cost."""
-_LEAST_ACCOUNT_S, _ACCOUNT_STEPS = 0.04, 4
-"""The account lends, and gives away, at most this long, or as long as so many plain steps."""
-_FIRST_RESPITE_S = 0.25
-"""After its floor was reached the account is made even again so much later, where gains that were measured say that
-speculation pays: some steps that stalled, or a reference that was lucky, may have emptied it. The time doubles, until
-no more is lent than the share allows; it is as at first when the account is full."""
-_SAVINGS = 2
-"""So many times as much of what speculation has saved is kept for bad times."""
 _GAIN_WEIGHT = 1 / 32
 """Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""
 _POOL_STEPS = 64
@@ -83,10 +74,8 @@ class SpeculationGate:
     _gains: Gains = field(default_factory=Gains)
     _accepted: Gains = field(default_factory=lambda: Gains(num_supposed=_POOL_STEPS))
     """The same without what verifying costs, and slower to say that a kind gains nothing."""
-    _account_s: float = 0.0
-    _respite_s: float = _FIRST_RESPITE_S
-    _even_s: float = math.inf
-    """When the account is made even."""
+    _accounts: dict[str, Account] = field(default_factory=dict)
+    """By the kind of sessions, so that none pays for what another loses."""
     _num_sessions: int = 1
     _reference_left: int = 0
     _reference_due_s: dict[int, float] = field(default_factory=dict)
@@ -105,13 +94,14 @@ class SpeculationGate:
     """When they have, at the latest."""
 
     def admit(self, kind: str, now_s: float) -> GateState:
-        """A session begins to decode: as others of its kind do; with nothing in the account, plainly."""
+        """A session begins to decode: as others of its kind do; with nothing in their account, plainly."""
         gain = self._gains.expected(kind, self._num_sessions)
         if not self.is_gating:
             return GateState(kind, Phase.ON, FIRST_GAIN, now_s)
-        if gain is None or self._account_s < 0:
+        is_solvent = self._account(kind).is_solvent
+        if gain is None or not is_solvent:
             # Sessions that end before they are judged would else go on losing what none of them is charged with.
-            return GateState(kind, Phase.PROBE if self._account_s >= 0 else Phase.OFF, gain or FIRST_GAIN, now_s)
+            return GateState(kind, Phase.PROBE if is_solvent else Phase.OFF, gain or FIRST_GAIN, now_s)
         return GateState(kind, Phase.ON if self._pays(gain, _LEAVE, now_s) else Phase.OFF, gain, now_s)
 
     def expect(self, num_sessions: int) -> None:
@@ -141,7 +131,7 @@ class SpeculationGate:
         """
         if not self.is_gating or self.is_open(state):
             return True
-        return not self._reference_left and self._account_s >= 0
+        return not self._reference_left and (state is None or self._account(state.kind).is_solvent)
 
     def stepped(
         self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
@@ -174,7 +164,7 @@ class SpeculationGate:
         self,
         states: Sequence[GateState | None],
         *,
-        num_tokens: int,
+        num_tokens: Sequence[int],
         num_open: int,
         turn_s: float,
         now_s: float,
@@ -187,7 +177,7 @@ class SpeculationGate:
 
         Args:
             states: of its sessions; None for those that never speculate.
-            num_tokens: that it committed.
+            num_tokens: that each of them committed.
             num_open: sessions that decode, whether or not they were in the step.
             turn_s: from the end of the step before, or from when there was something to do again.
             now_s: monotonic.
@@ -210,39 +200,55 @@ class SpeculationGate:
         plain_s = self.costs.plain_s(len(states))
         if plain_s is not None:
             self._node_price = len(states) * row_s / plain_s
-            most_s = max(_LEAST_ACCOUNT_S, _ACCOUNT_STEPS * plain_s)
-            # Time in which nobody would speculate pays for no probes in other time.
-            if self._account_s < most_s and any(state is not None for state in states):
-                self._account_s += _ALLOWANCE * step_s
-            if num_speculating:
-                saved_s = num_tokens / len(states) * plain_s - step_s
-                self._account_s = min(_SAVINGS * most_s, self._account_s + saved_s)
-            self._balance(most_s, waiting, now_s)
+            self._book(states, num_tokens, step_s, plain_s, num_free)
+            self._hold_to_bounds({state.kind for state in states if state is not None}, waiting, plain_s, now_s)
         if self._reference_left:
             self._reference_left -= now_s >= self._settled_s
             if not self._reference_left:
                 self._resume(waiting, now_s)
         elif num_speculating:
-            self._consider_reference(num_tokens, step_s, plain_s, now_s)
+            self._consider_reference(sum(num_tokens), step_s, plain_s, now_s)
         self._consider_probes(waiting, now_s)
 
-    def _balance(self, most_s: float, states: Sequence[GateState], now_s: float) -> None:
-        """Hold the account to its bounds."""
-        if self._account_s >= most_s:
-            self._respite_s, self._even_s = _FIRST_RESPITE_S, math.inf
-        elif self._account_s < -most_s:
-            self._account_s = -most_s
-            self._even_s = now_s + self._respite_s
-            self._respite_s = min(2 * self._respite_s, most_s / _ALLOWANCE)
-            for state in states:
-                if state.phase is not Phase.OFF:
-                    self._suspend(state, now_s)
-        elif (
-            self._account_s < 0
-            and now_s >= self._even_s
-            and any(self._pays(self._known_gain(state), _ENTER, now_s) for state in states)
-        ):
-            self._account_s, self._even_s = 0.0, math.inf
+    def _account(self, kind: str) -> Account:
+        return self._accounts.setdefault(kind, Account())
+
+    def _book(
+        self,
+        states: Sequence[GateState | None],
+        num_tokens: Sequence[int],
+        step_s: float,
+        plain_s: float,
+        num_free: int,
+    ) -> None:
+        """Enter a step: what it took longer than a plain one is shared by those who speculated.
+
+        Time in which nobody would speculate pays for no probes in other time.
+        """
+        is_open = [self.is_open(state) for state in states]
+        num_off = sum(state is not None for state in states) - sum(is_open)
+        num_speculating = num_free + sum(is_open)
+        excess_s = (step_s - plain_s) / num_speculating if num_speculating else 0.0
+        free_s = excess_s * num_free / num_off if num_off else 0.0
+        for state, speculates, number in zip(states, is_open, num_tokens, strict=True):
+            if state is None:
+                continue
+            gained_s = (number - 1) * plain_s / len(states)
+            saved_s = gained_s - (excess_s if speculates else free_s) if num_speculating else 0.0
+            self._account(state.kind).enter(step_s / len(states), saved_s, plain_s)
+
+    def _hold_to_bounds(self, kinds: Set[str], states: Sequence[GateState], plain_s: float, now_s: float) -> None:
+        """`kinds`: of the step; `states`: of all who decode."""
+        for kind in kinds:
+            account = self._account(kind)
+            if account.has_fallen(plain_s, now_s):
+                for state in states:
+                    if state.kind == kind and state.phase is not Phase.OFF:
+                        self._suspend(state, now_s)
+            elif account.is_due(now_s) and any(
+                state.kind == kind and self._pays(self._known_gain(state), _ENTER, now_s) for state in states
+            ):
+                account.make_even()
 
     def _known_gain(self, state: GateState) -> float:
         return state.gain if state.is_measured else self._gains.expected(state.kind, self._num_sessions) or 0.0
@@ -313,8 +319,9 @@ class SpeculationGate:
                 state.restart()
 
     def _consider_probes(self, states: Sequence[GateState], now_s: float) -> None:
-        if self._account_s < 0 or self._reference_left:
+        if self._reference_left:
             return
+        states = [state for state in states if self._account(state.kind).is_solvent]
         for state in states:  # a load that has fallen makes worth it what was not
             is_known = state.phase is Phase.OFF and state.gain > 0 and now_s - state.since_s < _KNOWN_S
             if is_known and self._pays(state.gain, _ENTER, now_s):

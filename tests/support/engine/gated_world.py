@@ -41,6 +41,8 @@ class World:
     gate: SpeculationGate = field(default_factory=SpeculationGate)
     accepts_of: Callable[[int, float], float] | None = None
     """Of a session by its number, and of the time."""
+    kind_of: Callable[[int], str] = lambda _: "greedy"
+    """Of a session by its number."""
     noise: float = 0.05
     step_s: float = 0.01
     """Of a plain step without sessions."""
@@ -86,7 +88,7 @@ class World:
         states = [session.state for session in self.sessions]
         is_open = [self.gate.is_open(state) for state in states]
         share = sum(is_open) / len(states)
-        num_tokens = 0
+        num_tokens: list[int] = []
         working, until_s = self._at_work
         if share >= working or self.now_s >= until_s:
             working, until_s = share, self.now_s + self.lag_s
@@ -94,7 +96,7 @@ class World:
         step_s = plain_s * (1 + weather.costs * working) * self.random.lognormvariate(0, self.noise)
         self.now_s += step_s
         for session, can_speculate in zip(self.sessions, is_open, strict=True):
-            num_tokens += self._decode(session, weather, can_speculate)
+            num_tokens.append(self._decode(session, weather, can_speculate))
         if all(state is not None for state in states):
             self.gate.observe_turn(
                 states,
@@ -105,11 +107,11 @@ class World:
                 waiting=[state for state in states if state is not None],
             )
         self.sessions = [session for session in self.sessions if session.left > 0]
-        return step_s, num_tokens / len(states) * plain_s
+        return step_s, sum(num_tokens) / len(states) * plain_s
 
     def _decode(self, session: Session, weather: Weather, can_speculate: bool) -> int:
         if session.state is None:
-            session.state = self.gate.admit("greedy", self.now_s)
+            session.state = self.gate.admit(self.kind_of(session.number), self.now_s)
             session.left -= 1
             return 1
         num_accepted, has_proposal = 0, False

@@ -103,6 +103,25 @@ def test_sessions_are_judged_one_by_one() -> None:
     assert plain_s / took_s > 1.3
 
 
+def test_sessions_of_one_kind_do_not_pay_for_what_another_loses() -> None:
+    """Short requests, one at a time, every other one of a kind for which nothing is ever accepted."""
+    for seed in range(4):
+        world = World(
+            lambda now_s: Weather(GOOD, 0.5),
+            accepts_of=lambda number, _: 0.0 if number % 2 else GOOD,
+            kind_of=lambda number: "sampled" if number % 2 else "greedy",
+            length=60,
+            seed=seed,
+        )
+        world.run(10.0)
+        open_steps, steps = 0, 0
+        for _ in world.steps(20.0):
+            good = [session for session in world.sessions if session.number % 2 == 0]
+            open_steps += sum(world.gate.is_open(session.state) for session in good)
+            steps += len(good)
+        assert open_steps / steps > 0.9, seed
+
+
 def test_a_streak_of_bad_luck_at_the_beginning_keeps_speculation_away_for_moments_only() -> None:
     """Short requests on a noisy machine: the first steps may empty the account before what they gain is known."""
     ratios = []
@@ -124,7 +143,7 @@ def test_a_single_step_that_stalls_for_long_ends_no_speculation() -> None:
     world = World(lambda now_s: Weather(GOOD, 0.3, 4), length=100_000)
     world.run(5.0)
     states = [session.state for session in world.sessions if session.state is not None]
-    world.gate.observe_turn(states, num_tokens=4, num_open=4, turn_s=0.3, now_s=world.now_s, waiting=states)
+    world.gate.observe_turn(states, num_tokens=[1] * 4, num_open=4, turn_s=0.3, now_s=world.now_s, waiting=states)
     assert world.share_speculating(2.0) > 0.8
 
 

@@ -1,0 +1,63 @@
+"""What speculation may lose before sessions of a kind go without it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_ALLOWANCE = 0.012
+"""Of all time, what probes and misjudgements may cost."""
+_LEAST_S, _LEAST_STEPS = 0.04, 4
+"""An account lends, and gives away, at most this long, or as long as so many plain steps."""
+_SAVINGS = 2
+"""So many times as much of what speculation has saved is kept for bad times."""
+_FIRST_RESPITE_S = 0.25
+"""After its floor was reached an account may be made even so much later: some steps that stalled, or a reference that
+was lucky, may have emptied it. The time doubles, until no more is lent than the allowance gives; it is as at first
+when the account is full."""
+
+
+@dataclass(slots=True)
+class Account:
+    """Of one kind of sessions, in seconds of decoding."""
+
+    balance_s: float = 0.0
+    _respite_s: float = _FIRST_RESPITE_S
+    _due_s: float = math.inf
+
+    @property
+    def is_solvent(self) -> bool:
+        """Whether it has something left to lose."""
+        return self.balance_s >= 0
+
+    def enter(self, time_s: float, saved_s: float, plain_s: float) -> None:
+        """A session decoded for `time_s`, by which it saved so much; negative: lost. `plain_s`: of a plain step."""
+        most_s = _most_s(plain_s)
+        if self.balance_s < most_s:
+            self.balance_s += _ALLOWANCE * time_s
+        if saved_s:
+            self.balance_s = min(_SAVINGS * most_s, self.balance_s + saved_s)
+
+    def has_fallen(self, plain_s: float, now_s: float) -> bool:
+        """Whether it has just fallen through its floor, where it is held."""
+        most_s = _most_s(plain_s)
+        if self.balance_s >= most_s:
+            self._respite_s, self._due_s = _FIRST_RESPITE_S, math.inf
+        if self.balance_s >= -most_s:
+            return False
+        self.balance_s = -most_s
+        self._due_s = now_s + self._respite_s
+        self._respite_s = min(2 * self._respite_s, most_s / _ALLOWANCE)
+        return True
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it may be made even."""
+        return self.balance_s < 0 and now_s >= self._due_s
+
+    def make_even(self) -> None:
+        """Lend again."""
+        self.balance_s, self._due_s = 0.0, math.inf
+
+
+def _most_s(plain_s: float) -> float:
+    return max(_LEAST_S, _LEAST_STEPS * plain_s)
