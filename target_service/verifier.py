@@ -265,10 +265,10 @@ class Verifier:
         gates = [decision.candidate.session.gate for decision in decisions]
         # All are of before the verdicts, which end hold-offs and prefills.
         held_s = max((decision.candidate.session.held_s(self._due_at_s) for decision in decisions), default=0.0)
-        num_free = sum(
+        are_free = [
             decision.candidate.num_nodes > 0 and not self.pacing.gate.is_open(gate)
             for decision, gate in zip(decisions, gates, strict=True)
-        )
+        ]
         is_decode = all(
             item.num_new_tokens <= 1
             and (session := self._by_seq.get(item.seq.seq_id)) is not None
@@ -292,7 +292,7 @@ class Verifier:
             num_committed=[len(decision.walk.token_ids) for decision in decisions],
             gates=gates,
             num_nodes=sum(decision.candidate.num_nodes for decision in decisions),
-            num_free=num_free,
+            are_free=are_free,
             is_decode=is_decode,
             is_plain=not any(decision.candidate.num_nodes for decision in decisions),
             drafts_may_work=any(self.pacing.may_verify(session) for session in self._host.sessions),
@@ -355,7 +355,7 @@ class Verifier:
             waiting=[session.gate for session in decoding if session.gate is not None],
             num_nodes=step.num_nodes,
             row_s=self.pacing.step_time.row_s,
-            num_free=step.num_free,
+            are_free=step.are_free,
         )
 
     # --- faults

@@ -171,7 +171,7 @@ class SpeculationGate:
         waiting: Sequence[GateState],
         num_nodes: int = 0,
         row_s: float = 0.0,
-        num_free: int = 0,
+        are_free: Sequence[bool] = (),
     ) -> None:
         """A step of decoding is over.
 
@@ -184,13 +184,17 @@ class SpeculationGate:
             waiting: of all sessions that decode; who is suspended among them may be probed.
             num_nodes: that it verified.
             row_s: what one of these costs; sessions are charged for their own, and share what is left.
-            num_free: sessions of which nodes were verified though their drafts are suspended.
+            are_free: of which of them nodes were verified though their drafts are suspended; empty: of none.
         """
         if not self.is_gating or not states:
             return
         self.expect(len(states))
         self._priced_for = 0
-        num_speculating = num_free + sum(self.is_open(state) for state in states)
+        speculate = [
+            is_free or self.is_open(state)
+            for state, is_free in zip(states, are_free or [False] * len(states), strict=True)
+        ]
+        num_speculating = sum(speculate)
         step_s = turn_s * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
         if self._unsettled or now_s - turn_s < self._settled_s:
             self._unsettled = max(0, self._unsettled - 1)
@@ -200,7 +204,7 @@ class SpeculationGate:
         plain_s = self.costs.plain_s(len(states))
         if plain_s is not None:
             self._node_price = len(states) * row_s / plain_s
-            self._book(states, num_tokens, step_s, plain_s, num_free)
+            self._book(states, speculate, num_tokens, step_s, plain_s)
             self._hold_to_bounds({state.kind for state in states if state is not None}, waiting, plain_s, now_s)
         if self._reference_left:
             self._reference_left -= now_s >= self._settled_s
@@ -216,26 +220,20 @@ class SpeculationGate:
     def _book(
         self,
         states: Sequence[GateState | None],
+        speculate: Sequence[bool],
         num_tokens: Sequence[int],
         step_s: float,
         plain_s: float,
-        num_free: int,
     ) -> None:
         """Enter a step: what it took longer than a plain one is shared by those who speculated.
 
         Time in which nobody would speculate pays for no probes in other time.
         """
-        is_open = [self.is_open(state) for state in states]
-        num_off = sum(state is not None for state in states) - sum(is_open)
-        num_speculating = num_free + sum(is_open)
-        excess_s = (step_s - plain_s) / num_speculating if num_speculating else 0.0
-        free_s = excess_s * num_free / num_off if num_off else 0.0
-        for state, speculates, number in zip(states, is_open, num_tokens, strict=True):
-            if state is None:
-                continue
-            gained_s = (number - 1) * plain_s / len(states)
-            saved_s = gained_s - (excess_s if speculates else free_s) if num_speculating else 0.0
-            self._account(state.kind).enter(step_s / len(states), saved_s, plain_s)
+        excess_s = (step_s - plain_s) / max(1, sum(speculate))
+        for state, speculates, number in zip(states, speculate, num_tokens, strict=True):
+            if state is not None:
+                saved_s = (number - 1) * plain_s / len(states) - excess_s if speculates else 0.0
+                self._account(state.kind).enter(step_s / len(states), saved_s, plain_s)
 
     def _hold_to_bounds(self, kinds: Set[str], states: Sequence[GateState], plain_s: float, now_s: float) -> None:
         """`kinds`: of the step; `states`: of all who decode."""

@@ -29,8 +29,8 @@ class StepRecord:
     """Tokens, by session that it decided for."""
     num_nodes: int
     """Verified, of all sessions."""
-    num_free: int
-    """Sessions of which nodes were verified though their drafts are suspended."""
+    are_free: list[bool]
+    """Of which of these sessions nodes were verified though their drafts are suspended."""
     gates: list[GateState | None]
     """Where these sessions stand with the gate."""
     is_decode: bool

@@ -14,7 +14,7 @@ def decode(
 ) -> None:
     gate.stepped(state, num_tokens - 1, free, now_s, num_nodes=8 if free else 0)
     gate.observe_turn(
-        [state], num_tokens=[num_tokens], num_open=1, turn_s=step_s, now_s=now_s, waiting=[state], num_free=int(free)
+        [state], num_tokens=[num_tokens], num_open=1, turn_s=step_s, now_s=now_s, waiting=[state], are_free=[free]
     )
 
 
