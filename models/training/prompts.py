@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from .corpus import SourceFile
 
 MIN_TOKENS, MAX_TOKENS = 64, 200
+_TEST_FOLDERS = {"test", "tests", "idle_test"}
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -60,6 +61,7 @@ def build_prompts(
             "id": f"{file.path.removesuffix('.py').replace('/', '.')}-{rank}",
             "file": file.path,
             "num_tokens": len(tokenizer(text).input_ids),
+            "kind": "library" if _TEST_FOLDERS.isdisjoint(file.path.split("/")[:-1]) else "tests",
             "text": text,
         }
         for rank, file, text in chosen[:count]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from specdec.engine.model.files import read_tokenizer
 from specdec.shipped_pair import shipped_pair
 
 _FIELDS = ("prompt", "text", "token_ids")
+_MOST_KIND = 40
+"""Characters: it stands in tables and plots."""
 ENGLISH = (
     "The harbour was quiet that morning, and the fishermen who had come down before dawn stood in small groups by the",
     "To make a simple vegetable soup, begin by chopping two onions, three carrots and a stick of celery. Then",
@@ -34,13 +37,15 @@ class Prompts:
 
     source: str
     prompts: tuple[Prompt, ...]
+    kinds: tuple[str, ...]
+    """Of each prompt, as its file says; empty: it does not."""
 
 
 def read_prompts(path: Path) -> Prompts:
     """Read a file of prompts.
 
-    `.jsonl` has on each line a string, or an object with `prompt` or `text` (a string) or `token_ids` (a list); `.json`
-    has a list of such; any other file has a prompt per line.
+    `.jsonl` has on each line a string, or an object with `prompt` or `text` (a string) or `token_ids` (a list), and
+    with its `kind` if that is told (a short text); `.json` has a list of such; any other file has a prompt per line.
 
     Raises PromptsInvalid.
     """
@@ -56,24 +61,26 @@ def read_prompts(path: Path) -> Prompts:
             content = _parsed(text, str(path)) if lines else []
             if not isinstance(content, list):
                 raise PromptsInvalid(f"{path} holds no list of prompts")
-            prompts = [_prompt(entry, f"{path}, entry {number}") for number, entry in enumerate(content, 1)]
+            entries = [(entry, f"{path}, entry {number}") for number, entry in enumerate(content, 1)]
         case ".jsonl":
-            prompts = [_prompt(_parsed(line, f"{path}, {where}"), f"{path}, {where}") for where, line in lines]
+            entries = [(_parsed(line, f"{path}, {where}"), f"{path}, {where}") for where, line in lines]
         case _:
-            prompts = [line.strip() for _, line in lines]
+            entries = [(line.strip(), f"{path}, {where}") for where, line in lines]
+    prompts = tuple(_prompt(entry, where) for entry, where in entries)
     if not prompts:
         raise PromptsInvalid(f"{path} holds no prompt")
-    return Prompts(f"{len(prompts)} of {path.name}", tuple(prompts))
+    return Prompts(f"{len(prompts)} of {path.name}", prompts, tuple(_kind(entry, where) for entry, where in entries))
 
 
 def prompts_for(tokenizer_digest: str) -> Prompts:
     """Prompts for who brings none: the shipped pair's where the tokenizer is the shipped one, else ordinary English."""
     pair = shipped_pair()
     if pair is not None and tokenizer_digest == read_tokenizer(pair / "target").digest:
-        shipped = read_prompts(pair / "prompts.json").prompts
-        return Prompts(f"{len(shipped)} that ship with the pair (prompts.json, Python source)", shipped)
+        shipped = read_prompts(pair / "prompts.json")
+        source = f"{len(shipped.prompts)} that ship with the pair (prompts.json, Python source)"
+        return dataclasses.replace(shipped, source=source)
     words = f"{len(ENGLISH)} built-in texts of English; give your own with --prompts, for acceptance depends on them"
-    return Prompts(words, ENGLISH)
+    return Prompts(words, ENGLISH, ("",) * len(ENGLISH))
 
 
 def _parsed(text: str, where: str) -> Any:
@@ -91,3 +98,12 @@ def _prompt(entry: Any, where: str) -> Prompt:
     if isinstance(entry, list) and entry and all(type(item) is int and 0 <= item < 2**32 for item in entry):
         return tuple(entry)
     raise PromptsInvalid(f"{where} is neither a text nor an object with one of {', '.join(_FIELDS)}")
+
+
+def _kind(entry: Any, where: str) -> str:
+    kind = entry.get("kind") if isinstance(entry, dict) else None
+    if kind is None:
+        return ""
+    if not isinstance(kind, str) or not kind.isprintable() or not 0 < len(kind.strip()) <= _MOST_KIND:
+        raise PromptsInvalid(f"{where}: its kind is no text of 1 to {_MOST_KIND} printable characters")
+    return kind.strip()

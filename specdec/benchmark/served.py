@@ -36,6 +36,8 @@ class Pass:
     streams: list[Stream] = field(default_factory=list)
     elapsed_s: float | None = None
     """From its start to its last end; None: it was interrupted."""
+    tells_steps: bool = False
+    """Its requests ask for their steps: for what became of proposals, and not for times."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ class Wishes:
     """How long requests arrive, in a pass of an open loop."""
     late_s: float = 60.0
     """How long after its last arrival requests of an open loop are waited for."""
+    tells_steps: bool = False
+    """With speculation: after all others, one more run of each load tells its steps."""
 
     def requests_at_once(self, concurrency: int) -> int:
         """Of a pass."""
@@ -94,6 +98,11 @@ async def measure(
             one = Pass(load, speculate, repeat)
             passes.append(one)
             await _run(address, settings, wishes, one, tell)
+    if wishes.tells_steps and True in wishes.speculation:
+        for load in wishes.loads:
+            one = Pass(load, True, 0, tells_steps=True)
+            passes.append(one)
+            await _run(address, settings, wishes, one, tell)
 
 
 async def _run(address: str, settings: ClientSettings, wishes: Wishes, one: Pass, tell: Callable[[str], None]) -> None:
@@ -105,11 +114,14 @@ async def _run(address: str, settings: ClientSettings, wishes: Wishes, one: Pass
         make_request(prompt, wishes.sampling, seed, speculate=one.speculate)
         for seed, prompt in enumerate(itertools.islice(itertools.cycle(wishes.prompts), count))
     ]
+    for request in requests:
+        request.with_steps = one.tells_steps
     kind = "with speculation" if one.speculate else "plain"
+    which = "telling its steps" if one.tells_steps else f"run {one.repeat + 1} of {wishes.repeats}"
     num_ended = 0
 
     def show() -> None:
-        tell(f"{load}, {kind}, run {one.repeat + 1} of {wishes.repeats}: {num_ended} of {count} requests")
+        tell(f"{load}, {kind}, {which}: {num_ended} of {count} requests")
 
     def on_end() -> None:
         nonlocal num_ended

@@ -37,6 +37,8 @@ class Stream:
     """Code and reason; empty: none is known."""
     finished: api.GenerateFinished | None = None
     """Usage and statistics."""
+    steps: list[api.DecodingStep] = field(default_factory=list)
+    """Where the request asks for them."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +60,7 @@ async def run_stream(client: Client, request: api.GenerateRequest, due_s: float,
         async for chunk in client.generate(request):
             if chunk.HasField("finished"):
                 stream.finished = chunk.finished
+            stream.steps += chunk.delta.steps
             num_tokens = len(chunk.delta.tokens)
             if num_tokens == 0:
                 continue

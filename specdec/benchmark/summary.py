@@ -18,7 +18,11 @@ NOT_WAITED_FOR = "not ended when the run was over"
 
 
 def rows_of(passes: Sequence[Pass]) -> list[dict[str, Any]]:
-    """One row for each load with speculation, and one without, in the order in which they were first run."""
+    """One row for each load with speculation, and one without, in the order in which they were first run.
+
+    Runs that tell their steps are not timed, and are left out.
+    """
+    passes = [one for one in passes if not one.tells_steps]
     keys = list(dict.fromkeys((one.load, one.speculate) for one in passes))
     ordered = sorted(keys, key=lambda key: ([load for load, _ in keys].index(key[0]), not key[1]))
     return [_row(load, speculate, passes) for load, speculate in ordered]
@@ -131,7 +135,7 @@ def tables_of(rows: Sequence[dict[str, Any]], title: str) -> list[Table]:
             depths = " ".join(f"{share:.2f}" for share in row["acceptance_by_depth"])
             same = f"{row['num_equal']} of {row['num_compared']}" if "num_equal" in row else None
             shares = (row["accepted_share"], row["hit_rate"])
-            accepted.add(row["load"], row["mean_acceptance_length"], *map(_percent, shares), depths, same)
+            accepted.add(row["load"], row["mean_acceptance_length"], *map(percent, shares), depths, same)
         for why, count in row["failures"].items():
             failed.add(*name, why, count)
     speed.notes.append(
@@ -148,7 +152,8 @@ def tables_of(rows: Sequence[dict[str, Any]], title: str) -> list[Table]:
     return [speed, times, *([accepted] if accepted.rows else []), *([failed] if failed.rows else [])]
 
 
-def _percent(share: float | None) -> str | None:
+def percent(share: float | None) -> str | None:
+    """Text of a share; None for none."""
     return None if share is None else f"{share:.0%}"
 
 

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 import specdec
+from specdec.benchmark.breakdown import breakdown_of, breakdown_plots, breakdown_tables
 from specdec.benchmark.progress import Progress
 from specdec.benchmark.prompts import Prompts, prompts_for
 from specdec.benchmark.report import Report, machine
@@ -60,11 +61,18 @@ def bench(
     speculation: Annotated[
         Literal["on", "off", "both"], typer.Option(help="on, off, or both and their ratio.")
     ] = "both",
+    breakdown: Annotated[
+        bool,
+        typer.Option(
+            help="One more run of each load, which is not timed and tells its steps: acceptance by position, by "
+            "drafter and by kind of prompt."
+        ),
+    ] = True,
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts: .jsonl or .json with texts, or objects with prompt, text or token_ids; else a text "
-            "per line. [default: the shipped ones for the shipped pair, else a few of English]",
+            help="File of prompts: .jsonl or .json with texts, or objects with prompt, text or token_ids, and maybe a "
+            "kind; else a text per line. [default: the shipped ones for the shipped pair, else a few of English]",
             dir_okay=False,
             rich_help_panel=_REQUESTS,
         ),
@@ -127,6 +135,7 @@ def bench(
         repeats=repeats,
         num_requests=requests,
         seconds=seconds,
+        tells_steps=breakdown,
     )
     notes = Console(stderr=True, highlight=False)
     with reported_errors(notes, address), stop_on_signals():
@@ -157,7 +166,11 @@ def run(
         facts = _facts(address, info, used, wishes) | {"interrupted": stopped_by is not None}
         found = Report(pair=describe_pair(info), facts=facts, console=_output())
         title = f"temperature {wishes.sampling.temperature:g}, {wishes.sampling.max_tokens} tokens"
-        found.add("bench", rows, tables_of(rows, title), plots_of(rows, f"{found.pair}; {title}"))
+        note = f"{found.pair}; {title}"
+        found.add("bench", rows, tables_of(rows, title), plots_of(rows, note))
+        if wishes.tells_steps and any(row["speculation"] for row in rows):
+            parts = breakdown_of(passes, used.kinds)
+            found.add("breakdown", parts, breakdown_tables(parts, title), breakdown_plots(parts, note))
         if folder is not None:
             save(found, folder, NAME, notes)
     if isinstance(stopped_by, KeyboardInterrupt):
@@ -190,7 +203,7 @@ async def _measure(
 
 def _possible(wishes: Wishes, info: coordinator_pb2.GetModelInfoResponse, notes: Console) -> Sequence[bool]:
     """With and without, as far as the deployment can."""
-    if info.HasField("draft") or True not in wishes.speculation:
+    if info.HasField("draft") or info.drafters or True not in wishes.speculation:
         return wishes.speculation
     notes.print("No draft is connected: the deployment decodes plainly, so that alone is measured.", style="yellow")
     return (False,)

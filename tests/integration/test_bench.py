@@ -33,6 +33,14 @@ def test_the_shipped_pair_is_measured_with_its_own_prompts(shipped_cluster: Clus
         if row["speculation"]:
             assert row["num_equal"] == row["num_compared"] == 2
             assert 0 < row["accepted_share"] <= 1
+    parts = found["breakdown"]
+    assert {row["kind"] for row in parts["by_kind"]} <= {"library", "tests"}
+    assert parts["by_position"][0]["first_position"] == 1
+    drafted = [row for row in parts["by_drafter"] if row["drafter"] == "draft_model"]
+    assert len(drafted) == 2  # one of each load
+    assert all(0 < row["num_accepted"] <= row["num_verified"] <= row["num_proposed"] for row in drafted)
+    for part in ("kind", "position", "drafter"):
+        assert f"specdec-bench-acceptance-{part}.svg" in (tmp_path / "specdec-bench.md").read_text()
 
 
 def test_an_interrupt_reports_what_there_is(shipped_cluster: Cluster, tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self.plain_differs = False
         self.unavailable_times = 0
         self.has_draft = False
+        self.drafters: list[str] = []
 
     def Generate(
         self, request: coordinator_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -97,6 +98,7 @@ class FakeCoordinator(coordinator_pb2_grpc.CoordinatorServiceServicer):
             draft=TARGET if self.has_draft else None,
             default_verify_mode=common_pb2.VERIFY_MODE_COUPLED,
             max_model_len=2048,
+            drafters=self.drafters,
         )
 
     def GetStatus(

@@ -37,12 +37,21 @@ def test_each_form_is_read(tmp_path: Path, name: str, text: str, prompts: tuple[
         ("p.jsonl", '{"prompt": ""}\n', "line 1 is neither"),
         ("p.jsonl", '{"token_ids": [-1]}\n', "line 1 is neither"),
         ("p.json", '{"prompt": "x"}', "holds no list"),
+        ("p.jsonl", '"good"\n{"prompt": "x", "kind": 3}\n', "line 2: its kind is no text"),
+        ("p.jsonl", '{"prompt": "x", "kind": " "}\n', "line 1: its kind"),
+        ("p.jsonl", '{"prompt": "x", "kind": "two\\nlines"}\n', "line 1: its kind"),
+        ("p.json", '[{"prompt": "x", "kind": "' + 41 * "k" + '"}]', "entry 1: its kind"),
     ],
 )
 def test_what_cannot_be_read_is_named_with_its_place(tmp_path: Path, name: str, text: str, why: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(PromptsInvalid, match=why):
         read_prompts(tmp_path / name)
+
+
+def test_a_prompt_may_have_a_kind(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('"one"\n{"prompt": "two", "kind": " code "}\n{"text": "three", "kind": null}\n')
+    assert read_prompts(tmp_path / "p.jsonl").kinds == ("", "code", "")
 
 
 def test_a_file_that_is_missing_or_no_text_is_named(tmp_path: Path) -> None:
@@ -61,4 +70,6 @@ def test_the_shipped_pairs_prompts_are_for_its_tokenizer_only() -> None:
     assert "prompts.json" in shipped.source
     others = prompts_for("0123")
     assert others.prompts == ENGLISH
+    assert not any(others.kinds)
+    assert set(shipped.kinds) == {"library", "tests"}
     assert "English" in others.source

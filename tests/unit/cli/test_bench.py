@@ -37,7 +37,10 @@ def test_runs_with_and_without_speculation_alternate_and_are_reported(
     asked = [request.speculation.enabled for request in servicer.requests[2:]]  # after those that warm up
     assert asked[:6] == [True] * 3 + [False] * 3  # one at once
     assert asked[6:12] == [False] * 3 + [True] * 3  # two at once
-    assert len(asked) == 24
+    assert len(asked) == 30
+    told = [request.with_steps for request in servicer.requests[2:]]
+    assert told == [False] * 24 + [True] * 6
+    assert asked[24:] == [True] * 6
     found = json.loads((tmp_path / "new/folder/specdec-bench.json").read_text())
     assert [(row["load"], row["speculation"]) for row in found["bench"]] == [
         ("1 at once", True), ("1 at once", False), ("2 at once", True), ("2 at once", False)
@@ -48,6 +51,36 @@ def test_runs_with_and_without_speculation_alternate_and_are_reported(
     for picture in (tmp_path / "new/folder").glob("*.svg"):
         assert picture.name in page
     assert "Speed, temperature 0" in result.stdout
+
+
+def test_steps_are_asked_for_by_nobody_where_no_breakdown_is_wanted(
+    coordinator: tuple[FakeCoordinator, str],
+) -> None:
+    result = bench(coordinator[1], *QUICK, "--no-breakdown")
+    assert result.exit_code == 0, result.stderr
+    assert len(coordinator[0].requests) == 2 + 24
+    assert not any(request.with_steps for request in coordinator[0].requests)
+
+
+def test_kinds_of_prompts_are_told_apart(coordinator: tuple[FakeCoordinator, str], tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "one", "kind": "prose"}\n{"prompt": "two", "kind": "code"}\n')
+    result = bench(coordinator[1], "--prompts", str(file), "--concurrency", "1", "--report", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.stderr
+    assert "Acceptance by kind of prompt" in result.stdout
+    found = json.loads((tmp_path / "out/specdec-bench.json").read_text())["breakdown"]
+    assert [(row["kind"], row["num_requests"]) for row in found["by_kind"]] == [("prose", 6), ("code", 6)]
+    assert (tmp_path / "out/specdec-bench-acceptance-kind.svg").exists()
+
+
+def test_drafters_of_the_targets_own_are_measured_where_there_is_no_draft(
+    coordinator: tuple[FakeCoordinator, str],
+) -> None:
+    coordinator[0].has_draft, coordinator[0].drafters = False, ["ngram"]
+    result = bench(coordinator[1], *QUICK)
+    assert result.exit_code == 0, result.stderr
+    assert "No draft is connected" not in result.stderr
+    assert any(request.speculation.enabled for request in coordinator[0].requests)
 
 
 def test_requests_come_at_a_rate(coordinator: tuple[FakeCoordinator, str]) -> None:

@@ -134,6 +134,7 @@ FLOORS = {
         report requests streams
         closed_loop prompts served
         summary
+        breakdown
     """,
     "specdec.auditing": """
         greedy reference sampled services
