@@ -259,6 +259,7 @@ class Verifier:
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
         self.panel.read(decisions, output.logits)
+        self.panel.charge(decisions, output.num_tokens, self.pacing.step_time)
         self._recorder.masks(self._masks.fill_s, self._masks.wait_s)
         self.panel.feed(output, decisions, self._by_seq)
         elapsed_s = time.monotonic() - started_s

@@ -1,7 +1,8 @@
 """Drafters that a target runs itself: asked before each step, and what they offer joins the one tree of the session.
 
 Each call is timed. In a session where a drafter's offers bring less than they cost it is asked less and less, up to
-every 64th step, and at every step again once a token of it is accepted. One that raises, offers what is no tree, or
+every 64th step, and at every step again once a call has brought what it cost. Rows that a drafter wants computed for
+itself (lookahead's window) are part of that (`window.py`). One that raises, offers what is no tree, or
 does not return is dropped for good: all sessions go on without it.
 
 Heads over the target's hidden states are told of every step, and asked for all sessions at once (`head_desk.py`).
@@ -29,10 +30,12 @@ from specdec.sampling_params import VerifyMode
 from target_service.decide import Decision
 from target_service.pacing import Pacing
 from target_service.policy.source_records import OwnRecord
+from target_service.policy.step_time import StepTimeModel
 from target_service.proposals.deadline import Deadline, Overdue
 from target_service.proposals.drawn import tell_drawn
 from target_service.proposals.head_desk import Due, HeadDesk
 from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
+from target_service.proposals.window import charge_windows
 from target_service.session import SessionState, TargetSession
 from target_service.tree.speculation_tree import Node
 
@@ -271,6 +274,10 @@ class DrafterPanel:
                 part.step.elapsed_s += each_s
                 self._recorder.asked(part.name, 0, each_s)
 
+    def charge(self, decisions: Sequence[Decision], num_rows: int, step_time: StepTimeModel) -> None:
+        """A step of so many rows is decided, and not committed yet: charge drafters with their own rows in it."""
+        charge_windows(decisions, num_rows, step_time, self._parts)
+
     def _parts(self, session: TargetSession) -> list[DrafterPart]:
         known = self._known.get(session.session_id)
         return [] if known is None else known.parts
@@ -326,7 +333,7 @@ class DrafterPanel:
             if part.step is not None:
                 cost_s = self._costs_s.get(part.name, part.step.elapsed_s)
                 self._costs_s[part.name] = cost_s = cost_s + _COST_WEIGHT * (part.step.elapsed_s - cost_s)
-                part.judge(credits[part.name], cost_s / token_s)
+                part.judge(credits[part.name], cost_s / token_s + part.step.window_tokens)
                 self._recorder.judged(part.name, part.step.num_verified, depths[part.name])
                 part.step = None
         return list(steps.values())

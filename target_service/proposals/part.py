@@ -12,6 +12,9 @@ _MOST_INTERVAL = 64
 """Steps between two calls of a drafter that brings nothing."""
 _JUDGED_CALLS = 16
 """Before a drafter is judged in a session."""
+_MOST_LOST_TOKENS = 8.0
+"""Or until its calls have lost so much: dear ones are judged sooner. Chosen: lookahead has something to offer from its
+fifth call on, which it is to reach."""
 _WEIGHT = 1 / 16
 """Of a call in the means of a session."""
 _FREE_TOKENS = 0.005
@@ -43,6 +46,8 @@ class DrafterStep:
     num_verified: int = 0
     num_accepted: int = 0
     elapsed_s: float = 0.0
+    window_tokens: float = 0.0
+    """What rows of its own in the target's step cost, in tokens that could have been decoded meanwhile."""
 
 
 @dataclass(slots=True)
@@ -68,11 +73,20 @@ class DrafterPart:
         return True
 
     def judge(self, credit: float, cost_tokens: float) -> None:
-        """A step is over for which it was asked."""
+        """A step is over for which it was asked.
+
+        Args:
+            credit: tokens that were accepted thanks to it.
+            cost_tokens: what asking it cost, its own rows in the step included, in tokens that could have been decoded
+                meanwhile. Only a call that brings as much has it asked at every step again: luck now and then does not
+                make up for dear calls.
+        """
         self.num_calls += 1
         self.gain += max(_WEIGHT, 1 / self.num_calls) * (credit - self.gain)
-        if credit > 0:
+        if credit > 0 and credit >= cost_tokens:
             self.interval = 1
-        elif self.num_calls >= _JUDGED_CALLS and self.gain + _FREE_TOKENS < cost_tokens:
-            self.interval = min(_MOST_INTERVAL, 2 * self.interval)
+        elif self.gain + _FREE_TOKENS < cost_tokens:
+            lost_tokens = self.num_calls * (cost_tokens - self.gain)
+            if self.num_calls >= _JUDGED_CALLS or lost_tokens > _MOST_LOST_TOKENS:
+                self.interval = min(_MOST_INTERVAL, 2 * self.interval)
         self.wait = self.interval - 1

@@ -21,6 +21,7 @@ from specdec.drafters.options import (
 )
 from specdec.drafters.registry import make_drafter
 from specdec.v1 import common_pb2 as pb
+from target_service.policy.step_time import StepTimeModel
 from tests.support.engine.fickle_gates import Erratic, Spiteful
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.unit.lossless.cases import CASES
@@ -118,6 +119,31 @@ def check_random_set(pair: LocalPair, plainly: Plainly, seed: int, names: set[st
         verify_all=rng.random() < 0.7,
         hold_off_ms=rng.choice([None, 0.0]),
     )
+
+
+class DearRows(StepTimeModel):
+    """A machine on which a row of a step costs a quarter of a plain step, whatever the clock says."""
+
+    def observe(self, num_rows: int, elapsed_s: float) -> None:
+        self.base_s, self.row_s = 0.075, 0.025
+
+
+@pytest.mark.parametrize(("is_dear", "least", "most"), [(False, 0.9, 1.0), (True, 0.0, 0.3)])
+def test_lookahead_is_asked_less_where_its_windows_rows_cost_more_than_it_brings(
+    restored: LocalPair, plainly: Plainly, is_dear: bool, least: float, most: float
+) -> None:
+    body = open_session(prompts()[0], max_tokens=160, ignore_eos=True)
+    expected = plainly(body)
+    restored.reset(drafters=[EVERY["lookahead"]])
+
+    def price(pair: LocalPair) -> None:
+        if is_dear and not isinstance(pair.verifier.pacing.step_time, DearRows):
+            pair.verifier.pacing.step_time = DearRows(base_s=0.075, row_s=0.025)
+
+    outcome = restored.run({"one": body}, use_draft=False, verify_all=not is_dear, each_turn=price)["one"]
+    assert_equal(outcome, expected)
+    num_asked = sum(any(each.name == "lookahead" for each in verdict.drafters) for verdict in outcome.verdicts)
+    assert least <= num_asked / len(outcome.verdicts) <= most
 
 
 def test_a_session_may_name_those_that_propose_for_it(restored: LocalPair, plainly: Plainly) -> None:

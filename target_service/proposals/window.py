@@ -1,0 +1,56 @@
+"""What a drafter's window costs: rows of the target's own step that nobody chose for being likely.
+
+Guesses are verified while their rows are worth it (`policy/verify_policy.py`), so they pay for themselves. A window is
+computed whatever it brings: whoever asks for it is charged with it, as if asking had taken so long.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+from target_service.decide import Decision
+from target_service.policy.step_time import StepTimeModel
+from target_service.proposals.part import DrafterPart
+from target_service.session import TargetSession
+from target_service.tree.speculation_tree import SpeculationTree
+
+
+def charge_windows(
+    decisions: Sequence[Decision],
+    num_rows: int,
+    step_time: StepTimeModel,
+    parts_of: Callable[[TargetSession], Iterable[DrafterPart]],
+) -> None:
+    """Charge drafters that were asked for a step of `num_rows` rows with their windows' rows in it.
+
+    To be called before the decisions are committed. `parts_of` has the drafters of a session.
+    """
+    if not any(decision.candidate.session.tree.has_window for decision in decisions):
+        return
+    owed: list[tuple[DrafterPart, int]] = []
+    for decision in decisions:
+        candidate = decision.candidate
+        own = window_rows(candidate.session.tree, candidate.chosen[: candidate.num_nodes])
+        owed += [(part, own[part.name]) for part in parts_of(candidate.session) if own[part.name]]
+    each_tokens = row_tokens(num_rows, sum(rows for _, rows in owed), len(decisions), step_time)
+    for part, rows in owed:
+        if part.step is not None:
+            part.step.window_tokens = rows * each_tokens
+
+
+def window_rows(tree: SpeculationTree, chosen: Iterable[int]) -> Counter[str]:
+    """By drafter, of the nodes chosen for a step those that are there for its window alone."""
+    nodes = (tree.nodes[node] for node in chosen)
+    return Counter(node.source for node in nodes if node.is_window and not node.score and not node.others)
+
+
+def row_tokens(num_rows: int, num_window_rows: int, num_sessions: int, step_time: StepTimeModel) -> float:
+    """What each of a step's `num_window_rows` cost: tokens that its sessions could have decoded plainly meanwhile.
+
+    All of them share what they made the step longer by: where steps are padded that may be nothing.
+    """
+    if not num_window_rows:
+        return 0.0
+    longer_s = step_time.predict(num_rows) - step_time.predict(num_rows - num_window_rows)
+    return longer_s / num_window_rows * num_sessions / step_time.predict(num_sessions)
