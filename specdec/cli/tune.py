@@ -21,6 +21,8 @@ from specdec.cli.local.plan import shipped_model
 from specdec.cli.tuning.placements import PlacementWish, Tuned, apart, tune_placements
 from specdec.cli.tuning.probes import Questions
 from specdec.cli.up import Device, DraftModel, TargetModel, stop_on_signals
+from specdec.drafting.translation.files import shared_of_files
+from specdec.drafting.translation.shared import method_for
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.files import find_model_files, read_tokenizer
 from specdec.tuning.pages import plots_of, results, tables_of
@@ -82,9 +84,10 @@ def tune(
         progress.part("tune")
         progress.tell("looking for the models")
         digests = [_tokenizer_digest(model) for model in (target_model, draft_model)]
-        if digests[0] != digests[1]:
-            raise ClusterFailed(f"{draft_model} has another tokenizer than {target_model}: such pairs are not tuned")
+        shared = None if digests[0] == digests[1] else _shared(target_model, draft_model)
         used = own or prompts_for(digests[0])
+        if shared is not None:
+            notes.print(f"tokenizers: the draft's is another one; {shared}", markup=False, soft_wrap=True)
         notes.print(f"prompts: {used.source}; {min(num_prompts, len(used.prompts))} are used", markup=False)
         questions = Questions(
             target_model=target_model,
@@ -93,6 +96,7 @@ def tune(
             temperatures=temperatures,
             max_tokens=max_tokens,
             loads=loads,
+            is_translated=shared is not None,
         )
         modes = MODES if verify_mode == "any" else (verify_mode,)
         found = tune_placements(questions, device, placement, modes, repeats, progress.tell)
@@ -107,6 +111,24 @@ def tune(
         words = ", ".join(f"{role} {' '.join(map(str, cores))}" for role, cores in own_cores.items())
         notes.print(f"cores: {words}")
     _write(questions, best, apart(found), out, notes)
+
+
+def _shared(target_model: str, draft_model: str) -> str:
+    """What a draft with another tokenizer has of the target's tokens. Raises ClusterFailed if it would draft text."""
+    try:
+        vocabulary = shared_of_files(target_model, draft_model)
+        method = method_for(vocabulary, "auto")
+    except ModelLoadError as error:
+        raise ClusterFailed(str(error)) from error
+    has = f"it has {vocabulary.num_shared} of the target's {vocabulary.num_named} tokens ({vocabulary.share:.0%})"
+    if method == "text":
+        raise ClusterFailed(
+            f"{draft_model} has another tokenizer than {target_model}: {has}, so that it drafts text. What it proposes "
+            "at a place then depends on how its text before that is cut into the target's tokens, and is not told by "
+            "the target's own tokens, which is how pairs are tuned. Run it with specdec up, and measure it with "
+            "specdec bench"
+        )
+    return f"{has} and drafts those"
 
 
 def _tokenizer_digest(model: str) -> str:
@@ -130,6 +152,7 @@ def _show(questions: Questions, tuned: Tuned, source: str, folder: Path | None, 
         "num_prompts": len(questions.prompts),
         "max_tokens": questions.max_tokens,
         "placement": tuned.where.placement,
+        "draft_has_another_tokenizer": questions.is_translated,
         "machine": machine(sorted(os.sched_getaffinity(0))),
     }
     found = Report(pair=pair, facts=facts, console=output)

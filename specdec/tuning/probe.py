@@ -16,6 +16,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from specdec.drafting.translation.files import side_of_files
+from specdec.drafting.translation.runner import TranslatingRunner
+from specdec.drafting.translation.shared import Side, method_for, share_vocabulary
+from specdec.drafting.translation.tokens import TokenBytes, TokenizerRefused
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError
@@ -39,7 +43,8 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     """Times of steps, and outputs (a target) or agreement with outputs (a draft).
 
     The task has `settings` (of the engine), `sequences` and `rows` (numbers to time), `candidates` (drawn per row), and
-    may have `prompts`, `temperatures` and `max_tokens`, or `outputs`, which a target's probe returned.
+    may have `prompts`, `temperatures` and `max_tokens`, or `outputs`, which a target's probe returned. A draft whose
+    tokenizer is another one has `target_model`: its steps and its agreement are those of the tokens that both have.
     Raises EngineError.
     """
     settings = EngineSettings(**task["settings"])
@@ -50,20 +55,37 @@ def measure(task: dict[str, Any]) -> dict[str, Any]:
     engine = Engine(
         runner, pool, Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len)
     )
+    num_ids = _translate(engine, runner, task["target_model"]) if task.get("target_model") else runner.vocab_size
     found: dict[str, Any] = {"num_parameters": runner.num_parameters, "max_model_len": runner.max_model_len}
     if task.get("prompts"):
         found["outputs"] = _outputs(engine, runner, task)
     if task.get("outputs"):
-        found["agreement"] = _agreement(engine, runner, task["outputs"])
+        found["agreement"] = _agreement(engine, runner, num_ids, task["outputs"])
     found["step_ms"] = {
         count: {
-            rows: _step_ms(engine, runner, count, rows, task["candidates"])
+            rows: _step_ms(engine, runner, num_ids, count, rows, task["candidates"])
             for rows in task["rows"]
             if rows == 1 or count * rows <= settings.max_batch_tokens
         }
         for count in task["sequences"]
     }
     return found
+
+
+def _translate(engine: Engine, runner: ModelRunner, target_model: str) -> int:
+    """Have a draft's engine take and give a target's ids, as it does where it serves; returns how many these are."""
+    try:
+        own = Side(TokenBytes(runner.tokenizer_json), runner.vocab_size, tuple(runner.eos_token_ids))
+    except TokenizerRefused as error:
+        raise EngineError(str(error)) from error
+    target, _ = side_of_files(target_model)
+    vocabulary = share_vocabulary(target, own, runner.num_logits)
+    if method_for(vocabulary, "auto") != "intersection":
+        raise EngineError(
+            f"it has {vocabulary.num_shared} of the target's {vocabulary.num_named} tokens: it would draft text"
+        )
+    engine.runner = TranslatingRunner(runner, vocabulary, vocabulary.num_target, runner.device)
+    return vocabulary.num_target
 
 
 def _with_room(settings: EngineSettings, task: dict[str, Any]) -> EngineSettings:
@@ -116,7 +138,8 @@ def _generate(
             logits = out.logits[item.rows.stop - 1 : item.rows.stop, : runner.vocab_size]
             (token,), _ = _ranked(logits, temperature, output["seed"], [len(item.seq.token_ids)], 1)
             if temperature > 0:
-                probabilities, ids = torch.softmax(logits[0] / temperature, 0).topk(_top(_NUM_TARGET_TOP, runner))
+                num_top = min(_NUM_TARGET_TOP, runner.vocab_size)
+                probabilities, ids = torch.softmax(logits[0] / temperature, 0).topk(num_top)
                 output["top"].append([ids.tolist(), probabilities.tolist()])
             output["tokens"].append(token)
             if len(output["tokens"]) == max_tokens:
@@ -134,11 +157,9 @@ def _ranked(
     return perturbed_top(logits, [temperature] * len(positions), keys, num_top)
 
 
-def _top(wanted: int, runner: ModelRunner) -> int:
-    return min(wanted, runner.vocab_size)
-
-
-def _agreement(engine: Engine, runner: ModelRunner, outputs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _agreement(
+    engine: Engine, runner: ModelRunner, num_ids: int, outputs: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Where the target's tokens stand in this model's order, given the same tokens before them."""
     found = []
     for number, output in enumerate(outputs):
@@ -148,14 +169,14 @@ def _agreement(engine: Engine, runner: ModelRunner, outputs: Sequence[dict[str, 
             continue
         ranks: list[int] = []
         overlaps: list[float] = []
-        for positions, logits in _prompt_logits(engine, runner, tokens, num_prompt - 1):
-            top, _ = _ranked(logits, output["temperature"], output["seed"], positions, _top(_NUM_RANKS, runner))
+        for positions, logits in _prompt_logits(engine, num_ids, tokens, num_prompt - 1):
+            top, _ = _ranked(logits, output["temperature"], output["seed"], positions, min(_NUM_RANKS, num_ids))
             width = len(top) // len(positions)
             for row, t in enumerate(positions):
                 wanted, order = output["tokens"][t - num_prompt], top[row * width : (row + 1) * width]
                 ranks.append(order.index(wanted) if wanted in order else -1)
                 if output["temperature"] > 0:
-                    overlaps.append(_overlap(logits[row], output["temperature"], output["top"][t - num_prompt], runner))
+                    overlaps.append(_overlap(logits[row], output["temperature"], output["top"][t - num_prompt]))
         greedy = output["temperature"] == 0
         found.append({
             "temperature": output["temperature"],
@@ -166,7 +187,7 @@ def _agreement(engine: Engine, runner: ModelRunner, outputs: Sequence[dict[str, 
 
 
 def _prompt_logits(
-    engine: Engine, runner: ModelRunner, tokens: Sequence[int], first: int
+    engine: Engine, num_ids: int, tokens: Sequence[int], first: int
 ) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Positions that logits are for, and the logits, of all tokens from `first` on."""
     seq = engine.add(tokens, num_prompt_tokens=len(tokens), prompt_logits=True, prompt_logits_from=first)
@@ -179,29 +200,31 @@ def _prompt_logits(
         rows = slice(item.rows.start + skipped, item.rows.start + item.num_new_tokens)
         if rows.start < rows.stop:
             at = item.start + skipped + 1
-            yield list(range(at, at + rows.stop - rows.start)), out.logits[rows, : runner.vocab_size]
+            yield list(range(at, at + rows.stop - rows.start)), out.logits[rows, :num_ids]
     engine.free(seq)
 
 
-def _overlap(logits: torch.Tensor, temperature: float, target: Sequence[Sequence[float]], runner: ModelRunner) -> float:
+def _overlap(logits: torch.Tensor, temperature: float, target: Sequence[Sequence[float]]) -> float:
     """Sum of min(p, q), q truncated as it is drawn from in rejection mode; p beyond what was kept counts as zero."""
-    q, ids = torch.softmax(logits / temperature, 0).topk(_top(_NUM_SPARSE, runner))
+    q, ids = torch.softmax(logits / temperature, 0).topk(min(_NUM_SPARSE, len(logits)))
     q = q / q.sum()
     p = dict(zip(target[0], target[1], strict=True))
     return min(1.0, sum(min(share, p.get(token, 0.0)) for token, share in zip(ids.tolist(), q.tolist(), strict=True)))
 
 
-def _step_ms(engine: Engine, runner: ModelRunner, num_sequences: int, num_rows: int, num_candidates: int) -> float:
+def _step_ms(
+    engine: Engine, runner: ModelRunner, num_ids: int, num_sequences: int, num_rows: int, num_candidates: int
+) -> float:
     """Median time of a step, and of drawing from it, over sequences that each verify `num_rows` - 1 draft tokens."""
     _tell(f"steps over {num_sequences} sequences with {num_rows} rows each")
     length = min(CONTEXT, runner.max_model_len // 2)
     sequences = [
-        engine.add([(7 * s + i) % runner.vocab_size for i in range(length)], num_prompt_tokens=length)
+        engine.add([(7 * s + i) % num_ids for i in range(length)], num_prompt_tokens=length)
         for s in range(num_sequences)
     ]
     while any(seq.num_pending_tokens for seq in sequences):
         engine.step()
-    sampler = Sampler(runner.vocab_size, runner.device)
+    sampler = Sampler(num_ids, runner.device)
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=1)
     contexts = [RowContext(params, length + row, length) for row in range(num_sequences * num_rows)]
     times_s: list[float] = []

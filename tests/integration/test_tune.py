@@ -20,6 +20,7 @@ from specdec.tuning.advice import Advice
 from specdec.tuning.prediction import Choice
 from specdec.tuning.settings_files import Deployment, up_file
 from specdec.v1 import common_pb2
+from tests.support.engine.other_tokenizers import permuted_draft
 from tests.support.services.faults import make_request
 from tests.support.services.model_pair import ModelPair
 from tests.support.services.up_command import UpCommand, running_up
@@ -50,6 +51,18 @@ def test_the_shipped_pair_is_measured_verified_and_written_down(tmp_path: Path) 
     assert {rates[2], rates[4]} == {"apart", "together"}
     assert int(rates[3]) >= int(rates[5]) > 0
     assert yaml.safe_load((tmp_path / "tuned.chart.yaml").read_text())["draft"]
+
+
+def test_a_draft_with_another_tokenizer_is_tuned_and_served_by_the_tokens_that_both_have(tmp_path: Path) -> None:
+    draft, out = permuted_draft(tmp_path / "draft"), tmp_path / "tuned.yaml"
+    arguments = ["tune", *QUICK, "--draft", str(draft), "--placement", "apart", "--repeats", "1", "--out", str(out)]
+    result = CliRunner().invoke(app, [*arguments, "--report", str(tmp_path / "report")])
+    assert result.exit_code == 0, result.stderr
+    assert "it has 4096 of the target's 4096 tokens (100%) and drafts those" in result.stderr
+    found = json.loads((tmp_path / "report/specdec-tune.json").read_text())
+    assert found["draft_has_another_tokenizer"]
+    assert found["tune"]["survival"]["0.0"]["coupled"][0] > 0.3
+    assert all(point["measured"] > 0 for point in found["tune"]["points"])
 
 
 def test_up_starts_with_the_file(tiny_pair: ModelPair, tmp_path: Path) -> None:

@@ -59,6 +59,8 @@ class Questions:
     temperatures: Sequence[float]
     max_tokens: int
     loads: Sequence[int]
+    is_translated: bool = False
+    """The draft has another tokenizer, and drafts tokens that both have."""
 
 
 def places(device: str, placement: Placement = "apart") -> Places:
@@ -113,6 +115,7 @@ def measure_pair(
             "sequences": sequences if len(sequences) > 1 else [*sequences, 2 * sequences[0]],
             "rows": [1],
             "candidates": 3,
+            "target_model": questions.target_model if questions.is_translated else None,
         },
         where.draft_cores,
         tell,

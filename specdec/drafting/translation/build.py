@@ -9,7 +9,7 @@ import structlog
 
 from specdec.config import HeterogeneousVocab
 from specdec.drafting.translation.runner import TranslatingRunner
-from specdec.drafting.translation.shared import SharedVocabulary, Side, share_vocabulary
+from specdec.drafting.translation.shared import SharedVocabulary, Side, method_for, share_vocabulary
 from specdec.drafting.translation.tokens import TokenBytes, TokenizerRefused
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.sampling.sampler import Sampler
@@ -17,11 +17,6 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.source import CONSTRAINTS_ID
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine, check_openings
-
-LEAST_SHARE = 0.4
-"""Of the target's tokens, from which on drafting token by token was found better than drafting text."""
-_LEAST_SHARED = 100
-"""Fewer tokens that both have are an accident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +62,7 @@ def translate(
     except TokenizerRefused as error:
         raise ModelLoadError(f"the draft has another tokenizer than the target, and of one: {error}") from error
     vocabulary = share_vocabulary(ours, theirs, built.model.num_logits)
-    method = _method(vocabulary, wanted)
+    method = method_for(vocabulary, wanted)
     is_text = method == "text"
     num_drawn = vocabulary.num_joint if is_text else vocabulary.num_target
     identity = pb.ModelIdentity()
@@ -104,19 +99,6 @@ def translate(
         mask_token_id=None if built.mask_token_id is None else vocabulary.joint_ids[built.mask_token_id],
     )
     return Translated(adapted, method, vocabulary, ours.tokens, theirs.tokens)
-
-
-def _method(vocabulary: SharedVocabulary, wanted: HeterogeneousVocab) -> Literal["intersection", "text"]:
-    if wanted == "text":
-        return "text"
-    if wanted == "intersection":
-        if vocabulary.num_shared < _LEAST_SHARED:
-            raise ModelLoadError(
-                f"heterogeneous_vocab: the draft has {vocabulary.num_shared} of the target's {vocabulary.num_named} "
-                "tokens, too few for intersection; use text"
-            )
-        return "intersection"
-    return "intersection" if vocabulary.share >= LEAST_SHARE else "text"
 
 
 def _grammars(target: pb.ModelIdentity, tokenizer_json: str) -> GrammarCompiler | None:

@@ -8,8 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from specdec.config import HeterogeneousVocab
 from specdec.drafting.translation.tokens import TokenBytes
+from specdec.engine.errors import ModelLoadError
+
+LEAST_SHARE = 0.4
+"""Of the target's tokens, from which on drafting token by token was found better than drafting text."""
+_LEAST_SHARED = 100
+"""Fewer tokens that both have are an accident."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +113,23 @@ def share_vocabulary(target: Side, draft: Side, num_draft_rows: int) -> SharedVo
         columns=tuple(columns),
         joint_ids=tuple(joint_of[token_id] for token_id in range(num_draft_rows)),
     )
+
+
+def method_for(vocabulary: SharedVocabulary, wanted: HeterogeneousVocab) -> Literal["intersection", "text"]:
+    """Which way a draft goes, as its setting `heterogeneous_vocab` says or what both have makes the better one.
+
+    Raises ModelLoadError: too little is shared for the way that is wanted.
+    """
+    if wanted == "text":
+        return "text"
+    if wanted == "intersection":
+        if vocabulary.num_shared < _LEAST_SHARED:
+            raise ModelLoadError(
+                f"heterogeneous_vocab: the draft has {vocabulary.num_shared} of the target's {vocabulary.num_named} "
+                "tokens, too few for intersection; use text"
+            )
+        return "intersection"
+    return "intersection" if vocabulary.share >= LEAST_SHARE else "text"
 
 
 def _by_content(side: Side) -> dict[tuple[bool, bytes], int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from specdec.tuning.advice import Advice, Point
 from specdec.tuning.measured import StepTimes
 from specdec.tuning.prediction import Choice, Measurements
 from specdec.tuning.settings_files import Deployment, chart_file, up_file
+from tests.support.engine.other_tokenizers import draft_with_fewer_tokens
 
 CHOICE = Choice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
 PLACE = Deployment(target_model="t", draft_model="d", device="cpu", target_cores=(0,), draft_cores=(1,))
@@ -139,11 +141,21 @@ def test_what_is_wrong_is_said_before_anything_is_measured(arguments: tuple[str,
     assert "Traceback" not in result.output
 
 
-def test_a_draft_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    for name, vocabulary in (("target", {"a": 0}), ("draft", {"b": 0})):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text("{}")
-        (tmp_path / name / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
-    result = tune("--target", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"))
+def test_a_draft_that_would_draft_text_is_refused_with_what_it_has_and_why(tmp_path: Path) -> None:
+    draft = draft_with_fewer_tokens(tmp_path / "draft", 700)
+    result = tune("--draft", str(draft))
     assert result.exit_code == 1
-    assert "has another tokenizer" in result.stderr
+    said = " ".join(result.stderr.split())
+    assert re.search(r"has another tokenizer than .*: it has \d+ of the target's 4096 tokens \(1\d%\)", said)
+    assert "drafts text" in said and "specdec bench" in said
+
+
+def test_a_draft_whose_tokenizer_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    (draft / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"b": 0}}}))
+    result = tune("--draft", str(draft))
+    assert result.exit_code == 1
+    assert "what its tokens are cannot be read" in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output

@@ -31,12 +31,13 @@ FLOORS = {
         layer_skip
         rpc
         client config
+        worker
+        drafting
         auditing benchmark debugging
         tuning
         training
         checkup
-        cli worker
-        drafting
+        cli
     """,
     "specdec.drafters": """
         corpus options
@@ -87,7 +88,7 @@ FLOORS = {
     "specdec.drafting.translation": """
         tokens
         shared
-        runner
+        files runner
         build
     """,
     "specdec.grammar": """
