@@ -34,7 +34,7 @@ def _address(value: str | None) -> str | None:
 
 
 def train(
-    kind: Annotated[Literal["eagle3", "medusa", "draft_model"], typer.Argument(help="What to make.")],
+    kind: Annotated[Literal["eagle3", "dspark", "medusa", "draft_model"], typer.Argument(help="What to make.")],
     prompts: Annotated[
         Path, typer.Option(help="File of prompts as your users send them, as for `specdec bench`.", dir_okay=False)
     ],
@@ -84,14 +84,19 @@ def train(
     layer_ids: Annotated[
         str | None,
         typer.Option(
-            help="Layers that eagle3 reads; k is what comes out of k layers.", rich_help_panel=_DRAFTER, metavar="K,..."
+            help="Layers that eagle3 and dspark read; k is what comes out of k layers.",
+            rich_help_panel=_DRAFTER,
+            metavar="K,...",
         ),
     ] = None,
-    layers: Annotated[int, typer.Option(help="Of a draft, or of each Medusa head.", min=1, max=64)] = 1,
+    layers: Annotated[int, typer.Option(help="Of a draft, of dspark, or of each Medusa head.", min=1, max=64)] = 1,
     hidden_size: Annotated[int, typer.Option(help="Of a draft.", min=16, rich_help_panel=_DRAFTER)] = 256,
     intermediate_size: Annotated[
         int | None, typer.Option(help="Of the MLP.", min=1, rich_help_panel=_DRAFTER, show_default=False)
     ] = None,
+    markov_rank: Annotated[
+        int, typer.Option(help="Of what a token of dspark hears of the one before.", min=0, rich_help_panel=_DRAFTER)
+    ] = 64,
     initial_draft: Annotated[
         Path | None, typer.Option(help="A draft to go on from.", file_okay=False, rich_help_panel=_DRAFTER)
     ] = None,
@@ -105,7 +110,7 @@ def train(
         typer.Option(help="Folder for what a stopped run goes on from. [default: OUT-work]", file_okay=False),
     ] = None,
 ) -> None:
-    """Make a small draft, Medusa heads or an EAGLE-3 head for a target, as a checkpoint in a format of other engines.
+    """Make a small draft or a head (EAGLE-3, DSpark, Medusa) for a target, in a format of other engines.
 
     The target answers the prompts; the drafter learns from what it computed of prompts and answers. Acceptance on
     prompts that are held out is told before and after, with the speed that it comes to here. Stop it and start it
@@ -117,8 +122,8 @@ def train(
     ids = () if layer_ids is None else whole_numbers(layer_ids, "--layer-ids")
     if initial_draft is not None and kind != "draft_model":
         raise typer.BadParameter("only a draft_model goes on from a draft", param_hint="--initial-draft")
-    if ids and kind != "eagle3":
-        raise typer.BadParameter("only eagle3 reads layers", param_hint="--layer-ids")
+    if ids and kind not in ("eagle3", "dspark"):
+        raise typer.BadParameter("only eagle3 and dspark read layers", param_hint="--layer-ids")
     if draft_vocab_size is not None and kind == "draft_model":
         raise typer.BadParameter("a draft names all tokens", param_hint="--draft-vocab-size")
     # Torch is loaded by those only who train.
@@ -141,6 +146,7 @@ def train(
             num_layers=layers,
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
+            markov_rank=markov_rank,
             initial_draft=None if initial_draft is None else str(initial_draft),
             reduced_precision=reduced_precision,
         )

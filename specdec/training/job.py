@@ -22,6 +22,7 @@ from specdec.engine.settings import EngineSettings
 from specdec.heads.target import HeadTarget
 from specdec.training.acceptance import Acceptance, acceptance
 from specdec.training.kinds.draft_model import DraftModelTrainee
+from specdec.training.kinds.dspark import DSparkTrainee
 from specdec.training.kinds.eagle3 import Eagle3Trainee
 from specdec.training.kinds.medusa import MedusaTrainee
 from specdec.training.loop import OnStep, train
@@ -109,14 +110,24 @@ def run(
         raise TrainingRefused("there is no text to measure on: ten prompts are needed, or some that are held out")
     check_logits(loaded.engine, loaded.runner, loaded.parts.lm_head, texts[0].prompt_ids[:64])
     states = record_states(loaded.engine, loaded.runner, texts, loaded.parts.taps(recipe), work, tell)
-    target_ids, coverage = _frequent(texts, recipe.draft_vocab_size, loaded.parts.vocab_size)
-    trainee = make_trainee(recipe, loaded.parts, target_ids, states)
+    return learn(loaded.parts, states, recipe, out, work / "state.pt", tell, on_step)
+
+
+def learn(
+    target: TargetParts, states: States, recipe: Recipe, out: Path, state_file: Path, tell: Tell, on_step: OnStep
+) -> Trained:
+    """The same over states that are there, of the layers that the recipe reads; `state_file` is of this run alone.
+
+    Raises TrainingRefused.
+    """
+    target_ids, coverage = _frequent(states.texts, recipe.draft_vocab_size, target.vocab_size)
+    trainee = make_trainee(recipe, target, target_ids, states)
     tell("acceptance before training")
-    before = acceptance(trainee, loaded.parts, states, recipe.num_depths)
-    train(trainee, loaded.parts, states, recipe, work / "state.pt", on_step)
+    before = acceptance(trainee, target, states, recipe.num_depths)
+    train(trainee, target, states, recipe, state_file, on_step)
     trainee.save(out)
     tell("acceptance after training")
-    after = acceptance(trainee, loaded.parts, states, recipe.num_depths)
+    after = acceptance(trainee, target, states, recipe.num_depths)
     return Trained(trainee, before, after, coverage)
 
 
@@ -126,9 +137,11 @@ def make_trainee(recipe: Recipe, target: TargetParts, target_ids: torch.Tensor |
     with torch.random.fork_rng():
         torch.manual_seed(recipe.seed)
         match recipe.kind:
-            case "eagle3":
-                numbers = states.numbers(held_out=False)[:_SAMPLED_TEXTS]
-                return Eagle3Trainee(recipe, target, ids, states.batch(numbers, target.device))
+            case "eagle3" | "dspark":
+                sample = states.batch(states.numbers(held_out=False)[:_SAMPLED_TEXTS], target.device)
+                if recipe.kind == "dspark":
+                    return DSparkTrainee(recipe, target, ids, sample)
+                return Eagle3Trainee(recipe, target, ids, sample)
             case "medusa":
                 return MedusaTrainee(recipe, target, ids)
             case "draft_model":

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from specdec.training.checkpoint import load_state, save_state
-from specdec.training.losses import loss_of
+from specdec.training.losses import confidence_loss, loss_of
 from specdec.training.recipe import Recipe, TrainingRefused
 from specdec.training.states import Batch, States
 from specdec.training.trainee import TargetParts, Trainee
@@ -60,7 +60,10 @@ def train(
 
 
 def batch_loss(trainee: Trainee, target: TargetParts, batch: Batch, recipe: Recipe) -> torch.Tensor:
-    """Loss of a batch, a mean over places of each depth, and over depths with falling weights."""
+    """Loss of a batch, a mean over places of each depth, and over depths with falling weights.
+
+    A head that says how sure it is learns that beside its tokens, with the same weight.
+    """
     probs = target_probs(trainee, target, batch, 1.0)
     total, weights = batch.finals.new_zeros(()), 0.0
     for guesses in trainee.guesses(batch, recipe.num_depths):
@@ -69,9 +72,12 @@ def batch_loss(trainee: Trainee, target: TargetParts, batch: Batch, recipe: Reci
         places, rows = known.nonzero(as_tuple=True)
         if not len(places):
             continue
-        losses = loss_of(recipe.loss, probs[places, row[rows]], guesses.logits[known])
+        wanted, logits = probs[places, row[rows]], guesses.logits[known]
+        loss = loss_of(recipe.loss, wanted, logits).mean()
+        if guesses.confidence is not None:
+            loss = loss + confidence_loss(guesses.confidence[known], wanted, logits).mean()
         weight = recipe.depth_decay**guesses.depth
-        total, weights = total + weight * losses.mean(), weights + weight
+        total, weights = total + weight * loss, weights + weight
     return total / max(weights, 1e-9)
 
 

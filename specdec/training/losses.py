@@ -24,6 +24,7 @@ LOSSES: tuple[LossName, ...] = get_args(LossName)
 _TINY = 1e-30
 _LK_DECAY = 3.0
 """Of the share of KL in the hybrid, as the overlap grows."""
+_LEAST_SURE = 1e-6
 
 
 def coupled_acceptance(target_probs: torch.Tensor, draft_probs: torch.Tensor) -> torch.Tensor:
@@ -81,6 +82,17 @@ def loss_of(name: LossName, target_probs: torch.Tensor, draft_logits: torch.Tens
         return -overlap.clamp_min(_TINY).log()
     share = torch.exp(-_LK_DECAY * overlap.detach())
     return share * _divergence(target_probs, log_q) + (1 - share) * (1 - overlap)
+
+
+def confidence_loss(confidence: torch.Tensor, target_probs: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy [R], in nats, of what a head says of its tokens' chances [R] against their coupled acceptance.
+
+    That of draft logits [R, D] against the target's probabilities [R, D], which it does not move.
+    """
+    with torch.no_grad():
+        share = coupled_acceptance(target_probs, draft_logits.float().softmax(-1))
+    sure = confidence.float().clamp(_LEAST_SURE, 1 - _LEAST_SURE)
+    return -(share * sure.log() + (1 - share) * (-sure).log1p())
 
 
 def _divergence(target_probs: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,8 @@ class Guesses:
     depth: int
     logits: torch.Tensor
     """[B, N, D]: from the place n, the last token whose states are known, of the token at n + 1 + lead + depth."""
+    confidence: torch.Tensor | None = None
+    """[B, N]: how likely it says that its token is to be taken, from 0 to 1; None: it does not say."""
 
 
 class Trainee(Protocol):
@@ -72,7 +74,7 @@ class TargetParts:
 
     def taps(self, recipe: Recipe) -> tuple[int, ...]:
         """The layers that a head reads, by the ids of `specdec.engine.tap`; none of kinds that read final states."""
-        if recipe.kind != "eagle3":
+        if recipe.kind not in ("eagle3", "dspark"):
             return ()
         count = self.num_layers
         return recipe.layer_ids or tuple(sorted({max(1, count // 4), count // 2, count - 1}))

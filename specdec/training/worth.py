@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.drafters.options import Eagle3Options, HeadOptions, MedusaOptions
+from specdec.drafters.options import DSparkOptions, Eagle3Options, HeadOptions, MedusaOptions
 from specdec.heads.methods.registry import make_head
 from specdec.training.acceptance import Acceptance
 from specdec.training.job import Loaded
@@ -102,8 +102,8 @@ def _steps(model: str, device: str, num_threads: int, rows: list[int]) -> dict[i
 
 
 def _options(recipe: Recipe, out: Path, num: int) -> HeadOptions:
-    kind = MedusaOptions if recipe.kind == "medusa" else Eagle3Options
-    return kind(model=str(out), num_speculative_tokens=num)
+    kinds: dict[str, type[HeadOptions]] = {"eagle3": Eagle3Options, "dspark": DSparkOptions, "medusa": MedusaOptions}
+    return kinds[recipe.kind](model=str(out), num_speculative_tokens=num)  # type: ignore[call-arg]
 
 
 def _draft_ms(loaded: Loaded, options: HeadOptions, num: int) -> float:

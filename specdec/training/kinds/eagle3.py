@@ -19,6 +19,7 @@ from specdec.heads.config import read_config
 from specdec.heads.methods.eagle3 import Eagle3Model
 from specdec.heads.parts import Attend
 from specdec.training.checkpoint import write_checkpoint
+from specdec.training.kinds.speculators import head_config, vocabulary_tensors
 from specdec.training.recipe import Recipe
 from specdec.training.states import Batch
 from specdec.training.trainee import Guesses, TargetParts
@@ -124,51 +125,18 @@ class Eagle3Trainee:
         """In the format of `speculators`; what is the target's own is left to the target."""
         skipped = {"embed_tokens.weight"} | ({"lm_head.weight"} if self.target_ids is None else set())
         tensors = {name: value for name, value in self.module.state_dict().items() if name not in skipped}
-        if self.target_ids is not None:
-            ids = self.target_ids.cpu()
-            named = torch.zeros(self._target.vocab_size, dtype=torch.bool)
-            named[ids] = True
-            tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": named}
+        tensors |= vocabulary_tensors(self.target_ids, self._target.vocab_size)
         write_checkpoint(folder, self._config, tensors, self._target.dtype, self._recipe)
 
     def _config_json(self) -> dict[str, Any]:
-        recipe, target = self._recipe, self._target
-        size = target.hidden_size
+        target, ids = self._target, self.target_ids
+        draft_size = target.vocab_size if ids is None else len(ids)
+        shared = head_config(
+            self._recipe, target, method="eagle3", model_type="llama", num_layers=1, draft_size=draft_size
+        )
         return {
             "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.9.0",
-            "draft_vocab_size": target.vocab_size if self.target_ids is None else len(self.target_ids),
+            **shared,
             "norm_before_residual": False,
-            "target_hidden_size": size,
-            "eagle_aux_hidden_state_layer_ids": list(target.taps(recipe)),
-            "transformer_layer_config": {
-                "model_type": "llama",
-                "hidden_size": size,
-                "intermediate_size": recipe.intermediate_size or size,
-                "num_attention_heads": recipe.num_heads,
-                "num_key_value_heads": 1,
-                "head_dim": max(16, size // 6 // 16 * 16),
-                "num_hidden_layers": 1,
-                "rms_norm_eps": target.rms_norm_eps,
-                "vocab_size": target.vocab_size,
-                "max_position_embeddings": target.num_positions,
-                "hidden_act": "silu",
-                "attention_bias": False,
-                "mlp_bias": False,
-                "rope_theta": target.rope_theta,
-            },
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [
-                    {
-                        "proposal_type": "greedy",
-                        "speculative_tokens": recipe.num_depths,
-                        "verifier_accept_k": 1,
-                        "accept_tolerance": 0.0,
-                    }
-                ],
-                "verifier": {"name_or_path": target.name, "architectures": [target.architecture]},
-            },
+            "eagle_aux_hidden_state_layer_ids": list(target.taps(self._recipe)),
         }

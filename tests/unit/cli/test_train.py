@@ -31,7 +31,7 @@ def refusal(*arguments: str) -> str:
 
 def test_what_does_not_go_with_a_kind_is_refused(prompts: Path, tmp_path: Path) -> None:
     usual = ("--prompts", str(prompts), "--out", str(tmp_path / "out"))
-    assert "only eagle3 reads layers" in refusal("medusa", *usual, "--layer-ids", "1,2,3")
+    assert "only eagle3 and dspark read layers" in refusal("medusa", *usual, "--layer-ids", "1,2,3")
     assert "a draft names all tokens" in refusal("draft_model", *usual, "--draft-vocab-size", "20")
     assert "only a draft_model goes on from a draft" in refusal("eagle3", *usual, "--initial-draft", "x")
     assert "HOST:PORT" in refusal("eagle3", *usual, "--address", "nowhere")
@@ -56,14 +56,15 @@ def test_too_few_prompts_and_tokens_that_the_target_has_not_are_refused(tmp_path
     assert "no tokenizer" in refusal(*usual)
 
 
-def test_a_run_writes_a_checkpoint_with_its_recipe_and_a_report(prompts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_a_run_writes_a_checkpoint_with_its_recipe_and_a_report(kind: str, prompts: Path, tmp_path: Path) -> None:
     fixture_target(tmp_path / "target")
     out = tmp_path / "head"
-    arguments = ["train", "eagle3", "--prompts", str(prompts), "--out", str(out), "--target", str(tmp_path / "target")]
+    arguments = ["train", kind, "--prompts", str(prompts), "--out", str(out), "--target", str(tmp_path / "target")]
     arguments += ["--steps", "3", "--max-tokens", "16", "--depth", "2", "--layer-ids", "1,2,3", "--loss", "coupled"]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    assert f"specdec up --drafter eagle3={out}" in result.output
+    assert f"specdec up --drafter {kind}={out}" in result.output
     report = json.loads((out / "training_report.json").read_text())
     assert report["recipe"]["loss"] == "coupled"
     for results in report["before"], report["after"]:

@@ -7,6 +7,7 @@ import torch
 
 from specdec.training.losses import (
     LOSSES,
+    confidence_loss,
     coupled_acceptance,
     coupled_given,
     loss_of,
@@ -90,6 +91,19 @@ def test_gradient_of_the_coupled_acceptance_is_that_of_finite_differences() -> N
     p = distributions(4, 11, 13)
     logits = torch.randn(4, 11, generator=torch.Generator().manual_seed(14), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: coupled_acceptance(p, x.softmax(-1)), (logits,), eps=1e-7, atol=1e-6)
+
+
+def test_the_loss_of_confidence_is_least_where_it_is_the_acceptance_and_moves_no_logits() -> None:
+    p = distributions(8, 13, 18).float()
+    logits = torch.randn(8, 13, generator=torch.Generator().manual_seed(19), requires_grad=True)
+    share = coupled_acceptance(p, logits.detach().softmax(-1)).requires_grad_()
+    least = confidence_loss(share, p, logits)
+    least.sum().backward()
+    assert logits.grad is None
+    assert share.grad is not None and float(share.grad.abs().max()) < 1e-4
+    for by in (-0.05, 0.05):
+        assert bool((confidence_loss(share.detach() + by, p, logits) > least).all())
+    assert bool(torch.isfinite(confidence_loss(torch.tensor([0.0, 1.0] * 4), p, logits)).all())
 
 
 @pytest.mark.parametrize("name", LOSSES)

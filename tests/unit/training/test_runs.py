@@ -4,87 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from specdec.drafters.options import Eagle3Options, MedusaOptions
+from specdec.drafters.options import DSparkOptions, Eagle3Options, MedusaOptions
 from specdec.heads.config import read_config
+from specdec.heads.methods.dspark import DSpark
 from specdec.heads.methods.medusa import Medusa
 from specdec.heads.methods.registry import make_head
 from specdec.heads.parts import dense_attention
 from specdec.heads.serial import SerialHead
 from specdec.training.checkpoint import RECIPE_KEY
-from specdec.training.job import Loaded, Trained, load_target, run
+from specdec.training.job import Loaded
 from specdec.training.kinds.eagle3 import Eagle3Trainee
 from specdec.training.layer_ids import neighbouring_layer_ids
 from specdec.training.loop import rate
 from specdec.training.losses import LOSSES
-from specdec.training.recipe import KINDS, Recipe, TrainingRefused
+from specdec.training.recipe import KINDS, TrainingRefused
 from specdec.training.states import record_states
-from specdec.training.texts import Text, continuations
+from specdec.training.texts import Text
 from specdec.training.trial import try_head_layers
 from specdec.training.worth import StepCosts, measured_costs, speeds
-from tests.support.heads.targets import fixture_target
 from tests.unit.heads.dense import chain_logits
-
-NUM_STEPS = 30
-RECIPE = Recipe(
-    kind="eagle3",
-    num_steps=NUM_STEPS,
-    batch_sequences=4,
-    learning_rate=0.01,
-    num_depths=2,
-    hidden_size=32,
-    intermediate_size=24,
-    layer_ids=(1, 2, 3),
-)
-
-
-def quiet(*_: object) -> None:
-    """Nobody is told."""
-
-
-@pytest.fixture(scope="module")
-def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
-    folder = tmp_path_factory.mktemp("target")
-    fixture_target(folder)
-    return load_target(str(folder), "cpu", 1)
-
-
-@pytest.fixture(scope="module")
-def texts(loaded: Loaded) -> list[Text]:
-    prompts = [[(7 * i + j) % 40 for j in range(6)] for i in range(24)]
-    found = []
-    for temperature in (0.0, 1.0):
-        outputs = continuations(
-            loaded.engine, loaded.runner, prompts, temperature=temperature, max_tokens=24, seed=1, tell=quiet
-        )
-        found += [
-            Text(tuple(prompt), tuple(output), temperature, number % 4 == 3)
-            for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-        ]
-    return found
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
-def trained(
-    loaded: Loaded, texts: list[Text], recipe: Recipe, folder: Path, on_step: Callable[[int, float], None] = quiet
-) -> Trained:
-    work = folder / "work"
-    work.mkdir(parents=True, exist_ok=True)
-    return run(loaded, texts, recipe, folder / "out", work, quiet, on_step)
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(folder / "out" / "model.safetensors")
+from tests.unit.training.small import NUM_STEPS, RECIPE, quiet, recipe_of, trained, weights
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -92,7 +36,7 @@ def test_a_small_run_of_each_kind_lowers_its_loss_and_raises_acceptance(
     kind: str, loaded: Loaded, texts: list[Text], tmp_path: Path
 ) -> None:
     losses: list[float] = []
-    recipe = dataclasses.replace(RECIPE, kind=kind, layer_ids=RECIPE.layer_ids if kind == "eagle3" else ())  # type: ignore[arg-type]
+    recipe = recipe_of(kind)
     result = trained(loaded, texts, recipe, tmp_path, lambda _, loss: losses.append(loss))
     assert len(losses) == NUM_STEPS
     assert sum(losses[-5:]) < sum(losses[:5])
@@ -107,7 +51,7 @@ def test_a_small_run_of_each_kind_lowers_its_loss_and_raises_acceptance(
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_every_loss_can_be_trained_with(loss: str, loaded: Loaded, texts: list[Text], tmp_path: Path) -> None:
-    recipe = dataclasses.replace(RECIPE, kind="medusa", layer_ids=(), loss=loss, draft_vocab_size=20)  # type: ignore[arg-type]
+    recipe = recipe_of("medusa", loss=loss, draft_vocab_size=20)
     result = trained(loaded, texts, recipe, tmp_path)
     assert result.after[1].coupled[0] > result.before[1].coupled[0]
 
@@ -117,7 +61,7 @@ def test_a_run_that_is_stopped_and_started_again_gives_the_weights_of_one_that_w
     kind: str, loaded: Loaded, texts: list[Text], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("specdec.training.loop._SAVE_EVERY_S", 0.0)
-    recipe = dataclasses.replace(RECIPE, kind=kind, num_steps=9, layer_ids=RECIPE.layer_ids if kind == "eagle3" else ())  # type: ignore[arg-type]
+    recipe = recipe_of(kind, num_steps=9)
     trained(loaded, texts, recipe, tmp_path / "whole")
 
     def stop(done: int, _: float) -> None:
@@ -150,16 +94,15 @@ def test_texts_without_any_to_measure_on_are_refused(loaded: Loaded, texts: list
 def test_checkpoints_are_loaded_by_the_heads_that_serve_and_say_how_they_were_made(
     draft_vocab_size: int | None, loaded: Loaded, texts: list[Text], tmp_path: Path
 ) -> None:
-    for options in (Eagle3Options, MedusaOptions):
+    for options in (Eagle3Options, DSparkOptions, MedusaOptions):
         kind = options.model_fields["method"].default
-        recipe = dataclasses.replace(RECIPE, kind=kind, num_steps=2, draft_vocab_size=draft_vocab_size)
-        recipe = recipe if kind == "eagle3" else dataclasses.replace(recipe, layer_ids=())
+        recipe = recipe_of(kind, num_steps=2, draft_vocab_size=draft_vocab_size)
         trained(loaded, texts, recipe, tmp_path / kind)
         out = tmp_path / kind / "out"
         head = make_head(options(model=str(out)), loaded.for_heads)  # type: ignore[call-arg]
         config = json.loads((out / "config.json").read_text())
         assert config[RECIPE_KEY] == recipe.as_json()
-        if isinstance(head, SerialHead):
+        if isinstance(head, SerialHead | DSpark):
             assert head.layer_ids == recipe.layer_ids
             assert head.vocabulary.draft_size == (draft_vocab_size or 40)
             assert read_config(config).num_speculative_tokens == recipe.num_depths
@@ -198,7 +141,7 @@ def test_speeds_are_tokens_over_the_time_of_drafting_and_verifying() -> None:
 def test_costs_are_measured_with_the_checkpoint_as_it_is_served(
     kind: str, loaded: Loaded, texts: list[Text], tmp_path: Path
 ) -> None:
-    recipe = dataclasses.replace(RECIPE, kind=kind, num_steps=1, layer_ids=RECIPE.layer_ids if kind == "eagle3" else ())  # type: ignore[arg-type]
+    recipe = recipe_of(kind, num_steps=1)
     trained(loaded, texts, recipe, tmp_path)
     costs = measured_costs(loaded, recipe, tmp_path / "out")
     assert len(costs.verify_ms) == len(costs.draft_ms) == recipe.num_depths
