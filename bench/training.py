@@ -143,7 +143,8 @@ def main() -> None:
         "costs": {name: dataclasses.asdict(value) for name, value in costs.items()},
     }
     report.add("training", results, tables)
-    console.print(f"results: {report.save(options.results, file_name('training', 'cpu'))}", soft_wrap=True)
+    name = file_name(f"training-{'-'.join(options.kinds)}", "cpu")
+    console.print(f"results: {report.save(options.results, name)}", soft_wrap=True)
 
 
 def losses_table(outcomes: Sequence[Outcome], kind: str, temperature: float) -> Table:
