@@ -109,7 +109,8 @@ async def test_a_session_of_a_slow_draft_ends_up_at_the_fast_one_with_the_same_t
             result = await read_tokens(call, 1)
             assert at.has_session(at.first)
             await steps(at, call, result, lambda: at.has_session(at.second) and not at.has_session(at.first))
-            assert at.harness.metric("draft_hedges_total") == at.harness.metric("draft_hedges_won_total") == 1
+            # A busy machine may slow the fast one down: then it wins at the second attempt.
+            assert at.harness.metric("draft_hedges_total") >= at.harness.metric("draft_hedges_won_total") == 1
             assert at.num_open == 0
             at.target.set_limit(None)
             await finish(call, result)
