@@ -43,6 +43,8 @@ _PROBE_STEPS, _BARREN_PROBE, _BARREN_KIND_PROBE = 16, 6, 3
 sessions of its kind, or enough for all of them was accepted."""
 _BARREN_KIND = 0.1
 """Accepted tokens per step, whatever verifying them costs, below which that is said of a kind."""
+_LEAST_PROBES = 2
+"""Of a kind that must have failed before nothing more is lent: the first text may be one that nobody can guess."""
 _PROBE_INTERVAL_S = 0.4
 _KNOWN_S = 5.0
 """For so long what a session gained is taken for what it would gain."""
@@ -243,8 +245,9 @@ class SpeculationGate:
                 for state in states:
                     if state.kind == kind and state.phase is not Phase.OFF:
                         self._suspend(state, now_s)
-            elif account.is_due(now_s) and any(
-                state.kind == kind and self._pays(self._known_gain(state), _ENTER, now_s) for state in states
+            elif account.is_due(now_s) and (
+                account.num_probes < _LEAST_PROBES
+                or any(state.kind == kind and self._pays(self._known_gain(state), _ENTER, now_s) for state in states)
             ):
                 account.make_even()
 
@@ -279,9 +282,9 @@ class SpeculationGate:
             self._probes *= 2
             self._probe_due_s = now_s
         else:
+            self._account(state.kind).num_probes += 1
             self._suspend(state, now_s)
             self._probes = 1
-            self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_INTERVAL_S)
 
     def _suspend(self, state: GateState, now_s: float) -> None:
         state.enter(Phase.OFF, now_s)

@@ -12,9 +12,9 @@ _LEAST_S, _LEAST_STEPS = 0.04, 4
 _SAVINGS = 2
 """So many times as much of what speculation has saved is kept for bad times."""
 _FIRST_RESPITE_S = 0.25
-"""After its floor was reached an account may be made even so much later: some steps that stalled, or a reference that
-was lucky, may have emptied it. The time doubles, until no more is lent than the allowance gives; it is as at first
-when the account is full."""
+"""So long after it was emptied an account may be made even: some steps that stalled, a text that begins with nothing
+to guess, or a reference that was lucky, may have done it. The time doubles, until no more is lent than the allowance
+gives; it is as at first when the account is full."""
 
 
 @dataclass(slots=True)
@@ -22,6 +22,8 @@ class Account:
     """Of one kind of sessions, in seconds of decoding."""
 
     balance_s: float = 0.0
+    num_probes: int = 0
+    """That have failed."""
     _respite_s: float = _FIRST_RESPITE_S
     _due_s: float = math.inf
 
@@ -41,13 +43,16 @@ class Account:
     def has_fallen(self, plain_s: float, now_s: float) -> bool:
         """Whether it has just fallen through its floor, where it is held."""
         most_s = _most_s(plain_s)
-        if self.balance_s >= most_s:
-            self._respite_s, self._due_s = _FIRST_RESPITE_S, math.inf
+        if self.balance_s >= 0:
+            self._due_s = math.inf
+            if self.balance_s >= most_s:
+                self._respite_s = _FIRST_RESPITE_S
+        elif self._due_s == math.inf:
+            self._due_s = now_s + self._respite_s
+            self._respite_s = min(2 * self._respite_s, most_s / _ALLOWANCE)
         if self.balance_s >= -most_s:
             return False
         self.balance_s = -most_s
-        self._due_s = now_s + self._respite_s
-        self._respite_s = min(2 * self._respite_s, most_s / _ALLOWANCE)
         return True
 
     def is_due(self, now_s: float) -> bool:

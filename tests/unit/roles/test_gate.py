@@ -133,6 +133,25 @@ def test_a_streak_of_bad_luck_at_the_beginning_keeps_speculation_away_for_moment
     assert sorted(ratios)[len(ratios) // 2] > 1.8
 
 
+def test_a_first_text_that_nobody_can_guess_keeps_speculation_away_for_less_than_a_second() -> None:
+    """Short requests, one at a time; a probe costs as much as a new kind is lent."""
+    shares = []
+    for seed in range(30):
+        world = World(
+            lambda now_s: Weather(3.0, 0.5),
+            accepts_of=lambda number, _: 3.0 if number else 0.05,
+            seed=seed,
+            length=48,
+            noise=0.3,
+        )
+        for _ in world.steps(10.0):
+            if world.num_begun > 1:
+                break
+        world.run(1.0)
+        shares.append(world.share_speculating(0.5))
+    assert sum(share > 0.7 for share in shares) >= 24
+
+
 def test_a_gate_that_is_off_suspends_nobody() -> None:
     world = World(ADVERSITIES["one that takes half of the machine"], gate=SpeculationGate(is_gating=False))
     world.run(2.0)
