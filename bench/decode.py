@@ -33,8 +33,8 @@ _COLUMNS = {
     "plain_step_ms": "plain step ms",
     "share_of_steps_suspended": "suspended",
     "hold_off_ms_per_step": "hold-off ms",
-    "outside_ms_per_hit": "outside ms, hit",
-    "outside_ms_per_miss": "outside ms, miss",
+    "outside_ms_of_hits": "outside ms, hit",
+    "outside_ms_of_misses": "outside ms, miss",
     "plain_outside_ms_per_step": "outside ms, plain",
 }
 
@@ -125,7 +125,20 @@ async def measure(address: str, case: Case, progress: Progress) -> dict[str, obj
         if sampling.is_reproducible and runs[True].token_ids != runs[False].token_ids:
             raise TokensDiffer(f"temperature {sampling.temperature}, group {index}")
         pairs.append((runs[True], runs[False]))
-    return _summary(case, pairs)
+    told = dataclasses.replace(case.sampling, with_steps=True)
+    return _summary(case, pairs) | _outside(await run_group(address, case.groups[0], told, speculate=True))
+
+
+def _outside(run: Run) -> dict[str, object]:
+    """What steps took beside the forward pass and the hold-off: coordinator, gRPC, detokenizing, drafts' share of the
+    cores. By whether anything that was proposed was accepted. Not of the timed runs: telling of each step takes time.
+    """
+    found: dict[bool, list[float]] = {True: [], False: []}
+    for completion in run.completions:
+        for before, step in itertools.pairwise(completion.choices[0].steps):
+            outside_us = step.at_us - before.at_us - step.step_us - step.hold_off_us
+            found[step.num_tokens > 1].append(outside_us / 1e3)
+    return {"outside_ms_of_hits": spread(found[True]), "outside_ms_of_misses": spread(found[False])}
 
 
 def _summary(case: Case, pairs: list[tuple[Run, Run]]) -> dict[str, object]:

@@ -36,6 +36,8 @@ class Sampling:
     """None: the deployment's."""
     model: str = ""
     """Name of what is asked; empty: what is served."""
+    with_steps: bool = False
+    """Whether each step is told of, which costs time of its own."""
 
     @property
     def is_reproducible(self) -> bool:
@@ -67,6 +69,7 @@ def make_request(prompt: Prompt, sampling: Sampling, seed: int, *, speculate: bo
     request.sampling.seed = seed
     request.sampling.max_tokens = sampling.max_tokens
     request.sampling.ignore_eos = not sampling.stop_at_eos
+    request.with_steps = sampling.with_steps
     request.speculation.enabled = speculate
     if sampling.verify_mode is not None:
         request.speculation.verify_mode = _MODES[sampling.verify_mode]
