@@ -11,7 +11,7 @@ from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.host import SessionHost
 from target_service.decide import Decision
-from target_service.pacing import Pacing
+from target_service.pacing.pacing import Pacing
 from target_service.proposals.own_draft import OwnDraft
 from target_service.proposals.panel import DrafterPanel
 from target_service.records.metrics import TargetRecorder
@@ -113,7 +113,7 @@ def _prune(decision: Decision, pacing: Pacing) -> int:
     candidate, tree = decision.candidate, decision.candidate.session.tree
     if not tree.nodes:
         return 0
-    pacing.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
+    pacing.expectations.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
     num_dropped = tree.advance(decision.walk.token_ids) + tree.drop_passing()
     if candidate.session.mode is VerifyMode.REJECTION:
         num_dropped += tree.clear()

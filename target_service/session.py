@@ -14,6 +14,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import EngineSession
 from target_service.policy.gate_state import GateState
 from target_service.policy.hold_off import HoldOff, MissRecord
+from target_service.policy.marginal_gains import Asked
 from target_service.policy.source_records import OwnRecord
 from target_service.policy.urgency import urgency
 from target_service.prompt_logprobs import PromptLogprobs
@@ -99,6 +100,10 @@ class TargetSession(EngineSession):
     """Text that its client expects."""
     own_records: dict[str, OwnRecord] = field(default_factory=dict)
     """What became of what each of the target's own drafters offered for it."""
+    asked: list[Asked] = field(default_factory=list)
+    """Calls of the target's own sources for its next step."""
+    num_walks: int = 0
+    """Steps that have decided tokens of it."""
     drafted_s: float = 0.0
     """Spent on drafts of the target's own since its last verdict."""
     state: SessionState = field(default=SessionState.FORKING, init=False)

@@ -27,7 +27,7 @@ from target_service.decide import Candidate, Decision, Undecided, decide
 from target_service.forks import Forks, may_fork
 from target_service.masks import MaskFilling, worth_a_thread_s
 from target_service.opening import new_session, sources_of
-from target_service.pacing import Pacing
+from target_service.pacing.pacing import Pacing
 from target_service.policy.gate_state import Phase
 from target_service.policy.payoff import PayoffMeter
 from target_service.proposals.gathering import Gathering
@@ -339,7 +339,8 @@ class Verifier:
         # From turn to turn: what lies between two, such as hold-offs and frames, is part of what speculation costs.
         now_s = time.monotonic()
         began_s, self._last_turn_s = self._last_turn_s or self._turn_began_s, now_s if self._ready() else None
-        self._own_draft.observe(step, now_s - began_s)
+        if step.is_decode:
+            self.pacing.expectations.observe_rate(sum(step.num_committed), now_s - began_s)
         if not step.is_decode or not self.pacing.gate.is_gating:
             return
         decoding = [
@@ -398,7 +399,7 @@ class Verifier:
     def _on_drafters(self, new: Iterable[str]) -> None:
         """Others propose from now on: what sessions gain by that is to be found out anew."""
         for name in new:
-            self.pacing.sources.forget(name)
+            self.pacing.expectations.forget(name)
         for session in self._host.sessions:
             session.sources = sources_of(session.body, session.wanted_drafters, self.panel.names)
             session.gate = None

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from specdec.drafters.options import DRAFT_MODEL
 from specdec.sampling_params import VerifyMode
 from specdec.worker.host import SessionHost
-from target_service.pacing import Pacing
+from target_service.pacing.expectations import most_accepted, note_asked
+from target_service.pacing.pacing import Pacing
 from target_service.proposals.intake import ProposalIntake
 from target_service.proposals.legal import drop_illegal, hang_forced
 from target_service.proposals.own_draft import OwnDraft
@@ -36,28 +38,47 @@ class Gathering:
         self._fault = fault
 
     def draft(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
-        """Let the draft in this process guess, if there is one and any session needs it."""
-        if not self._own_draft.is_there:
+        """Let the draft in this process guess, if there is one and it is worth its time.
+
+        Drafters that gain more by the second than it does come first, and leave it less to gain; the others are asked
+        when it has proposed.
+        """
+        draft = self._own_draft
+        if not draft.is_there:
             return
         due = [session for session in ready if session.state is SessionState.DECIDED]
+        if not due:
+            return
         # In rejection mode a draft's chain comes first, as nothing can be verified beside it.
-        self._ask([session for session in due if session.mode is VerifyMode.COUPLED], pacing)
-        if not all(pacing.needs_no_draft(session) for session in due):
-            self._own_draft.propose(due, pacing)
+        coupled = [session for session in due if session.mode is VerifyMode.COUPLED]
+        limit = max((most_accepted(session) for session in coupled), default=0)
+        least_worth = pacing.expectations.worth_per_s(DRAFT_MODEL, draft.cost_s / len(due), limit)
+        self._ask(coupled, pacing, least_worth)
+        draft.propose(due, pacing)
 
     def gather(self, ready: Sequence[TargetSession], pacing: Pacing, now_s: float) -> None:
         """Hang what is forced, what has arrived, and what own drafters offer."""
         for session in ready:
             if session.grammar is not None and session.state is SessionState.DECIDED and pacing.may_verify(session):
                 self._try(session, hang_forced)
-            if session.arrived is not None and session.state is not SessionState.ENDED:
-                self._host.steps.work_on([session.key])
-                self._try(session, lambda one: self._intake.absorb(one, pacing, now_s))
+            if session.state is SessionState.ENDED:
+                continue
+            if session.session_id in self._own_draft.asked:
+                left, num_nodes = pacing.expectations.left_to_gain(session), len(session.tree)
+                self._absorb(session, pacing, now_s)
+                note_asked(session, DRAFT_MODEL, left, num_nodes)
+            elif session.arrived is not None:
+                self._absorb(session, pacing, now_s)
+        self._own_draft.asked.clear()
         self._host.steps.work()
-        self._ask([session for session in ready if session.state is not SessionState.ENDED], pacing)
+        self._ask([session for session in ready if session.state is not SessionState.ENDED], pacing, 0.0)
 
-    def _ask(self, sessions: Sequence[TargetSession], pacing: Pacing) -> None:
-        self._panel.propose(sessions, pacing)
+    def _absorb(self, session: TargetSession, pacing: Pacing, now_s: float) -> None:
+        self._host.steps.work_on([session.key])
+        self._try(session, lambda one: self._intake.absorb(one, pacing, now_s))
+
+    def _ask(self, sessions: Sequence[TargetSession], pacing: Pacing, least_worth: float) -> None:
+        self._panel.propose(sessions, pacing, least_worth)
         for session in sessions:
             if session.grammar is not None:
                 self._try(session, drop_illegal)

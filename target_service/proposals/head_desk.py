@@ -18,6 +18,8 @@ from specdec.heads.target import HeadTarget
 from specdec.layer_skip.drafter import LayerSkip, make_layer_skip
 from specdec.sampling_params import VerifyMode
 from target_service.decide import Decision
+from target_service.pacing.expectations import note_asked
+from target_service.policy.marginal_gains import Left
 from target_service.proposals.deadline import Deadline, Overdue
 from target_service.proposals.features import computed
 from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
@@ -37,6 +39,8 @@ class Due:
     parts: Sequence[DrafterPart]
     """Of its drafters."""
     room: Room
+    left: Left
+    """To be gained by asking one more of them."""
 
 
 class HeadDesk:
@@ -98,7 +102,7 @@ class HeadDesk:
         Raises what the head raises, and TreeError for what is no tree.
         """
         asks: list[HeadAsk] = []
-        asked: list[tuple[TargetSession, DrafterPart]] = []
+        asked: list[tuple[TargetSession, DrafterPart, Left]] = []
         for each in due:
             session = each.session
             part = next((part for part in each.parts if part.name == name), None)
@@ -108,7 +112,7 @@ class HeadDesk:
             if part.is_due():
                 row = RowContext(session.params, session.num_tokens, session.body.num_prompt_tokens, session.history)
                 asks.append(HeadAsk(part.drafter, row, each.room, is_chain, session.seq))
-                asked.append((session, part))
+                asked.append((session, part, each.left))
         if not asks:
             return
         began_s = time.monotonic()
@@ -118,11 +122,12 @@ class HeadDesk:
         if isinstance(head, LayerSkip) and (found := head.take_found()) is not None:
             recorder.searched(*found)
         each_s = (time.monotonic() - began_s) / len(asks)
-        for (session, part), offer in zip(asked, offers, strict=True):
-            num_nodes = 0
+        for (session, part, left), offer in zip(asked, offers, strict=True):
+            num_nodes, num_before = 0, len(session.tree)
             if offer is not None:
                 num_nodes = session.tree.hang(name, offer.token_ids, offer.parents, offer.scores)
             elapsed_s = each_s + self._debts_s.pop(session.session_id, 0.0)
+            note_asked(session, name, left, num_before)
             part.step = DrafterStep(name, num_nodes, elapsed_s=elapsed_s)
             recorder.asked(name, num_nodes, elapsed_s)
 

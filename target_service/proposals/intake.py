@@ -8,7 +8,7 @@ from specdec.sampling_params import RejectionMethod
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import SessionFailure, invalid
 from specdec.worker.host import SessionHost
-from target_service.pacing import Pacing
+from target_service.pacing.pacing import Pacing
 from target_service.proposals.legal import drop_illegal
 from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession

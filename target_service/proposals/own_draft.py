@@ -20,12 +20,11 @@ from specdec.engine.errors import EngineError, ModelLoadError
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine, build_engine
 from specdec.worker.host import SessionHost
-from target_service.pacing import Pacing
-from target_service.records.step_record import StepRecord
+from target_service.pacing.pacing import Pacing
 from target_service.session import TargetSession
 
-_RATE_WEIGHT = 0.05
-"""Of one step in the mean rate of tokens."""
+_COST_WEIGHT = 1 / 16
+"""Of one call in the mean time that they take."""
 _LENIENCE = 0.5
 """Scores are a draft's own word: what one that is too sure draws is not verified, what one that is unsure leaves out is
 never seen."""
@@ -83,7 +82,10 @@ class OwnDraft:
         """`most_tokens` per session and step are drafted."""
         self.draft = draft
         self._most_tokens = most_tokens
-        self._rate = 0.0
+        self.cost_s = 0.0
+        """Mean time of a call."""
+        self.asked: set[str] = set()
+        """Sessions that the last call was for."""
         self._known: set[str] = set()
         """Sessions that were opened at the draft."""
 
@@ -116,21 +118,25 @@ class OwnDraft:
             self.draft.close(session.session_id)
 
     def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
-        """Draft for sessions whose next step is due; the time it takes is noted as one that they wait for a draft."""
-        if self.draft is None or not any(pacing.may_verify(s) and s.may_use(DRAFT_MODEL) for s in ready):
+        """Draft for sessions whose next step is due, if that gains more than it costs; the time it takes is noted as
+        one that they wait for a draft.
+        """
+        self.asked.clear()
+        own = [session for session in ready if session.max_nodes > 0 and session.may_use(DRAFT_MODEL)]
+        wanted = [session for session in own if pacing.may_verify(session)]
+        if self.draft is None or not wanted:
+            return
+        expectations = pacing.expectations
+        asks = [(session, expectations.left_to_gain(session)) for session in wanted]
+        if not expectations.is_worth_asking(DRAFT_MODEL, asks, self.cost_s):
             return
         began_s = time.monotonic()
         self.draft.work(self._appetite(pacing))
         drafted_s = time.monotonic() - began_s
-        for session in ready:
-            if session.max_nodes > 0 and session.may_use(DRAFT_MODEL):
-                session.drafted_s += drafted_s
-
-    def observe(self, step: StepRecord, turn_s: float) -> None:
-        """A step, and what it took from the end of the one before."""
-        if self.draft is not None and step.is_decode and turn_s > 0:
-            rate = sum(step.num_committed) / turn_s
-            self._rate += _RATE_WEIGHT * (rate - self._rate) if self._rate else rate
+        self.cost_s += _COST_WEIGHT * (drafted_s - self.cost_s) if self.cost_s else drafted_s
+        self.asked.update(session.session_id for session in wanted)
+        for session in own:
+            session.drafted_s += drafted_s
 
     def load(self) -> None:
         """Export the gauges."""
@@ -142,5 +148,5 @@ class OwnDraft:
         cost_s = self.draft.round_s + pacing.step_time.row_s
         return Appetite(
             num_tokens=pacing.draft_credit(self._most_tokens),
-            min_path_score=min(_MOST_MIN_SCORE, _LENIENCE * self._rate * cost_s),
+            min_path_score=min(_MOST_MIN_SCORE, _LENIENCE * pacing.expectations.tokens_per_s * cost_s),
         )

@@ -1,8 +1,9 @@
 """Drafters that a target runs itself: asked before each step, and what they offer joins the one tree of the session.
 
-Each call is timed. In a session where a drafter's offers bring less than they cost it is asked less and less, up to
-every 64th step, and at every step again once a call has brought what it cost. Rows that a drafter wants computed for
-itself (lookahead's window) are part of that (`window.py`). One that raises, offers what is no tree, or
+Each call is timed. Who gains most by the second is asked first, and the others while what is left to be gained is worth
+their time (`expectations.py`). In a session where a drafter's offers bring less than they cost it is asked less and
+less, up to every 64th step, and at every step again once a call has brought what it cost. Rows that a drafter wants
+computed for itself (lookahead's window) are part of that (`window.py`). One that raises, offers what is no tree, or
 does not return is dropped for good: all sessions go on without it.
 
 Heads over the target's hidden states are told of every step, and asked for all sessions at once (`head_desk.py`).
@@ -14,7 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import structlog
 import torch
@@ -28,32 +28,23 @@ from specdec.engine.tree import ROOT
 from specdec.heads.target import HeadTarget
 from specdec.sampling_params import VerifyMode
 from target_service.decide import Decision
-from target_service.pacing import Pacing
+from target_service.pacing.expectations import most_accepted, note_asked
+from target_service.pacing.pacing import Pacing
 from target_service.policy.source_records import OwnRecord
 from target_service.policy.step_time import StepTimeModel
 from target_service.proposals.deadline import Deadline, Overdue
 from target_service.proposals.drawn import tell_drawn
 from target_service.proposals.head_desk import Due, HeadDesk
-from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
+from target_service.proposals.likeliest import tell_likeliest
+from target_service.proposals.part import DrafterPart, DrafterStep, Known, PanelRecorder
+from target_service.proposals.turns import Turns
 from target_service.proposals.window import charge_windows
 from target_service.session import SessionState, TargetSession
 from target_service.tree.speculation_tree import Node
 
 MOST_CALL_S = 0.25
 """Of CPU time that one call may take: a thousand times what it should."""
-_COST_WEIGHT = 1 / 64
 _log = structlog.get_logger("specdec.worker")
-
-
-@dataclass(slots=True)
-class _Known:
-    """What the panel keeps of a session."""
-
-    session: TargetSession
-    context: Context
-    parts: list[DrafterPart] = field(default_factory=list)
-    asked_at: int = 0
-    """Number of its tokens when drafters were last asked."""
 
 
 class DrafterPanel:
@@ -74,9 +65,9 @@ class DrafterPanel:
         self._options: dict[str, DrafterOptions] = {}
         self._heads = HeadDesk(target)
         self._recorder = recorder
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, Known] = {}
         self._vocab_size = vocab_size
-        self._costs_s: dict[str, float] = {}
+        self._turns = Turns()
         self._deadline = Deadline(MOST_CALL_S)
         for each in options:
             try:
@@ -128,7 +119,7 @@ class DrafterPanel:
         """Do not ask a drafter any more; what it has offered may still be verified."""
         self._drafters.pop(name, None)
         self._options.pop(name, None)
-        self._costs_s.pop(name, None)
+        self._turns.forget(name)
         self._heads.remove(name)
         for known in self._known.values():
             known.parts = [part for part in known.parts if part.name != name]
@@ -153,36 +144,40 @@ class DrafterPanel:
 
     # --- before a step
 
-    def propose(self, sessions: Iterable[TargetSession], pacing: Pacing) -> None:
-        """Hang offers on the trees of sessions whose next step is due."""
+    def propose(self, sessions: Iterable[TargetSession], pacing: Pacing, least_worth: float = 0.0) -> None:
+        """Hang offers on the trees of sessions whose next step is due, of drafters that were not asked for it yet.
+
+        Asked are those that gain at least so many tokens by the second where nobody has proposed anything.
+        """
         if not self._drafters:
             return
-        due: list[Due] = []
+        due: list[tuple[TargetSession, Known, Room]] = []
         for session in sessions:
             if session.state is not SessionState.DECIDED or not pacing.may_offer(session):
                 continue
             known = self._session(session)
-            if known.asked_at == session.num_tokens:
-                continue
-            known.asked_at = session.num_tokens
-            depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
-            if depth > 0:
+            if known.asked_at != session.num_tokens:
+                known.asked_at = session.num_tokens
+                known.asked.clear()
+            depth = most_accepted(session)
+            if depth > 0 and len(known.asked) < len(known.parts):
                 room = Room(session.max_nodes, depth, session.mode is VerifyMode.REJECTION)
-                self._ask(session, known, room)
-                due.append(Due(session, known.parts, room))
+                self._ask(session, known, room, pacing, least_worth)
+                due.append((session, known, room))
         for name in self._heads.names:
-            try:
-                self._heads.ask(name, due, self._recorder)
-            except (Exception, Overdue) as error:
-                self._drop(name, error)
+            self._ask_head(name, due, pacing, least_worth)
 
-    def _ask(self, session: TargetSession, known: _Known, room: Room) -> None:
+    def _ask(self, session: TargetSession, known: Known, room: Room, pacing: Pacing, least_worth: float) -> None:
         if session.mode is VerifyMode.REJECTION and len(session.tree):
             return  # a draft's chain is there: beside it nothing could be verified
-        for part in tuple(known.parts):
-            if part.name in self._heads.names or not part.is_due():
+        expectations = pacing.expectations
+        for part in self._turns.order(known.parts, room, expectations):
+            if part.name in self._heads.names:
                 continue
-            began_s = time.monotonic()
+            left = self._turns.take(part.name, session, known.asked, room, expectations, least_worth)
+            if left is None or not part.is_due():
+                continue
+            num_before, began_s = len(session.tree), time.monotonic()
             try:
                 with self._deadline:
                     offer = part.drafter.propose(known.context, room)
@@ -195,26 +190,42 @@ class DrafterPanel:
             except (Exception, Overdue) as error:
                 self._drop(part.name, error)
                 continue
+            note_asked(session, part.name, left, num_before)
             part.step = DrafterStep(part.name, num_nodes, elapsed_s=elapsed_s)
             self._recorder.asked(part.name, num_nodes, elapsed_s)
 
-    def _session(self, session: TargetSession) -> _Known:
+    def _ask_head(
+        self, name: str, due: Iterable[tuple[TargetSession, Known, Room]], pacing: Pacing, least_worth: float
+    ) -> None:
+        worth: list[Due] = []
+        for session, known, room in due:
+            left = self._turns.take(name, session, known.asked, room, pacing.expectations, least_worth)
+            if left is not None:
+                worth.append(Due(session, known.parts, room, left))
+        if not worth:
+            return
+        try:
+            self._heads.ask(name, worth, self._recorder)
+        except (Exception, Overdue) as error:
+            self._drop(name, error)
+
+    def _session(self, session: TargetSession) -> Known:
         known = self._known.get(session.session_id)
         if known is None:
             body = session.body
             context = Context(session.token_ids, body.num_prompt_tokens, body.cache_salt, session.prediction)
-            known = self._known[session.session_id] = _Known(session, context)
+            known = self._known[session.session_id] = Known(session, context)
             for name, drafter in tuple(self._drafters.items()):
                 self._begin(known, name, drafter)
         return known
 
-    def _begin(self, known: _Known, name: str, drafter: Drafter) -> None:
+    def _begin(self, known: Known, name: str, drafter: Drafter) -> None:
         """Ask a drafter for a session, if it may be."""
         if known.session.may_use(name):
             self._open(known, name, drafter)
             known.session.own_records[name] = OwnRecord()
 
-    def _open(self, known: _Known, name: str, drafter: Drafter) -> None:
+    def _open(self, known: Known, name: str, drafter: Drafter) -> None:
         try:
             with self._deadline:
                 opened = drafter.open(known.context)
@@ -227,52 +238,14 @@ class DrafterPanel:
     # --- after a step
 
     def read(self, decisions: Sequence[Decision], logits: torch.Tensor) -> None:
-        """Tell drafters that want it what the target found likeliest after each verified token.
-
-        Before the decisions are committed. In rejection mode only rows on the committed path count: tokens that were
-        drawn and refused must leave no trace (docs/rejection.md).
-        """
+        """Tell drafters that want it what the target has drawn, and found likeliest, before decisions are committed."""
         readers = {name for name, drafter in self._drafters.items() if drafter.capabilities.reads_drawn}
         for name, error in tell_drawn(decisions, readers, self._parts, self._deadline):
             self._drop(name, error)
-        num_top = max((d.capabilities.num_target_top for d in self._drafters.values()), default=0)
-        if num_top == 0:
-            return
-        began_s = time.monotonic()
-        rows: list[int] = []
-        shares: list[tuple[DrafterPart, Context, list[int]]] = []
-        for decision in decisions:
-            candidate = decision.candidate
-            known = self._known.get(candidate.session.session_id)
-            part = None if known is None else next((part for part in known.parts if self._reads(part)), None)
-            if known is None or part is None:
-                continue
-            is_rejection = candidate.session.mode is VerifyMode.REJECTION
-            nodes = decision.walk.rows if is_rejection else range(ROOT, candidate.num_nodes)
-            last = candidate.session.token_ids[-1]
-            token_ids = [last if node == ROOT else candidate.tree.token_ids[node] for node in nodes]
-            shares.append((part, known.context, token_ids))
-            rows += [candidate.root_row + 1 + node for node in nodes]
-        if not rows:
-            return
-        needed = logits if rows == list(range(len(logits))) else logits[rows]
-        top_ids = needed[:, : self._vocab_size].topk(min(num_top, self._vocab_size), dim=1).indices.tolist()
-        first = 0
-        for part, context, token_ids in shares:
-            best = top_ids[first : first + len(token_ids)]
-            first += len(token_ids)
-            drafter = self._drafters.get(part.name)
-            if drafter is not None:
-                try:
-                    with self._deadline:
-                        drafter.verified(context, token_ids, best)
-                except (Exception, Overdue) as error:
-                    self._drop(part.name, error)
-        each_s = (time.monotonic() - began_s) / len(shares)
-        for part, _, _ in shares:
-            if part.step is not None:
-                part.step.elapsed_s += each_s
-                self._recorder.asked(part.name, 0, each_s)
+        real = logits[:, : self._vocab_size]
+        failed = tell_likeliest(decisions, real, self._drafters, self._known, self._deadline, self._recorder)
+        for name, error in failed:
+            self._drop(name, error)
 
     def charge(self, decisions: Sequence[Decision], num_rows: int, step_time: StepTimeModel) -> None:
         """A step of so many rows is decided, and not committed yet: charge drafters with their own rows in it."""
@@ -281,10 +254,6 @@ class DrafterPanel:
     def _parts(self, session: TargetSession) -> list[DrafterPart]:
         known = self._known.get(session.session_id)
         return [] if known is None else known.parts
-
-    def _reads(self, part: DrafterPart) -> bool:
-        """Whether a part wants to know what the target found: it does where it was asked for the step."""
-        return part.step is not None and self._drafters[part.name].capabilities.num_target_top > 0
 
     def feed(self, output: StepOutput, decisions: Sequence[Decision], sessions: Mapping[int, TargetSession]) -> None:
         """Tell heads what a step has computed, before its decisions are committed; `sessions` by sequence number."""
@@ -321,7 +290,9 @@ class DrafterPanel:
                 reached[node] = depth + 1
             for source, score in payload.offers():
                 if source in steps:
-                    pacing.sources[source].observe(score, depth + 1, is_next, session.own_records.get(source))
+                    pacing.expectations.sources[source].observe(
+                        score, depth + 1, is_next, session.own_records.get(source)
+                    )
             if node in accepted:
                 who = _steps_of(payload, steps)
                 for step in who:
@@ -331,8 +302,7 @@ class DrafterPanel:
         token_s = pacing.step_time.predict(1)
         for part in known.parts:
             if part.step is not None:
-                cost_s = self._costs_s.get(part.name, part.step.elapsed_s)
-                self._costs_s[part.name] = cost_s = cost_s + _COST_WEIGHT * (part.step.elapsed_s - cost_s)
+                cost_s = self._turns.observe(part.name, part.step.elapsed_s)
                 part.judge(credits[part.name], cost_s / token_s + part.step.window_tokens)
                 self._recorder.judged(part.name, part.step.num_verified, depths[part.name])
                 part.step = None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from specdec.drafters.interface import SessionDrafter
+from specdec.drafters.interface import Context, SessionDrafter
+from target_service.session import TargetSession
 
 _MOST_INTERVAL = 64
 """Steps between two calls of a drafter that brings nothing."""
@@ -90,3 +91,16 @@ class DrafterPart:
             if self.num_calls >= _JUDGED_CALLS or lost_tokens > _MOST_LOST_TOKENS:
                 self.interval = min(_MOST_INTERVAL, 2 * self.interval)
         self.wait = self.interval - 1
+
+
+@dataclass(slots=True)
+class Known:
+    """What the panel keeps of a session."""
+
+    session: TargetSession
+    context: Context
+    parts: list[DrafterPart] = field(default_factory=list)
+    asked_at: int = 0
+    """Number of its tokens when drafters were last asked."""
+    asked: set[str] = field(default_factory=set)
+    """Whose turns were over then."""

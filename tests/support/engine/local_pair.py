@@ -35,7 +35,7 @@ from specdec.worker.host import SessionHost
 from specdec.worker.loop import EngineWorker
 from specdec.worker.pending_responses import ResponseLimits
 from specdec.worker.role import Wire
-from target_service.pacing import Pacing
+from target_service.pacing.pacing import Pacing
 from target_service.policy.gate import SpeculationGate
 from target_service.policy.step_time import StepTimeModel
 from target_service.proposals.own_draft import own_draft_of

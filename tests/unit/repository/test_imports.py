@@ -219,6 +219,10 @@ FLOORS = {
         processes
         worker
     """,
+    "target_service.pacing": """
+        expectations
+        pacing
+    """,
     "target_service.processes": """
         wire
         model

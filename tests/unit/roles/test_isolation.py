@@ -13,7 +13,7 @@ from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import FaultLog, RankLost, SessionFailure
 from specdec.worker.isolation import each_or_halves
 from target_service import commits, verifier
-from target_service.pacing import Pacing
+from target_service.pacing.pacing import Pacing
 from tests.fuzz.links.worker import open_body, tiny_local_pair
 from tests.support.engine.local_pair import LocalPair, Outcome
 from tests.support.engine.worker_client import WorkerClient, reason_of

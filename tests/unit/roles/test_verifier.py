@@ -8,7 +8,7 @@ import pytest
 from google.rpc import code_pb2
 
 from specdec.v1 import common_pb2 as pb
-from target_service.pacing import Pacing
+from target_service.pacing.pacing import Pacing
 from target_service.policy.hold_off import DEPTHS, DraftLatency, WaitAllowance
 from tests.support.engine.local_pair import FreeRows, LocalPair, chain, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient, fields_of, reason_of
@@ -126,7 +126,7 @@ def test_a_verdict_counts_what_was_verified_accepted_and_wasted(client: WorkerCl
 def test_what_was_drafted_past_the_end_of_a_choice_does_not_count_as_refused(
     client: WorkerClient, truth: list[int]
 ) -> None:
-    acceptance = client.pair.verifier.pacing.acceptance
+    acceptance = client.pair.verifier.pacing.expectations.acceptance
     before = acceptance.depth_rate
     client.entry("s", open=a_session(stop_token_ids=[truth[21]], body={"credit_position": 21}))
     client.turn(4)

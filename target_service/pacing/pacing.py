@@ -6,10 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from specdec.drafters.options import DRAFT_MODEL
-from specdec.engine.tree import ROOT
-from specdec.sampling_params import VerifyMode
 from specdec.v1 import common_pb2 as pb
+from target_service.pacing.expectations import Expectations, most_accepted
 from target_service.policy.gate import SpeculationGate
 from target_service.policy.hold_off import (
     DEPTHS,
@@ -20,11 +18,9 @@ from target_service.policy.hold_off import (
     WaitAllowance,
     kind_of,
 )
-from target_service.policy.source_records import SourceRecords
 from target_service.policy.step_time import StepTimeModel
-from target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
+from target_service.policy.verify_policy import select_nodes
 from target_service.session import SessionState, TargetSession
-from target_service.tree.speculation_tree import Node
 from target_service.tree.walk import Walk
 
 _MAX_FITTED_ROWS = 128
@@ -55,8 +51,6 @@ _CREDIT_MARGIN = 1.5
 steps of unequal size, and with no more than was verified on offer it could only fall."""
 _ENOUGH_TOKENS = 1.0
 """Where drafters of the target's own are expected to bring so many, a step does not wait for a draft as well."""
-_ENOUGH_SHARE = 0.7
-"""Of the nodes that a step may verify: where so many are expected to be accepted anyway, no draft is run. Chosen."""
 _FIRST_MEAN_NODES = 4.0
 """Before any step has verified anything; it makes a credit of seven nodes."""
 
@@ -70,10 +64,8 @@ class Pacing:
         """
         self.gate = SpeculationGate(is_gated)
         self.step_time = StepTimeModel(edges=row_edges)
-        self.acceptance = AcceptanceCalibration()
-        """Of what drafts propose."""
-        self.sources = SourceRecords()
-        """Of what drafters of the target's own offer."""
+        self.expectations = Expectations()
+        """Of what is proposed."""
         self.draft_latency = DraftLatency()
         self._hold_off: defaultdict[str, HoldOffChoice] = defaultdict(HoldOffChoice)
         self._allowance = WaitAllowance()
@@ -128,7 +120,7 @@ class Pacing:
             session.seq.tree = None  # chosen for a step that had no room for the session
         candidates = [s for s in ready if len(s.tree) and s.seq.num_pending_tokens <= 1 and self.may_offer(s)]
         limits = [s.max_nodes for s in candidates]
-        scores = [self._path_scores(s, min(s.end.max_depth(s.num_tokens), _credit(s))) for s in candidates]
+        scores = [self.expectations.path_scores(s, min(s.end.max_depth(s.num_tokens), _credit(s))) for s in candidates]
         weights = None
         if any(s.wanted_token_s for s in candidates):
             weights = [s.urgency(now_s) for s in candidates]
@@ -175,22 +167,6 @@ class Pacing:
         session.misses.num_unanswered, session.misses.episode = _MAX_UNANSWERED, None
         return True
 
-    def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
-        """Learn from the nodes whose parents were accepted."""
-        accepted = {chosen[index] for index in walk.path}
-        reached = {ROOT, *accepted}
-        if walk.finish_reason and len(walk.path) == len(walk.token_ids):
-            reached.discard(chosen[walk.path[-1]])  # the choice ends there: nothing below was asked for
-        branched: dict[int, bool] = {}
-        for node in chosen:
-            parent, payload = session.tree.tokens.parents[node], session.tree.nodes[node]
-            if parent in reached and not payload.is_passing:
-                branched[parent] = branched.get(parent, False) or node in accepted
-                if not payload.is_forced:  # says nothing of a draft that is sure
-                    self.acceptance.observe(payload.score, node in accepted)
-        for went_on in branched.values():
-            self.acceptance.observe_depth(went_on)
-
     def observe_proposal(self, session: TargetSession, depth_before: int, proposal: pb.Proposal, now_s: float) -> None:
         """A draft's proposal was merged; before, what drafts had proposed was `depth_before` deep."""
         if proposal.is_complete and proposal.start_position == session.num_tokens:
@@ -211,7 +187,7 @@ class Pacing:
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
         if not self.may_verify(session):
             return None
-        max_depth = min(session.max_nodes, session.end.max_depth(session.num_tokens))
+        max_depth = most_accepted(session)
         if max_depth == 0 or session.is_answered or self._has_enough(session):
             return None
         choice, misses = self._hold_off[kind_of(session.params.temperature)], session.misses
@@ -249,39 +225,8 @@ class Pacing:
         """Whether there is no need to wait for a draft: it has proposed something, or others offer a token at least."""
         tree = session.tree
         return len(tree) > 0 and (
-            not tree.is_passing or sum(self._path_scores(session, session.max_nodes)) >= _ENOUGH_TOKENS
+            not tree.is_passing or sum(self.expectations.path_scores(session, session.max_nodes)) >= _ENOUGH_TOKENS
         )
-
-    def needs_no_draft(self, session: TargetSession) -> bool:
-        """Whether what drafters of the target's own offer leaves a draft of its own little to add for the next step."""
-        limit = min(session.max_nodes, session.end.max_depth(session.num_tokens))
-        scores = self._path_scores(session, limit) if len(session.tree) else []
-        return sum(sorted(scores, reverse=True)[:limit]) >= _ENOUGH_SHARE * limit
-
-    def _path_scores(self, session: TargetSession, max_depth: int) -> list[float]:
-        """Estimated probability that each node is reached and accepted; 0 below `max_depth`."""
-        tokens = session.tree.tokens
-        is_rejection = session.mode is VerifyMode.REJECTION
-        scores: list[float] = []
-        for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
-            if depth > max_depth:
-                rate = 0.0
-            elif is_rejection and not node.is_passing:
-                # What is verified must not depend on the tokens drawn, so not on their scores either.
-                rate = self.acceptance.depth_rate
-            else:
-                rate = self._rate(session, node, depth)
-            scores.append(rate * (scores[parent] if parent >= 0 else 1.0))
-        return scores
-
-    def _rate(self, session: TargetSession, node: Node, depth: int) -> float:
-        """Of several who propose a token the one counts who is right most often with such a score."""
-        best = 0.0 if node.is_passing else self.acceptance.rate(node.score)
-        if node.is_passing or node.others:
-            for source, score in node.offers():
-                if source != DRAFT_MODEL:
-                    best = max(best, self.sources[source].rate(score, depth, session.own_records.get(source)))
-        return best
 
 
 def _waits_for_nothing(session: TargetSession) -> bool:

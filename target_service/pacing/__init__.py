@@ -1,0 +1,1 @@
+"""When the target steps and what a step verifies, applied to live sessions."""

@@ -1,0 +1,135 @@
+"""What is expected of the nodes of a session's tree, and of asking one more source for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from specdec.drafters.options import DRAFT_MODEL
+from specdec.engine.tree import ROOT
+from specdec.sampling_params import VerifyMode
+from target_service.policy.marginal_gains import Asked, Left, MarginalGains
+from target_service.policy.source_records import SourceRecords
+from target_service.policy.verify_policy import AcceptanceCalibration
+from target_service.session import TargetSession
+from target_service.tree.speculation_tree import Node
+from target_service.tree.walk import Walk
+
+_RATE_WEIGHT = 0.05
+"""Of one step in the mean rate of tokens."""
+_LEAST_COST_S = 1e-9
+_ASK_ALL_STEPS = 16
+"""In one step of so many a session's sources are asked whatever is expected of them: else a bad record would last."""
+
+
+class Expectations:
+    """Learnt from what became of proposals; of all sessions of a target."""
+
+    def __init__(self) -> None:
+        self.acceptance = AcceptanceCalibration()
+        """Of what drafts propose."""
+        self.sources = SourceRecords()
+        """Of what drafters of the target's own offer."""
+        self.marginal = MarginalGains()
+        """Of asking one more of them."""
+        self.tokens_per_s = 0.0
+        """Rate at which tokens were committed of late, over all sessions; 0: not known."""
+
+    # --- nodes
+
+    def path_scores(self, session: TargetSession, max_depth: int) -> list[float]:
+        """Estimated probability that each node is reached and accepted; 0 below `max_depth`."""
+        tokens = session.tree.tokens
+        is_rejection = session.mode is VerifyMode.REJECTION
+        scores: list[float] = []
+        for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
+            if depth > max_depth:
+                rate = 0.0
+            elif is_rejection and not node.is_passing:
+                # What is verified must not depend on the tokens drawn, so not on their scores either.
+                rate = self.acceptance.depth_rate
+            else:
+                rate = self._rate(session, node, depth)
+            scores.append(rate * (scores[parent] if parent >= 0 else 1.0))
+        return scores
+
+    def _rate(self, session: TargetSession, node: Node, depth: int) -> float:
+        """Of several who propose a token the one counts who is right most often with such a score."""
+        best = 0.0 if node.is_passing else self.acceptance.rate(node.score)
+        if node.is_passing or node.others:
+            for source, score in node.offers():
+                if source != DRAFT_MODEL:
+                    best = max(best, self.sources[source].rate(score, depth, session.own_records.get(source)))
+        return best
+
+    # --- sources
+
+    def left_to_gain(self, session: TargetSession) -> Left:
+        """Tokens that the session's next step could accept beyond what is expected of its tree."""
+        limit = most_accepted(session)
+        if not len(session.tree):
+            return Left(limit, limit)
+        scores = self.path_scores(session, limit)
+        return Left(max(0.0, limit - sum(sorted(scores, reverse=True)[:limit])), limit)
+
+    def worth_per_s(self, source: str, cost_s: float, limit: int) -> float:
+        """Tokens that a source gains per second that asking it takes, where nobody has proposed anything yet."""
+        return self.marginal.expected(source, Left(limit, limit)) / max(cost_s, _LEAST_COST_S)
+
+    def is_worth_asking(self, source: str, asks: Iterable[tuple[TargetSession, Left]], cost_s: float) -> bool:
+        """Whether one call for all these sessions, which takes so long, gains more tokens than are decoded meanwhile.
+
+        Who is asked first always is: whether that pays, others decide. So is everybody in rejection mode, where what is
+        proposed must not depend on tokens that were drawn, and now and then.
+        """
+        gained = 0.0
+        for session, left in asks:
+            is_first = not len(session.tree) or session.mode is VerifyMode.REJECTION
+            if left.limit and (is_first or session.num_walks % _ASK_ALL_STEPS == 0):
+                return True
+            gained += self.marginal.expected(source, left)
+        return gained > cost_s * self.tokens_per_s
+
+    def observe_rate(self, num_tokens: int, turn_s: float) -> None:
+        """A step of decoding committed so many, `turn_s` after the one before."""
+        if turn_s > 0:
+            rate = num_tokens / turn_s
+            self.tokens_per_s += _RATE_WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
+
+    def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
+        """Learn from the nodes whose parents were accepted; `chosen`: of the tree's nodes, those that were verified."""
+        session.num_walks += 1
+        accepted = {chosen[index] for index in walk.path}
+        self._observe_sources(session, accepted)
+        reached = {ROOT, *accepted}
+        if walk.finish_reason and len(walk.path) == len(walk.token_ids):
+            reached.discard(chosen[walk.path[-1]])  # the choice ends there: nothing below was asked for
+        branched: dict[int, bool] = {}
+        for node in chosen:
+            parent, payload = session.tree.tokens.parents[node], session.tree.nodes[node]
+            if parent in reached and not payload.is_passing:
+                branched[parent] = branched.get(parent, False) or node in accepted
+                if not payload.is_forced:  # says nothing of a draft that is sure
+                    self.acceptance.observe(payload.score, node in accepted)
+        for went_on in branched.values():
+            self.acceptance.observe_depth(went_on)
+
+    def _observe_sources(self, session: TargetSession, accepted: Set[int]) -> None:
+        if session.grammar is None:  # what is dropped from a tree has its nodes numbered anew
+            for asked in session.asked:
+                self.marginal.observe(asked, accepted)
+        session.asked.clear()
+
+    def forget(self, source: str) -> None:
+        """Another one has its name."""
+        self.sources.forget(source)
+        self.marginal.forget(source)
+
+
+def note_asked(session: TargetSession, source: str, left: Left, num_nodes_before: int) -> None:
+    """A source was asked for a session, whose tree had so many nodes before, when so much was left to be gained."""
+    session.asked.append(Asked(source, left, range(num_nodes_before, len(session.tree))))
+
+
+def most_accepted(session: TargetSession) -> int:
+    """Proposed tokens that the session's next step may accept."""
+    return min(session.max_nodes, session.end.max_depth(session.num_tokens))

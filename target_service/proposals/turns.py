@@ -1,0 +1,62 @@
+"""Who of the target's own drafters is asked next for a session, by what each gains and what its calls take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from specdec.drafters.interface import Room
+from target_service.pacing.expectations import Expectations
+from target_service.policy.marginal_gains import Left
+from target_service.proposals.part import DrafterPart
+from target_service.session import TargetSession
+
+_COST_WEIGHT = 1 / 64
+"""Of one call in the mean time that they take."""
+
+
+class Turns:
+    """Mean times of calls, and what follows from them. Who is not asked for a step when its turn comes is not later."""
+
+    def __init__(self) -> None:
+        self._costs_s: dict[str, float] = {}
+
+    def order(self, parts: Iterable[DrafterPart], room: Room, expectations: Expectations) -> list[DrafterPart]:
+        """Who gains most by the second first; in rejection mode in their own order, whatever was accepted."""
+        if room.is_chain:
+            return list(parts)
+        return sorted(parts, key=lambda part: -self._worth_per_s(part.name, room, expectations))
+
+    def take(
+        self,
+        name: str,
+        session: TargetSession,
+        asked: set[str],
+        room: Room,
+        expectations: Expectations,
+        least_worth: float,
+    ) -> Left | None:
+        """What is left to be gained by asking a drafter for a session's next step; None: it is not its turn, or not
+        worth it.
+
+        Args:
+            asked: whose turns of this step are over; it is added.
+            least_worth: tokens that it must gain by the second; who gains less has its turn later.
+        """
+        if name in asked or self._worth_per_s(name, room, expectations) < least_worth:
+            return None
+        asked.add(name)
+        left = expectations.left_to_gain(session)
+        return left if expectations.is_worth_asking(name, [(session, left)], self._costs_s.get(name, 0.0)) else None
+
+    def observe(self, name: str, elapsed_s: float) -> float:
+        """A call took so long. Returns the mean."""
+        cost_s = self._costs_s.get(name, elapsed_s)
+        self._costs_s[name] = cost_s = cost_s + _COST_WEIGHT * (elapsed_s - cost_s)
+        return cost_s
+
+    def forget(self, name: str) -> None:
+        """Another one has its name."""
+        self._costs_s.pop(name, None)
+
+    def _worth_per_s(self, name: str, room: Room, expectations: Expectations) -> float:
+        return expectations.worth_per_s(name, self._costs_s.get(name, 0.0), room.depth)
