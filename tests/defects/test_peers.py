@@ -20,6 +20,8 @@ from specdec.rpc.errors import SpecdecError
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2_grpc
 from tests.support.releases import Build
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import ScriptedSession
 from tests.support.services.faults import (
     Reading,
     addresses_of,
@@ -31,7 +33,6 @@ from tests.support.services.faults import (
 )
 from tests.support.services.model_pair import ModelPair
 from tests.support.services.poisoned_target import POISON
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession
 from tests.support.services.up_command import running_up
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(400)]

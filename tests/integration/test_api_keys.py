@@ -30,11 +30,12 @@ from specdec.rpc.errors import (
     from_rpc_error,
 )
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.replica import PATIENCE_S
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.clusters import TIMEOUTS
 from tests.support.services.coordinator_harness import collect, request, running
 from tests.support.services.key_files import hash_key
 from tests.support.services.model_pair import ModelPair
-from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedTarget
 
 KEYS = {
     name: f"specdec_{name}-key-of-the-tests-0123456789abcdef"

@@ -23,9 +23,10 @@ from specdec.store.interface import NewRequest, RequestKey
 from specdec.store.keys import StoreKeys
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.model import make_tokenizer
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, resumed, running
-from tests.support.services.scripted_replicas import ScriptedTarget, make_tokenizer
 
 CONTEXT = 4096
 LONG_S = 600.0

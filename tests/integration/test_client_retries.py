@@ -14,9 +14,9 @@ import pytest
 from specdec.cli.local.cluster import free_port
 from specdec.client import Client
 from specdec.rpc.errors import NoTarget
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import expected_ids, request, running
 from tests.support.services.faults import another, eventually, scrape
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.integration
 

@@ -6,6 +6,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from specdec.v1 import common_pb2 as pb
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     collect,
     error_of,
@@ -15,7 +18,6 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession, ScriptedTarget
 
 POISON = 99
 NUM_TOKENS = 120
@@ -118,4 +120,6 @@ async def test_a_session_under_which_two_drafts_died_goes_on_without_one_and_oth
     assert sum(draft.num_deaths for draft in drafts) == 2
     for number, result in enumerate(results):
         assert result.ids() == expected_ids(target, 400, [number + 3, 4, 5])
-    assert sum(reason == "finished" for draft in drafts for _, reason in draft.closed) == len(calls)
+    # One whose draft was slow for a moment may have had both at its end.
+    kept = {session_id for draft in drafts for session_id, reason in draft.closed if reason == "finished"}
+    assert len(kept) == len(calls)

@@ -7,8 +7,9 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 
 @pytest.mark.parametrize(("wanted", "sent"), [(100, 6), (2**32 - 1, 6), (6, 6), (3, 3), (None, None)])

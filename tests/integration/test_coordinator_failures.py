@@ -9,6 +9,10 @@ from structlog.testing import capture_logs
 
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import common_pb2 as pb
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import identity
+from tests.support.scripted.replica import PATIENCE_S, ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Result,
     collect,
@@ -21,13 +25,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import (
-    PATIENCE_S,
-    ScriptedDraft,
-    ScriptedSession,
-    ScriptedTarget,
-    identity,
-)
 
 
 async def test_a_restarted_target_gets_the_session_again_with_all_its_tokens() -> None:

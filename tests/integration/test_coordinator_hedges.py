@@ -12,6 +12,9 @@ from structlog.testing import capture_logs
 
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     Result,
@@ -21,7 +24,6 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession, ScriptedTarget
 
 NUM = 400
 NUM_AT_MOST = 90

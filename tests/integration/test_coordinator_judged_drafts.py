@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     Result,
@@ -15,7 +18,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession, ScriptedTarget
 
 NUM = 300
 

@@ -12,6 +12,7 @@ from coordinator.replicas.discovery import Endpoint
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import target_pb2
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     collect,
     expected_ids,
@@ -21,7 +22,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 
 async def test_a_broken_target_stream_is_attached_again_and_nothing_is_computed_twice() -> None:

@@ -13,6 +13,9 @@ from specdec.rpc.errors import FailedPrecondition, InvalidRequest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import identity, make_tokenizer
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     collect,
@@ -23,7 +26,6 @@ from tests.support.services.coordinator_harness import (
     resumed,
     running,
 )
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget, identity, make_tokenizer
 
 SMALL = {"max_message_bytes": MIN_MESSAGE_BYTES}
 WIDE = 2**20

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 
 from specdec.v1 import common_pb2 as pb
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import make_tokenizer
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     collect,
@@ -15,7 +18,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget, make_tokenizer
 
 
 async def until_ended(harness: Harness, num: int = 1) -> None:

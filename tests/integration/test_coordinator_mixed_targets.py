@@ -9,6 +9,8 @@ import pytest
 from specdec.rpc.errors import FailedPrecondition, InvalidRequest, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.model import EOS, identity
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     collect,
@@ -20,7 +22,6 @@ from tests.support.services.coordinator_harness import (
     resumed,
     running,
 )
-from tests.support.services.scripted_replicas import EOS, ScriptedTarget, identity
 
 OTHER_NUMERICS = {"numerics_id": "n2"}
 

@@ -19,6 +19,8 @@ from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from tests.support.scripted.model import prompt_positions
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     Result,
@@ -30,7 +32,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import SmallBuffers
-from tests.support.services.scripted_replicas import ScriptedTarget, prompt_positions
 
 NUM_TOP = 3
 PROMPT = [5 + index % 200 for index in range(60)]

@@ -14,6 +14,8 @@ from coordinator.links.link_events import LinkState
 from coordinator.replicas.discovery import Endpoint
 from coordinator.sessions.session import Session
 from specdec.rpc.errors import Internal
+from tests.support.scripted.replica import ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     collect,
@@ -25,7 +27,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedSession, ScriptedTarget
 
 POISON = 99
 NUM_TOKENS = 120

@@ -13,15 +13,13 @@ from specdec.rpc.errors import (
 )
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     collect,
     error_of,
     expected_ids,
     request,
     running,
-)
-from tests.support.services.scripted_replicas import (
-    ScriptedTarget,
 )
 
 

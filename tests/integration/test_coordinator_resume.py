@@ -6,6 +6,7 @@ import pytest
 
 from specdec.rpc.errors import Cancelled, DataLoss, InvalidRequest
 from specdec.v1 import common_pb2 as pb
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Result,
     collect,
@@ -16,7 +17,6 @@ from tests.support.services.coordinator_harness import (
     resumed,
     running,
 )
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 
 async def test_a_client_that_lost_its_stream_takes_it_up_where_it_was() -> None:

@@ -8,8 +8,8 @@ import pytest
 from google.rpc import code_pb2, status_pb2
 
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 FULL = status_pb2.Status(code=code_pb2.RESOURCE_EXHAUSTED, message="full")
 

@@ -11,19 +11,15 @@ from specdec.rpc.errors import (
 )
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import EOS, identity, make_tokenizer
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     collect,
     error_of,
     expected_ids,
     request,
     running,
-)
-from tests.support.services.scripted_replicas import (
-    EOS,
-    ScriptedDraft,
-    ScriptedTarget,
-    identity,
-    make_tokenizer,
 )
 
 

@@ -12,6 +12,8 @@ from coordinator.links.link_events import LinkState
 from specdec.rpc.errors import Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     error_of,
@@ -22,7 +24,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 QUEUED, RUNNING = pb.SessionProgress.STATE_QUEUED, pb.SessionProgress.STATE_RUNNING
 IDLE = {"max_sessions": 8, "kv_blocks_total": 100}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession, ScriptedTarget
 
 NUM = 120
 

@@ -22,10 +22,11 @@ from specdec.telemetry.tracing import Tracing
 from specdec.telemetry.tracing_settings import TracingSettings
 from specdec.tls_files import TlsFilesBroken
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.servers.collector import Collector, ReceivedSpan, collecting, only
 from tests.support.services.coordinator_harness import Result, collect, expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 pytestmark = pytest.mark.integration
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

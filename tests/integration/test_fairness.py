@@ -15,6 +15,9 @@ from specdec.rpc.errors import Overloaded, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import PATIENCE_S
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     collect,
@@ -23,7 +26,6 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
-from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
 
 FLOOD = (("specdec-tenant", "flood"),)
 POLITE = (("specdec-tenant", "polite"),)

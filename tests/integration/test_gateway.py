@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 from gateway.api.answers import ModelList, TextCompletion
 from specdec.cli.app import app
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.shared_redis import coordinators
 from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running
 from tests.support.services.faults import eventually
 from tests.support.services.gateways import gateway, post, raw_request
 from tests.support.services.key_files import hash_key
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT = [5, 6, 7]

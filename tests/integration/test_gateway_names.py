@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from gateway.upstream.names import NameWatch
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import expected_ids, running
 from tests.support.services.gateways import gateway
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT = [5, 6, 7]

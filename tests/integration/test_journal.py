@@ -21,6 +21,7 @@ from specdec.rpc.errors import (
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is
 from tests.support.services.coordinator_harness import (
@@ -34,7 +35,6 @@ from tests.support.services.coordinator_harness import (
     resumed,
 )
 from tests.support.services.faults import another, scrape
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.integration
 

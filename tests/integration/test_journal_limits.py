@@ -10,6 +10,7 @@ from specdec.rpc.errors import (
     Overloaded,
 )
 from specdec.store.urls import connect
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.shared_redis import PATIENT, SHORT_LEASE_S, coordinators, metric_is
 from tests.support.services.coordinator_harness import (
@@ -20,7 +21,6 @@ from tests.support.services.coordinator_harness import (
     request,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.integration
 

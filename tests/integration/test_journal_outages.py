@@ -14,6 +14,7 @@ from specdec.rpc.errors import (
 from specdec.store.interface import JournalRecord, RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is
 from tests.support.services.coordinator_harness import (
@@ -26,7 +27,6 @@ from tests.support.services.coordinator_harness import (
     resumed,
 )
 from tests.support.services.faults import PATIENCE_S, eventually
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = pytest.mark.integration
 

@@ -13,6 +13,9 @@ from google.rpc import code_pb2, status_pb2
 
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     collect,
     error_of,
@@ -23,7 +26,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession, ScriptedTarget
 
 NOT_PROTOBUF = b"\xff\xff\xff"
 UINT32_MAX = 2**32 - 1

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.browser import Browser, browser
 from tests.support.services.coordinator_harness import Harness, running
 from tests.support.services.faults import eventually
 from tests.support.services.gateways import gateway, post, raw_request
 from tests.support.services.key_files import hash_key
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

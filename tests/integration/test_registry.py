@@ -21,12 +21,15 @@ from specdec.store.interface import Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import identity
+from tests.support.scripted.replica import ScriptedReplica
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.clusters import start_cluster
 from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running
 from tests.support.services.faults import Reading, another, eventually, sampled_request
 from tests.support.services.model_pair import ModelPair
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedReplica, ScriptedTarget, identity
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -13,9 +13,11 @@ from coordinator.links.target_link import TargetLink
 from specdec.rpc.errors import Cancelled, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import PATIENCE_S
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, finish, read_tokens, request, running
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import PATIENCE_S, ScriptedDraft, ScriptedTarget
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

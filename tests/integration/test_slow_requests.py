@@ -19,11 +19,11 @@ import pytest
 
 from specdec.cli.local.cluster import free_port
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running
 from tests.support.services.faults import another, eventually
 from tests.support.services.key_files import hash_key
 from tests.support.services.raw_http2 import DATA, HEADERS, PREFACE, SETTINGS, RawConnection, frame, grpc_message
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 GENERATE = "/specdec.v1.CoordinatorService/Generate"
 DEADLINE_EXCEEDED, UNAUTHENTICATED = 4, 16

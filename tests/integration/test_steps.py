@@ -7,8 +7,9 @@ from typing import Any
 
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.replica import ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedSession, ScriptedTarget
 
 TREE = pb.StepTree(
     token_ids=[5, 6], parents=[-1, 0], scores=b"\x80\x40", verified=[0, 1], logprobs=[-0.5, -1.0], accepted=[0]

@@ -13,9 +13,9 @@ from coordinator.links.stream_end import StreamEnd
 from specdec.rpc.errors import NotReady, Overloaded, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import expected_ids, finish, read_tokens, request, running
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 NUM_ENDS = 30
 """Without StreamEnd most of them have another status."""

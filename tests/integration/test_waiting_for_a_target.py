@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 from specdec.rpc.errors import Cancelled, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.model import identity
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     collect,
@@ -19,7 +21,6 @@ from tests.support.services.coordinator_harness import (
     running,
 )
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedTarget, identity
 
 FOR_EVER_S = 600.0
 """Far longer than a test may take: one that waits for it fails."""

@@ -12,8 +12,9 @@ from coordinator.servicer import TENANT_KEY
 from specdec.rpc.errors import from_rpc_error
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 GREEDY, POLITE = ((TENANT_KEY, "greedy"),), ((TENANT_KEY, "polite"),)
 NUM_POLITE = 8

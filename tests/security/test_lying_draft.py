@@ -10,8 +10,11 @@ import pytest
 from coordinator.servicer import TENANT_KEY
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import identity
+from tests.support.scripted.replica import ScriptedSession
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedSession, ScriptedTarget, identity
 
 UINT32_MAX, INT64_MAX = 2**32 - 1, 2**63 - 1
 NUM = 30

@@ -7,6 +7,7 @@ import pytest
 from coordinator.servicer import TENANT_KEY
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     Result,
@@ -18,7 +19,6 @@ from tests.support.services.coordinator_harness import (
     resumed,
     running,
 )
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 OURS, THEIRS = ((TENANT_KEY, "ours"),), ((TENANT_KEY, "theirs"),)
 NUM = 20

@@ -18,6 +18,9 @@ from specdec.v1 import coordinator_pb2 as api
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import Complaints, check_status, require, within
 from tests.fuzz.mutations import mutated
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import identity, make_tokenizer
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,
     Result,
@@ -27,7 +30,6 @@ from tests.support.services.coordinator_harness import (
     request,
     running,
 )
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget, identity, make_tokenizer
 
 CONTEXT = 300
 _BESIDE_TOKENS = 200

@@ -10,7 +10,9 @@ from google.protobuf.message import Message
 
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedReplica, ScriptedTarget
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.replica import ScriptedReplica
+from tests.support.scripted.target import ScriptedTarget
 
 Lie = Callable[[Message], bytes]
 """From a message to what is sent in its place."""

@@ -17,8 +17,11 @@ from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import Complaints, check_status, require, within
 from tests.fuzz.links.liars import LyingDraft, LyingTarget, Mouth, once
 from tests.fuzz.mutations import mutated
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import identity
+from tests.support.scripted.replica import ScriptedReplica
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import Harness, Result, expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedReplica, ScriptedTarget, identity
 
 _CONTEXT = 300
 _MOST_S = 20.0

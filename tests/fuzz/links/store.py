@@ -26,9 +26,10 @@ from tests.fuzz.extremes import TEXTS
 from tests.fuzz.judge import Complaints, check_status, within
 from tests.fuzz.links.client import Beside, good_answer, short_target
 from tests.fuzz.mutations import mutated
+from tests.support.scripted.model import identity
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.coordinator_harness import Harness, Result, collect, request, resumed, running
-from tests.support.services.scripted_replicas import ScriptedTarget, identity
 
 _MOST_S = 20.0
 _TENANT = "spoilt"

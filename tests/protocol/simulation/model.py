@@ -21,7 +21,7 @@ from specdec.sampling_params import SamplingParams
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from tests.support.engine.exact_runner import ExactRunner, prefix_contents
-from tests.support.services.scripted_replicas import EOS, NUM_SPECIAL, make_tokenizer
+from tests.support.scripted.model import EOS, NUM_SPECIAL, make_tokenizer
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 40

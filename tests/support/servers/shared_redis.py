@@ -8,10 +8,10 @@ from typing import Any
 
 from specdec.store.interface import JournalRecord, RequestKey
 from specdec.store.urls import RedisOptions, connect
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.coordinator_harness import Harness, running
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import ScriptedTarget
 
 # Longer than any test takes.
 LONG_S = 600.0

@@ -18,13 +18,10 @@ from specdec.rpc.errors import SpecdecError, from_rpc_error
 from specdec.rpc.server import build_server
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
-from tests.support.services.scripted_replicas import (
-    PATIENCE_S,
-    ScriptedDraft,
-    ScriptedReplica,
-    ScriptedTarget,
-    next_token,
-)
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import next_token
+from tests.support.scripted.replica import PATIENCE_S, ScriptedReplica
+from tests.support.scripted.target import ScriptedTarget
 
 
 @dataclass

@@ -13,9 +13,9 @@ from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
+from tests.support.scripted.model import make_tokenizer
 from tests.support.services.departing_store import DepartingStore
 from tests.support.services.faults import eventually
-from tests.support.services.scripted_replicas import make_tokenizer
 
 KEY = RequestKey("a", "mine")
 PROMPT = [1, 2, 3]

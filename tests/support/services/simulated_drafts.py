@@ -32,7 +32,7 @@ from specdec.store.memory import MemoryStore
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
-from tests.support.services.scripted_replicas import identity, make_tokenizer
+from tests.support.scripted.model import identity, make_tokenizer
 
 STEP_S = 0.010
 NUM_AHEAD = 4

@@ -19,7 +19,7 @@ from specdec.client import chat_messages
 from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.chat.templates import CHATML_TOOLS, DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3_TOOLS, PARTS, PARTS_ONLY
-from tests.support.services.scripted_replicas import make_tokenizer
+from tests.support.scripted.model import make_tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOL = {

@@ -12,7 +12,7 @@ from coordinator.sessions.client_stream import ClientStream, prompt_chunks, prom
 from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
-from tests.support.services.scripted_replicas import make_tokenizer
+from tests.support.scripted.model import make_tokenizer
 
 DETOKENIZERS = DetokenizerFactory(make_tokenizer())
 MOST_BYTES = 320 * 1024

@@ -18,7 +18,7 @@ from coordinator.text.choice_output import ChoiceOutput, EndRules, Finish
 from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.rpc.errors import DataLoss, InvalidRequest, Unavailable
 from specdec.v1 import common_pb2 as pb
-from tests.support.services.scripted_replicas import make_tokenizer
+from tests.support.scripted.model import make_tokenizer
 
 
 class Letters:

@@ -18,8 +18,9 @@ from specdec.config import CoordinatorSettings
 from specdec.rpc.channel import ReplicaChannel
 from specdec.rpc.settings import ClientSettings
 from specdec.tls_files import TlsFilesBroken
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running
-from tests.support.services.scripted_replicas import ScriptedDraft, ScriptedTarget
 
 
 class Names:

@@ -13,7 +13,7 @@ from coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.interface import RequestKey
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
-from tests.support.services.scripted_replicas import make_tokenizer
+from tests.support.scripted.model import make_tokenizer
 
 
 @pytest.fixture
