@@ -7,7 +7,7 @@ from typing import Literal
 
 import structlog
 
-from specdec.config import HeterogeneousVocab
+from specdec.config.draft import HeterogeneousVocab
 from specdec.drafting.translation.runner import TranslatingRunner
 from specdec.drafting.translation.shared import SharedVocabulary, Side, method_for, share_vocabulary
 from specdec.drafting.translation.tokens import TokenBytes, TokenizerRefused

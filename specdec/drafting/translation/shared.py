@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specdec.config import HeterogeneousVocab
+from specdec.config.draft import HeterogeneousVocab
 from specdec.drafting.translation.tokens import TokenBytes
 from specdec.engine.errors import ModelLoadError
 

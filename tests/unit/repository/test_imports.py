@@ -219,6 +219,11 @@ FLOORS = {
         processes
         worker
     """,
+    "specdec.config": """
+        replica
+        coordinator draft
+        target
+    """,
     "target_service.pacing": """
         expectations
         pacing

@@ -1,39 +1,25 @@
-"""The settings of the three services, and how they are read: flags, SPECDEC_* environment, a file, defaults.
-
-    python -m target_service --model models/target --num-threads 2
-    SPECDEC_TARGET_MODEL=models/target python -m target_service
-    python -m target_service --config target.yaml
-
-A flag wins over the environment, the environment over the file, the file over the default.
-"""
+"""Settings of a coordinator."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     SecretStr,
-    ValidationError,
     model_validator,
 )
 from pydantic_settings import NoDecode
 
 from specdec.addresses import Address
-from specdec.drafters.options import DrafterOptions, ServiceOptions, check_drafters, read_drafters
-from specdec.endpoints.options import ApiTargetOptions
-from specdec.engine.settings import EngineSettings
-from specdec.rpc.settings import ClientSettings, ReplicaServiceSettings, ServiceSettings, WireSettings
+from specdec.config.replica import RejectionMethodName, VerifyModeName
+from specdec.rpc.settings import ClientSettings, ServiceSettings, WireSettings
 from specdec.sampling_limits import MAX_LOGPROBS
-from specdec.settings_sources import load_settings, settings_or_exit
 
-__all__ = ["CoordinatorSettings", "DraftSettings", "TargetSettings", "load_settings", "settings_or_exit"]
+# Room for "-63".
+_MAX_SHARED_OWNER_CHARS = 61
 
 
 def _split_commas(value: Any) -> Any:
@@ -43,219 +29,6 @@ def _split_commas(value: Any) -> Any:
 
 
 Addresses = Annotated[tuple[Address, ...], NoDecode, BeforeValidator(_split_commas)]
-VerifyModeName = Literal["coupled", "rejection"]
-RejectionMethodName = Literal["standard", "block"]
-HeterogeneousVocab = Literal["auto", "intersection", "text"]
-_SAME_FOR_OWN_DRAFT = (
-    "device", "native", "self_test", "max_sessions", "max_batch_seqs",
-    "max_draft_tokens", "max_proposal_nodes", "verify_mode",
-)  # fmt: skip
-# Room for "-63".
-_MAX_SHARED_OWNER_CHARS = 61
-
-
-class ReplicaSettings(ReplicaServiceSettings, EngineSettings):
-    """What targets and drafts have in common: an engine behind a gRPC server."""
-
-    model_name: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Name clients use; null: the last part of the model's path or id.",
-    )
-    session_ttl_s: float = Field(
-        default=60.0,
-        gt=0,
-        description="How long a session outlives its coordinator's stream before it is freed.",
-    )
-    max_sessions: int = Field(default=256, ge=1, description="Most sessions at once.")
-    verify_mode: VerifyModeName = Field(
-        default="coupled", description="How proposals are verified when a session does not say."
-    )
-
-    @property
-    def served_name(self) -> str:
-        """The name clients use."""
-        return self.model_name or Path(self.model).name
-
-
-class OwnDraft(BaseModel):
-    """A draft model in the target's process: its folder or hub id, and any setting of a draft."""
-
-    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
-
-    model: str = Field(min_length=1)
-
-
-def _read_own_draft(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if not value.lstrip().startswith("{"):
-        return {"model": value}
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error}") from error
-
-
-def _read_json(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"no JSON: {error}") from error
-
-
-class TargetSettings(ReplicaSettings):
-    """Settings of a target replica."""
-
-    env_prefix: ClassVar[str] = "SPECDEC_TARGET_"
-
-    port: int = Field(default=50052, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
-    metrics_port: int | None = Field(
-        default=9092,
-        ge=0,
-        le=65535,
-        description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
-    )
-    max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal or tree.")
-    max_draft_tokens: int = Field(
-        default=8,
-        ge=0,
-        le=64,
-        description="Most draft tokens verified per session and step; 0 never speculates.",
-    )
-    hold_off_ms: float | None = Field(
-        default=None,
-        ge=0,
-        description="Longest wait of a step for a draft; null: what the cost model finds worth it.",
-    )
-    adaptive_speculation: bool = Field(
-        default=True,
-        description="Suspend the drafts of sessions for which plain decoding is measured to be faster.",
-    )
-    own_draft: Annotated[OwnDraft | None, NoDecode, BeforeValidator(_read_own_draft)] = Field(
-        default=None,
-        description="Draft model that this process runs itself, in turns with the target, on the same cores or device: "
-        'its folder or hub id, or JSON with any setting of a draft, {"model": "M", "weight_quantization": "int8"}. '
-        "Draft services are then not needed; what they propose is not used.",
-    )
-
-    drafters: Annotated[
-        tuple[DrafterOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
-    ] = Field(
-        default=(),
-        description="What proposes beside the draft: names with commas between them, or JSON with options, "
-        '[{"method": "eagle3", "model": "DIR"}, {"method": "ngram", "prompt_lookup_max": 4}, "suffix"]. '
-        "Without weights there are ngram, suffix, prediction, token_recycling, lookahead, and layer_skip, the target "
-        "without some of its layers; heads over the target's hidden "
-        "states are medusa, eagle, eagle3, peagle, dflash and dspark.",
-    )
-
-    api: Annotated[ApiTargetOptions | None, NoDecode, BeforeValidator(_read_json)] = Field(
-        default=None,
-        description="An OpenAI-compatible endpoint that verifies in place of a model here, as JSON, "
-        '{"base_url": "https://host/v1", "model": "M"}; of `model` the tokenizer and config are read, and no weights.',
-    )
-
-    @property
-    def own_draft_settings(self) -> DraftSettings | None:
-        """Those of the draft in this process."""
-        if self.own_draft is None:
-            return None
-        same = {name: getattr(self, name) for name in _SAME_FOR_OWN_DRAFT}
-        return DraftSettings.model_validate({**same, **self.own_draft.model_dump()})
-
-    @model_validator(mode="after")
-    def _check_api(self) -> Self:
-        if self.api is not None and (self.own_draft is not None or self.drafters):
-            raise ValueError("api: with neither own_draft nor drafters, which run beside a model")
-        return self
-
-    @model_validator(mode="after")
-    def _check_own_draft(self) -> Self:
-        if self.own_draft is not None:
-            if self.tensor_parallel_size > 1:
-                raise ValueError("own_draft: not with tensor_parallel_size above 1; use a draft service")
-            try:
-                _ = self.own_draft_settings
-            except ValidationError as error:
-                raise ValueError(f"own_draft: {error}") from error
-        return self
-
-
-class DraftSettings(ReplicaSettings, ClientSettings):
-    """Settings of a draft replica: with a model, or with drafters that need none."""
-
-    env_prefix: ClassVar[str] = "SPECDEC_DRAFT_"
-
-    port: int = Field(default=50053, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
-    metrics_port: int | None = Field(
-        default=9093,
-        ge=0,
-        le=65535,
-        description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
-    )
-    model: str = Field(
-        default="", description="Directory of a transformers model, or a hub id; empty: drafters propose, and no model."
-    )
-    drafters: Annotated[
-        tuple[ServiceOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
-    ] = Field(
-        default=(),
-        description="What proposes in place of a model, without torch: ngram, suffix and openai_api, with options as "
-        'in a target\'s drafters, [{"method": "openai_api", "base_url": "https://host/v1", "model": "M"}].',
-    )
-    target: Address | None = Field(
-        default=None,
-        description="With drafters, or a model of another tokenizer: a target, host:port, whose tokenizer and limits "
-        "are taken at the start.",
-    )
-    heterogeneous_vocab: HeterogeneousVocab = Field(
-        default="auto",
-        description="For a model whose tokenizer is not the target's: intersection drafts tokens that both have, text "
-        "tokenizes anew what is committed and drafted; auto takes the first where enough is shared.",
-    )
-    parallel_drafting: bool | None = Field(
-        default=None,
-        description="Draft max_draft_tokens in one pass, with mask tokens (PARD); null: where the model's config names "
-        "a mask token.",
-    )
-    max_ahead_tokens: int = Field(
-        default=16, ge=1, le=64, description="How far past the last committed token it may draft."
-    )
-    max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Most tokens of one proposal's main path.")
-    max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal.")
-    num_siblings: int = Field(
-        default=2, ge=0, le=8, description="Coupled mode: runners-up proposed beside each token of the main path."
-    )
-    max_heads: int = Field(
-        default=2,
-        ge=1,
-        le=64,
-        description="Coupled mode: places of all trees that grow in one step; 1 drafts main paths only.",
-    )
-    num_sparse: int = Field(
-        default=64,
-        ge=1,
-        le=64,
-        description="Rejection mode: tokens of the truncated distribution drafted from.",
-    )
-
-    @property
-    def served_name(self) -> str:
-        """The name clients use."""
-        if self.model:
-            return super().served_name
-        return self.model_name or "+".join(options.method for options in self.drafters)
-
-    @model_validator(mode="after")
-    def _check_source(self) -> Self:
-        if bool(self.model) == bool(self.drafters):
-            raise ValueError("give either model or drafters")
-        if self.drafters and self.target is None:
-            raise ValueError("target: drafters need one")
-        return self
 
 
 class CoordinatorSettings(ServiceSettings, ClientSettings):

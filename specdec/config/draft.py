@@ -1,0 +1,94 @@
+"""Settings of a draft."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    model_validator,
+)
+from pydantic_settings import NoDecode
+
+from specdec.addresses import Address
+from specdec.config.replica import ReplicaSettings
+from specdec.drafters.options import ServiceOptions, check_drafters, read_drafters
+from specdec.rpc.settings import ClientSettings
+
+HeterogeneousVocab = Literal["auto", "intersection", "text"]
+
+
+class DraftSettings(ReplicaSettings, ClientSettings):
+    """Settings of a draft replica: with a model, or with drafters that need none."""
+
+    env_prefix: ClassVar[str] = "SPECDEC_DRAFT_"
+
+    port: int = Field(default=50053, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
+    metrics_port: int | None = Field(
+        default=9093,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
+    )
+    model: str = Field(
+        default="", description="Directory of a transformers model, or a hub id; empty: drafters propose, and no model."
+    )
+    drafters: Annotated[
+        tuple[ServiceOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
+    ] = Field(
+        default=(),
+        description="What proposes in place of a model, without torch: ngram, suffix and openai_api, with options as "
+        'in a target\'s drafters, [{"method": "openai_api", "base_url": "https://host/v1", "model": "M"}].',
+    )
+    target: Address | None = Field(
+        default=None,
+        description="With drafters, or a model of another tokenizer: a target, host:port, whose tokenizer and limits "
+        "are taken at the start.",
+    )
+    heterogeneous_vocab: HeterogeneousVocab = Field(
+        default="auto",
+        description="For a model whose tokenizer is not the target's: intersection drafts tokens that both have, text "
+        "tokenizes anew what is committed and drafted; auto takes the first where enough is shared.",
+    )
+    parallel_drafting: bool | None = Field(
+        default=None,
+        description="Draft max_draft_tokens in one pass, with mask tokens (PARD); null: where the model's config names "
+        "a mask token.",
+    )
+    max_ahead_tokens: int = Field(
+        default=16, ge=1, le=64, description="How far past the last committed token it may draft."
+    )
+    max_draft_tokens: int = Field(default=8, ge=1, le=64, description="Most tokens of one proposal's main path.")
+    max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal.")
+    num_siblings: int = Field(
+        default=2, ge=0, le=8, description="Coupled mode: runners-up proposed beside each token of the main path."
+    )
+    max_heads: int = Field(
+        default=2,
+        ge=1,
+        le=64,
+        description="Coupled mode: places of all trees that grow in one step; 1 drafts main paths only.",
+    )
+    num_sparse: int = Field(
+        default=64,
+        ge=1,
+        le=64,
+        description="Rejection mode: tokens of the truncated distribution drafted from.",
+    )
+
+    @property
+    def served_name(self) -> str:
+        """The name clients use."""
+        if self.model:
+            return super().served_name
+        return self.model_name or "+".join(options.method for options in self.drafters)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if bool(self.model) == bool(self.drafters):
+            raise ValueError("give either model or drafters")
+        if self.drafters and self.target is None:
+            raise ValueError("target: drafters need one")
+        return self

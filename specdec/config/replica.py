@@ -1,0 +1,40 @@
+"""Settings that targets and drafts have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import (
+    Field,
+)
+
+from specdec.engine.settings import EngineSettings
+from specdec.rpc.settings import ReplicaServiceSettings
+
+VerifyModeName = Literal["coupled", "rejection"]
+RejectionMethodName = Literal["standard", "block"]
+
+
+class ReplicaSettings(ReplicaServiceSettings, EngineSettings):
+    """What targets and drafts have in common: an engine behind a gRPC server."""
+
+    model_name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name clients use; null: the last part of the model's path or id.",
+    )
+    session_ttl_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="How long a session outlives its coordinator's stream before it is freed.",
+    )
+    max_sessions: int = Field(default=256, ge=1, description="Most sessions at once.")
+    verify_mode: VerifyModeName = Field(
+        default="coupled", description="How proposals are verified when a session does not say."
+    )
+
+    @property
+    def served_name(self) -> str:
+        """The name clients use."""
+        return self.model_name or Path(self.model).name

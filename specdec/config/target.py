@@ -1,0 +1,133 @@
+"""Settings of a target, and of the draft that it may run itself."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_settings import NoDecode
+
+from specdec.config.draft import DraftSettings
+from specdec.config.replica import ReplicaSettings
+from specdec.drafters.options import DrafterOptions, check_drafters, read_drafters
+from specdec.endpoints.options import ApiTargetOptions
+
+_SAME_FOR_OWN_DRAFT = (
+    "device", "native", "self_test", "max_sessions", "max_batch_seqs",
+    "max_draft_tokens", "max_proposal_nodes", "verify_mode",
+)  # fmt: skip
+
+
+class OwnDraft(BaseModel):
+    """A draft model in the target's process: its folder or hub id, and any setting of a draft."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, protected_namespaces=())
+
+    model: str = Field(min_length=1)
+
+
+def _read_own_draft(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if not value.lstrip().startswith("{"):
+        return {"model": value}
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from error
+
+
+def _read_json(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from error
+
+
+class TargetSettings(ReplicaSettings):
+    """Settings of a target replica."""
+
+    env_prefix: ClassVar[str] = "SPECDEC_TARGET_"
+
+    port: int = Field(default=50052, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
+    metrics_port: int | None = Field(
+        default=9092,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
+    )
+    max_proposal_nodes: int = Field(default=64, ge=1, le=64, description="Most nodes of one proposal or tree.")
+    max_draft_tokens: int = Field(
+        default=8,
+        ge=0,
+        le=64,
+        description="Most draft tokens verified per session and step; 0 never speculates.",
+    )
+    hold_off_ms: float | None = Field(
+        default=None,
+        ge=0,
+        description="Longest wait of a step for a draft; null: what the cost model finds worth it.",
+    )
+    adaptive_speculation: bool = Field(
+        default=True,
+        description="Suspend the drafts of sessions for which plain decoding is measured to be faster.",
+    )
+    own_draft: Annotated[OwnDraft | None, NoDecode, BeforeValidator(_read_own_draft)] = Field(
+        default=None,
+        description="Draft model that this process runs itself, in turns with the target, on the same cores or device: "
+        'its folder or hub id, or JSON with any setting of a draft, {"model": "M", "weight_quantization": "int8"}. '
+        "Draft services are then not needed; what they propose is not used.",
+    )
+
+    drafters: Annotated[
+        tuple[DrafterOptions, ...], NoDecode, BeforeValidator(read_drafters), AfterValidator(check_drafters)
+    ] = Field(
+        default=(),
+        description="What proposes beside the draft: names with commas between them, or JSON with options, "
+        '[{"method": "eagle3", "model": "DIR"}, {"method": "ngram", "prompt_lookup_max": 4}, "suffix"]. '
+        "Without weights there are ngram, suffix, prediction, token_recycling, lookahead, and layer_skip, the target "
+        "without some of its layers; heads over the target's hidden "
+        "states are medusa, eagle, eagle3, peagle, dflash and dspark.",
+    )
+
+    api: Annotated[ApiTargetOptions | None, NoDecode, BeforeValidator(_read_json)] = Field(
+        default=None,
+        description="An OpenAI-compatible endpoint that verifies in place of a model here, as JSON, "
+        '{"base_url": "https://host/v1", "model": "M"}; of `model` the tokenizer and config are read, and no weights.',
+    )
+
+    @property
+    def own_draft_settings(self) -> DraftSettings | None:
+        """Those of the draft in this process."""
+        if self.own_draft is None:
+            return None
+        same = {name: getattr(self, name) for name in _SAME_FOR_OWN_DRAFT}
+        return DraftSettings.model_validate({**same, **self.own_draft.model_dump()})
+
+    @model_validator(mode="after")
+    def _check_api(self) -> Self:
+        if self.api is not None and (self.own_draft is not None or self.drafters):
+            raise ValueError("api: with neither own_draft nor drafters, which run beside a model")
+        return self
+
+    @model_validator(mode="after")
+    def _check_own_draft(self) -> Self:
+        if self.own_draft is not None:
+            if self.tensor_parallel_size > 1:
+                raise ValueError("own_draft: not with tensor_parallel_size above 1; use a draft service")
+            try:
+                _ = self.own_draft_settings
+            except ValidationError as error:
+                raise ValueError(f"own_draft: {error}") from error
+        return self
