@@ -93,7 +93,8 @@ def _heads(settings: TargetSettings) -> Iterator[Finding]:
             yield warned(what, "neither its config nor layer_ids names any: they are guessed", do)
         else:
             source = "settings" if options.layer_ids else "its config"
-            yield passed(what, f"{', '.join(map(str, ids))} (of {source}; k is what comes out of k layers)")
+            told = f"{', '.join(map(str, ids))} (of {source}; k is what comes out of k layers)"
+            yield passed(what, f"{told}; RoPE by halves, as these formats have it")
 
 
 def _models(models: Mapping[str, str], *, has_draft: bool) -> Iterator[Finding]:

@@ -226,6 +226,7 @@ def _show(finding: Finding, wishes: Wishes, used: str, folder: Path, report: Pat
     facts: dict[str, object] = {
         "audited": finding.service,
         "checkpoint": folder.name,
+        "weights_digest": weights_digest(folder),
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "specdec": specdec.__version__,
         "prompts": used,

@@ -21,7 +21,7 @@ from specdec.benchmark.prompts import Prompts, prompts_for
 from specdec.benchmark.requests import new_tenant
 from specdec.checkup.behaviour import check_behaviour
 from specdec.checkup.findings import Finding, Outcome
-from specdec.checkup.replicas import check_replicas
+from specdec.checkup.replicas import check_drafters, check_replicas
 from specdec.checkup.settings_file import check_settings
 from specdec.checkup.surroundings import check_audit, check_draft_death, check_prometheus, check_tenants
 from specdec.cli import connection
@@ -143,7 +143,7 @@ async def examine(address: str, settings: ClientSettings, asked: _Asked, progres
     """All lines about a deployment that runs. Raises the typed errors of `specdec.rpc.errors`."""
     async with new_tenant(address, settings) as client:
         info, status = await client.model_info(), await client.status()
-        found = list(check_replicas(info, status))
+        found = [*check_replicas(info, status), *check_drafters(info, asked.temperature)]
         used = asked.own or prompts_for(info.target.tokenizer_digest)
         lines = check_behaviour(
             functools.partial(new_tenant, address, settings),
