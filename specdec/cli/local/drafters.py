@@ -43,7 +43,7 @@ def expanded(section: Mapping[str, Any]) -> dict[str, Any]:
 def _options(name: str, is_shipped_target: bool) -> dict[str, str]:
     method, separator, folder = name.partition("=")
     if method not in DRAFTER_NAMES:
-        known = ", ".join(sorted(DRAFTER_NAMES))
+        known = ", ".join(sorted({DRAFT_MODEL, *DRAFTER_NAMES}))
         raise typer.BadParameter(f"there is no drafter {method!r}, only {known}", param_hint="--drafter")
     if method not in HEAD_NAMES:
         if separator:
