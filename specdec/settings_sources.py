@@ -214,6 +214,9 @@ def _describe(cls: type[BaseModel], problem: Any, env_prefix: str) -> str:
             return f"{location} is required: set {spellings}"
         case "extra_forbidden":
             return f"{location} is not a setting{_nearest(cls, name)}"
+        case "union_tag_invalid":  # pydantic's words for it are about its own types
+            known = str(problem["ctx"]["expected_tags"]).replace("'", "")
+            return f"{location}: {problem['ctx']['tag']!r} is none of {known} ({spellings})"
         case _ if _is_secret(cls, name):
             return f"{location}: {message} ({spellings})"
         case _:

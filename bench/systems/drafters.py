@@ -1,6 +1,7 @@
-"""Drafters without weights, each alone, merged, and merged with a draft, on texts that differ in what can be guessed.
+"""Drafters of a target, each alone, merged, and merged with a draft, on texts that differ in what can be guessed.
 
-One deployment has all of them and its draft in the target's process; each request names those that may propose. Every
+One deployment has those without weights and its draft in the target's process; each request names who may propose.
+For the shipped target another one has the head that ships, too: what a head reads of every step may cost others. Every
 task is run by every set, one right after the other, in an order that is turned by one place and reversed from task to
 task; the first task of each kind warms up and does not count. All tokens must be those of plain decoding.
 """
@@ -8,7 +9,8 @@ task; the first task of each kind warms up and does not count. All tokens must b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from bench.decode import TokensDiffer
@@ -21,6 +23,7 @@ from specdec.benchmark.report import Report
 from specdec.benchmark.requests import Sampling, make_request, new_tenant
 from specdec.benchmark.tables import Table
 from specdec.client import Completion
+from specdec.shipped_pair import shipped_head
 
 EVERY = ("ngram", "suffix", "prediction", "token_recycling")
 DEAR = ("lookahead", "layer_skip")
@@ -33,6 +36,15 @@ SETS: dict[str, tuple[str, ...]] = {
     "merged": EVERY,
     "merged and draft": (*EVERY, "draft_model"),
 }
+HEAD = "eagle3"
+HEAD_SETS: dict[str, tuple[str, ...]] = {
+    PLAIN: (),
+    "draft": ("draft_model",),
+    HEAD: (HEAD,),
+    "merged": EVERY,
+    "merged and head": (*EVERY, HEAD),
+}
+"""Beside the head that ships."""
 _TOKENS_BESIDE = 1024
 
 
@@ -60,23 +72,33 @@ class Row:
 
 def run(plan: Plan, report: Report, progress: Progress) -> None:
     """Measure all sets on all kinds of text."""
-    progress.part("drafters")
+    _measure_sets(plan, report, progress, "drafters", ",".join((*EVERY, *DEAR)), SETS)
+    folder = shipped_head(HEAD) if plan.pair.target.name == "shipped-target" else None
+    if folder is not None:
+        settings = json.dumps([*EVERY, {"method": HEAD, "model": str(folder)}])
+        _measure_sets(plan, report, progress, "heads", settings, HEAD_SETS)
+
+
+def _measure_sets(
+    plan: Plan, report: Report, progress: Progress, part: str, drafters: str, sets: Mapping[str, tuple[str, ...]]
+) -> None:
+    progress.part(part)
     deployment = Deployment(
         pair=plan.pair,
         cores=plan.cores,
         device=plan.device,
         placement="together",
         most_tokens=plan.max_tokens + _TOKENS_BESIDE,
-        target={"drafters": ",".join((*EVERY, *DEAR))},
+        target={"drafters": drafters},
     )
     table = Table(
-        f"{plan.label}, drafters",
+        f"{plan.label}, {part}",
         ["text", "drafters", "tokens/s", "over plain", "tokens/step", "accepted of verified", "drafter ms/token"],
     )
     found: list[dict[str, object]] = []
     with running(deployment, progress) as cluster:
         for kind, tasks in workloads(plan.pair.target.folder, plan.num_prompts + 1).items():
-            rows = asyncio.run(_measure(cluster.address, kind, tasks, plan, progress))
+            rows = asyncio.run(_measure(cluster.address, kind, tasks, sets, plan, progress))
             for name, row in rows.items():
                 case = _described(kind, name, row, rows[PLAIN])
                 found.append(case)
@@ -87,11 +109,18 @@ def run(plan: Plan, report: Report, progress: Progress) -> None:
                     f"{row.num_accepted / row.num_verified:.0%}" if row.num_verified else "",
                     f"{row.cost_ms / max(1, row.num_tokens):.3f}",
                 )
-    report.add("drafters", {"cases": found, "settings": deployment.settings}, [table], {})
+    report.add(part, {"cases": found, "settings": deployment.settings}, [table], {})
 
 
-async def _measure(address: str, kind: str, tasks: Sequence[Task], plan: Plan, progress: Progress) -> dict[str, Row]:
-    rows = {name: Row() for name in SETS if name != "prediction" or any(task.prediction for task in tasks)}
+async def _measure(
+    address: str,
+    kind: str,
+    tasks: Sequence[Task],
+    sets: Mapping[str, tuple[str, ...]],
+    plan: Plan,
+    progress: Progress,
+) -> dict[str, Row]:
+    rows = {name: Row() for name in sets if name != "prediction" or any(task.prediction for task in tasks)}
     turns = [(number, task) for _ in range(plan.repeats) for number, task in enumerate(tasks)]
     for turn, (number, task) in enumerate(turns):
         names = list(rows)
@@ -100,7 +129,7 @@ async def _measure(address: str, kind: str, tasks: Sequence[Task], plan: Plan, p
         answers: dict[str, Completion] = {}
         for name in order if turn % 2 == 0 else reversed(order):
             progress.tell(f"{kind}: turn {turn + 1} of {len(turns)}, {name}")
-            answers[name] = await _ask(address, name, task, number, plan.max_tokens)
+            answers[name] = await _ask(address, sets[name], task, number, plan.max_tokens)
             if number:
                 rows[name].add(answers[name])
         for name, answer in answers.items():
@@ -109,10 +138,10 @@ async def _measure(address: str, kind: str, tasks: Sequence[Task], plan: Plan, p
     return rows
 
 
-async def _ask(address: str, name: str, task: Task, seed: int, max_tokens: int) -> Completion:
+async def _ask(address: str, drafters: Sequence[str], task: Task, seed: int, max_tokens: int) -> Completion:
     sampling = Sampling(temperature=task.temperature, max_tokens=max_tokens)
-    request = make_request(task.prompt, sampling, seed, speculate=name != PLAIN)
-    request.speculation.drafters.extend(SETS[name])
+    request = make_request(task.prompt, sampling, seed, speculate=bool(drafters))
+    request.speculation.drafters.extend(drafters)
     request.prediction.token_ids.token_ids.extend(task.prediction)
     async with new_tenant(address) as client:
         return await client.complete(request)

@@ -20,7 +20,12 @@ def speculation() -> dict[str, Any]:
         "specdec-speculation",
         "specdec / Speculation",
         "Is speculation paying, for whom, and where is it lost?",
-        [Row("Is it paying?", _paying()), Row("For whom?", _for_whom()), Row("Where is it lost?", _lost())],
+        [
+            Row("Is it paying?", _paying()),
+            Row("For whom?", _for_whom()),
+            Row("Which drafter?", _by_drafter()),
+            Row("Where is it lost?", _lost()),
+        ],
     )
 
 
@@ -110,6 +115,52 @@ def _for_whom() -> list[Panel]:
             "Draft credit by target",
             "Draft tokens per session that the target finds worth proposing at its load; 0 turns speculation off.",
             {"{{instance}}": f"{_T}_draft_credit{_OF}"},
+        ),
+    ]
+
+
+def _by_drafter() -> list[Panel]:
+    proposed, verified, accepted, seconds = (
+        f"{_T}_drafter_{what}_total{_OF}"
+        for what in ("proposed_tokens", "verified_tokens", "accepted_tokens", "seconds")
+    )
+    return [
+        Panel(
+            "Proposed by drafter",
+            "Draft tokens per second that each of targets' own drafters offered. One that does not pay offers less.",
+            {"{{drafter}}": rate(proposed, "drafter")},
+            TOKENS_PER_S,
+        ),
+        Panel(
+            "Verified by drafter",
+            "Of these, those that cost a row of a step. What several offered counts for each.",
+            {"{{drafter}}": rate(verified, "drafter")},
+            TOKENS_PER_S,
+        ),
+        Panel(
+            "Accepted by drafter",
+            "Of these, those that the target took.",
+            {"{{drafter}}": rate(accepted, "drafter")},
+            TOKENS_PER_S,
+        ),
+        Panel(
+            "Acceptance by drafter",
+            "Share of the verified tokens of a drafter that were accepted.",
+            {"{{drafter}}": ratio(accepted, verified, "drafter")},
+            "percentunit",
+        ),
+        Panel(
+            "Tokens gained per millisecond by drafter",
+            "Accepted tokens for each millisecond that a drafter took, without the rows that verify them. Compare with "
+            "the tokens of a plain step per millisecond: below that a drafter cannot pay.",
+            {"{{drafter}}": f"{rate(accepted, 'drafter')} / (1000 * {rate(seconds, 'drafter')})"},
+            "short",
+        ),
+        Panel(
+            "Accepted by drafter and depth",
+            "Accepted tokens per second by their distance from the last committed token.",
+            {"{{drafter}}, depth {{depth}}": rate(accepted, "drafter, depth")},
+            TOKENS_PER_S,
         ),
     ]
 

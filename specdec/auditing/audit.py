@@ -7,7 +7,10 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
+
+import torch
 
 from specdec.auditing.greedy import GreedyFinding
 from specdec.auditing.reference import Reference
@@ -117,13 +120,20 @@ async def _sampled(
         outputs = [_with_end(answer, reference.eos_token_ids, wishes.sampled_tokens) for answer in answers]
         outputs = [output for output in outputs if output]
         ends = reference.eos_token_ids if any(answer.has_ended for answer in answers) else ()
-        probs = [distribution(logits, wishes.temperature, ends) for logits in reference.logits(prompt, outputs)]
         if not outputs:
             continue
-        fits.append(first_tokens(f"first token of prompt {number + 1}", [output[0] for output in outputs], probs[0][0]))
-        for output, rows in zip(outputs, probs, strict=True):
-            for position, token in enumerate(output[1:], 1):
-                places[position].append(place(rows[position], token, rng))
+        first_probs: torch.Tensor | None = None
+        remaining = iter(outputs)
+        for batch in reference.batches(prompt, outputs):
+            for output, logits in zip(islice(remaining, len(batch)), batch, strict=True):
+                probs = distribution(logits, wishes.temperature, ends)
+                first_probs = probs[0] if first_probs is None else first_probs
+                for position, token in enumerate(output[1:], 1):
+                    places[position].append(place(probs[position], token, rng))
+                await asyncio.sleep(0)  # Ctrl-C is heard here
+        if first_probs is not None:
+            firsts = [output[0] for output in outputs]
+            fits.append(first_tokens(f"first token of prompt {number + 1}", firsts, first_probs))
         if wishes.repeats_plainly:
             tell(f"the same without speculation, prompt {number + 1} of {len(wishes.prompts)}")
             some = asked[: max(1, wishes.num_samples // 8)]

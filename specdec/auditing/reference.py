@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +47,22 @@ class Reference:
 
     def logits(self, prompt: Sequence[int], outputs: Sequence[Sequence[int]]) -> list[torch.Tensor]:
         """The logits that decide each token of some outputs of one prompt, [N, vocab_size] float32 for each output."""
-        found: list[torch.Tensor] = []
-        with torch.inference_mode():
-            of_prompt = self._model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
-            for first in range(0, len(outputs), _MOST_ROWS):
-                some = outputs[first : first + _MOST_ROWS]
-                rows = of_prompt.logits.expand(len(some), -1, -1)
-                num_more = max(map(len, some)) - 1
-                if num_more > 0:
-                    cache = copy.deepcopy(of_prompt.past_key_values)
-                    cache.batch_repeat_interleave(len(some))
-                    # What stands behind a row's end changes nothing before it.
-                    tokens = torch.tensor([[*output[:num_more], *[0] * (num_more - len(output))] for output in some])
-                    further = self._model(tokens, past_key_values=cache, use_cache=True)
-                    rows = torch.cat([rows, further.logits], dim=1)
-                own = rows[:, :, : self.vocab_size].float()
-                found += [own[row, : len(output)] for row, output in enumerate(some)]
-        return found
+        return [rows for some in self.batches(prompt, outputs) for rows in some]
+
+    @torch.inference_mode()
+    def batches(self, prompt: Sequence[int], outputs: Sequence[Sequence[int]]) -> Iterator[list[torch.Tensor]]:
+        """The same in order, a pass at a time, so that something else may be done in between."""
+        of_prompt = self._model(torch.tensor([list(prompt)]), use_cache=True, logits_to_keep=1)
+        for first in range(0, len(outputs), _MOST_ROWS):
+            some = outputs[first : first + _MOST_ROWS]
+            rows = of_prompt.logits.expand(len(some), -1, -1)
+            num_more = max(map(len, some)) - 1
+            if num_more > 0:
+                cache = copy.deepcopy(of_prompt.past_key_values)
+                cache.batch_repeat_interleave(len(some))
+                # What stands behind a row's end changes nothing before it.
+                tokens = torch.tensor([[*output[:num_more], *[0] * (num_more - len(output))] for output in some])
+                further = self._model(tokens, past_key_values=cache, use_cache=True)
+                rows = torch.cat([rows, further.logits], dim=1)
+            own = rows[:, :, : self.vocab_size].float()
+            yield [own[row, : len(output)] for row, output in enumerate(some)]

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from specdec.checkup.findings import Finding, failed, passed, warned
+from specdec.drafters.options import HEAD_NAMES
 from specdec.v1 import coordinator_pb2 as api
 
+_LOOKING_UP = frozenset({"ngram", "suffix", "prediction", "token_recycling", "lookahead"})
+"""Drafters that have no weights: they find what was there before."""
+_HIGH_TEMPERATURE = 0.9
 _FULL = 0.9
 """Share of KV blocks in use above which there is little room for drafts."""
 
@@ -33,6 +37,22 @@ def check_replicas(info: api.GetModelInfoResponse, status: api.GetStatusResponse
     if drafts:
         yield _pinned("one draft", drafts)
     yield _numerics(info)
+
+
+def check_drafters(info: api.GetModelInfoResponse, temperature: float) -> Iterator[Finding]:
+    """Lines about drafters for which what is known from elsewhere speaks against using them so."""
+    drafters = set(info.drafters)
+    if drafters & HEAD_NAMES:
+        heads = ", ".join(sorted(drafters & HEAD_NAMES))
+        do = "`specdec doctor --settings FILE --try-heads` tries them, and those beside them"
+        yield warned(f"{heads}: the layers are those of its training", "not from here", do)
+    if "lookahead" in drafters and info.target.device.startswith("cpu"):
+        do = "leave lookahead out: it is for large GPUs with one session"
+        yield warned("rows are cheap enough for lookahead", "the target computes on a CPU", do)
+    if drafters and drafters <= _LOOKING_UP and temperature >= _HIGH_TEMPERATURE:
+        measured = f"{', '.join(sorted(drafters))} at temperature {temperature:g}"
+        do = "a draft model or a head beside them: sampled text hardly repeats what was there"
+        yield warned("what drafts suits the temperature", measured, do)
 
 
 def _states(status: api.GetStatusResponse) -> Finding:

@@ -13,11 +13,12 @@ from specdec.benchmark.requests import Prompt
 from specdec.checkup.findings import Finding, failed, passed, warned
 from specdec.checkup.head_layers import check_head_layers
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
-from specdec.drafters.options import HeadOptions
+from specdec.drafters.options import HeadOptions, describe_problem
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.files import find_model_files, read_tokenizer
 
 _READ_LAST_LAYER = ("medusa", "eagle")
+_MOST_PROBLEMS = 3
 _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx")
 
 
@@ -41,8 +42,8 @@ def check_settings(
         needed = {"model": models[role]} if role in models else {"targets": ("127.0.0.1:50052",)}
         try:
             checked[role] = kind(**{**needed, **settings[role]})
-        except (ValidationError, ValueError) as error:
-            told = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        except ValidationError as error:
+            told = "; ".join(_problem(problem) for problem in error.errors(include_url=False)[:_MOST_PROBLEMS])
             yield failed(f"settings of the {role} are valid", told, "see docs/configuration.md")
         else:
             yield passed(f"settings of the {role} are valid", f"{len(settings[role])} set")
@@ -52,6 +53,16 @@ def check_settings(
         yield from _heads(checked["target"])
         if tries_heads:
             yield from check_head_layers(checked["target"], prompts)
+
+
+def _problem(problem: Mapping[str, Any]) -> str:
+    setting, *within = problem["loc"] or ("",)
+    if setting == "drafters":
+        return f"drafters: {describe_problem(problem)}"
+    if problem["type"] == "extra_forbidden" and not within:
+        return f"{setting} is no setting"
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return ": ".join([*(str(part) for part in (setting, *within) if part != ""), message])
 
 
 def _policy(settings: TargetSettings) -> Finding:
@@ -82,7 +93,8 @@ def _heads(settings: TargetSettings) -> Iterator[Finding]:
             yield warned(what, "neither its config nor layer_ids names any: they are guessed", do)
         else:
             source = "settings" if options.layer_ids else "its config"
-            yield passed(what, f"{', '.join(map(str, ids))} (of {source}; k is what comes out of k layers)")
+            told = f"{', '.join(map(str, ids))} (of {source}; k is what comes out of k layers)"
+            yield passed(what, f"{told}; RoPE by halves, as these formats have it")
 
 
 def _models(models: Mapping[str, str], *, has_draft: bool) -> Iterator[Finding]:

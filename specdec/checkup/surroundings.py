@@ -50,19 +50,22 @@ def check_prometheus(url: str | None) -> Iterator[Finding]:
 
 
 def check_audit(report: Path | None, info: api.GetModelInfoResponse) -> Finding:
-    """Whether an audit at a temperature above 0 has passed; `report` is its JSON."""
+    """Whether an audit of these weights at a temperature above 0 has passed; `report` is its JSON."""
     what, do = "an audit of sampling has passed", "run `specdec audit --report FOLDER`, and name its JSON with --audit"
     if report is None:
         return warned(what, "no report was given", do)
     try:
         told = json.loads(report.read_text("utf-8"))
         found, when, checkpoint = told["audit"], told["when"], told["checkpoint"]
+        audited = str(told.get("weights_digest", ""))
         is_lossless, speculated, num_tests = found["is_lossless"], found["speculated"], len(found["fits"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return failed(what, f"{report} is no report of an audit: {error!r}", do)
     measured = f"{checkpoint}, {when}, {num_tests} tests of sampling"
     if not is_lossless:
         return failed(what, f"{measured}: it failed", "see the report; until it is mended, decode plainly")
+    if audited and info.target.weights_digest not in ("", audited):
+        return warned(what, f"{measured}: of other weights than those that are served", do)
     if not num_tests or speculated is False:
         return warned(what, f"{measured}; nothing sampled, or nothing speculated", do)
     return passed(what, measured)

@@ -23,6 +23,7 @@ from specdec.benchmark.served import Load, Pass, Wishes, measure, warm_up
 from specdec.benchmark.summary import plots_of, rows_of, tables_of
 from specdec.cli import connection
 from specdec.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, reported_errors
+from specdec.cli.inputs.destinations import report_folder
 from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
 from specdec.cli.up import stop_on_signals
 from specdec.cli.views.shown import harmless
@@ -95,7 +96,9 @@ def bench(
     model: Annotated[str, typer.Option(help="The model's name; empty: the one that is served.")] = "",
     report: Annotated[
         Path | None,
-        typer.Option(help="Folder for JSON, a page and plots.", file_okay=False, rich_help_panel=_OUTPUT),
+        typer.Option(
+            help="Folder for JSON, a page and plots.", file_okay=False, rich_help_panel=_OUTPUT, callback=report_folder
+        ),
     ] = None,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = 300.0,

@@ -18,6 +18,7 @@ from specdec.cli.local.plan import shipped_model
 from specdec.cli.up import TargetModel, stop_on_signals
 from specdec.cli.views.tables import make_table
 from specdec.engine.errors import EngineError
+from specdec.telemetry import setup_logging
 
 if TYPE_CHECKING:
     from specdec.training.acceptance import Acceptance
@@ -131,6 +132,7 @@ def train(
     from specdec.training.recipe import Recipe
 
     notes = Console(stderr=True, highlight=False)
+    setup_logging("train", "warning", "console")
     with reported_errors(notes), stop_on_signals(), Progress(notes) as progress:
         progress.part(f"train {kind}")
         recipe = Recipe(
@@ -165,6 +167,9 @@ def train(
             raise ClusterFailed(str(error)) from error
         except OSError as error:
             raise ClusterFailed(f"{error.filename or out}: {error.strerror or error}") from error
+        except KeyboardInterrupt:
+            notes.print("Stopped: the same command goes on from here.", style="dim")
+            raise
 
 
 def _run(

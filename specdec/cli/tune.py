@@ -16,6 +16,7 @@ from specdec.benchmark.progress import Progress
 from specdec.benchmark.prompts import prompts_for
 from specdec.benchmark.report import Report, machine
 from specdec.cli.errors import ClusterFailed, reported_errors
+from specdec.cli.inputs.destinations import output_file, report_folder
 from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
 from specdec.cli.local.plan import shipped_model
 from specdec.cli.tuning.placements import PlacementWish, Tuned, apart, tune_placements
@@ -63,9 +64,16 @@ def tune(
     ] = "auto",
     repeats: Annotated[int, typer.Option(help="Runs of each kind that verify the pick; 0: none.", min=0)] = 2,
     out: Annotated[
-        Path, typer.Option(help="Where the settings go: for up here, for the chart to NAME.chart.yaml.", dir_okay=False)
+        Path,
+        typer.Option(
+            help="Where the settings go: for up here, for the chart to NAME.chart.yaml.",
+            dir_okay=False,
+            callback=output_file,
+        ),
     ] = Path("specdec-tuned.yaml"),
-    report: Annotated[Path | None, typer.Option(help="Folder for JSON, a page and plots.", file_okay=False)] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Folder for JSON, a page and plots.", file_okay=False, callback=report_folder)
+    ] = None,
 ) -> None:
     """Measure step times and acceptance of a pair here, and say what to set: draft length, width, heads, mode, place.
 
@@ -76,8 +84,6 @@ def tune(
     temperatures = numbers(temperature, "--temperature")
     loads = whole_numbers(concurrency, "--concurrency")
     own = None if prompts is None else prompts_from(prompts)
-    if not out.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
     notes = Console(stderr=True, highlight=False)
     with reported_errors(notes), stop_on_signals(), Progress(notes) as progress:
         target_model, draft_model = target or shipped_model("target"), draft or shipped_model("draft")

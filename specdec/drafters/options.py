@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -261,8 +262,25 @@ def parse_drafters(text: str) -> tuple[DrafterOptions, ...]:
     try:
         return _DRAFTERS.validate_python(text)
     except ValidationError as error:
-        problems = [
-            ": ".join([*(str(part) for part in problem["loc"]), problem["msg"]])
-            for problem in error.errors(include_url=False, include_context=False, include_input=False)[:_MOST_PROBLEMS]
-        ]
-        raise ValueError("; ".join(problems)) from error
+        problems = error.errors(include_url=False, include_input=False)[:_MOST_PROBLEMS]
+        raise ValueError("; ".join(map(describe_problem, problems))) from error
+
+
+def describe_problem(problem: Mapping[str, Any]) -> str:
+    """What is wrong with one of some drafters, in plain words; `problem` is one of pydantic's `ValidationError.errors`.
+
+    Where the drafters stand in a setting is left out; which one is meant is told by its method.
+    """
+    of_method = [str(part) for part in problem["loc"] if not isinstance(part, int) and part != "drafters"]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    match problem["type"]:
+        case "union_tag_invalid":
+            known = str(problem["ctx"]["expected_tags"]).replace("'", "")
+            return f"there is no drafter {problem['ctx']['tag']!r} here, only {known}"
+        case "union_tag_not_found" | "model_attributes_type":
+            return "each is a name, or an object with its method"
+        case "missing":
+            message = "is required"
+        case "extra_forbidden":
+            message = "is no option of it"
+    return ": ".join([*of_method, message])

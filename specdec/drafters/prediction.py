@@ -15,7 +15,7 @@ from specdec.drafters.growing import ROOT, GrowingOffer
 from specdec.drafters.interface import Capabilities, Context, Offer, Room
 from specdec.drafters.options import PredictionOptions
 
-CAPABILITIES = Capabilities(places=frozenset({"target", "draft_service"}))
+CAPABILITIES = Capabilities()
 _KEY_LENGTH = 2
 _MOST_MATCHES = 32
 _LONGEST_MATCH = 16

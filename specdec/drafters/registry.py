@@ -26,6 +26,10 @@ CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
     }
 )
 """Of every one that there is; heads are in `specdec.heads.methods.registry`."""
+DRAFT_MODEL_CAPABILITIES = Capabilities(
+    is_serial=True, gives_distribution=True, places=frozenset({"target", "draft_service"})
+)
+"""Of `draft_model`, with the target's tokenizer; a drafter's part of it is `specdec.drafting`."""
 
 
 def make_drafter(options: PlainOptions, vocab_size: int) -> Drafter:

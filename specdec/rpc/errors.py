@@ -264,7 +264,9 @@ def from_status(status: status_pb2.Status) -> SpecdecError:
         if not violations.field_violations:
             return InvalidRequest("request", message, **common)
         violation = violations.field_violations[0]
-        return InvalidRequest(violation.field, violation.description, **common)
+        # Replicas put the field before what they say of it.
+        description = violation.description.removeprefix(f"{violation.field}: ")
+        return InvalidRequest(violation.field, description, **common)
     if issubclass(cls, _Retryable):
         retry_after_s = retry_seconds(retry.retry_delay) if retry.HasField("retry_delay") else 1.0
         return cls(message, retry_after_s=retry_after_s, **common)

@@ -48,3 +48,10 @@ def test_a_file_that_holds_no_request_is_refused(tiny_cluster: Cluster, tmp_path
     result = debug(tiny_cluster, "--request", str(broken))
     assert result.exit_code == 2
     assert "holds no request" in result.stderr
+
+
+def test_where_nothing_can_be_written_nothing_is_asked(tmp_path: Path) -> None:
+    page = tmp_path / "missing" / "page.html"
+    result = CliRunner().invoke(app, ["debug", "--address", "127.0.0.1:1", "--html", str(page), "x"])
+    assert result.exit_code == 2
+    assert "there is no folder" in " ".join(result.stderr.replace("│", " ").split())

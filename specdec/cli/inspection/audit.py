@@ -20,6 +20,7 @@ from specdec.benchmark.report import Report
 from specdec.benchmark.tables import Table
 from specdec.cli import connection
 from specdec.cli.errors import EXIT_FAILURE, ClusterFailed, reported_errors
+from specdec.cli.inputs.destinations import report_folder
 from specdec.cli.inputs.number_lists import prompts_from
 from specdec.cli.local.plan import shipped_model
 from specdec.client import Client, ClientSettings
@@ -88,7 +89,8 @@ def audit(
         float, typer.Option(help="How often a right service may fail the tests of sampling.", min=1e-12, max=0.1)
     ] = 1e-4,
     report: Annotated[
-        Path | None, typer.Option(help="Folder for the report, as JSON and Markdown.", file_okay=False)
+        Path | None,
+        typer.Option(help="Folder for the report, as JSON and Markdown.", file_okay=False, callback=report_folder),
     ] = None,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = 300.0,
@@ -224,6 +226,7 @@ def _show(finding: Finding, wishes: Wishes, used: str, folder: Path, report: Pat
     facts: dict[str, object] = {
         "audited": finding.service,
         "checkpoint": folder.name,
+        "weights_digest": weights_digest(folder),
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "specdec": specdec.__version__,
         "prompts": used,

@@ -14,6 +14,7 @@ from rich.console import Console
 from specdec.cli import connection
 from specdec.cli import sampling_options as options
 from specdec.cli.errors import EXIT_FAILURE, reported_errors
+from specdec.cli.inputs.destinations import output_file
 from specdec.cli.views import debug_view, tables
 from specdec.client import Client, ClientSettings, Completion
 from specdec.debugging.page import page_of
@@ -55,12 +56,21 @@ def debug(
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write a page with the tree of every step.", dir_okay=False, rich_help_panel=_OUTPUT),
+        typer.Option(
+            help="Write a page with the tree of every step.",
+            dir_okay=False,
+            rich_help_panel=_OUTPUT,
+            callback=output_file,
+        ),
     ] = None,
     as_json: Annotated[
         Path | None,
         typer.Option(
-            "--json", help="Write request and steps; --request takes it.", dir_okay=False, rich_help_panel=_OUTPUT
+            "--json",
+            help="Write request and steps; --request takes it.",
+            dir_okay=False,
+            rich_help_panel=_OUTPUT,
+            callback=output_file,
         ),
     ] = None,
     address: connection.Address = connection.DEFAULT_ADDRESS,
@@ -184,7 +194,9 @@ def _show(completion: Completion, explained: Explained, most: int | None) -> Non
     output.print(debug_view.legend())
     for view in debug_view.steps_view(explained, most):
         output.print(view)
+    if explained.by_drafter:
+        costs_ms = {record.name: record.cost_ms for record in completion.require_finished().stats.drafters}
+        output.print(debug_view.drafters_table(explained, costs_ms))
     if explained.steps:
-        output.print(debug_view.drafters_table(explained))
         output.print(debug_view.losses_table(explained))
     output.print(tables.statistics_table(completion))

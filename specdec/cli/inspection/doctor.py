@@ -10,7 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -21,13 +21,14 @@ from specdec.benchmark.prompts import Prompts, prompts_for
 from specdec.benchmark.requests import new_tenant
 from specdec.checkup.behaviour import check_behaviour
 from specdec.checkup.findings import Finding, Outcome
-from specdec.checkup.replicas import check_replicas
+from specdec.checkup.replicas import check_drafters, check_replicas
 from specdec.checkup.settings_file import check_settings
 from specdec.checkup.surroundings import check_audit, check_draft_death, check_prometheus, check_tenants
 from specdec.cli import connection
 from specdec.cli.errors import EXIT_FAILURE, reported_errors
-from specdec.cli.inputs.config_file import read_config
+from specdec.cli.inputs.config_file import by_parameter, read_config
 from specdec.cli.inputs.number_lists import prompts_from
+from specdec.cli.local.drafters import expanded
 from specdec.cli.local.plan import shipped_model
 from specdec.cli.views.shown import harmless
 from specdec.client import ClientSettings
@@ -38,6 +39,7 @@ _ASKED, _AROUND = "What is asked", "What stands around it"
 
 
 def doctor(
+    context: typer.Context,
     settings_file: Annotated[
         Path | None,
         typer.Option(
@@ -96,7 +98,7 @@ def doctor(
     notes = Console(stderr=True, highlight=False)
     own = None if prompts is None else prompts_from(prompts)
     if settings_file is not None:
-        section = read_config(settings_file).get("up", {})
+        section = _section(context, settings_file)
         with reported_errors(notes), Progress(notes) as progress:
             if try_heads:
                 setup_logging("doctor", "warning", "console")
@@ -119,6 +121,13 @@ def doctor(
         raise typer.Exit(EXIT_FAILURE)
 
 
+def _section(context: typer.Context, file: Path) -> dict[str, Any]:
+    """The section `up` of a file by parameters of that command. Raises typer.BadParameter for what is none."""
+    group: Any = context.find_root().command
+    section = read_config(file, "--settings").get("up", {})
+    return expanded(by_parameter(group.get_command(context, "up"), file, "up", section, "--settings"))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
     own: Prompts | None
@@ -134,7 +143,7 @@ async def examine(address: str, settings: ClientSettings, asked: _Asked, progres
     """All lines about a deployment that runs. Raises the typed errors of `specdec.rpc.errors`."""
     async with new_tenant(address, settings) as client:
         info, status = await client.model_info(), await client.status()
-        found = list(check_replicas(info, status))
+        found = [*check_replicas(info, status), *check_drafters(info, asked.temperature)]
         used = asked.own or prompts_for(info.target.tokenizer_digest)
         lines = check_behaviour(
             functools.partial(new_tenant, address, settings),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -21,10 +22,28 @@ def drafter_settings(names: Sequence[str], *, is_shipped_target: bool) -> dict[s
     return {"drafters": json.dumps(found)} if found else {}
 
 
+def expanded(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of `specdec up`, with its flag `drafter` as what it stands for: a setting of the target, and no draft.
+
+    Raises typer.BadParameter as `drafter_settings` does.
+    """
+    values = dict(section)
+    names = values.pop("drafter", None) or ()
+    names = [names] if isinstance(names, str) else [str(name) for name in names]
+    found = drafter_settings(names, is_shipped_target=not values.get("target"))
+    others = list(values.get("target_set") or ())
+    if found and any(str(entry).partition("=")[0].strip() == "drafters" for entry in others):
+        raise typer.BadParameter("--target-set names drafters, too", param_hint="--drafter")
+    values["target_set"] = [*others, *(f"{name}={value}" for name, value in found.items())]
+    if names and not values.get("draft") and DRAFT_MODEL not in names:
+        values["num_drafts"] = 0
+    return values
+
+
 def _options(name: str, is_shipped_target: bool) -> dict[str, str]:
     method, separator, folder = name.partition("=")
     if method not in DRAFTER_NAMES:
-        known = ", ".join(sorted(DRAFTER_NAMES))
+        known = ", ".join(sorted({DRAFT_MODEL, *DRAFTER_NAMES}))
         raise typer.BadParameter(f"there is no drafter {method!r}, only {known}", param_hint="--drafter")
     if method not in HEAD_NAMES:
         if separator:

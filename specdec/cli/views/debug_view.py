@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -42,16 +44,21 @@ def losses_table(explained: Explained) -> Table:
     later = explained.steps[1:]
     rows = sum(step.num_verified for step in later)
     vain = rows - sum(step.num_accepted for step in later)
-    table.caption = f"{rows} draft tokens cost a row in {len(later)} steps, {vain} of them in vain"
+    table.caption = f"draft tokens that cost a row: {rows} in {len(later)} steps, {vain} of them in vain"
     table.caption_justify = "left"
     return table
 
 
-def drafters_table(explained: Explained) -> Table:
-    """Who proposed what, and what became of it. A token that several proposed counts for the one that was first."""
-    table = make_table("By drafter", "", "proposed", "verified", "accepted")
+def drafters_table(explained: Explained, costs_ms: Mapping[str, float]) -> Table:
+    """Who proposed what, what became of it, and what it cost. A token that several proposed counts for the first.
+
+    `costs_ms`: of the target's own drafters by name, as the target measured it. A draft service's is not known.
+    """
+    table = make_table("By drafter", "", "proposed", "verified", "accepted", "ms", "accepted per ms")
     for name, own in sorted(explained.by_drafter.items()):
-        table.add_row(harmless(name) or "not told", *(str(number) for number in own.values()))
+        cost_ms = costs_ms.get(name)
+        told = ("-", "-") if not cost_ms else (f"{cost_ms:.1f}", f"{own['accepted'] / cost_ms:.2f}")
+        table.add_row(harmless(name) or "not told", *(str(number) for number in own.values()), *told)
     return table
 
 

@@ -54,15 +54,16 @@ HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 def legend() -> Text:
-    """Return one line per origin: its name in its colour, and what it means."""
+    """Return one line per origin: its name in its colour, and what it means; drafters' names are on one."""
     text = Text()
     for origin, meaning in ORIGIN_MEANINGS.items():
         text.append(f"  {ORIGIN_NAMES[origin]:<10}", style=ORIGIN_STYLES[origin])
         text.append(f"{meaning}\n", style="dim")
         if origin == common_pb2.ORIGIN_DRAFT:
+            text.append("            the same, by a drafter of the target's own:", style="dim")
             for name, style in DRAFTER_STYLES.items():
-                text.append(f"    {name:<17}", style=style)
-                text.append("the same, guessed by this drafter of the target's own\n", style="dim")
+                text.append(f" {name}", style=style)
+            text.append("\n")
     return text
 
 

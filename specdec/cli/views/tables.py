@@ -173,11 +173,10 @@ def model_table(info: coordinator_pb2.GetModelInfoResponse) -> Table:
     table = make_pairs("Served")
     target = f"{info.target.name} ({info.target.architecture}, {parameters(info.target)} parameters)"
     table.add_row("model", cell(target))
-    draft = (
-        f"{info.draft.name} ({parameters(info.draft)} parameters)"
-        if info.HasField("draft")
-        else "none: decodes plainly"
-    )
+    if info.HasField("draft"):
+        draft = f"{info.draft.name} ({parameters(info.draft)} parameters)"
+    else:
+        draft = "none: the target's own drafters propose" if info.drafters else "none: decodes plainly"
     table.add_row("draft", cell(draft))
     if info.draft.HasField("draft_vocabulary"):
         table.add_row("  its tokenizer", cell(vocabulary(info.draft.draft_vocabulary)))

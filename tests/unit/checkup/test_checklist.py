@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from specdec.checkup.findings import Finding, Outcome
-from specdec.checkup.replicas import check_replicas
+from specdec.checkup.replicas import check_drafters, check_replicas
 from specdec.checkup.settings_file import check_settings
 from specdec.checkup.surroundings import ALERT, check_audit, check_prometheus, check_tenants
 from specdec.v1 import common_pb2 as pb
@@ -64,6 +64,25 @@ def test_replicas_that_fit_together_pass_every_line() -> None:
 )
 def test_one_that_does_not_fit_is_told_of(bad: api.ReplicaStatus, line: str, outcome: Outcome) -> None:
     assert lines(replica("target"), replica("draft"), bad)[line] is outcome
+
+
+@pytest.mark.parametrize(
+    ("drafters", "temperature", "told"),
+    [
+        (["draft_model", "ngram"], 1.0, []),
+        (["ngram", "suffix"], 0.0, []),
+        (["ngram", "suffix"], 1.0, ["what drafts suits the temperature"]),
+        (["lookahead", "draft_model"], 0.0, ["rows are cheap enough for lookahead"]),
+        (["eagle3"], 1.0, ["eagle3: the layers are those of its training"]),
+    ],
+)
+def test_drafters_that_are_known_not_to_suit_are_told_of(
+    drafters: list[str], temperature: float, told: list[str]
+) -> None:
+    info = api.GetModelInfoResponse(target=identity(device="cpu"), drafters=drafters)
+    found = list(check_drafters(info, temperature))
+    assert [finding.what for finding in found] == told
+    assert all(finding.outcome is Outcome.WARN and finding.do for finding in found)
 
 
 def test_without_anything_that_drafts_one_line_says_so() -> None:
@@ -169,6 +188,12 @@ def test_only_an_audit_that_sampled_and_speculated_passes(tmp_path: Path) -> Non
     assert outcome(is_lossless=False) is Outcome.FAIL
     assert outcome(fits=[]) is Outcome.WARN
     assert outcome(speculated=False) is Outcome.WARN
+    told = json.loads(report.read_text()) | {"weights_digest": "w"}
+    told["audit"]["speculated"] = True
+    report.write_text(json.dumps(told))
+    for served, wanted in (("w", Outcome.PASS), ("other", Outcome.WARN)):
+        serving = api.GetModelInfoResponse(target=identity(weights_digest=served))
+        assert check_audit(report, serving).outcome is wanted
     report.write_text("[]")
     assert check_audit(report, info).outcome is Outcome.FAIL
     assert check_audit(None, info).outcome is Outcome.WARN

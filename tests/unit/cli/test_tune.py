@@ -130,6 +130,7 @@ def tune(*arguments: str) -> Result:
         (("--concurrency", "x"), 2, "no comma-separated list"),
         (("--prompts", "/no/such/file"), 2, "No such file"),
         (("--out", "/no/such/folder/x.yaml"), 2, "there is no folder"),
+        (("--report", "/proc/no/such/folder"), 2, "cannot write to /proc/no/such/folder"),
         (("--verify-mode", "neither"), 2, "neither"),
         (("--device", "tpu"), 1, "none of auto, cpu, cuda"),
     ],

@@ -57,6 +57,12 @@ def test_invalid_request_names_its_field() -> None:
     assert status.code == code_pb2.INVALID_ARGUMENT
 
 
+def test_a_field_that_its_description_repeats_is_told_once() -> None:
+    status = to_status(errors.InvalidRequest("drafters", "drafters: there is no drafter 'magic'"))
+    error = from_status(status)
+    assert str(error) == "drafters: there is no drafter 'magic'"
+
+
 def test_status_of_another_maker_becomes_the_class_of_its_code() -> None:
     error = from_status(status_pb2.Status(code=code_pb2.UNAVAILABLE, message="connection refused"))
     assert type(error) is errors.Unavailable
