@@ -99,6 +99,7 @@ class DecodeLoop:
         """Start a choice. Sessions opened in one turn leave in one frame, so that a fork finds its parent."""
         self._sessions.add(session)
         session.target.credit_position = session.num_written + self._credit_window
+        session.drafting.is_coming = draft is not None
         target.open(session)
         if draft is not None:
             draft.open(session)

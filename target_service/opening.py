@@ -64,6 +64,7 @@ def new_session(
         history=history,
         tree=SpeculationTree(identity.vocab_size, is_chain=mode is VerifyMode.REJECTION),
         max_nodes=limit if body.speculate else 0,
+        has_draft=not body.has_no_draft,
         wanted_drafters=wanted_drafters,
         sources=sources_of(body, wanted_drafters, drafters),
         prediction=list(body.prediction_token_ids),

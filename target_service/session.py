@@ -75,6 +75,8 @@ class TargetSession(EngineSession):
     """Proposals below the last committed token."""
     max_nodes: int
     """Most nodes verified in one step; 0 without speculation."""
+    has_draft: bool
+    """A draft service has it, or has sent something for it: steps may wait for proposals."""
     credit_position: int
     """The session pauses when it has committed this many tokens."""
     times: SessionTimes

@@ -139,6 +139,7 @@ class Verifier:
         if kind == "proposal":
             if self._own_draft.is_there:
                 return
+            session.has_draft = True
             session.arrived = body
             self._payoff.proposal_came(self._due_at_s)
         elif kind == "credit":

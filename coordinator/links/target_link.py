@@ -118,6 +118,7 @@ class TargetLink(ReplicaLink[target_pb2.VerifyRequest, target_pb2.TargetEntry, t
         )
         body = session.open_body(traceparent, for_target=True)
         body.tells_trees = session.request.with_steps
+        body.has_no_draft = not session.drafting.has_draft
         if side.cleared_at is not None:
             body.apart_until = side.cleared_at
         if side.prompt is not None:

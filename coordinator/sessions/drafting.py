@@ -133,6 +133,13 @@ class Drafting:
     num_changes: int = 0
     """Hedges and moves because a draft was slow. Each doubles the patience: whatever is gained, not much is lost."""
     retry: asyncio.TimerHandle | None = None
+    is_coming: bool = False
+    """One was chosen, and is opened as soon as the target is."""
+
+    @property
+    def has_draft(self) -> bool:
+        """Whether it has one, or is about to."""
+        return self.is_coming or bool(self.sides)
 
     def at(self, host: DraftHost[Any]) -> DraftSide | None:
         """The side at a draft."""
@@ -149,6 +156,7 @@ class Drafting:
     def opened(self, host: DraftHost[Any]) -> DraftSide:
         """A new opening begins at a draft, in place of the one there, if any."""
         self.num_openings += 1
+        self.is_coming = False
         side, former = DraftSide(host, self.num_openings), self.at(host)
         if former is None:
             self.sides.append(side)

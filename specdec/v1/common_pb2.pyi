@@ -520,6 +520,7 @@ class OpenSession(_message.Message):
     PREDICTION_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TELLS_TREES_FIELD_NUMBER: _builtins.int
     REJECTION_SAMPLE_METHOD_FIELD_NUMBER: _builtins.int
+    HAS_NO_DRAFT_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     """How many of them are the prompt."""
     verify_mode: Global___VerifyMode.ValueType
@@ -562,6 +563,8 @@ class OpenSession(_message.Message):
     """To targets: tell with each verdict what the step had to choose from. Older targets do not."""
     rejection_sample_method: Global___RejectionSampleMethod.ValueType
     """To targets: how a chain is decided on in rejection mode; older targets decide token by token."""
+    has_no_draft: _builtins.bool
+    """To targets: no draft has the session, so that no step needs to wait for its first proposal. Older coordinators do not say."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and committed output."""
@@ -606,10 +609,11 @@ class OpenSession(_message.Message):
         prediction_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         tells_trees: _builtins.bool = ...,
         rejection_sample_method: Global___RejectionSampleMethod.ValueType = ...,
+        has_no_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "deadline_ms", b"deadline_ms", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "prompt_logprobs_credit", b"prompt_logprobs_credit", "sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "drafters", b"drafters", "fork_from", b"fork_from", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "tells_trees", b"tells_trees", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "_max_draft_tokens", b"_max_draft_tokens", "_num_prompt_logprobs", b"_num_prompt_logprobs", "_prompt_logprobs_credit", b"_prompt_logprobs_credit", "apart_until", b"apart_until", "cache_salt", b"cache_salt", "credit_position", b"credit_position", "deadline_ms", b"deadline_ms", "drafters", b"drafters", "fork_from", b"fork_from", "has_no_draft", b"has_no_draft", "lease_generation", b"lease_generation", "max_draft_tokens", b"max_draft_tokens", "num_prompt_logprobs", b"num_prompt_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "prediction_token_ids", b"prediction_token_ids", "priority", b"priority", "prompt_logprobs_credit", b"prompt_logprobs_credit", "prompt_logprobs_start", b"prompt_logprobs_start", "rejection_sample_method", b"rejection_sample_method", "sampling", b"sampling", "speculate", b"speculate", "target", b"target", "tells_trees", b"tells_trees", "time_per_token_us", b"time_per_token_us", "token_ids", b"token_ids", "traceparent", b"traceparent", "verify_mode", b"verify_mode"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015

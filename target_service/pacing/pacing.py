@@ -185,7 +185,7 @@ class Pacing:
             latency.observe_first(max(0.0, now_s - session.hold_off.since_s - (num_new - 1) * latency.node_s))
 
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
-        if not self.may_verify(session):
+        if not (session.has_draft and self.may_verify(session)):
             return None
         max_depth = most_accepted(session)
         if max_depth == 0 or session.is_answered or self._has_enough(session):

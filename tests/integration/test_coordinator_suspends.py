@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.replica import ScriptedSession
 from tests.support.scripted.target import ScriptedTarget
@@ -33,6 +35,19 @@ async def test_a_suspended_draft_hears_nothing_until_it_hears_all() -> None:
     assert not any(commit.suspend for commit in later)
     told = [token for commit in draft.commits for token in commit.token_ids]
     assert told == result.ids()[: len(told)]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1])
+async def test_a_target_is_told_whether_to_expect_a_draft(num_drafts: int) -> None:
+    target, drafts = ScriptedTarget(), [ScriptedDraft() for _ in range(num_drafts)]
+    target.limit = 5
+    async with running([target], drafts) as harness:
+        await harness.all_ready()
+        call = harness.stub.Generate(request(max_tokens=NUM))
+        await target.until(lambda: target.num_output() == 5)
+        assert [session.body.has_no_draft for session in target.sessions.values()] == [not num_drafts]
+        target.set_limit(None)
+        await collect(call)
 
 
 async def test_one_that_was_suspended_is_used_again() -> None:

@@ -347,6 +347,21 @@ def test_prefill_and_sessions_without_drafts_are_not_kept_waiting(client: Worker
     assert client.take("verdict", "t")[-1].finish_reason
 
 
+def test_nobody_waits_for_a_draft_that_is_not_there_until_one_has_sent_something(
+    client: WorkerClient, truth: list[int]
+) -> None:
+    client.pair.verifier.pacing = Pacing(1e6)
+    client.pair.verifier.pacing.step_time = FreeRows()
+    client.entry("s", open=a_session(body={"has_no_draft": True}))
+    client.turn(4)
+    assert client.session().num_tokens == 24
+    client.entry("s", proposal=chain(24, truth[24:32]))
+    client.turn()
+    assert client.session().num_tokens == 33
+    client.turn(5)
+    assert client.session().num_tokens == 33, "it has a draft now"
+
+
 def test_stale_proposals_do_not_count_as_an_answer(client: WorkerClient) -> None:
     held(client, Pacing(500.0))
     latency = DraftLatency()
