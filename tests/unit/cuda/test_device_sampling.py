@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top, launch_top, read_top, row_parameters
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE
@@ -44,7 +45,7 @@ def test_noise_is_that_of_the_cpu_for_every_token() -> None:
 def test_extreme_rows_give_what_they_give_on_the_cpu(batch: Batch) -> None:
     on_cpu = Sampler(batch.vocab_size, "cpu", native="off")
     on_device = Sampler(batch.vocab_size, "cpu", native="off")
-    on_device._perturbed_top = device_perturbed_top
+    on_device._perturbed_top, on_device._device_cuts = device_perturbed_top, device_cuts
     assert on_device.sample(batch.logits, batch.rows) == on_cpu.sample(batch.logits, batch.rows)
     got, expected = (sampler.candidates(batch.logits, batch.rows, 4) for sampler in (on_device, on_cpu))
     assert got == expected
