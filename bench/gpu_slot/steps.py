@@ -18,6 +18,7 @@ import torch
 from bench.gpu_slot import models
 from bench.gpu_slot.determinism import bitwise, num_cuts_that_differ, products
 from bench.gpu_slot.models import Found, Place, SlotModel
+from bench.gpu_slot.watched import sanitizer
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.attention.torch_kernels import GatherAttention
@@ -269,7 +270,20 @@ def trace(place: Place) -> Found:
 
 STEPS: dict[str, Callable[[Place], Found]] = {
     step.__name__: step
-    for step in (versions, exactness, attention, bitwise, graph, products, steps, draft, served, trace, inflated)
+    for step in (
+        versions,
+        exactness,
+        attention,
+        sanitizer,
+        bitwise,
+        graph,
+        products,
+        steps,
+        draft,
+        served,
+        trace,
+        inflated,
+    )
 }
 
 
