@@ -28,6 +28,7 @@ from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
 from specdec.engine.cuda.buckets import advance, empty_batch, fill
+from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, launch_cuts
 from specdec.engine.cuda.launch import Launch, LaunchCounter
 from specdec.engine.cuda.layers import rotate_write
 from specdec.engine.cuda.sampling import launch_top
@@ -119,6 +120,8 @@ def launches_of(shape: Shape) -> dict[str, list[Launch]]:
     for variant, context_len in {"one program for all splits": 256, "a program for each split": 4096}.items():
         with torch.inference_mode(), LaunchCounter() as counter:
             logits = decoder(meta_batch(8, context_len), cache)
+            cuts = torch.empty(8, NUM_CUT_WORDS, dtype=torch.int32, device=_META)
+            logits = launch_cuts(logits, cuts, CutKinds(has_top_k=True, has_top_p=True))
             launch_top(logits, torch.empty(8, 3, dtype=torch.int32, device=_META), 4)
         found[variant] = counter.launches
     ordered = DeviceDecoder(

@@ -13,6 +13,7 @@ from bench.pairs import Pair
 from specdec.benchmark.progress import Progress
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.cores import assign_cores, share_cores
+from specdec.cli.local.mps import shared_by_mps
 from specdec.cli.local.plan import LocalPlan, Placement, plan_services
 from specdec.cli.local.service_process import ServiceSpec
 
@@ -58,7 +59,11 @@ def running(deployment: Deployment, progress: Progress, proxy: DelayProxy | None
         specs = [dataclasses.replace(spec, cores=deployment.cores) for spec in specs]
     if proxy is not None:
         specs = [_through(spec, proxy) for spec in specs]
-    with pinned(client_cores(deployment.cores, deployment.placement)), Cluster(specs) as cluster:
+    with (
+        pinned(client_cores(deployment.cores, deployment.placement)),
+        shared_by_mps(specs, progress.tell) as sharing_specs,
+        Cluster(sharing_specs) as cluster,
+    ):
         cluster.start(lambda what: progress.tell(f"waiting for {what}"))
         yield cluster
 

@@ -30,6 +30,7 @@ STEPS = {
     "versions": 60,
     "exactness": 90,
     "attention": 120,
+    "sanitizer": 60,
     "bitwise": 120,
     "graph": 90,
     "products": 60,

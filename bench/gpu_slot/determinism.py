@@ -9,7 +9,19 @@ from torch.nn.functional import linear
 
 from bench.gpu_slot import models
 from bench.gpu_slot.models import Found, Place
+from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.products import ProductTiles, ordered_linear, product_tiles
+from specdec.engine.sampling.logit_processors import CutArguments, cut_, temperature_scores
+
+
+def num_cuts_that_differ(place: Place, logits: torch.Tensor) -> int:
+    """Scores of up to 8 rows, on the host, that the device's top-k, top-p and min-p leave other than the CPU's."""
+    num_rows = len(logits)
+    top_k, top_p, min_score = [0, 40] * 4, [0.9, 1.0, 0.95, 1.0] * 2, [-torch.inf, -torch.inf, -3.0, -9.0] * 2
+    cuts: CutArguments = (top_k[:num_rows], top_p[:num_rows], min_score[:num_rows])
+    divisors = [0.7] * num_rows
+    expected = cut_(temperature_scores(logits, divisors), *cuts)
+    return int((device_cuts(logits.to(place.device), divisors, cuts).cpu() != expected).sum())
 
 
 def bitwise(place: Place) -> Found:

@@ -16,14 +16,16 @@ from pathlib import Path
 import torch
 
 from bench.gpu_slot import models
-from bench.gpu_slot.determinism import bitwise, products
+from bench.gpu_slot.determinism import bitwise, num_cuts_that_differ, products
 from bench.gpu_slot.models import Found, Place, SlotModel
+from bench.gpu_slot.watched import sanitizer
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
 from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention import TritonAttention
 from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, CudaCapture
+from specdec.engine.cuda.cuts import cut_parameters, launch_cuts
 from specdec.engine.cuda.sampling import device_perturbed_top, launch_top, row_parameters
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import DrawRow, DrawRule
@@ -66,7 +68,8 @@ def exactness(place: Place) -> Found:
         "tokens_that_differ": sum(a != b for a, b in zip(ids, expected[0], strict=True)),
         "scores_that_differ": sum(a != b for a, b in zip(scores, expected[1], strict=True)),
     }
-    if found["tokens_that_differ"]:
+    found["cuts_that_differ"] = num_cuts_that_differ(place, logits[:8])
+    if found["tokens_that_differ"] or found["cuts_that_differ"]:
         raise AssertionError(found)
     return found
 
@@ -196,6 +199,9 @@ def steps(place: Place) -> Found:
     logits = torch.randn(8, vocab_size, device=place.device)
     parameters = row_parameters([1.0] * 8, list(range(16))).to(place.device)
     found["sampling of 8 rows ms"] = place.median_ms(lambda: launch_top(logits, parameters, 4))
+    words, kinds = cut_parameters([1.0] * 8, ([40] * 8, [0.9] * 8, [-3.0] * 8), vocab_size)
+    words = words.to(place.device)
+    found["cuts of 8 rows ms"] = place.median_ms(lambda: launch_cuts(logits, words, kinds))
     return found
 
 
@@ -264,7 +270,20 @@ def trace(place: Place) -> Found:
 
 STEPS: dict[str, Callable[[Place], Found]] = {
     step.__name__: step
-    for step in (versions, exactness, attention, bitwise, graph, products, steps, draft, served, trace, inflated)
+    for step in (
+        versions,
+        exactness,
+        attention,
+        sanitizer,
+        bitwise,
+        graph,
+        products,
+        steps,
+        draft,
+        served,
+        trace,
+        inflated,
+    )
 }
 
 

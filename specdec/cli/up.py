@@ -21,6 +21,7 @@ from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.devices import device_kind
 from specdec.cli.local.drafters import drafter_settings
 from specdec.cli.local.log_view import LogView
+from specdec.cli.local.mps import shared_by_mps
 from specdec.cli.local.placement import choose_placement
 from specdec.cli.local.plan import (
     PORTS,
@@ -104,6 +105,13 @@ def up(
     ] = None,
     log_dir: Annotated[Path | None, typer.Option(help="Folder for logs. (default: a temporary one)")] = None,
     logs: Annotated[bool, typer.Option("--logs", help="Show the services' logs, too.")] = False,
+    mps: Annotated[
+        bool,
+        typer.Option(
+            help="Let engines that share a GPU run side by side, by NVIDIA MPS where it is installed.",
+            envvar="SPECDEC_UP_MPS",
+        ),
+    ] = True,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -143,7 +151,7 @@ def up(
             gateway_settings=parse_settings(gateway_set or [], "--gateway-set"),
         )
         plan = dataclasses.replace(plan, placement=_placement(placement, plan, console))
-        with running_cluster(plan, console, log_dir) as cluster:
+        with running_cluster(plan, console, log_dir, mps=mps) as cluster:
             console.print(f"Ready at {cluster.address}. Try:", style="bold")
             console.print(
                 f'  specdec generate --address {cluster.address} --show-origin --max-tokens 100 "def fibonacci(n):"'
@@ -201,14 +209,20 @@ def watch(supervision: Supervision, log_view: LogView | None) -> None:
 
 
 @contextmanager
-def running_cluster(plan: LocalPlan, console: Console, log_dir: Path | None = None) -> Iterator[Cluster]:
-    """Start a plan's services, saying what is waited for; stop them at the end. Raises ClusterFailed."""
+def running_cluster(
+    plan: LocalPlan, console: Console, log_dir: Path | None = None, *, mps: bool = True
+) -> Iterator[Cluster]:
+    """Start a plan's services, saying what is waited for; stop them at the end. Raises ClusterFailed.
+
+    With `mps`, engines that share a GPU are clients of NVIDIA MPS where it runs or can be started.
+    """
     specs = plan_services(plan)
     table = make_table("Services", "service", "address", "place")
     for row in describe_placement(specs):
         table.add_row(*row)
     console.print(table)
-    with Cluster(specs, log_dir=log_dir) as cluster:
+    sharing = shared_by_mps(specs, lambda line: console.print(escape(line), style="dim"), is_wanted=mps)
+    with sharing as sharing_specs, Cluster(sharing_specs, log_dir=log_dir) as cluster:
         console.print(f"logs: {cluster.log_dir}", style="dim")
         with console.status("starting") as status:
 

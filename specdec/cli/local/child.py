@@ -1,4 +1,5 @@
-"""Runs a module as a child that dies with its parent: ``python -m specdec.cli.local.child PARENT CORES MODULE``.
+"""Runs a module, or a program, as a child that dies with its parent: ``python -m specdec.cli.local.child PARENT CORES
+MODULE``.
 
 A process of its own sets this up for itself, because running Python between fork and exec is unsafe in a
 parent with threads. It imports nothing heavy, so it costs some tens of milliseconds.
@@ -14,11 +15,14 @@ from specdec.parent_process import die_with_parent
 
 
 def main(argv: list[str]) -> None:
-    """Become `python -m MODULE ARGS...`, on the given cores (comma-separated; empty: all)."""
+    """Become `python -m MODULE ARGS...`, or the program MODULE if that is a path; on the given cores (comma-separated;
+    empty: all)."""
     parent_pid, cores, module, *args = argv
     die_with_parent(int(parent_pid), signal.SIGTERM)
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    if "/" in module:
+        os.execv(module, [module, *args])
     os.execv(sys.executable, [sys.executable, "-m", module, *args])
 
 

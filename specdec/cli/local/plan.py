@@ -199,7 +199,8 @@ def _replicas(
         name = role if number == 0 else f"{role}-{number}"
         port = _port(plan, role, number)
         all_cores = sorted({*cores, *assignment.shared})
-        specs.append(service_spec(role, name, port, settings, environment=environment, cores=all_cores))
+        spec = service_spec(role, name, port, settings, environment=environment, cores=all_cores)
+        specs.append(dataclasses.replace(spec, gpus=tuple(place.gpus)))
     return specs
 
 

@@ -33,6 +33,8 @@ class ServiceSpec:
     """Added to this process's environment."""
     cores: tuple[int, ...] = ()
     """Cores it may run on; empty: all."""
+    gpus: tuple[int, ...] = ()
+    """Numbers of the GPUs that it computes on."""
     speaks_http: bool = False
     """Its health is asked for at /health, and not over gRPC."""
 

@@ -15,6 +15,7 @@ from specdec.benchmark.requests import Sampling
 from specdec.benchmark.served import Load, Pass, Wishes, measure, warm_up
 from specdec.cli.errors import ClusterFailed
 from specdec.cli.local.cluster import Cluster
+from specdec.cli.local.mps import shared_by_mps
 from specdec.cli.local.plan import LocalPlan, plan_services
 from specdec.cli.tuning.probes import Places, Questions
 from specdec.client import ClientSettings
@@ -65,7 +66,7 @@ def verify(
         coordinator_settings=settings["coordinator"],
     )
     passes: dict[float, list[Pass]] = {temperature: [] for temperature in questions.temperatures}
-    with Cluster(plan_services(plan), log_dir=log_dir) as cluster:
+    with shared_by_mps(plan_services(plan), tell) as specs, Cluster(specs, log_dir=log_dir) as cluster:
         cluster.start(lambda what: tell(f"waiting for {what}"))
         for temperature in questions.temperatures:
             sampling = Sampling(temperature=temperature, max_tokens=questions.max_tokens, verify_mode=choice.mode)

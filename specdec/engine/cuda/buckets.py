@@ -174,6 +174,7 @@ class BucketedSteps:
         self._forward = forward
         self._capture = capture
         self._cache: KVCache | None = None
+        self._ahead_s = 0.0
         self._graphs: OrderedDict[tuple[Key, tuple[int, ...]], tuple[Batch, Callable[[], None], torch.Tensor]] = (
             OrderedDict()
         )
@@ -213,15 +214,20 @@ class BucketedSteps:
         Ends after 20 s, or where captured steps hold 1 GiB, if it is limited; what is left is captured when it is met.
         Ranks are not: what one captures all must, as the others take part in its collectives.
         """
-        cache, began_s = self._cache, clock()
+        cache, began_s, told = self._cache, clock(), "steps_captured"
         for key in [] if cache is None else all_buckets(max_len, cache.block_size):
-            is_over = clock() - began_s > _MOST_CAPTURE_S or self._capture.held_bytes() > _MOST_CAPTURE_BYTES
-            if is_limited and is_over:
-                _logger.info("not all steps are captured before they are met", extra=self._figures(began_s, clock()))
-                return
+            if is_limited and not self.has_room(clock() - began_s):
+                told = "not all steps are captured before they are met"
+                break
             if cache is None or self._graph_of(key, None, cache) is None:
                 return
-        _logger.info("steps_captured", extra=self._figures(began_s, clock()))
+        self._ahead_s += clock() - began_s
+        figures = {"num": self.num_graphs, "seconds": self._ahead_s, "held_bytes": self._capture.held_bytes()}
+        _logger.info(told, extra=figures)
+
+    def has_room(self, more_s: float) -> bool:
+        """Whether more may be captured before the first request, where that has taken ``more_s`` after ``prepare``."""
+        return self._ahead_s + more_s <= _MOST_CAPTURE_S and self._capture.held_bytes() <= _MOST_CAPTURE_BYTES
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """Logits ``[R, V]``, which the next call may overwrite unless they are taken from it; see ``StepModel``."""
@@ -256,9 +262,6 @@ class BucketedSteps:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(name)
         return graph
-
-    def _figures(self, began_s: float, now_s: float) -> dict[str, float]:
-        return {"num": self.num_graphs, "seconds": now_s - began_s, "held_bytes": self._capture.held_bytes()}
 
 
 class CudaCapture:

@@ -78,6 +78,9 @@ class Replays(StepModel, Protocol):
     def prepare(self, max_len: int, *, is_limited: bool = True) -> None:
         """Capture the steps of sequences up to so many tokens, within some time and memory if it is limited."""
 
+    def has_room(self, more_s: float) -> bool:
+        """Whether more may be captured before the first request, where that has taken ``more_s`` after ``prepare``."""
+
 
 def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
     """What runs a model on a GPU, with small steps as CUDA graphs; the last block of the cache is theirs."""

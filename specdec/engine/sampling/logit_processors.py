@@ -27,6 +27,9 @@ WEIGHT_ONE = 2.0**42
 _LARGEST = torch.finfo(torch.float32).max
 _EXP_COEFFICIENTS = tuple(1.0 / math.factorial(k) for k in range(11, -1, -1))
 
+CutArguments = tuple[Sequence[int], Sequence[float], Sequence[float]]
+"""Of rows: top-k (0 is off), top-p (1 is off), and the lowest score that min-p allows (minus infinity is off)."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
@@ -170,7 +173,7 @@ def temperature_scores(logits: Tensor, temperatures: Sequence[float]) -> Tensor:
     return (logits - best).div_(divisors)
 
 
-def cut_arguments(rows: Sequence[RowContext]) -> tuple[list[int], list[float], list[float]]:
+def cut_arguments(rows: Sequence[RowContext]) -> CutArguments:
     """Return per row (top_k, top_p, lowest score that min_p allows), in the form `cut_` takes."""
     top_k = [max(row.params.top_k, 0) for row in rows]
     top_p = [row.params.top_p for row in rows]

@@ -40,6 +40,7 @@ def ban_(logits: Tensor, banned: Sequence[tuple[int, Collection[int]]]) -> None:
         ids = torch.tensor([i for i in sorted(token_ids) if i < logits.shape[1]], dtype=torch.int64)
         ids = ids.to(logits.device)
         values = logits[row, ids]
-        logits[row, ids] = torch.where(values < math.inf, -math.inf, values)
-        if bool((logits[row] == -math.inf).all()):
-            logits[row, ids] = values
+        banned_values = torch.where(values < math.inf, -math.inf, values)
+        logits[row, ids] = banned_values
+        is_nothing_left = (logits[row] == -math.inf).all()  # not asked for: a GPU would be waited for
+        logits[row, ids] = torch.where(is_nothing_left, values, banned_values)

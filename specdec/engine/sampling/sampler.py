@@ -1,7 +1,7 @@
 """Drawing tokens from logits: the same function of (logits, parameters, seed, position) at draft and target."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,7 +12,13 @@ from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.sampling_ops import NativeSampling
 from specdec.engine.sampling import logit_processors
-from specdec.engine.sampling.logit_processors import RowContext, adjusted_logits, cut_arguments, temperature_scores
+from specdec.engine.sampling.logit_processors import (
+    CutArguments,
+    RowContext,
+    adjusted_logits,
+    cut_arguments,
+    temperature_scores,
+)
 from specdec.engine.sampling.noise import Purpose, noise_key, uniform
 from specdec.engine.sampling.perturbed_top import perturbed_top
 from specdec.engine.sampling.rejection import DraftSample, draw
@@ -86,10 +92,13 @@ class Sampler:
         self._perturbed_top = perturbed_top
         self._most_top: int | None = None
         self._cut_ = logit_processors.cut_
+        self._device_cuts: Callable[[Tensor, list[float], CutArguments], Tensor] | None = None
         if self.device.type == "cuda":
-            from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top  # a CPU has no triton
+            from specdec.engine.cuda.cuts import device_cuts  # a CPU has no triton
+            from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top
 
             self._perturbed_top, self._most_top = device_perturbed_top, MOST_TOP
+            self._device_cuts = device_cuts
         if native == "off" or self.device.type != "cpu":
             return
         try:
@@ -246,6 +255,11 @@ class Sampler:
         cut = [r for r, row in enumerate(rows) if row.params.has_cuts]
         if not cut:
             return adjusted, temperatures
+        if self._device_cuts is not None:
+            of_rows = [temperatures[r] if row.params.has_cuts else 0.0 for r, row in enumerate(rows)]
+            for r in cut:
+                temperatures[r] = 1.0
+            return self._device_cuts(adjusted, of_rows, cut_arguments(rows)), temperatures
         every = len(cut) == len(rows)
         scores = temperature_scores(adjusted if every else adjusted[cut], [temperatures[r] for r in cut])
         self._cut_(scores, *cut_arguments([rows[r] for r in cut]))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu_slot.__main__ import STEPS, State, run_process, run_slot, unpack
+from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, run_process, run_slot, unpack
 from bench.gpu_slot.wheels import check_size, wanted
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,6 +51,13 @@ def test_a_step_that_hangs_costs_its_own_time_and_is_tried_again(monkeypatch: py
     assert [name for name, _ in slot.ran] == ["versions", "exactness", "versions"]
 
 
+def test_a_slot_stops_by_itself_at_nine_and_a_half_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert LIMIT_S == 9.5 * 60
+    slot = Slot(monkeypatch, **dict.fromkeys(STEPS, 1e9))
+    run_slot({}, list(STEPS), slot.run, slot.save, LIMIT_S)
+    assert slot.now_s - 100.0 <= LIMIT_S
+
+
 def test_what_was_running_when_the_machine_was_taken_away_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     slot = Slot(monkeypatch, versions=1)
 
@@ -65,7 +72,13 @@ def test_what_was_running_when_the_machine_was_taken_away_is_known(monkeypatch: 
 def test_a_step_runs_without_a_gpu_and_says_what_it_found() -> None:
     result = run_process("exactness", 200, True, DRY)
     assert result["status"] == "ok", result
-    assert result["found"] == {"tokens": 12, "tokens_that_differ": 0, "scores_that_differ": 0}
+    assert result["found"] == {"tokens": 12, "tokens_that_differ": 0, "scores_that_differ": 0, "cuts_that_differ": 0}
+
+
+def test_every_kind_of_kernel_runs_where_a_sanitizer_would_watch_it() -> None:
+    result = run_process("sanitizer", 200, True, DRY)
+    assert result["status"] == "ok", result
+    assert result["found"]["watched"] is False
 
 
 def test_a_step_that_fails_says_why() -> None:

@@ -103,6 +103,7 @@ def test_services_on_gpus_have_their_devices_budgets_and_all_cores_of_engines(mo
     first, second, draft, _ = plan_services(wish, environment={}, cores=range(16))
     assert [spec.environment["SPECDEC_TARGET_DEVICE"] for spec in (first, second)] == ["cuda:0", "cuda:0"]
     assert draft.environment["SPECDEC_DRAFT_DEVICE"] == "cuda:2"
+    assert [first.gpus, second.gpus, draft.gpus] == [(0, 1), (0, 1), (2,)]
     assert first.environment["SPECDEC_TARGET_KV_CACHE_MEMORY_BYTES"] == str(int(2**30 * 0.4))
     assert "SPECDEC_DRAFT_KV_CACHE_MEMORY_BYTES" not in draft.environment
     assert "SPECDEC_TARGET_NUM_THREADS" not in first.environment

@@ -2,12 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, all_buckets, bucket_of, empty_batch, fill
 from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.cuda.sampling import launch_top
 from specdec.engine.model.kv_budget import largest_batch
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
@@ -15,6 +19,23 @@ from specdec.engine.tap import FINAL, HiddenTap
 from tests.support.engine import paged_scenarios as play
 from tests.support.engine.captures import Captures
 from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
+
+
+class Allocations(TorchDispatchMode):
+    """Notes every tensor that an operation makes: its name and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {arg.untyped_storage()._cdata for arg in [*args, *(kwargs or {}).values()] if torch.is_tensor(arg)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if torch.is_tensor(tensor) and tensor.numel() and tensor.untyped_storage()._cdata not in known:
+                self.made.append((func.__name__, tensor.untyped_storage().nbytes()))
+        return result
+
 
 TOKENS = play.random_tokens(45, 1, VOCAB_SIZE)
 WRONG = play.random_tokens(9, 3, VOCAB_SIZE)
@@ -172,3 +193,30 @@ def test_a_replayed_step_hands_out_hidden_states_of_its_own_rows_that_the_next_o
         assert states is not None
         assert torch.equal(batch.tap.states, states)
     assert captures.num_captured == 1
+
+
+def test_what_was_captured_before_leaves_less_time_for_more(runner: ModelRunner) -> None:
+    steps, _ = bucketed(runner)
+    now_s = iter([0.0, *[12.0] * 50])
+    steps.prepare(64, clock=lambda: next(now_s))
+    assert steps.has_room(7.0)
+    assert not steps.has_room(9.0)
+
+
+def test_a_steady_step_makes_nothing_but_its_logits_and_what_sampling_writes() -> None:
+    meta, vocab_size = torch.device("meta"), 128256
+    cache = KVCache([LayerGeometry(2, 16, 16)], 40, 16, torch.bfloat16, meta)
+    logits = torch.empty(4, vocab_size, device=meta)
+    steps = BucketedSteps(lambda batch, cache: logits, lambda run: (lambda: None, run()))
+    steps.serve(cache)
+    batch, rows = largest_batch(3, 64, 16, meta)[0], torch.empty(3, 3, dtype=torch.int32, device=meta)
+    steps(batch, cache)
+    made = []
+    for _ in range(3):
+        with Allocations() as allocations:
+            launch_top(steps(batch, cache), rows, 4)
+        made.append(allocations.made)
+    assert made[0] == made[1] == made[2], "what one step gives back fits the next one"
+    assert made[0][0] == ("index_select.default", 3 * vocab_size * 4)
+    assert {name for name, _ in made[0][1:]} == {"empty.memory_format"}
+    assert sum(num_bytes for _, num_bytes in made[0][1:]) < 3 * vocab_size / 10

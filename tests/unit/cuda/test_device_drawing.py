@@ -112,11 +112,35 @@ def test_a_row_that_is_not_finite_ends_alone(runner: ModelRunner, device: tuple[
     assert all(math.isnan(score) for score in scores)
 
 
-def test_rows_with_cuts_are_drawn_once_and_as_a_sampler_draws_them(
+CUTS: list[dict[str, Any]] = [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.8, "min_p": 0.01}]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=[" ".join(cut) for cut in CUTS])
+def test_rows_with_cuts_are_drawn_several_times_a_call_as_the_native_call_draws_them(
+    cut: dict[str, Any], runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
+) -> None:
+    many = [MANY[0], {**MANY[1], **cut}, MANY[2]]
+    rounds = [4, 4, 4] if len(cut) == 1 else [2, 2, 1]
+    native, drawn = both(runner, device[0], rows_of(rounds, many))
+    assert [len(draws) for draws in drawn] == rounds
+    assert drawn == native
+
+
+def test_graphs_with_cuts_are_replayed_for_other_cuts_of_their_kind(
     runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
 ) -> None:
-    many: list[dict[str, Any]] = [{**each, "top_k": 2} for each in MANY]
-    native, drawn = both(runner, device[0], rows_of([4, 4, 4], many))
+    drawing, captures = device
+    for cut in ({"top_k": 2}, {"top_k": 5}, {"min_p": 0.1}, {"min_p": 0.3}, {}):
+        native, drawn = both(runner, drawing, rows_of([2, 2, 2], [{**each, **cut} for each in MANY]))
+        assert drawn == native
+    assert (captures.num_captured, captures.num_replayed) == (3, 5)
+
+
+def test_rows_with_cuts_are_drawn_once_where_nothing_can_be_captured(
+    runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
+) -> None:
+    device[0]._can_capture = False
+    native, drawn = both(runner, device[0], rows_of([4, 4, 4], [{**each, "top_k": 2} for each in MANY]))
     assert [len(draws) for draws in drawn] == [1, 1, 1]
     assert drawn == [[draws[0]] for draws in native]
 
@@ -149,6 +173,15 @@ def test_calls_of_one_shape_replay_one_graph_and_prepared_ones_are_there(
     for rounds in ([4, 3, 4], [3, 3, 3], [2, 1, 2], [8, 2, 1]):
         both(runner, drawing, rows_of(rounds, MANY))
     assert (captures.num_captured, captures.num_replayed) == (num_prepared, 4)
+
+
+def test_graphs_are_prepared_within_the_memory_that_steps_have_left(
+    device: tuple[DeviceDrawing, Captures], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawing, captures = device
+    monkeypatch.setattr(captures, "_bytes_each", 1 << 29)
+    drawing.prepare(NUM_TOP)
+    assert captures.num_captured == 3
 
 
 def test_graphs_become_shorter_where_most_of_what_they_draw_is_dropped(

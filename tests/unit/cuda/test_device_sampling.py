@@ -1,17 +1,21 @@
 """Sampling on the device: the tokens and scores that the CPU has, for any rows."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.sampling import MOST_TOP, device_perturbed_top, launch_top, read_top, row_parameters
-from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE
+from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, RowContext, adjusted_logits
 from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
 from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.sampling.token_history import TokenHistory
+from specdec.sampling_params import SamplingParams
 from tests.support.engine.extreme_rows import Batch, batches
 from tests.support.engine.triton_device import DEVICE
 
@@ -44,7 +48,7 @@ def test_noise_is_that_of_the_cpu_for_every_token() -> None:
 def test_extreme_rows_give_what_they_give_on_the_cpu(batch: Batch) -> None:
     on_cpu = Sampler(batch.vocab_size, "cpu", native="off")
     on_device = Sampler(batch.vocab_size, "cpu", native="off")
-    on_device._perturbed_top = device_perturbed_top
+    on_device._perturbed_top, on_device._device_cuts = device_perturbed_top, device_cuts
     assert on_device.sample(batch.logits, batch.rows) == on_cpu.sample(batch.logits, batch.rows)
     got, expected = (sampler.candidates(batch.logits, batch.rows, 4) for sampler in (on_device, on_cpu))
     assert got == expected
@@ -69,6 +73,27 @@ def test_sampling_launches_three_kernels_and_waits_for_nothing() -> None:
     assert read_top(torch.zeros(8, 2, 4, dtype=torch.int32)) == ([0] * 32, [0.0] * 32)
     logits_bytes = 8 * 150_000 * 4
     assert logits_bytes * 2 < sum(num_bytes for _, num_bytes in counter.operations) < logits_bytes * 2.02
+
+
+def test_penalties_biases_and_cuts_wait_for_nothing_before_the_draw() -> None:
+    vocab_size, history = 150_000, TokenHistory([3, 9])
+    history.append([5, 5])
+    params = {"seed": 1, "max_tokens": 9, "temperature": 0.8, "stop_token_ids": (7,), "min_tokens": 9}
+    many: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.2, "top_k": 40},
+        {"logit_bias": {4: 2.0}, "top_p": 0.9},
+        {"allowed_token_ids": (1, 2, 3), "bad_words": ((5, 3),), "min_p": 0.1},
+    ]
+    rows = [RowContext(SamplingParams(**params, **each), 4, 2, history) for each in many]
+    sampler = Sampler(vocab_size, "meta", native="off")
+    sampler._device_cuts = device_cuts
+    with LaunchCounter() as counter:
+        adjusted = adjusted_logits(torch.empty(3, vocab_size, device="meta"), rows)
+        scores, temperatures = sampler._cut_scores(adjusted, rows)
+        launch_top(scores, row_parameters(temperatures, [0, 1] * 3).to("meta"), 4)
+    names = [name for name, _ in counter.operations]
+    assert names.count("search_kernel") == 16
+    assert not {"nonzero", "_local_scalar_dense", "item"} & set(names)
 
 
 def test_parameters_of_rows_keep_all_bits() -> None:

@@ -1,0 +1,62 @@
+"""Every kind of kernel once, small, as a program that compute-sanitizer watches: ``python -m bench.gpu_slot.watched
+cuda``."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from bench.gpu_slot import models
+from bench.gpu_slot.models import BLOCK_SIZE, Found, Place
+from specdec.engine.cuda.buckets import advance, empty_batch, fill
+from specdec.engine.cuda.cuts import device_cuts
+from specdec.engine.cuda.sampling import launch_top, row_parameters
+
+_ERROR_CODE = "9"
+_USUAL_FOLDER = "/usr/local/cuda/bin"
+
+
+def sanitizer(place: Place) -> Found:
+    """Small steps under compute-sanitizer, which fails what reads or writes outside of its tensors; where it is not
+    installed they run unwatched, and the result says so."""
+    tool = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), _USUAL_FOLDER]))
+    watch = [] if place.dry or tool is None else [tool, "--error-exitcode", _ERROR_CODE]
+    done = subprocess.run(
+        [*watch, sys.executable, "-m", __name__, place.device.type],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # so that each tensor has bounds of its own
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout[-3000:] + done.stderr[-1000:])
+    return {"watched": bool(watch), "output": done.stdout[-1000:].splitlines()}
+
+
+@torch.inference_mode()
+def main(device: str) -> None:
+    """Run them on a device: cpu in the interpreter, or cuda."""
+    place = Place(torch.device(device), dry=True)
+    for row_invariant in (False, True):
+        model = models.make("8b", place, 64, row_invariant=row_invariant)
+        batch = model.rows(16, 5)
+        logits = model.decoder(batch, model.cache)
+        scores = device_cuts(logits, [0.7] * 5, ([7] * 5, [0.9] * 5, [-4.0] * 5))
+        drawn = launch_top(scores, row_parameters([1.0] * 5, list(range(10))).to(place.device), 4)
+        spare = model.cache.num_blocks - 1
+        padded = empty_batch((8, 4), place.device, spare, BLOCK_SIZE)
+        fill(padded, batch, spare, BLOCK_SIZE)
+        model.decoder(padded, model.cache)
+        positions = torch.full((5,), 16, dtype=torch.int32, device=place.device)
+        following = empty_batch((5, 4), place.device, spare, BLOCK_SIZE)
+        advance(following, 0, drawn, positions, torch.ones_like(positions), model.cache)
+        model.decoder(following, model.cache)
+    place.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

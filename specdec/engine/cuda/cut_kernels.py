@@ -1,0 +1,186 @@
+"""Top-k, top-p and min-p in Triton without sorting: what stays is found digit by digit, by sums of integers.
+
+Scores are at most 0, so the bits of one without its sign, its *rank*, rise as it falls. A search finds the least rank
+up to which tokens sum to a goal: tokens of top-k, weights of top-p. Each of its eight steps sums, by chunk and by the
+next four bits, what has the bits found so far; the step after it adds up the chunks and chooses. Sums of integers have
+the same bits in any order, and weights are those of ``logit_processors.integer_weights``.
+"""
+
+import triton
+import triton.language as tl
+
+NO_LIMIT = tl.constexpr(0x7FFFFFFFFFFFFFFF)
+ALL_RANKS = tl.constexpr(0xFFFFFFFF)
+CUT_WORDS = tl.constexpr(5)
+STATE_WORDS = tl.constexpr(4)
+DIGITS = tl.constexpr(16)
+
+
+@triton.jit
+def scale_kernel(
+    logits,
+    cuts,
+    part_peak,
+    scores,
+    row_stride,
+    VOCAB: tl.constexpr,
+    NUM_PEAKS: tl.constexpr,
+    BLOCK_PEAKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(logit - best) / temperature, NaN throughout where the best is not finite; logits of rows whose temperature is 0.
+    Grid (rows, chunks). ``cuts`` [R, 5]: temperature, top-k, two words of top-p, least score."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    c = tl.arange(0, BLOCK_PEAKS)
+    best = tl.max(tl.load(part_peak + row * NUM_PEAKS + c, mask=c < NUM_PEAKS, other=float("-inf")), 0)
+    temperature = tl.load(cuts + row * CUT_WORDS).to(tl.float32, bitcast=True)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + row * row_stride + ids, mask=ids < VOCAB, other=0.0)
+    if temperature > 0.0:
+        is_finite = tl.abs(best) < float("inf")
+        below = tl.where(is_finite, x, 0.0) - tl.where(is_finite, best, 0.0)
+        x = tl.where(is_finite, tl.div_rn(below, tl.zeros_like(x) + temperature), float("nan"))
+    tl.store(scores + row * VOCAB + ids, x, mask=ids < VOCAB)
+
+
+@triton.jit
+def _rank(score):
+    return (score.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
+
+
+@triton.jit
+def _weight(score):
+    """exp(score) in units of 2^-42, as ``integer_weights`` has it."""
+    x = tl.where(score > -64.0, score, -64.0).to(tl.float64)
+    n = (x * 1.4426950408889634 - 0.5).to(tl.int64)
+    r = x - n.to(tl.float64) * 0.6931471805599453
+    y = tl.zeros_like(r) + 2.505210838544172e-08
+    y = y * r + 2.755731922398589e-07
+    y = y * r + 2.7557319223985893e-06
+    y = y * r + 2.48015873015873e-05
+    y = y * r + 0.0001984126984126984
+    y = y * r + 0.001388888888888889
+    y = y * r + 0.008333333333333333
+    y = y * r + 0.041666666666666664
+    y = y * r + 0.16666666666666666
+    y = y * r + 0.5
+    y = y * r + 1.0
+    y = y * r + 1.0
+    return (y * 4398046511104.0).to(tl.int64) >> -n
+
+
+@triton.jit
+def _limit(total, cuts, row):
+    """Mass before a token, below which top-p keeps it: at least 1, which keeps the best token."""
+    low = tl.load(cuts + row * CUT_WORDS + 2).to(tl.int64) & 0xFFFFFFFF
+    high = tl.load(cuts + row * CUT_WORDS + 3).to(tl.int64)
+    top_p = ((high << 32) | low).to(tl.float64, bitcast=True)
+    limit = tl.ceil(total.to(tl.float64) * top_p).to(tl.int64)
+    return tl.where(top_p < 1.0, tl.maximum(limit, 1), NO_LIMIT)
+
+
+@triton.jit
+def _chosen(states, partials, cuts, row, shift, NUM_CHUNKS: tl.constexpr, BLOCK_CHUNKS: tl.constexpr):
+    """State after the step that summed by the digit at ``shift``: what top-k keeps, the rank so far, what lies below
+    it, the goal; and the digit."""
+    c, digits = tl.arange(0, BLOCK_CHUNKS)[:, None], tl.arange(0, DIGITS)
+    at = (row * NUM_CHUNKS + c) * DIGITS + digits[None, :]
+    totals = tl.sum(tl.load(partials + at, mask=c < NUM_CHUNKS, other=0), 0)
+    kept = tl.load(states + row * STATE_WORDS)
+    rank = tl.load(states + row * STATE_WORDS + 1)
+    below = tl.load(states + row * STATE_WORDS + 2)
+    goal = tl.load(states + row * STATE_WORDS + 3)
+    goal = tl.where(goal == 0, _limit(tl.sum(totals, 0), cuts, row), goal)
+    is_before = tl.cumsum(totals, 0) + below < goal
+    digit = tl.minimum(tl.sum(is_before.to(tl.int64), 0), DIGITS - 1)
+    below += tl.sum(tl.where(digits < digit, totals, 0), 0)
+    return kept, rank | (digit << shift), below, goal, digit
+
+
+@triton.jit(do_not_specialize=["shift"])
+def search_kernel(
+    scores,
+    cuts,
+    from_states,
+    from_partials,
+    to_states,
+    to_partials,
+    shift,
+    VOCAB: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    BY_WEIGHT: tl.constexpr,
+    IS_FIRST: tl.constexpr,
+    FOLLOWS: tl.constexpr,
+):
+    """One step of a search: sums by the four bits of the rank at ``shift``; grid (rows, chunks).
+
+    ``to_partials`` [R, chunks, 16]; ``to_states`` [R, 4]: the state before this step, of which ``from_*`` are the step
+    before. ``IS_FIRST`` of a search; ``FOLLOWS``: another search, whose rank top-k keeps.
+    """
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if IS_FIRST:
+        rank, below = row * 0, row * 0
+        kept = rank + ALL_RANKS
+        if FOLLOWS:
+            _, kept, _, _, _ = _chosen(from_states, from_partials, cuts, row, 0, NUM_CHUNKS, BLOCK_CHUNKS)
+        goal = row * 0
+        if not BY_WEIGHT:
+            goal = tl.load(cuts + row * CUT_WORDS + 1).to(tl.int64)
+    else:
+        kept, rank, below, goal, _ = _chosen(from_states, from_partials, cuts, row, shift + 4, NUM_CHUNKS, BLOCK_CHUNKS)
+    if chunk == 0:
+        tl.store(to_states + row * STATE_WORDS, kept)
+        tl.store(to_states + row * STATE_WORDS + 1, rank)
+        tl.store(to_states + row * STATE_WORDS + 2, below)
+        tl.store(to_states + row * STATE_WORDS + 3, goal)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores + row * VOCAB + ids, mask=ids < VOCAB, other=0.0)
+    ranks = _rank(score)
+    is_here = (ids < VOCAB) & ((ranks >> (shift + 4)) == (rank >> (shift + 4)))
+    if BY_WEIGHT:
+        each = tl.where(is_here & (ranks <= kept), _weight(score), 0)
+    else:
+        each = is_here.to(tl.int64)
+    digit = (ranks >> shift) & 15
+    to = to_partials + (row * NUM_CHUNKS + chunk) * DIGITS
+    for d in tl.static_range(DIGITS):
+        tl.store(to + d, tl.sum(tl.where(digit == d, each, 0), 0))
+
+
+@triton.jit
+def cut_kernel(
+    scores,
+    cuts,
+    states,
+    partials,
+    VOCAB: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_CHUNKS: tl.constexpr,
+    HAS_TOP_K: tl.constexpr,
+    HAS_TOP_P: tl.constexpr,
+):
+    """Minus infinity for what is cut off, in place; grid (rows, chunks). ``states``, ``partials``: of the last step."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    is_cut = tl.load(cuts + row * CUT_WORDS).to(tl.float32, bitcast=True) > 0.0
+    least = tl.load(cuts + row * CUT_WORDS + 4).to(tl.float32, bitcast=True)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    score = tl.load(scores + row * VOCAB + ids, mask=ids < VOCAB, other=0.0)
+    stays = score >= least
+    if HAS_TOP_P:
+        ranks = _rank(score)
+        kept, rank, below, goal, digit = _chosen(states, partials, cuts, row, 0, NUM_CHUNKS, BLOCK_CHUNKS)
+        # Tokens of one rank have one weight, and are kept by rising id.
+        c = tl.arange(0, BLOCK_CHUNKS)
+        at = (row * NUM_CHUNKS + c) * DIGITS + digit
+        before = below + tl.sum(tl.load(partials + at, mask=c < chunk, other=0), 0)
+        tied = tl.where((ids < VOCAB) & (ranks == rank) & (ranks <= kept), _weight(score), 0)
+        before = before + tl.cumsum(tied, 0) - tied
+        stays = stays & (ranks <= kept) & ((ranks < rank) | ((ranks == rank) & (before < goal)))
+    elif HAS_TOP_K:
+        _, rank, _, _, _ = _chosen(states, partials, cuts, row, 0, NUM_CHUNKS, BLOCK_CHUNKS)
+        stays = stays & (_rank(score) <= rank)
+    stays = stays | (score != score) | (is_cut == 0)
+    tl.store(scores + row * VOCAB + ids, tl.where(stays, score, float("-inf")), mask=ids < VOCAB)

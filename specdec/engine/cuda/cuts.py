@@ -1,0 +1,145 @@
+"""Top-k, top-p and min-p on the device: ``logit_processors.cut_`` to the bit, without a sort and without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec.engine.cuda.attention import power_of_two
+from specdec.engine.cuda.cut_kernels import CUT_WORDS, DIGITS, STATE_WORDS, cut_kernel, scale_kernel, search_kernel
+from specdec.engine.cuda.launch import launch
+from specdec.engine.cuda.sampling_kernels import row_peak_kernel
+
+NUM_CUT_WORDS = int(CUT_WORDS.value)
+"""Of a row, in what ``cut_parameters`` returns."""
+CutArguments = tuple[Sequence[int], Sequence[float], Sequence[float]]
+"""Of rows: top-k, top-p and the lowest score that min-p allows, as ``logit_processors.cut_arguments`` gives them."""
+_PEAK_BLOCK = 1024
+_BLOCK = 2048
+_SHIFTS = tuple(range(28, -1, -4))
+
+
+@dataclass(frozen=True, slots=True)
+class CutKinds:
+    """Which cuts some row has; each is a search over the vocabulary, of eight launches. Min-p is none."""
+
+    has_top_k: bool = False
+    has_top_p: bool = False
+
+
+def cut_parameters(temperatures: Sequence[float], cuts: CutArguments, vocab_size: int) -> tuple[torch.Tensor, CutKinds]:
+    """What ``launch_cuts`` must know of rows, ``[R, 5]`` int32 on the host, and which cuts they have.
+
+    Args:
+        temperatures: R values; 0 for a row that is left as it is.
+        cuts: of R rows.
+        vocab_size: tokens of a row.
+    """
+    top_k, top_p, min_score = cuts
+    words = np.zeros((len(temperatures), NUM_CUT_WORDS), np.int32)
+    words[:, 0] = np.array(temperatures, np.float32).view(np.int32)
+    words[:, 1] = [min(k or vocab_size, vocab_size) for k in top_k]
+    words[:, 2:4] = np.array(top_p, np.float64).view(np.int32).reshape(-1, 2)
+    words[:, 4] = np.array(min_score, np.float32).view(np.int32)
+    has_top_k = any(0 < k < vocab_size for k in top_k)
+    return torch.from_numpy(words), CutKinds(has_top_k, any(p < 1.0 for p in top_p))
+
+
+def launch_cuts(logits: torch.Tensor, cuts: torch.Tensor, kinds: CutKinds) -> torch.Tensor:
+    """``(logit - best) / temperature`` with minus infinity for what is cut off, ``[R, V]``; nothing waits for data.
+
+    Rows whose temperature is 0 are their logits; rows whose best is not finite are NaN throughout.
+    Cost: three launches, and eight more for each of ``kinds``.
+
+    Args:
+        logits: ``[R, V]`` float32, tokens of a row side by side; left as they are.
+        cuts: of ``cut_parameters``, on the same device.
+        kinds: what they have at least.
+    """
+    num_rows, vocab_size = logits.shape
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    device = logits.device
+    num_peaks, num_chunks = -(-vocab_size // _PEAK_BLOCK), -(-vocab_size // _BLOCK)
+    peaks = torch.empty(num_rows, num_peaks, dtype=torch.float32, device=device)
+    scores = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=device)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    stride = logits.stride(0)
+    launch(
+        row_peak_kernel,
+        (num_rows, num_peaks),
+        logits,
+        peaks,
+        stride,
+        VOCAB=vocab_size,
+        BLOCK=_PEAK_BLOCK,
+        options=options,
+    )
+    sizes: dict[str, Any] = {"VOCAB": vocab_size, "BLOCK": _BLOCK}
+    grid = (num_rows, num_chunks)
+    launch(
+        scale_kernel,
+        grid,
+        logits,
+        cuts,
+        peaks,
+        scores,
+        stride,
+        NUM_PEAKS=num_peaks,
+        BLOCK_PEAKS=power_of_two(num_peaks),
+        options=options,
+        **sizes,
+    )
+    sizes |= {"NUM_CHUNKS": num_chunks, "BLOCK_CHUNKS": power_of_two(num_chunks)}
+    searches = [by_weight for by_weight, is_on in ((False, kinds.has_top_k), (True, kinds.has_top_p)) if is_on]
+    num_steps = max(1, len(searches) * len(_SHIFTS))
+    states = torch.empty(num_steps, num_rows, int(STATE_WORDS.value), dtype=torch.int64, device=device)
+    partials = torch.empty(num_steps, num_rows, num_chunks, int(DIGITS.value), dtype=torch.int64, device=device)
+    step = 0
+    for by_weight in searches:
+        for shift in _SHIFTS:
+            before = max(0, step - 1)
+            launch(
+                search_kernel,
+                grid,
+                scores,
+                cuts,
+                states[before],
+                partials[before],
+                states[step],
+                partials[step],
+                shift,
+                BY_WEIGHT=by_weight,
+                IS_FIRST=shift == _SHIFTS[0],
+                FOLLOWS=step > 0,
+                options=options,
+                **sizes,
+            )
+            step += 1
+    launch(
+        cut_kernel,
+        grid,
+        scores,
+        cuts,
+        states[-1],
+        partials[-1],
+        HAS_TOP_K=kinds.has_top_k,
+        HAS_TOP_P=kinds.has_top_p,
+        options=options,
+        **sizes,
+    )
+    return scores
+
+
+def device_cuts(
+    logits: torch.Tensor,
+    temperatures: Sequence[float],
+    cuts: CutArguments,
+) -> torch.Tensor:
+    """``launch_cuts`` for parameters on the host; one copy to the device."""
+    words, kinds = cut_parameters(temperatures, cuts, logits.shape[1])
+    return launch_cuts(logits, words.to(logits.device, non_blocking=True), kinds)

@@ -1,0 +1,84 @@
+"""Top-k, top-p and min-p on the device: what is cut off and what is left are the CPU's, to the bit."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdec.engine.cuda.cuts import CutKinds, cut_parameters, device_cuts, launch_cuts
+from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, cut_, temperature_scores
+from tests.support.engine.triton_device import DEVICE
+
+EXAMPLES = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+OFF = (0, 1.0, -math.inf)
+
+
+def compared(logits: torch.Tensor, temperatures: list[float], cuts: list[tuple[int, float, float]]) -> None:
+    """Rows with cuts against `cut_`, rows of temperature 0 against their logits."""
+    top_k, top_p, min_score = (list(column) for column in zip(*cuts, strict=True))
+    got = device_cuts(logits.to(DEVICE), temperatures, (top_k, top_p, min_score)).cpu()
+    expected = cut_(temperature_scores(logits, temperatures), top_k, top_p, min_score)
+    for row, temperature in enumerate(temperatures):
+        want = expected[row] if temperature else logits[row]
+        assert torch.equal(got[row].nan_to_num(nan=9.0), want.nan_to_num(nan=9.0)), (row, temperature, cuts[row])
+
+
+@pytest.mark.parametrize("cut", [(3, 1.0, -math.inf), (0, 0.7, -math.inf), (0, 1.0, math.log(0.2)), (40, 0.9, -3.0)])
+def test_each_cut_leaves_what_it_leaves_on_the_cpu(cut: tuple[int, float, float]) -> None:
+    logits = torch.randn(2, 4099, generator=torch.Generator().manual_seed(5)) * 3  # three chunks, the last one short
+    compared(logits, [0.8, 0.0], [cut, OFF])
+
+
+def test_equal_scores_are_cut_by_rising_id_across_chunks() -> None:
+    logits = torch.zeros(3, 2100)
+    logits[0, ::2] = -0.5
+    compared(logits, [1.0, 1.0, 1e-30], [(0, 0.6, -math.inf), (2, 0.999, -math.inf), (0, 0.4, -math.inf)])
+
+
+def test_masks_and_rows_that_are_not_finite_harm_no_other() -> None:
+    logits = torch.randn(5, 70, generator=torch.Generator().manual_seed(1))
+    logits[0, 3], logits[1, 5], logits[2], logits[3, 9:] = math.nan, math.inf, -math.inf, -math.inf
+    cuts = device_cuts(logits.to(DEVICE), [0.5] * 5, ([20] * 5, [0.9] * 5, [-9.0] * 5)).cpu()
+    assert cuts[:3].isnan().all()
+    compared(logits[3:], [0.5] * 2, [(20, 0.9, -9.0)] * 2)
+
+
+@EXAMPLES
+@given(data=st.data())
+def test_any_row_is_cut_as_on_the_cpu(data: st.DataObject) -> None:
+    vocab_size = data.draw(st.sampled_from((1, 2, 33, 70)))
+    numbers = st.sampled_from((0.0, -0.0, 1.0, 1.0, -1.5, 30.0, 3.4e38, -3.4e38, 1e-45, -1e-45, -math.inf))
+    num_rows = data.draw(st.integers(1, 2))
+    rows = [[0.0, *data.draw(st.lists(numbers, min_size=69, max_size=69))][:vocab_size] for _ in range(num_rows)]
+    temperatures = [data.draw(st.sampled_from((MIN_TEMPERATURE, 0.3, 1.0, 100.0))) for _ in rows]
+    cut = st.tuples(
+        st.sampled_from((0, 1, 2, 69, 2**31 - 1, 2**32 - 1)),
+        st.sampled_from((1.0, 0.5, 5e-324, 0.999999, 1 - 2**-53)),
+        st.sampled_from((-math.inf, 0.0, -1e-9, math.log(0.3))),
+    )
+    compared(torch.tensor(rows, dtype=torch.float64).to(torch.float32), temperatures, [data.draw(cut) for _ in rows])
+
+
+@pytest.mark.parametrize(
+    ("kinds", "num_launches"),
+    [(CutKinds(), 3), (CutKinds(True), 11), (CutKinds(False, True), 11), (CutKinds(True, True), 19)],
+)
+def test_cuts_launch_a_few_kernels_and_wait_for_nothing(kinds: CutKinds, num_launches: int) -> None:
+    with LaunchCounter() as counter:
+        words = torch.empty(8, 5, dtype=torch.int32, device="meta")
+        scores = launch_cuts(torch.empty(8, 150_000, device="meta"), words, kinds)
+    assert len(counter.launches) == len(counter.operations) == num_launches
+    assert scores.shape == (8, 150_000)
+    logits_bytes = 8 * 150_000 * 4
+    assert sum(num_bytes for _, num_bytes in counter.operations) < (num_launches + 1) * logits_bytes * 1.1
+
+
+def test_parameters_say_which_cuts_there_are() -> None:
+    assert cut_parameters([1.0], ([0], [1.0], [-2.0]), 9)[1] == CutKinds()
+    assert cut_parameters([1.0], ([9], [1.0], [-2.0]), 9)[1] == CutKinds(), "as many as there are is no cut"
+    words, kinds = cut_parameters([1.0, 0.0], ([8, 0], [0.5, 1.0], [-2.0, -math.inf]), 9)
+    assert kinds == CutKinds(True, True)
+    assert words[:, 1].tolist() == [8, 9]
