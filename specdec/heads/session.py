@@ -42,9 +42,9 @@ class HeadSession:
     """Position of the last token that it has taken in, and what it is to go on from there."""
 
     @property
-    def num_pending(self) -> int:
-        """Tokens that are not taken in."""
-        return sum(len(features.next_ids) for features in self.pending)
+    def num_pending_bytes(self) -> int:
+        """Of hidden states that are not taken in."""
+        return sum(features.states.nbytes for features in self.pending)
 
     def take(self, seq: EngineSequence, features: Features) -> None:
         """The target has computed more tokens; or some anew, after it has given up its blocks."""

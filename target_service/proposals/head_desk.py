@@ -27,8 +27,9 @@ from target_service.session import TargetSession
 
 MOST_CALL_S = 10.0
 """Of CPU time of all threads that a call for all sessions may take: what runs in native code ends by itself."""
-_MOST_PENDING = 64
-"""Tokens of a session that wait for the next draft; chunks of prompts are taken in at once."""
+MOST_PENDING_BYTES = 2 * 2**20
+"""Of a session's hidden states that wait for the next draft. Sessions whose drafts are suspended may never need them,
+so what has room waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class HeadDesk:
                 head = part.drafter
                 if isinstance(head, HeadSession) and part.name in self._columns:
                     head.take(share.session.seq, share.features(self._columns[part.name]))
-                    if head.num_pending > _MOST_PENDING:
+                    if head.num_pending_bytes > MOST_PENDING_BYTES:
                         heavy.setdefault(part.name, []).append((share.session, head))
         for name, pairs in heavy.items():
             began_s = time.monotonic()

@@ -29,6 +29,7 @@ from specdec.heads.methods.registry import CAPABILITIES, make_head
 from specdec.heads.serial import SerialHead
 from specdec.heads.session import HeadAsk
 from specdec.v1 import common_pb2 as pb
+from target_service.pacing.expectations import Expectations
 from target_service.proposals.part import DrafterPart
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.heads import checkpoints
@@ -68,6 +69,7 @@ def options(loaded_pair: LocalPair, tmp_path_factory: pytest.TempPathFactory) ->
 def always_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a head is asked less on a busy machine, as what it brings is held against the time that it takes."""
     monkeypatch.setattr(DrafterPart, "judge", lambda part, credit, cost_tokens: None)
+    monkeypatch.setattr(Expectations, "is_worth_asking", lambda expectations, source, asks, cost_s: True)
 
 
 @pytest.fixture
