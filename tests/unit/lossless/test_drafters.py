@@ -21,6 +21,7 @@ from specdec.drafters.options import (
 )
 from specdec.drafters.registry import make_drafter
 from specdec.v1 import common_pb2 as pb
+from target_service.pacing.expectations import Expectations
 from target_service.policy.step_time import StepTimeModel
 from tests.support.engine.fickle_gates import Erratic, Spiteful
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
@@ -93,6 +94,21 @@ def test_random_sets_beside_a_draft_change_no_token(
     restored: LocalPair, plainly: Plainly, seed: int, names: set[str]
 ) -> None:
     check_random_set(restored, plainly, seed, names)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whoever_is_asked_and_in_whatever_order_changes_no_token(
+    seed: int, restored: LocalPair, plainly: Plainly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both depend on how long calls take: here on the dice."""
+    dice = random.Random(seed)
+    monkeypatch.setattr(Expectations, "is_worth_asking", lambda expectations, source, asks, cost_s: dice.random() < 0.6)
+    monkeypatch.setattr(Expectations, "worth_per_s", lambda expectations, source, cost_s, limit: dice.random())
+    rng = random.Random(seed)
+    for own_draft in (False, True):
+        check_set(
+            restored, plainly, sorted(EVERY), rng.sample(CASES, 6), rng, rng=rng, own_draft=own_draft, hold_off_ms=0.0
+        )
 
 
 @pytest.mark.long
