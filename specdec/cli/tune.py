@@ -200,4 +200,5 @@ def _deployment(questions: Questions, tuned: Tuned) -> Deployment:
         target_cores=where.target_cores,
         draft_cores=where.draft_cores,
         placement=where.placement,
+        is_translated=questions.is_translated,
     )

@@ -1,12 +1,15 @@
-"""The sequences that grow the trees: forked where a runner-up is worth following, followed or freed at a commit."""
+"""The sequences that grow the trees: extended by guesses, forked for runners-up, followed or freed at a commit."""
 
 from __future__ import annotations
 
+from specdec.drafting.forced import extend_forced
 from specdec.drafting.growth import GrowthPolicy
-from specdec.drafting.session import DraftSession, Head
+from specdec.drafting.session import DraftSession, Guess, Head
 from specdec.engine.engine import Engine
+from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import ROOT
+from specdec.sampling_params import VerifyMode
 
 
 class Branches:
@@ -50,7 +53,39 @@ class Branches:
             self._drop(head)
         session.heads.clear()
 
-    def retire(self, session: DraftSession, growth: GrowthPolicy) -> int:
+    def extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int, growth: GrowthPolicy) -> None:
+        """Hang a guess below a head, with its runners-up and what must follow it."""
+        num_tokens = len(head.seq.token_ids)
+        parent = head.node
+        is_end = session.ends_choice(guess.token_id, num_tokens + 1)
+        head.node = session.add(parent, guess.token_id, guess.score, is_end, draft_us, guess.sample)
+        for token_id, score in guess.siblings:
+            if len(session.tree) < growth.node_limit:
+                ends = session.ends_choice(token_id, num_tokens + 1)
+                session.add(parent, token_id, score, ends, draft_us, None)
+        try:
+            self._engine.append(head.seq, [guess.token_id])
+        except EngineError:  # the draft's context ends here: the guess stands, nothing can follow it
+            head.node, head.is_over = parent, True
+            return
+        head.is_over = is_end
+        if not is_end:
+            extend_forced(self._engine, growth, session, head)
+
+    def choose(self, session: DraftSession, growth: GrowthPolicy, num_branches: int) -> None:
+        """Decide which heads grow on, and start new ones: as many as `num_branches` beside the main one."""
+        if session.is_suspended or session.is_compiling:
+            session.num_unsent, session.committed_at_s = 0, None
+            for head in session.heads:
+                head.seq.paused = True
+            return
+        is_tree = session.mode is VerifyMode.COUPLED and session.max_chain is None
+        if is_tree and session.may_step and (num_branches or len(session.heads) > 1):
+            self._start(session, growth, num_branches - self._retire(session, growth))
+        for head in session.heads:
+            head.seq.paused = not session.may_step or not _wants_more(session, head, growth)
+
+    def _retire(self, session: DraftSession, growth: GrowthPolicy) -> int:
         """Free branches that will not grow again; their guesses stay. Returns how many branches are left."""
         for head in session.heads[1:]:
             depth, score = session.tree.depth(head.node), session.path_score(head.node)
@@ -59,7 +94,7 @@ class Branches:
                 self._drop(head)
         return len(session.heads) - 1
 
-    def start(self, session: DraftSession, growth: GrowthPolicy, num_free: int) -> None:
+    def _start(self, session: DraftSession, growth: GrowthPolicy, num_free: int) -> None:
         """Fork heads for the likeliest leaves that nobody grows."""
         if num_free <= 0 or not len(session.tree) or len(session.tree) >= growth.node_limit:
             return
@@ -134,3 +169,16 @@ class Branches:
         """How many leading tokens of `path` the head's sequence holds past the committed ones."""
         drafted = head.seq.token_ids[committed : committed + len(path)]
         return next((i for i, (a, b) in enumerate(zip(drafted, path, strict=False)) if a != b), len(drafted))
+
+
+def _wants_more(session: DraftSession, head: Head, growth: GrowthPolicy) -> bool:
+    # Committed tokens are computed at once, also when nothing is to be drafted after them.
+    if head.seq.num_computed_tokens < session.num_committed:
+        return True
+    if head.is_over:
+        return False
+    depth = session.tree.depth(head.node)
+    if session.max_chain is not None:
+        return depth < min(session.max_chain, growth.max_ahead_tokens)
+    score = session.path_score(head.node)
+    return growth.grows(depth, score, len(session.tree), session.target_credit)

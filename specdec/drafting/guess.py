@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,6 +13,7 @@ from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.grammar.follower import MaskWords, NodeMask
 from specdec.sampling_params import VerifyMode
+from specdec.worker.isolation import each_or_halves
 
 MIN_SIBLING_SCORE = 0.03
 """A runner-up that is hardly ever right costs the target more than it saves."""
@@ -31,6 +32,35 @@ class Guesser:
     of them instead, the step commits it and one more token."""
     num_sparse: int
     """Rejection mode: size of the distribution that a token is drawn from."""
+
+    def guess_each(
+        self,
+        places: Sequence[Place],
+        rows: Sequence[int],
+        logits: torch.Tensor,
+        on_fault: Callable[[DraftSession, Exception], None],
+    ) -> list[tuple[Place, Guess | None]]:
+        """A guess for each place whose guess can be made; `on_fault` is told of sessions for which that raises.
+
+        Args:
+            places: in any order.
+            rows: of each, the row of `logits` that follows its last token.
+            logits: of a step.
+            on_fault: ends a session.
+        """
+        of_sessions: dict[int, list[int]] = {}
+        for index, (session, _) in enumerate(places):
+            of_sessions.setdefault(id(session), []).append(index)
+
+        def guess(groups: list[list[int]]) -> list[tuple[Place, Guess | None]]:
+            indices = sorted(index for group in groups for index in group)  # in the order of their rows
+            own = [rows[index] for index in indices]
+            some = [places[index] for index in indices]
+            return list(zip(some, self.guess(some, logits if len(own) == len(logits) else logits[own]), strict=True))
+
+        return each_or_halves(
+            list(of_sessions.values()), guess, lambda group, error: on_fault(places[group[0]][0], error)
+        )
 
     def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess | None]:
         """One guess per place from its row of `logits` [R, V]; None where nothing can be drawn from it."""

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from specdec.drafting.session import DraftSession
+from specdec.drafting.session import FollowingT
 from specdec.rpc.bridge.step_memory import StepMemory
 from specdec.worker.errors import FaultLog, SessionFailure
 from specdec.worker.sessions import EngineSessionTable
 
 
-class DraftingHost(Protocol):
+class DraftingHost(Protocol[FollowingT]):
     """Knows the sessions, takes their proposals, and is told of those that fail: see `specdec.worker.host`."""
 
-    sessions: EngineSessionTable[DraftSession]
+    sessions: EngineSessionTable[FollowingT]
     faults: FaultLog
     steps: StepMemory
 
-    def emit(self, session: DraftSession, **body: Any) -> None:
+    def emit(self, session: FollowingT, **body: Any) -> None:
         """A result for whoever opened the session, such as an encoded proposal."""
 
-    def failed(self, session: DraftSession, failure: SessionFailure) -> None:
+    def failed(self, session: FollowingT, failure: SessionFailure) -> None:
         """The drafter has closed a session because of an error."""

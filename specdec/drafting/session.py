@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from specdec.engine.drawing.rows import DrawRule
 from specdec.engine.sampling.sampler import DraftSample
@@ -55,15 +56,30 @@ class Head:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class DraftSession(EngineSession):
+class FollowingSession(EngineSession):
+    """One choice that a drafter follows, whatever it guesses by."""
+
+    body: pb.OpenSession
+    """The message that opened it."""
+    target_credit: int | None = None
+    """How many draft tokens per step the target last found worth verifying; None: not told."""
+    is_suspended: bool = False
+    """Nobody wants proposals now: nothing is computed, not even what is committed."""
+    committed_at_s: float | None = None
+    """When the last commit arrived, until a proposal answers it."""
+
+
+FollowingT = TypeVar("FollowingT", bound=FollowingSession)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class DraftSession(FollowingSession):
     """One choice while its continuation is guessed.
 
     Invariants: ``heads[0]`` is the main one and always there; every head's tokens are the committed ones followed by
     the path from the root to its node; `notes` has one entry per node.
     """
 
-    body: pb.OpenSession
-    """The message that opened it."""
     params: SamplingParams
     """How the target picks tokens."""
     mode: VerifyMode
@@ -83,16 +99,10 @@ class DraftSession(EngineSession):
     """What is remembered of each of them."""
     heads: list[Head] = field(default_factory=list)
     """The sequences that grow the tree."""
-    target_credit: int | None = None
-    """How many draft tokens per step the target last found worth verifying; None: not told."""
-    is_suspended: bool = False
-    """Nobody wants proposals now: nothing is computed, not even what is committed."""
     is_compiling: bool = False
     """What its constraint allows is not known yet: nothing is computed."""
     num_unsent: int = 0
     """Steps whose nodes no proposal has carried yet."""
-    committed_at_s: float | None = None
-    """When the last commit arrived, until a proposal answers it."""
     rule: DrawRule | None = field(init=False, default=None)
     """How a guess is drawn, where a draw is all there is to it; None where logits are adjusted or masked first, and in
     rejection mode."""

@@ -24,6 +24,8 @@ class Deployment:
     draft_cores: tuple[int, ...] = ()
     placement: str = "apart"
     """Or `together`: the target runs the draft, on its own cores."""
+    is_translated: bool = False
+    """The draft's tokenizer is not the target's."""
 
 
 def role_settings(choice: Choice) -> dict[str, dict[str, Any]]:
@@ -73,9 +75,11 @@ def chart_file(advice: Advice, deployment: Deployment) -> str:
         settings["draft"]["num_threads"] = max(1, len(deployment.draft_cores))
     if not advice.speculate:
         settings["target"].pop("max_draft_tokens")
-        values: Mapping[str, Any] = {"target": {"settings": settings["target"]}, "draft": {"enabled": False}}
+        values: dict[str, dict[str, Any]] = {"target": {"settings": settings["target"]}, "draft": {"enabled": False}}
     else:
         values = {role: {"settings": own} for role, own in settings.items()}
+        if deployment.is_translated:  # up finds that out by itself
+            values["draft"]["asksTarget"] = True
     return _commented(advice, values)
 
 

@@ -28,6 +28,7 @@ from tests.chart.rendered import (
     CUSTOM_KINDS,
     SETTINGS,
     WITH_REDIS,
+    Document,
     Helm,
     Render,
     case_files,
@@ -45,6 +46,13 @@ GRPC_NAMES = {
     "draft": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
 }
 every_case = pytest.mark.parametrize("case", CASES)
+
+
+def _flag(documents: list[Document], role: str, name: str) -> str:
+    """What a service's flag is given."""
+    (args,) = [container["args"] for each, _, container in containers(documents) if each == role]
+    (value,) = [flag.partition("=")[2] for flag in args if flag.startswith(f"{name}=")]
+    return str(value)
 
 
 def _setting(flag: str, fields: set[str]) -> str:
@@ -172,6 +180,7 @@ def test_probes_ask_for_the_service_that_the_role_serves(case: str, render: Rend
 def test_a_pod_may_take_as_long_to_start_and_to_end_as_its_settings_say(case: str, render: Render) -> None:
     documents = render(case, "1.27.0")
     budgets, deadlines = {}, {}
+    waiting: set[str] = set()
     for role, pod, container in containers(documents):
         flags = dict(flag.removeprefix("--").split("=", 1) for flag in container["args"] if "=" in flag)
         pre_stop = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -182,8 +191,10 @@ def test_a_pod_may_take_as_long_to_start_and_to_end_as_its_settings_say(case: st
         deadlines[role] = pod["terminationGracePeriodSeconds"] + budgets[role]
         if "load-timeout-s" in flags:
             assert budgets[role] >= float(flags["load-timeout-s"])
-    # It is ready when it has a target, which may have begun to load with it.
-    assert budgets["coordinator"] >= budgets["target"]
+        if role == "coordinator" or "target" in flags:
+            waiting.add(role)
+    # They are ready when they have a target, which may have begun to load with them.
+    assert all(budgets[role] >= budgets["target"] for role in waiting)
     if "gateway" in deadlines:  # It is ready when a coordinator is.
         deadlines["gateway"] += budgets["coordinator"]
     for deployment in (d for d in documents if d["kind"] == "Deployment" and component(d) in SETTINGS):
@@ -301,6 +312,11 @@ def test_certificates_name_what_is_called(case: str, render: Render) -> None:
         flags = dict(flag.removeprefix("--").partition("=")[::2] for flag in container["args"])
         if names and role == "coordinator":
             assert flags["replica-tls-server-name"] in names["target"] & names.get("draft", names["target"])
+        if names and "target" in flags:
+            assert flags["replica-tls-server-name"] in names["target"]
+            (own,) = [d for d in documents if d["kind"] == "Certificate" and component(d) == role]
+            assert "client auth" in own["spec"]["usages"]
+            assert names[role] & set(_flag(documents, "target", "--tls-allowed-client-names").split(","))
         if names and role == "gateway":
             host = flags["coordinators"].removeprefix("dns:///").partition(":")[0]
             assert host in names["coordinator"]

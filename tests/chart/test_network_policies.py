@@ -9,6 +9,7 @@ import yaml
 
 from tests.chart.rendered import CASES, CHART, WITH_REDIS, Document, Helm, Render, component, containers
 
+ASKING = "a-draft-with-another-tokenizer"
 every_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -45,7 +46,8 @@ def test_only_coordinators_reach_replicas_and_only_prometheus_reaches_metrics(ca
         assert "from" not in health and _ports(health) == [8081]
         assert metrics["from"]
         if role in ("target", "draft"):
-            assert _peers(grpc, "from") == ["coordinator"]
+            asked = role == "target" and case == ASKING
+            assert _peers(grpc, "from") == ["coordinator", *(["draft"] if asked else [])]
 
 
 @every_case
@@ -71,7 +73,7 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
         called = {53}
         for flag in container["args"]:
             name, _, value = flag.partition("=")
-            if name in ("--coordinators", "--targets", "--drafts", "--otlp-endpoint"):
+            if name in ("--coordinators", "--targets", "--target", "--drafts", "--otlp-endpoint"):
                 called.add(int(value.rpartition(":")[2]))
             elif name == "--redis-url" and not _has_bundled_redis(documents):
                 called |= {int(port) for port in re.findall(r":(\d+)\b", value)}
@@ -81,7 +83,10 @@ def test_with_egress_policies_pods_call_what_their_flags_name(case: str, render:
                 called.add(443)
         assert {port for rule in rules for port in _ports(rule)} == called
         inside = {name for rule in rules if rule.get("to") for name in _inside(rule)}
-        called_inside = {"coordinator": {"target", "draft"}, "gateway": {"coordinator"}}.get(role, set())
+        callers = {"coordinator": {"target", "draft"}, "gateway": {"coordinator"}}
+        if case == ASKING:
+            callers["draft"] = {"target"}
+        called_inside = callers.get(role, set())
         uses_redis = role in WITH_REDIS and _has_bundled_redis(documents)
         assert inside == called_inside | ({"redis"} if uses_redis else set())
 

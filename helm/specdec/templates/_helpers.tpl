@@ -163,7 +163,15 @@ seccompProfile:
 {{- if and (include "specdec.servesTls" .) (get $demands .name | default false | ternary true (and $tls.mutual (not (hasKey $demands .name)))) }}true{{ end -}}
 {{- end -}}
 
-{{/* The name that a certificate must have to call targets and drafts; empty: any of the authority's. */}}
+{{/* The names of which a certificate must have one to call the role, a target or draft; empty: any of the authority's.
+     Drafts that ask a target show it the name of replicas. Argument: {root, name}. */}}
+{{- define "specdec.callerNames" -}}
+{{- with include "specdec.coordinatorName" .root -}}
+{{ . }}{{ if and (eq $.name "target") (include "specdec.asksTarget" (dict "root" $.root "name" "draft")) }},{{ include "specdec.replicaServerName" $.root }}{{ end }}
+{{- end -}}
+{{- end -}}
+
+{{/* The name that coordinators' certificates have for targets and drafts; empty: any of the authority's. */}}
 {{- define "specdec.coordinatorName" -}}
 {{- $fromManager := printf "%s.%s.svc" (include "specdec.serviceName" (dict "root" . "name" "coordinator")) .Release.Namespace -}}
 {{ .Values.tls.coordinatorName | default (ternary $fromManager "" .Values.tls.certManager.enabled) }}
@@ -196,11 +204,16 @@ seccompProfile:
 {{ add .preStopSeconds .drainSeconds .stopGraceSeconds 10 }}
 {{- end -}}
 
-{{/* Longest a pod of the role may take to start. A coordinator waits for a target, which may start when it does.
-     Argument: {root, name}. */}}
+{{/* Not empty when the role asks a target at its start. Argument: {root, name}. */}}
+{{- define "specdec.asksTarget" -}}
+{{- if and (eq .name "draft") .root.Values.draft.enabled .root.Values.draft.asksTarget }}true{{ end -}}
+{{- end -}}
+
+{{/* Longest a pod of the role may take to start. A coordinator waits for a target, which may start when it does, and so
+     does a draft that asks one. Argument: {root, name}. */}}
 {{- define "specdec.startupSeconds" -}}
 {{- $seconds := int (index .root.Values .name).startupSeconds -}}
-{{ eq .name "coordinator" | ternary (max $seconds (int .root.Values.target.startupSeconds)) $seconds }}
+{{ or (eq .name "coordinator") (eq (include "specdec.asksTarget" .) "true") | ternary (max $seconds (int .root.Values.target.startupSeconds)) $seconds }}
 {{- end -}}
 
 {{/* Longest a pod of the role may take to be ready: a gateway has started by itself, and waits for a coordinator.

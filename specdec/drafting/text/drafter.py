@@ -9,33 +9,30 @@ Invariants:
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from google.rpc import code_pb2
-
 from specdec.config import DraftSettings
-from specdec.drafting.commits import CommitConflict, check_no_commit_is_lost, num_known
+from specdec.drafting.commits import check_no_commit_is_lost
 from specdec.drafting.growth import GrowthPolicy, note_target_loads
 from specdec.drafting.guess import guess_of
-from specdec.drafting.metrics import DraftRecorder, load_report
+from specdec.drafting.metrics import DraftRecorder
 from specdec.drafting.opening import read_opening
 from specdec.drafting.session import Guess
 from specdec.drafting.text.bridge import LOOK_BACK, TextBridge
 from specdec.drafting.text.following import follow, num_equal
 from specdec.drafting.text.proposals import make_proposal
 from specdec.drafting.text.session import TextSession
-from specdec.drafting.trace import trace_end, trace_step
 from specdec.drafting.translation.build import Translated
-from specdec.engine.errors import EngineError, NonFiniteLogits
+from specdec.drafting.work import DraftWork, Holdings, context_end
+from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.clamping import microseconds
-from specdec.worker.errors import SessionFailure, invalid, non_finite_logits
+from specdec.worker.errors import invalid
 from specdec.worker.host import SessionHost
-from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
+from specdec.worker.isolation import each_or_halves
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
 
@@ -64,12 +61,20 @@ class TextDrafter:
         self._settings = settings
         self._recorder = recorder
         self._growth = GrowthPolicy(settings.max_ahead_tokens, settings.max_proposal_nodes, 1)
-        self._apart = ApartTurns[TextSession](lambda session: session.num_committed)
-        self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._owners: dict[int, TextSession] = {}
-        self._step_s = 0.0
-        built.engine.before_pass = lambda sequences: host.steps.work_on([self._owners[s.seq_id].key for s in sequences])
-        recorder.serves(self._identity)
+        self._work = DraftWork(
+            host,
+            built,
+            settings,
+            recorder,
+            Holdings(
+                position=self.position,
+                sequences=lambda session: [session.seq] if session.seq.seq_id in self._owners else [],
+                owner=lambda seq: self._owners[seq.seq_id],
+                ready=lambda: [session for session in self._owners.values() if session.seq.is_ready],
+                close=self.close,
+            ),
+        )
 
     # --- sessions
 
@@ -112,19 +117,13 @@ class TextDrafter:
 
     def entry(self, session: TextSession, kind: str, body: Any) -> None:
         """A commit."""
-        if kind == "commit":
-            started_s = time.monotonic()
-            session.is_suspended = body.suspend
-            self._commit(session, body.start_position, list(body.token_ids))
-            self._recorder.commit_handled(time.monotonic() - started_s)
+        self._work.entry(session, kind, body, self._commit)
 
     def close(self, session: TextSession) -> None:
         """Free the sequence; full blocks of committed text stay in the prefix cache."""
-        if session.trace is not None:
-            trace_end(session.trace, session.body.num_prompt_tokens, [session.seq])
+        self._work.ending(session)
         del self._owners[session.seq.seq_id]
         self._engine.free(session.seq)
-        self._recorder.closed()
 
     def owner_message(self, owner: Owner, message: Any) -> None:
         """How far ahead it is worth drafting."""
@@ -142,35 +141,23 @@ class TextDrafter:
 
     def load(self) -> pb.LoadReport:
         """Load of the engine; exports the gauges too."""
-        num_sessions = len(self._host.sessions)
-        self._recorder.load(self._engine.stats(), num_sessions)
-        return load_report(self._engine, num_sessions, self._settings.max_sessions, self._step_s)
+        return self._work.load()
 
     # --- commits
 
     def _commit(self, session: TextSession, start: int, token_ids: list[int]) -> None:
-        committed = session.num_committed
-        try:
-            new = token_ids[num_known(session.token_ids, committed, start, token_ids, self._identity.vocab_size) :]
-        except CommitConflict:
-            self._recorder.mismatch()
-            raise
+        new = self._work.new_tokens(session, session.token_ids, start, token_ids)
         if not new:
-            self._recorder.stale_commit()
             self._plan(session)
             return
         found = num_equal(session.written.token_ids, new)
-        if session.trace is not None:
-            session.trace.add(num_commits=1, num_tokens=len(new), num_accepted=found)
         num_drafted = len(session.written.token_ids)
         try:
             follow(self._engine, self._bridge, session, new)
         except EngineError as error:
-            code, reason = code_pb2.OUT_OF_RANGE, "DRAFT_CONTEXT_END"
-            raise SessionFailure(code, reason, str(error), expected_position=committed) from error
-        self._recorder.commit(found, len(new), num_drafted - found - len(session.written.token_ids))
+            raise context_end(error, session.num_committed) from error
+        self._work.committed(session, len(new), found, num_drafted - found - len(session.written.token_ids))
         session.opening.history.append(new)
-        session.committed_at_s = time.monotonic()
         self._plan(session)
 
     # --- steps
@@ -184,36 +171,21 @@ class TextDrafter:
 
     def step(self) -> None:
         """Compute one batch, guess a token of each sequence in it that is up to date, send the proposals."""
-        started_s = time.monotonic()
-        output = self._steps.step(lambda seq, error: self._fault(self._owners[seq.seq_id], error), self._turn())
+        output = self._work.step()
         if output is None:
             return
-        for item in output.items:
-            if (trace := self._owners[item.seq.seq_id].trace) is not None:
-                trace_step(trace, started_s, item.completes)
         computed = [(self._owners[item.seq.seq_id], item.rows.stop - 1) for item in output.items if item.completes]
         due = [(session, row) for session, row in computed if not session.is_over and session.opening.max_chain != 0]
         guesses = self._guess(due, output)
-        draft_us = microseconds(time.monotonic() - started_s)
+        draft_us = microseconds(time.monotonic() - self._work.started_s)
         for session, guess in guesses:
             if guess is None:
-                self._engine.distrust(session.seq)
-                self._fail(session, non_finite_logits(NonFiniteLogits(), expected_position=session.num_committed))
+                self._work.spoiled(session)
             else:
-                self._isolated(session, partial(self._extend, guess=guess, draft_us=draft_us))
-        self._step_s = time.monotonic() - started_s
-        self._recorder.step(output, len(guesses), self._step_s)
+                self._work.isolated(session, partial(self._extend, guess=guess, draft_us=draft_us))
+        self._work.stepped(output, len(guesses))
         for session, _ in computed:
-            self._isolated(session, self._plan)
-
-    def _turn(self) -> set[int] | None:
-        """The sequences whose turn it is; None: nobody steps apart, so it is everybody's."""
-        ready = [session for session in self._owners.values() if session.seq.is_ready]
-        if not any(session.apart_until for session in ready):
-            return None
-        groups = self._apart.groups(ready)
-        self._apart.take(groups[0])
-        return None if len(groups) == 1 else {session.seq.seq_id for session in groups[0]}
+            self._work.isolated(session, self._plan)
 
     def _guess(self, due: list[tuple[TextSession, int]], output: StepOutput) -> list[tuple[TextSession, Guess | None]]:
         def guess(some: list[tuple[TextSession, int]]) -> list[tuple[TextSession, Guess | None]]:
@@ -228,7 +200,7 @@ class TextDrafter:
 
         if not due:
             return []
-        return each_or_halves(due, guess, lambda place, error: self._fault(place[0], error))
+        return each_or_halves(due, guess, lambda place, error: self._work.fault(place[0], error))
 
     def _extend(self, session: TextSession, guess: Guess, draft_us: int) -> None:
         session.drafted.append(self._bridge.piece(guess.token_id))
@@ -276,28 +248,5 @@ class TextDrafter:
         before, token_ids = session.num_told or 0, session.proposed
         is_complete = session.seq.paused
         session.told = session.num_committed, len(token_ids), is_complete
-        if session.trace is not None:
-            session.trace.add(num_proposals=1)
-        waited_s = None if session.committed_at_s is None else time.monotonic() - session.committed_at_s
-        session.committed_at_s = None
-        self._recorder.proposal(len(token_ids), max(0, len(token_ids) - before), waited_s)
-        self._host.emit(session, proposal=make_proposal(session, is_complete=is_complete).SerializeToString())
-
-    # --- faults
-
-    def _isolated(self, session: TextSession, work: Callable[[TextSession], None]) -> None:
-        """Work on a session, if it is still there, which ends for what that raises."""
-        try:
-            if session.seq.seq_id in self._owners:
-                work(session)
-        except Exception as error:
-            self._fault(session, error)
-
-    def _fault(self, session: TextSession, error: Exception) -> None:
-        """End a session for what its share of the work has raised."""
-        self._fail(session, self._host.faults.failure(error))
-
-    def _fail(self, session: TextSession, failure: SessionFailure) -> None:
-        if session.seq.seq_id in self._owners:
-            self.close(session)
-            self._host.failed(session, failure)
+        proposal = make_proposal(session, is_complete=is_complete)
+        self._work.send(session, proposal, len(token_ids), max(0, len(token_ids) - before))

@@ -8,16 +8,15 @@ from itertools import accumulate, pairwise
 from operator import mul
 
 from specdec.drafting.opening import Opening
+from specdec.drafting.session import FollowingSession
 from specdec.drafting.text.bridge import NOTHING_WRITTEN, Piece, Written
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.sequence import Sequence
 from specdec.sampling_params import VerifyMode
-from specdec.v1 import common_pb2 as pb
-from specdec.worker.sessions import EngineSession
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class TextSession(EngineSession):
+class TextSession(FollowingSession):
     """One choice while its continuation is guessed.
 
     Invariants: the tokens of `seq` are those of `pieces` and then of `drafted`, of which the last may be missing at the
@@ -25,8 +24,6 @@ class TextSession(EngineSession):
     entry per piece drafted.
     """
 
-    body: pb.OpenSession
-    """The message that opened it."""
     opening: Opening
     """What it asks for."""
     token_ids: list[int]
@@ -44,15 +41,9 @@ class TextSession(EngineSession):
     """What is drafted, as the target's tokens."""
     is_over: bool = False
     """Nothing is drafted behind what is: it ends the choice, or the draft's context."""
-    target_credit: int | None = None
-    """How many draft tokens per step the target last found worth verifying; None: not told."""
-    is_suspended: bool = False
-    """Nobody wants proposals now: nothing is computed, not even what is committed."""
     told: tuple[int, int, bool] | None = None
     """Committed tokens and length of the last proposal, and whether it was to be the last before a commit; None:
     nothing was proposed."""
-    committed_at_s: float | None = None
-    """When the last commit arrived, until a proposal answers it."""
 
     @property
     def num_committed(self) -> int:

@@ -8,7 +8,7 @@ from typing import Literal
 import structlog
 
 from specdec.config.draft import HeterogeneousVocab
-from specdec.drafting.translation.runner import TranslatingRunner
+from specdec.drafting.translation.runner import TranslatingRunner, drawn_ids
 from specdec.drafting.translation.shared import SharedVocabulary, Side, method_for, share_vocabulary
 from specdec.drafting.translation.tokens import TokenBytes, TokenizerRefused
 from specdec.engine.errors import ModelLoadError
@@ -89,11 +89,13 @@ def translate(
     structlog.get_logger("specdec.draft").info(
         "other_tokenizer", method=method, num_shared=vocabulary.num_shared, num_target=vocabulary.num_named
     )
+    # The text that tokens make decides at which position the next one is drawn, so they are drawn one by one.
+    drawing = None if is_text or built.drawing is None else built.drawing.by_ids(drawn_ids(vocabulary, num_drawn))
     adapted = replace(
         built,
         sampler=Sampler(num_drawn, built.sampler.device),
         info=info,
-        drawing=None,  # draws by the draft's own ids
+        drawing=drawing,
         grammars=grammars,
         heads=None,
         mask_token_id=None if built.mask_token_id is None else vocabulary.joint_ids[built.mask_token_id],

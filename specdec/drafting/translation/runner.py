@@ -6,7 +6,13 @@ import torch
 
 from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.engine.batch import Batch
+from specdec.engine.drawing.other_ids import IdTables, OtherIds
 from specdec.engine.runner import Runner
+
+
+def drawn_ids(vocabulary: SharedVocabulary, num_drawn: int) -> OtherIds:
+    """Joint ids of which the first are drawn: all of the target's, say."""
+    return OtherIds(vocabulary.inputs, vocabulary.columns[:num_drawn])
 
 
 class TranslatingRunner:
@@ -16,13 +22,10 @@ class TranslatingRunner:
     infinity for what the draft does not have.
     """
 
-    def __init__(self, runner: Runner, vocabulary: SharedVocabulary, num_columns: int, device: torch.device) -> None:
-        """`num_columns`: of the logits, the joint ids from 0 on; `device`: where logits are."""
+    def __init__(self, runner: Runner, vocabulary: SharedVocabulary, num_drawn: int, device: torch.device) -> None:
+        """`num_drawn`: of the logits, the joint ids from 0 on; `device`: where logits are."""
         self._runner = runner
-        self._inputs = torch.tensor(vocabulary.inputs, dtype=torch.int64, device=runner.device)
-        columns = torch.tensor(vocabulary.columns[:num_columns], dtype=torch.int64, device=device)
-        self._lacks = columns < 0
-        self._columns = columns.clamp(min=0)
+        self._ids = IdTables(drawn_ids(vocabulary, num_drawn), runner.device, device)
 
     @property
     def device(self) -> torch.device:
@@ -30,10 +33,9 @@ class TranslatingRunner:
         return self._runner.device
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Logits [R, num_columns] float32 by joint id; the batch's ids become the draft's. Cost: a copy of them."""
-        batch.input_ids = self._inputs[batch.input_ids]
-        logits = self._runner.forward(batch).index_select(1, self._columns)
-        return logits.masked_fill_(self._lacks, -torch.inf)
+        """Logits [R, num_drawn] float32 by joint id; the batch's ids become the draft's. Cost: a copy of them."""
+        batch.input_ids = self._ids.model_ids(batch.input_ids)
+        return self._ids.by_drawn_id(self._runner.forward(batch))
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks (source, destination), in order."""

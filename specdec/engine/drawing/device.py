@@ -18,6 +18,7 @@ from specdec.engine.batch import Batch
 from specdec.engine.cuda.buckets import advance, empty_batch, row_bucket, table_bucket
 from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, cut_parameters, launch_cuts
 from specdec.engine.cuda.sampling import MOST_TOP, launch_top, read_top, row_parameters
+from specdec.engine.drawing.other_ids import IdTables, OtherIds
 from specdec.engine.drawing.rows import Draw, DrawRow
 from specdec.engine.model.device_choice import Replays
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, RowContext, cut_arguments
@@ -85,8 +86,19 @@ class DeviceDrawing:
     most_call_s = 8e-3
     """About two steps of a target that is worth drafting for. Chosen, not measured."""
 
-    def __init__(self, steps: Replays, cache: KVCache, vocab_size: int, max_len: int, sampler: Sampler) -> None:
-        """``steps`` are of ``cache``, whose last block is the spare one; ``max_len``: positions of the model."""
+    def __init__(
+        self,
+        steps: Replays,
+        cache: KVCache,
+        vocab_size: int,
+        max_len: int,
+        sampler: Sampler,
+        other_ids: OtherIds | None = None,
+    ) -> None:
+        """``steps`` are of ``cache``, whose last block is the spare one; ``max_len``: positions of the model.
+
+        With ``other_ids`` the sampler is of those that are drawn, and ``vocab_size`` is how many these are.
+        """
         self.num_passes = 0
         self._steps = steps
         self._cache = cache
@@ -96,6 +108,13 @@ class DeviceDrawing:
         self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
         self._can_capture = True
         self._mean_used = float(ROUND_BUCKETS[-1])
+        self._other_ids = None if other_ids is None else IdTables(other_ids, cache.device, cache.device)
+
+    def by_ids(self, ids: OtherIds) -> DeviceDrawing:
+        """See ``Drawing``; torch finds ids that the model does not have. Cost: a copy of the logits of each pass."""
+        num_ids = len(ids.columns)
+        sampler = Sampler(num_ids, self._sampler.device)
+        return DeviceDrawing(self._steps, self._cache, num_ids, self._max_len, sampler, ids)
 
     def prepare(self, num_top: int) -> None:
         """Capture graphs for few rows and contexts that fit the shortest table, as far as time and memory go."""
@@ -225,7 +244,12 @@ class DeviceDrawing:
         """Compute what was drawn and draw again, to the end."""
         for number in range(len(graph.drawn) - 1):
             advance(batch, number, graph.drawn[number], parts.positions, parts.num_passes, self._cache)
-            logits = self._steps.forward(batch, self._cache)[:, : self._vocab_size]
+            if self._other_ids is not None:
+                batch.input_ids.copy_(self._other_ids.model_ids(batch.input_ids))
+            logits = self._steps.forward(batch, self._cache)
+            if self._other_ids is not None:
+                logits = self._other_ids.by_drawn_id(logits)
+            logits = logits[:, : self._vocab_size]
             self._launch_draw(graph, logits, parts.parameters[number + 1], parts.cuts, graph.drawn[number + 1])
         return graph.drawn
 

@@ -1,11 +1,13 @@
 """Several tokens of each row in one native call: draw, compute what was drawn, draw again (``native/ahead.cpp``)."""
 
 import ctypes
+from array import array
 from collections.abc import Sequence
 
 import torch
 
 from specdec.engine.attention.kv_cache import KVCache
+from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.drawing.rows import Draw, DrawRow, NativeRow
 from specdec.engine.model.fused import FusedDecoder
 
@@ -17,7 +19,9 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, _INT64) for name in ("num_rows", "num_top", "max_rounds", "vocab_size", "num_logits", "block_size")),
-        *((name, _POINTER) for name in ("rows", "first_logits", "token_ids", "scores", "num_drawn")),
+        *((name, _POINTER) for name in ("rows", "first_logits")),
+        ("first_stride", _INT64),
+        *((name, _POINTER) for name in ("token_ids", "scores", "num_drawn", "inputs", "columns")),
     ]
 
 
@@ -27,10 +31,21 @@ class DrawingDecoder:
     most_rounds = 4
     most_call_s = 1e-3
 
-    def __init__(self, decoder: FusedDecoder, cache: KVCache, vocab_size: int) -> None:
+    def __init__(
+        self, decoder: FusedDecoder, cache: KVCache, vocab_size: int, other_ids: OtherIds | None = None
+    ) -> None:
+        """`vocab_size`: ids at and past it are never drawn; of `other_ids` it is those that have no column.
+
+        Raises ``ValueError`` where these stand for ids that the decoder does not have.
+        """
         self._decoder = decoder
         self._cache = cache
         self._vocab_size = vocab_size
+        self._other_ids: tuple[array[int], array[int]] | None = None
+        if other_ids is not None:
+            other_ids.check(decoder.num_logits)
+            self._vocab_size = len(other_ids.columns)
+            self._other_ids = array("i", other_ids.inputs), array("i", other_ids.columns)
         self._logits = torch.empty(0, decoder.num_logits)
         self.num_passes = 0
         self._function = decoder.library.specdec_decoder_ahead
@@ -62,9 +77,11 @@ class DrawingDecoder:
             self._cache.block_size,
             ctypes.addressof(table),
             logits.data_ptr(),
+            logits.shape[1],
             ctypes.addressof(token_ids),
             ctypes.addressof(scores),
             ctypes.addressof(num_drawn),
+            *(() if self._other_ids is None else (each.buffer_info()[0] for each in self._other_ids)),
         )
         self._decoder.call(self._function, call, num_rows, self._cache, self._logits)
         self.num_passes = max(num_drawn) - 1
@@ -77,3 +94,7 @@ class DrawingDecoder:
 
     def prepare(self, num_top: int) -> None:
         """Nothing is to be done."""
+
+    def by_ids(self, ids: OtherIds) -> "DrawingDecoder":
+        """See ``Drawing``. Cost: a pass over a row of logits for each token but the first of a call."""
+        return DrawingDecoder(self._decoder, self._cache, self._vocab_size, ids)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE
 from specdec.sampling_params import SamplingParams
 
@@ -104,7 +105,7 @@ class Drawing(Protocol):
 
         Args:
             rows: at least one, in any order.
-            logits: [R, num_logits] float32, as the last step of this runner gave them.
+            logits: [R, num_logits] float32, as the last step of this runner gave them; with other ids in their order.
             num_top: tokens per draw, at most the vocabulary.
 
         Raises:
@@ -113,3 +114,10 @@ class Drawing(Protocol):
 
     def prepare(self, num_top: int) -> None:
         """Do what can be done before the first call, with so many tokens per draw."""
+
+    def by_ids(self, ids: OtherIds) -> Drawing:
+        """The same over the same model, of which logits, draws and ends have other ids than the model's.
+
+        Raises:
+            ValueError: some stand for ids that the model does not have, where nothing else would notice.
+        """

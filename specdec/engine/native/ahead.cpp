@@ -46,10 +46,14 @@ struct AheadRow {
 struct AheadCall {
   int64_t num_rows, num_top, max_rounds, vocab_size, num_logits, block_size;
   const AheadRow* rows;
-  const float* first_logits;  // [*, num_logits]
-  int64_t* token_ids;         // [num_rows, max_rounds, num_top]
-  float* scores;              // the same
-  int64_t* num_drawn;         // [num_rows]
+  const float* first_logits;  // [*, first_stride], by drawn id
+  int64_t first_stride;
+  int64_t* token_ids;  // [num_rows, max_rounds, num_top]
+  float* scores;       // the same
+  int64_t* num_drawn;  // [num_rows]
+  // Where tokens are drawn by other ids than the model's; else null. By drawn id: the model's id for it, and the model's
+  // id whose logit it has, or -1, [vocab_size] both.
+  const int32_t *inputs, *columns;
 };
 
 }  // extern "C"
@@ -103,8 +107,8 @@ class Rounds {
       std::vector<int64_t> rest;
       for (size_t i = 0; i < active.size(); ++i) {
         const AheadRow& row = call_.rows[active[i]];
-        const float* drawn_from =
-            round == 0 ? call_.first_logits + row.logits_row * call_.num_logits : logits + i * call_.num_logits;
+        const float* drawn_from = round == 0 ? call_.first_logits + row.logits_row * call_.first_stride
+                                             : by_drawn_id(logits + i * call_.num_logits);
         const bool ends = draw(active[i], round, drawn_from, goes_on);
         if (!ends) rest.push_back(active[i]);
         if (ends && row.ends_all != 0) goes_on = false;
@@ -116,6 +120,17 @@ class Rounds {
   }
 
  private:
+  // A row of the model's logits in the order of the ids that are drawn; the next call overwrites it.
+  const float* by_drawn_id(const float* logits) {
+    if (call_.columns == nullptr) return logits;
+    ordered_.resize(call_.vocab_size);
+    for (int64_t i = 0; i < call_.vocab_size; ++i) {
+      const int32_t column = call_.columns[i];
+      ordered_[i] = column < 0 ? -kInfinity : logits[column];
+    }
+    return ordered_.data();
+  }
+
   // Draws a row's token; returns whether the row is at its end.
   bool draw(int64_t r, int64_t round, const float* logits, bool& goes_on) {
     const AheadRow& row = call_.rows[r];
@@ -131,7 +146,7 @@ class Rounds {
     }
     const uint64_t key = noise_key(row.seed, row.choice, row.position + round);
     const uint32_t keys[2] = {static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(key)};
-    specdec_perturbed_top(logits, 1, call_.vocab_size, call_.num_logits, &temperature, keys, call_.num_top, token_ids,
+    specdec_perturbed_top(logits, 1, call_.vocab_size, call_.vocab_size, &temperature, keys, call_.num_top, token_ids,
                           scores);
     call_.num_drawn[r] = round + 1;
     if (std::isnan(scores[0])) return true;
@@ -159,7 +174,8 @@ class Rounds {
     lines_.resize(num_rows), contexts_.resize(num_rows), offsets_.assign(num_rows + 1, 0);
     for (int64_t i = 0; i < num_rows; ++i) {
       const int64_t r = active[i], position = call_.rows[r].position + round;
-      ids_[i] = call_.token_ids[(r * call_.max_rounds + round) * call_.num_top];
+      const int64_t drawn = call_.token_ids[(r * call_.max_rounds + round) * call_.num_top];
+      ids_[i] = call_.inputs == nullptr ? drawn : call_.inputs[drawn];
       positions_[i] = position;
       slots_[i] = call_.rows[r].blocks[position / block_size] * block_size + position % block_size;
       indices_[i] = i;
@@ -174,7 +190,7 @@ class Rounds {
   const AheadCall& call_;
   std::vector<double> path_scores_;
   int64_t max_blocks_ = 0;
-  std::vector<float> cut_scores_;
+  std::vector<float> cut_scores_, ordered_;
   std::vector<int64_t> ids_, positions_, slots_, indices_;
   std::vector<int32_t> lines_, contexts_, offsets_, tables_;
 };

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from specdec.drafting.translation.runner import TranslatingRunner
+from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.engine.batch import build_batch
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.drawing.device import ROUND_BUCKETS, DeviceDrawing
 from specdec.engine.drawing.native import DrawingDecoder
+from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.model.runner import ModelRunner
+from specdec.engine.runner import Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
@@ -50,7 +55,7 @@ def blocks_of(line: int) -> array[int]:
     return array("i", range(line * BLOCKS_EACH, (line + 1) * BLOCKS_EACH))
 
 
-def logits_of(runner: ModelRunner, token_ids: list[int], line: int, start: int = 0) -> torch.Tensor:
+def logits_of(runner: Runner, token_ids: list[int], line: int, start: int = 0) -> torch.Tensor:
     seq = Sequence(seq_id=0, token_ids=token_ids, num_prompt_tokens=len(token_ids), block_ids=blocks_of(line))
     item = ScheduledItem(seq, start, len(token_ids) - start, 0, completes=True)
     return runner.forward(build_batch(ScheduledStep([item]), BLOCK_SIZE, "cpu")[0])
@@ -103,6 +108,25 @@ def test_rows_end_where_those_of_the_native_call_do(
     many = [{**each, "temperature": 0.3, "stop_token_ids": tuple(range(0, 131, 7))} for each in MANY]
     native, drawn = both(runner, device[0], rows_of([8, 8, 8], many, **options))
     assert drawn == native
+
+
+@pytest.mark.parametrize("lacks", [(), range(3, 131, 2)])
+def test_draws_by_other_ids_are_those_of_the_native_call(
+    lacks: Iterable[int], runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
+) -> None:
+    assert runner.fused is not None
+    order = torch.randperm(131, generator=torch.Generator().manual_seed(4)).tolist()
+    ids = OtherIds(order, [-1 if index in lacks else own for index, own in enumerate(order)])
+    translating = TranslatingRunner(
+        runner, SharedVocabulary(131, 0, 0, ids.inputs, ids.columns, ()), 131, torch.device("cpu")
+    )
+    drawn = []
+    for drawing in (DrawingDecoder(*runner.fused, runner.vocab_size), device[0]):
+        logits = torch.cat([logits_of(translating, prompt, line) for line, prompt in enumerate(PROMPTS)])
+        drawn.append(drawing.by_ids(ids).draw(rows_of([8, 5, 1], MANY), logits, NUM_TOP))
+    assert drawn[1] == drawn[0]
+    assert [len(draws) for draws in drawn[1]] == [8, 5, 1]
+    assert device[1].num_replayed == 1
 
 
 def test_a_row_that_is_not_finite_ends_alone(runner: ModelRunner, device: tuple[DeviceDrawing, Captures]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from array import array
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.drafting.translation.runner import TranslatingRunner
+from specdec.drafting.translation.shared import SharedVocabulary
 from specdec.engine.batch import build_batch
 from specdec.engine.drawing.native import DrawingDecoder
+from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.native.build import NativeUnavailable, load_library
+from specdec.engine.runner import Runner
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.sequence import Sequence
@@ -59,7 +64,7 @@ def drawing_of(runner: ModelRunner) -> DrawingDecoder:
     return DrawingDecoder(*runner.fused, runner.vocab_size)
 
 
-def logits_of(runner: ModelRunner, token_ids: list[int], line: int, start: int = 0) -> torch.Tensor:
+def logits_of(runner: Runner, token_ids: list[int], line: int, start: int = 0) -> torch.Tensor:
     """Logits [1, V] of the last token; tokens from `start` on are computed in the blocks of `line`."""
     seq = Sequence(seq_id=0, token_ids=token_ids, num_prompt_tokens=len(token_ids), block_ids=blocks_of(line))
     item = ScheduledItem(seq, start, len(token_ids) - start, 0, completes=True)
@@ -74,9 +79,11 @@ def params_of(**options: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 100, "seed": 3, **options})
 
 
-def single_steps(runner: ModelRunner, prompt: list[int], params: SamplingParams, num_rounds: int) -> list[Draw]:
+def single_steps(
+    runner: Runner, prompt: list[int], params: SamplingParams, num_rounds: int, vocab_size: int = VOCAB_SIZE
+) -> list[Draw]:
     """The same draws, each from a prefill of its own and by the sampler."""
-    sampler = Sampler(runner.vocab_size, "cpu")
+    sampler = Sampler(vocab_size, "cpu")
     tokens, draws = list(prompt), []
     for _ in range(num_rounds):
         row = RowContext(params, len(tokens), len(prompt))
@@ -132,6 +139,59 @@ def test_draws_are_those_of_single_steps(name: str, chosen: list[tuple[list[int]
         tokens = [*prompt, *(token_ids[0] for token_ids, _ in drawn[line])]
         following = logits_of(runner, tokens, line, start=len(tokens) - 1)
         assert torch.equal(following, logits_of(runner, tokens, MAX_ROWS)), "its keys and values are those of a prefill"
+
+
+def ids_of(inputs: list[int], seed: int, share: float) -> OtherIds:
+    """Ids that go in as `inputs`, and of which about a share can be drawn, the first one in any case."""
+    rng = random.Random(seed)
+    own = rng.sample(range(VOCAB_SIZE), VOCAB_SIZE)
+    drawn = own[: len(inputs)]
+    columns = [column if not index or rng.random() < share else -1 for index, column in enumerate(drawn)]
+    return OtherIds(inputs, columns)
+
+
+other_ids = st.builds(
+    ids_of,
+    inputs=st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=VOCAB_SIZE),
+    seed=st.integers(0, 2**32),
+    share=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+)
+
+
+@given(
+    ids=other_ids,
+    chosen=st.lists(st.tuples(prompts, parameters, st.integers(1, MOST_ROUNDS)), min_size=1, max_size=MAX_ROWS),
+)
+@settings(max_examples=60, deadline=None)
+def test_draws_by_other_ids_are_those_of_single_steps_by_these_ids(
+    ids: OtherIds, chosen: list[tuple[list[int], SamplingParams, int]]
+) -> None:
+    runner, num_ids = runner_of("llama"), len(ids.columns)
+    vocabulary = SharedVocabulary(num_ids, 0, 0, tuple(ids.inputs), tuple(ids.columns), ())
+    translating = TranslatingRunner(runner, vocabulary, num_ids, torch.device("cpu"))
+    contexts = [[token_id % num_ids for token_id in prompt] for prompt, _, _ in chosen]
+    logits = torch.cat([logits_of(translating, prompt, line) for line, prompt in enumerate(contexts)])
+    rows = [
+        DrawRow(DrawRule(params), line, len(contexts[line]), num_rounds, blocks_of(line))
+        for line, (_, params, num_rounds) in enumerate(chosen)
+    ]
+    drawn = drawing_of(runner).by_ids(ids).draw(rows, logits, NUM_TOP)
+    for line, (_, params, num_rounds) in enumerate(chosen):
+        expected = single_steps(translating, contexts[line], params, num_rounds, num_ids)
+        assert [possible(draw) for draw in drawn[line]] == expected
+        tokens = [*contexts[line], *(token_ids[0] for token_ids, _ in drawn[line])]
+        following = logits_of(translating, tokens, line, start=len(tokens) - 1)
+        assert torch.equal(following, logits_of(translating, tokens, MAX_ROWS)), (
+            "keys and values are those of a prefill"
+        )
+
+
+@pytest.mark.parametrize(
+    ("inputs", "columns"), [([0], [VOCAB_SIZE]), ([0], [-2]), ([VOCAB_SIZE], [0]), ([-1], [0]), ([0], [0, 1])]
+)
+def test_ids_that_the_model_does_not_have_are_refused(inputs: list[int], columns: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"ids, of which|none of the model's"):
+        drawing_of(runner_of("llama")).by_ids(OtherIds(inputs, columns))
 
 
 def test_several_threads_draw_the_same() -> None:

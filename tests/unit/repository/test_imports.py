@@ -68,8 +68,9 @@ FLOORS = {
         drafter
     """,
     "specdec.drafting": """
-        commits growth metrics session trace translation
-        branches forced guess host opening proposals
+        commits growth metrics session translation
+        forced guess host opening proposals
+        branches work
         ahead block text
         drafter
         local

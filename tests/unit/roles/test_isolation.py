@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from specdec.drafting.guess import Guesser, Place
+from specdec.drafting.session import Guess
 from specdec.engine.errors import KVInvariantError
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.errors import FaultLog, RankLost, SessionFailure
@@ -205,15 +207,15 @@ def test_a_drafts_session_with_several_heads_for_whose_guess_something_raises_en
     guesser = client.role._guesser  # type: ignore[attr-defined]
     num_heads: list[int] = []
 
-    class Raising:
-        def guess(self, places: list[Any], logits: torch.Tensor) -> list[Any]:
+    class Raising(Guesser):
+        def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess | None]:
             num_heads.append(len(places))
             if max(num_heads) > 1:
                 raise ValueError("poison")
-            found: list[Any] = guesser.guess(places, logits)
-            return found
+            return super().guess(places, logits)
 
-    monkeypatch.setattr(client.role, "_guesser", Raising())
+    raising = Raising(guesser.sampler, guesser.num_siblings, guesser.num_sparse)
+    monkeypatch.setattr(client.role, "_guesser", raising)
     client.turn(40)
     assert max(num_heads) > 1
     assert client.session("bad") is None
