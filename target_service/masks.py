@@ -1,7 +1,8 @@
 """Masks of a step's constraints: filled beside the forward pass where there is a core for that, else behind it.
 
 Which rows a step computes is known before they are computed, and what a constraint allows there depends on token ids
-alone. Filling is llguidance's work, which holds no lock of the interpreter, and neither does the forward pass.
+alone. Filling is llguidance's work, which holds no lock of the interpreter, and neither does the forward pass. While a
+device computes the pass, the thread that has launched it fills them.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class MaskFilling:
         self._done = SimpleQueue[float]()
         self._is_running = False
         self._shares: dict[str, _Share] = {}
+        self._unfilled: list[_Share] = []
         self.fill_s = 0.0
         """Time that masks of this step took, on whichever thread; known after `wait`."""
         self.wait_s = 0.0
@@ -78,12 +80,22 @@ class MaskFilling:
         """
         self.wait()
         self._shares.clear()
+        self._unfilled = []
         self.fill_s = self.wait_s = 0.0
         shares = [_Share(*each) for each in wanted]
         if shares and _num_masks(shares) * self._mask_s >= self._worth_s:
             self._shares.update((share.session.session_id, share) for share in shares)
             self._is_running = True
             self._thread_jobs().put(shares)
+        else:
+            self._unfilled = shares
+
+    def fill(self) -> None:
+        """Fill now what was begun and no thread fills, as a device computes the step; nobody waits for it."""
+        if self._unfilled:
+            self._shares.update((share.session.session_id, share) for share in self._unfilled)
+            self._learn(_fill(self._unfilled), self._unfilled)
+            self._unfilled = []
 
     def wait(self) -> None:
         """Come back when no grammar is being followed any more; at once where none was. Raises nothing."""
@@ -154,7 +166,7 @@ def masks_of(session: TargetSession, tree: TokenTree, num_nodes: int) -> list[No
 def worth_a_thread_s(device: str) -> float | None:
     """From which time on masks are filled on a thread; None: the thread would only take turns with the pass.
 
-    A GPU's pass is only launched: the thread that has launched it fills masks while it runs. On a single core nothing
-    runs beside it.
+    A GPU's pass is only launched: the thread that has launched it fills masks while it runs (`MaskFilling.fill`). On a
+    single core nothing runs beside it.
     """
     return _WORTH_S if device == "cpu" and len(os.sched_getaffinity(0)) > 1 else None

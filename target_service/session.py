@@ -18,7 +18,7 @@ from target_service.policy.marginal_gains import Asked
 from target_service.policy.source_records import OwnRecord
 from target_service.policy.urgency import urgency
 from target_service.prompt_logprobs import PromptLogprobs
-from target_service.tree.speculation_tree import SpeculationTree
+from target_service.tree.speculation_tree import ReadProposal, SpeculationTree
 from target_service.tree.walk import EndOfChoice
 
 
@@ -80,8 +80,8 @@ class TargetSession(EngineSession):
     credit_position: int
     """The session pauses when it has committed this many tokens."""
     times: SessionTimes
-    arrived: bytes | None = None
-    """The latest proposal not yet in the tree; it carries all that earlier ones did."""
+    arrived: bytes | ReadProposal | None = None
+    """The latest proposal not yet in the tree; it carries all that earlier ones did. Read, if there was time for it."""
     num_answered: int = 0
     """Its length when its draft last said that nothing more will come until a commit."""
     sent: deque[pb.Verdict] = field(default_factory=deque)

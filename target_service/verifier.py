@@ -29,7 +29,6 @@ from target_service.masks import MaskFilling, worth_a_thread_s
 from target_service.opening import new_session, sources_of
 from target_service.pacing.pacing import Pacing
 from target_service.policy.gate_state import Phase
-from target_service.policy.payoff import PayoffMeter
 from target_service.proposals.gathering import Gathering
 from target_service.proposals.intake import ProposalIntake
 from target_service.proposals.own_draft import OwnDraft
@@ -38,6 +37,7 @@ from target_service.proposals.swap import POLL_S as SWAP_POLL_S
 from target_service.proposals.swap import DrafterSwap
 from target_service.records.metrics import TargetRecorder
 from target_service.records.progress import describe_progress, due_for_progress
+from target_service.records.recording import StepRecording
 from target_service.records.step_record import StepObserver, StepRecord
 from target_service.records.trace import trace_end, trace_preemptions
 from target_service.session import SessionState, TargetSession
@@ -45,6 +45,9 @@ from target_service.verdicts import end_position
 
 _STARVED_S = 1.0
 """A session that has had no step for so long waits for its client."""
+_BESIDE_SHARE = 0.75
+"""For so much of a step's expected time frames are taken while a device computes it: sampling is to be launched before
+the device has nothing left to do. Chosen, not measured."""
 
 
 class Verifier:
@@ -75,9 +78,12 @@ class Verifier:
         self._by_seq: dict[int, TargetSession] = {}
         self._apart = ApartTurns[TargetSession](lambda session: session.num_tokens)
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
+        self._pass_keys: list[bytes] = []
+        """Of the sessions that the last pass was for."""
         built.engine.before_pass = self._note_pass
         built.engine.beside_pass = self._begin_masks
-        self._payoff = PayoffMeter()
+        self._recording = StepRecording(recorder)
+        host.before_send = self._recording.write
         self._due_at_s = 0.0
         self._turn_began_s = 0.0
         self._last_turn_s: float | None = None
@@ -97,13 +103,12 @@ class Verifier:
         """The drafters of its own; they may be changed while sessions run."""
         self._swap = DrafterSwap(self.panel, host.answers, self._on_drafters, settings.load_timeout_s)
         host.answers.handler = self._swap
-        intake = ProposalIntake(host, recorder)
-        self._proposals = Gathering(host, self._own_draft, self.panel, intake, self._fault)
+        self._intake = ProposalIntake(host, recorder)
+        self._proposals = Gathering(host, self._own_draft, self.panel, self._intake, self._fault)
         self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.panel)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
-            recorder.step,
-            self._record_turn,
+            self._record,
             self._fit_step_time,
             self._observe_gate,
         )
@@ -140,8 +145,9 @@ class Verifier:
             if self._own_draft.is_there:
                 return
             session.has_draft = True
-            session.arrived = body
-            self._payoff.proposal_came(self._due_at_s)
+            is_read = self._host.is_beside and self.pacing.may_verify(session)
+            session.arrived = self._intake.read(session, body) if is_read else body
+            self._recording.payoff.proposal_came(self._due_at_s)
         elif kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
@@ -230,7 +236,10 @@ class Verifier:
         return min(waits_s, default=idle_s)
 
     def step(self) -> None:
-        """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers."""
+        """Choose what to verify, run the engine once, turn its logits into verdicts, and tell the observers.
+
+        Where a device computes the pass, `_work_beside` is what happens meanwhile.
+        """
         started_s = time.monotonic()
         groups = self._groups()
         group, only = groups[0], None
@@ -238,12 +247,19 @@ class Verifier:
             group = next((each for each in groups if self.pacing.wait_s(each, self._due_at_s) == 0), group)
             only = {session.seq.seq_id for session in group}
         self._apart.take(group)
+        if self._host.sends_later and any(session.state is SessionState.PREFILL for session in group):
+            self._host.send_results()  # kernels of a prompt are launched one by one: nobody waits for that
+        self._host.sends_later = False
         try:
             chosen = self.pacing.choose_trees(group, started_s)
         except Exception as error:
             chosen = self._give_up_trees(group, error)
         try:
-            output = self._steps.step(lambda seq, error: self._fault(self._by_seq[seq.seq_id], error), only)
+            if not self._steps.launch(self._fault_of, only):
+                return
+            if self._engine.launch_pass is not None:
+                self._work_beside(started_s)
+            output = self._steps.collect(self._fault_of)
         finally:
             self._masks.wait()
         if output is None:
@@ -284,6 +300,7 @@ class Verifier:
                 self._fault(decision.candidate.session, error)
         for each in undecided:
             self._fail_undecided(each)
+        self._host.sends_later = self._steps_at_once()
         record = StepRecord(
             output=output,
             preempted=preempted,
@@ -302,6 +319,25 @@ class Verifier:
         for observe in self._observers:
             observe(record)
 
+    def _work_beside(self, started_s: float) -> None:
+        """What is done while a device computes the pass: nothing that the pass depends on, or that depends on it.
+
+        What the step before decided is counted and sent. Masks of this one's constraints are filled. What arrives is
+        for the next step: proposals are read, and hang below the verdict of this one when there is one. Sessions may
+        come and go.
+        """
+        self._host.send_results()
+        self._masks.fill()
+        until_s = started_s + _BESIDE_SHARE * self.pacing.step_time.predict(self._engine.num_launched_rows)
+        self._host.take_frames(until_s, self._engine.is_done)
+        self._host.steps.work_on(self._pass_keys)
+
+    def _steps_at_once(self) -> bool:
+        """Whether the next step can be launched before what this one decided is sent: nothing drafts here first."""
+        if self._engine.launch_pass is None or self._own_draft.is_there or self.panel.has_drafters:
+            return False
+        return bool(self._ready())
+
     def _fail_undecided(self, undecided: Undecided) -> None:
         """End a session that cannot be decided on; its KV may be NaN, so nobody else shall go on from it."""
         session = undecided.session
@@ -317,20 +353,8 @@ class Verifier:
 
     # --- observers of steps
 
-    def _record_turn(self, step: StepRecord) -> None:
-        # A step that carries prefill says nothing of speculation: plain decoding would have carried it, too.
-        payoff = None
-        if step.is_decode:
-            payoff = self._payoff.of_step(
-                step.num_committed,
-                step.turn_s,
-                step.held_s,
-                is_plain=step.is_plain,
-                drafts_may_work=step.drafts_may_work,
-                began_at_s=step.due_at_s,
-                step_time=self.pacing.step_time,
-            )
-        self._recorder.turn(step.turn_s - step.elapsed_s, payoff)
+    def _record(self, step: StepRecord) -> None:
+        self._recording.observe(step, self.pacing.step_time)
 
     def _fit_step_time(self, step: StepRecord) -> None:
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
@@ -371,6 +395,9 @@ class Verifier:
         self.close(session)
         self._host.failed(session, failure)
 
+    def _fault_of(self, seq: Sequence, error: Exception) -> None:
+        self._fault(self._by_seq[seq.seq_id], error)
+
     def _give_up_trees(self, sessions: list[TargetSession], error: Exception) -> dict[str, list[int]]:
         """Decode plainly this time; whose proposal is at fault is not known."""
         self._host.faults.note(error)
@@ -388,7 +415,8 @@ class Verifier:
         return self._apart.groups(self._ready())
 
     def _note_pass(self, sequences: list[Sequence]) -> None:
-        self._host.steps.work_on([self._by_seq[seq.seq_id].key for seq in sequences])
+        self._pass_keys = [self._by_seq[seq.seq_id].key for seq in sequences]
+        self._host.steps.work_on(self._pass_keys)
 
     def _begin_masks(self, items: list[ScheduledItem]) -> None:
         self._masks.begin(

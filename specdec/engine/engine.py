@@ -7,11 +7,12 @@ from collections.abc import Callable, Container, Iterable
 from collections.abc import Sequence as Ids
 
 from specdec.engine.ahead import AheadSlots
-from specdec.engine.batch import build_batch
+from specdec.engine.batch import Batch, build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.errors import KVInvariantError, SequenceStateError, TreeError
-from specdec.engine.outputs import EngineStats, ItemOutput, StepOutput
-from specdec.engine.runner import Runner
+from specdec.engine.flight import Flight
+from specdec.engine.outputs import EngineStats, StepOutput
+from specdec.engine.runner import LaunchedPass, Runner
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.tap import HiddenTap
@@ -34,11 +35,15 @@ class Engine:
         """Told, before anything is computed, for which sequences a step is."""
         self.beside_pass: Callable[[list[ScheduledItem]], None] = lambda items: None
         """Told what a forward pass computes, right before it: to start on another thread what can be done meanwhile."""
+        self.launch_pass: Callable[[Batch], LaunchedPass] | None = None
+        """Begins passes that a device computes while others do something else; None: the runner's `forward` computes
+        them when a step is launched."""
         self.tap_ids: tuple[int, ...] = ()
         """Hidden states that steps hand out, by the ids of `specdec.engine.tap`; none cost nothing."""
         self.after_copies: Callable[[list[tuple[int, int]]], None] = lambda pairs: None
         """Told which blocks were copied (source, destination), in order, before anything is computed."""
         self._ids = itertools.count()
+        self._flight: Flight | None = None  # the step that is launched and not collected
         self._unaccepted: list[Sequence] = []  # verified in the last step
         self._in_step: list[Sequence] | None = None  # who is in the last step; None: it is not decided
         self._rollbacks = 0
@@ -84,8 +89,12 @@ class Engine:
         """A second sequence with the parent's tokens; blocks are shared until either writes (copy-on-write).
 
         The tree and pending prompt logits stay with the parent. Cost: one copy of the token ids and the block table.
+
+        Raises:
+            SequenceStateError: the parent was freed, or a step is launched and not collected.
         """
         self._check_held(parent)
+        self._check_landed()
         child = parent.forked(next(self._ids), self._num_blocks(parent.num_computed_tokens))
         self.block_pool.share(child.block_ids)
         self.scheduler.add(child)
@@ -94,11 +103,18 @@ class Engine:
     def free(self, seq: Sequence) -> None:
         """Let a sequence go; its hashed blocks stay in the prefix cache.
 
+        While a step is launched and not collected it keeps its blocks, which nobody else gets before the device is
+        done; what that step computes for it is not used.
+
         Raises:
             SequenceStateError: it was freed before.
         """
         self._check_held(seq)
-        self.scheduler.remove(seq)
+        if self._flight is None:
+            self.scheduler.remove(seq)
+        else:
+            self.scheduler.forget(seq)
+            self._flight.freed.append(seq)
 
     def distrust(self, seq: Sequence) -> None:
         """What was computed for a sequence may be wrong: no other one finds it in the prefix cache any more."""
@@ -112,7 +128,9 @@ class Engine:
 
         Raises:
             SequenceTooLong: the context or the pool cannot hold them; nothing is added then.
+            SequenceStateError: a step is launched and not collected.
         """
+        self._check_landed()
         self.scheduler.check_length(len(seq.token_ids) + len(token_ids))
         self.ahead.appending(seq, token_ids)
         self._forget_nodes(seq)
@@ -126,8 +144,10 @@ class Engine:
         is computed once more for them. Cost: what is dropped, whatever the length of what stays.
 
         Raises:
-            SequenceStateError: that would drop final tokens, or the sequence is shorter.
+            SequenceStateError: that would drop final tokens, the sequence is shorter, or a step is launched and not
+                collected.
         """
+        self._check_landed()
         num_dropped = len(seq.token_ids) - num_tokens
         if num_tokens < seq.num_final_tokens or num_dropped < 0:
             lengths = f"{seq.num_final_tokens} final tokens, {len(seq.token_ids)} in all"
@@ -163,8 +183,9 @@ class Engine:
 
         Raises:
             TreeError: not a path from the root, or a node that was not verified.
-            SequenceStateError: the last step verified no tree of this sequence.
+            SequenceStateError: the last step verified no tree of this sequence, or is launched and not collected.
         """
+        self._check_landed()
         tree = seq.verified_tree
         if tree is None:
             raise SequenceStateError("the last step verified no tree of this sequence")
@@ -186,6 +207,17 @@ class Engine:
         Trees verified by the step before are forgotten unless accepted. With `only`, no other sequences (by id) run. If
         it raises, no sequence has advanced, and `abandon_step` must come before anything else.
         """
+        return self.collect() if self.launch(only) else None
+
+    def launch(self, only: Container[int] | None = None) -> bool:
+        """The first half of `step`: choose a batch, and begin to compute it; false if nothing can run.
+
+        Until `collect` no sequence has advanced, and sequences may be added and freed, but not changed.
+
+        Raises:
+            SequenceStateError: the step before was not collected.
+        """
+        self._check_landed()
         self._in_step = None
         self.ahead.release()
         for seq in self._unaccepted:
@@ -194,7 +226,7 @@ class Engine:
         scheduled = self.scheduler.schedule(only)
         self._in_step = [item.seq for item in scheduled.items]
         if not scheduled.items:
-            return None
+            return False
         self.before_pass(self._in_step)
         if scheduled.copies:
             self.runner.copy_blocks(scheduled.copies)
@@ -204,22 +236,36 @@ class Engine:
         self.beside_pass(scheduled.items)
         if self.tap_ids:
             batch.tap = HiddenTap(self.tap_ids)
-        logits = self.runner.forward(batch)
-        outputs = []
-        first = 0
-        for rows in item_rows:
-            self._advance(rows.item)
-            end = first + rows.item.num_new_tokens + rows.item.num_tree_nodes
-            logits_rows = slice(rows.row_start, rows.row_start + rows.num_rows)
-            outputs.append(_item_output(rows.item, logits_rows, slice(first, end)))
-            first = end
-        return StepOutput(
-            logits=logits,
-            items=outputs,
-            preempted=scheduled.preempted,
-            num_tokens=scheduled.num_tokens,
-            hidden=None if batch.tap is None else batch.tap.states,
-        )
+        compute = self.launch_pass or self.runner.forward
+        self._flight = Flight(scheduled, item_rows, batch, compute(batch))
+        return True
+
+    def is_done(self) -> bool:
+        """Whether the device is done with the step that was launched, so that to collect it waits for nothing."""
+        return self._flight is None or self._flight.is_done()
+
+    @property
+    def num_launched_rows(self) -> int:
+        """Rows of the batch that is launched and not collected; 0 where none is."""
+        return 0 if self._flight is None else self._flight.scheduled.num_tokens
+
+    def collect(self) -> StepOutput:
+        """The second half of `step`: what was launched, once it is computed.
+
+        Raises:
+            SequenceStateError: nothing is launched.
+        """
+        flight = self._flight
+        if flight is None:
+            raise SequenceStateError("no step is launched")
+        logits = flight.logits()
+        self._flight = None
+        for rows in flight.item_rows:
+            if rows.item.seq not in flight.freed:
+                self._advance(rows.item)
+        for seq in flight.freed:
+            self.scheduler.release(seq)
+        return flight.output(logits)
 
     def num_waiting_tokens(self) -> int:
         """Tokens of sequences that may run and whose first logits are still to come, and that are not computed."""
@@ -230,8 +276,12 @@ class Engine:
     def abandon_step(self) -> list[Sequence]:
         """A step raised: whoever was in it gives up its blocks and is computed anew, as what they hold is not known.
 
-        Returns the sequences that were in it: all that could run when not even that was decided.
+        Returns the sequences that were in it, some of which may have been freed since: all that could run when not even
+        that was decided.
         """
+        flight, self._flight = self._flight, None
+        for seq in () if flight is None else flight.freed:
+            self.scheduler.release(seq)
         sequences = list(self.scheduler.sequences)
         batch = [seq for seq in sequences if seq.is_ready] if self._in_step is None else self._in_step
         for seq in sequences if self._in_step is None else batch:
@@ -314,18 +364,10 @@ class Engine:
                 self.block_pool.register(seq.block_ids[index], seq.block_digests[index])
             seq.num_hashed_blocks = num_full
 
+    def _check_landed(self) -> None:
+        if self._flight is not None:
+            raise SequenceStateError("a step is launched and not collected")
+
     def _check_held(self, seq: Sequence) -> None:
         if not self.scheduler.holds(seq):
             raise SequenceStateError(f"sequence {seq.seq_id} was freed")
-
-
-def _item_output(item: ScheduledItem, rows: slice, batch_rows: slice) -> ItemOutput:
-    return ItemOutput(
-        seq=item.seq,
-        rows=rows,
-        start=item.start,
-        num_new_tokens=item.num_new_tokens,
-        tree_nodes=item.num_tree_nodes,
-        completes=item.completes,
-        batch_rows=batch_rows,
-    )

@@ -18,6 +18,7 @@ from specdec.engine.parallel.step_frames import (
     forward_frame,
     receive_frame,
 )
+from specdec.engine.runner import LaunchedPass
 
 
 class LeadingRunner:
@@ -36,13 +37,11 @@ class LeadingRunner:
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """See ``ModelRunner.forward``."""
-        frame = forward_frame(batch)
-        self._send(frame)
-        if self._runner.device.type != "cpu":
-            tap = batch.tap  # the residual stream is the same on all ranks: this one's is handed out
-            batch = batch_of(frame, self._runner.device)
-            batch.tap = tap
-        return self._runner.forward(batch)
+        return self._runner.forward(self._sent(batch))
+
+    def launch(self, batch: Batch) -> LaunchedPass:
+        """See ``ModelRunner.launch``: the other ranks have been told, and nobody waits for them, either."""
+        return self._runner.launch(self._sent(batch))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """See ``ModelRunner.copy_blocks``."""
@@ -53,6 +52,17 @@ class LeadingRunner:
         """See ``ModelRunner.copy_slots``."""
         self._send(copies_frame(StepKind.COPY_SLOTS, src, dst))
         self._runner.copy_slots(src, dst)
+
+    def _sent(self, batch: Batch) -> Batch:
+        """The batch on this rank's device, after the others were told of it."""
+        frame = forward_frame(batch)
+        self._send(frame)
+        if self._runner.device.type == "cpu":
+            return batch
+        tap = batch.tap  # the residual stream is the same on all ranks: this one's is handed out
+        batch = batch_of(frame, self._runner.device)
+        batch.tap = tap
+        return batch
 
     def _send(self, frame: StepFrame) -> None:
         data = frame.encode()

@@ -24,3 +24,16 @@ class Runner(Protocol):
 
     def copy_slots(self, src: list[int], dst: list[int]) -> None:
         """Copy physical slots in all layers; every source is read before any destination is written."""
+
+
+class LaunchedPass(Protocol):
+    """A forward pass that a device computes, or has computed."""
+
+    def is_done(self) -> bool:
+        """Whether it is over. Never waits."""
+
+    def logits(self) -> torch.Tensor:
+        """As `Runner.forward` gives them. On a device what reads them may be launched at once, and waits there.
+
+        Raises what the pass has raised.
+        """

@@ -102,12 +102,16 @@ class Scheduler:
 
     def remove(self, seq: Sequence) -> None:
         """Let a sequence go and free its blocks; hashed ones stay in the prefix cache."""
+        self.forget(seq)
+        self.release(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        """Let a sequence go whose blocks a device may still read and write: `release` must follow."""
         del self._sequences[seq.seq_id]
-        self._release(seq)
 
     def preempt(self, seq: Sequence) -> None:
         """Free a sequence's blocks, to be recomputed later; tokens and tree survive."""
-        self._release(seq)
+        self.release(seq)
         self.counters.preemptions += 1
 
     def schedule(self, only: Container[int] | None = None) -> ScheduledStep:
@@ -187,7 +191,7 @@ class Scheduler:
         # other in turn.
         if not self._make_room(seq, step, pending if was_waiting else num_new):
             if was_waiting:
-                self._release(seq)
+                self.release(seq)
             return None
         step.copies += self.block_pool.ensure_writable(seq.block_ids, start, num_new)
         step.items.append(ScheduledItem(seq, start, num_new, 0, num_new == pending))
@@ -269,7 +273,8 @@ class Scheduler:
             seq.admitted = True
             seq.num_cached_tokens = seq.num_hashed_blocks * self.block_pool.block_size
 
-    def _release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
+        """Free a sequence's blocks; nothing of it is computed then."""
         self.block_pool.free(seq.block_ids)
         del seq.block_ids[:]
         seq.num_computed_tokens = 0

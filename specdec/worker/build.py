@@ -17,6 +17,7 @@ from specdec.engine.drawing.rows import Drawing
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
+from specdec.engine.model.device_choice import is_on_gpu
 from specdec.engine.model.files import parallel_mask
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
@@ -111,6 +112,8 @@ def build_engine(
     steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
     drawing = _drawing(runner, sampler) if ranks is None and mask_token_id is None else None
     engine = Engine(steps, pool, scheduler)
+    if isinstance(settings, TargetSettings) and is_on_gpu(runner.device):
+        engine.launch_pass = steps.launch
     heads = HeadTarget(runner, engine, sampler)
     verify_s = row_s * max_batch_tokens
     return BuiltEngine(

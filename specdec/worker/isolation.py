@@ -82,20 +82,30 @@ class IsolatedSteps:
 
         Raises what a step raises when it is the engine's own, and at the second fault without a good step in between.
         """
+        return self.collect(on_fault) if self.launch(on_fault, only) else None
+
+    def launch(self, on_fault: Callable[[Sequence, Exception], None], only: Container[int] | None = None) -> bool:
+        """As Engine.launch, and false after one that raised; otherwise as `step`."""
         while True:
             suspects = self._suspects()
             try:
-                output = self._engine.step(only if suspects is None else {seq.seq_id for seq, _ in suspects})
+                is_launched = self._engine.launch(only if suspects is None else {seq.seq_id for seq, _ in suspects})
             except Exception as error:
-                if is_engines_own(error) or not self._is_alone:
-                    raise
                 self._on_raise(error, on_fault)
-                return None
-            if output is not None:
-                self._faults_in_a_row = 0
-            if output is not None or suspects is None:
-                return output
+                return False
+            if is_launched or suspects is None:
+                return is_launched
             self._halves.pop(0)  # nothing of it can run now
+
+    def collect(self, on_fault: Callable[[Sequence, Exception], None]) -> StepOutput | None:
+        """As Engine.collect, and None where the pass raised; otherwise as `step`."""
+        try:
+            output = self._engine.collect()
+        except Exception as error:
+            self._on_raise(error, on_fault)
+            return None
+        self._faults_in_a_row = 0
+        return output
 
     def _suspects(self) -> list[tuple[Sequence, int]] | None:
         """The half that is being tried; None: all may run."""
@@ -109,6 +119,8 @@ class IsolatedSteps:
         return self._engine.scheduler.holds(seq) and seq.is_ready and seq.num_computed_tokens < num_tokens
 
     def _on_raise(self, error: Exception, on_fault: Callable[[Sequence, Exception], None]) -> None:
+        if is_engines_own(error) or not self._is_alone:
+            raise error
         batch = self._engine.abandon_step()
         if self._halves:
             self._halves.pop(0)
@@ -117,9 +129,10 @@ class IsolatedSteps:
             self._faults_in_a_row += 1
             if self._faults_in_a_row >= _MOST_FAULTS_IN_A_ROW:
                 raise error
-            on_fault(batch[0], error)
+            if self._engine.scheduler.holds(batch[0]):
+                on_fault(batch[0], error)
             return
-        suspects = [(seq, len(seq.token_ids)) for seq in batch]
+        suspects = [(seq, len(seq.token_ids)) for seq in batch if self._engine.scheduler.holds(seq)]
         middle = len(suspects) // 2
         self._halves[:0] = [half for half in (suspects[:middle], suspects[middle:]) if half]
 

@@ -1,7 +1,8 @@
 """The loop of an engine process: take frames, run a step, send what it decided.
 
-One thread, no locks. Frames that arrive during a step wait in the socket until the step is over; everything that a
-step decides for one coordinator leaves in one message, whatever the number of sessions.
+One thread, no locks. Everything that a step decides for one coordinator leaves in one message, whatever the number of
+sessions. Frames that arrive during a step wait in the socket until the step is over, and then what it decided is sent.
+Where a device computes steps, both are done while it computes one (`SessionHost.send_results`, `take_frames`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _MAX_WAITING_BYTES = 256 * 2**20
 """Of what the servicer has no room for. All that an honest owner gets again on an attach may wait there."""
 _MOST_ID_CHARS = 512
 """Every result repeats its session's id; ours take some fifty."""
+_LOOK_S = 0.001
+"""So often a device is looked at that computes a step: the least that `EnginePort.poll` waits."""
 _MOST_TAKING_S = 0.1
 """Processor time of a turn for what has arrived: others step in between, and no turn looks stuck."""
 _NOT_READ_S = 30.0
@@ -66,6 +69,7 @@ class EngineWorker(Generic[SessionT]):
         self._role = role
         self._traces = traces
         self._clock = clock
+        host.send_results, host.take_frames = self._flush, self._take_beside
         self._next_load_s = 0.0
         self._told_load: pb.LoadReport | None = None
         self._full: set[int] = set()
@@ -99,7 +103,8 @@ class EngineWorker(Generic[SessionT]):
         if until_step_s == 0:
             self._role.step()
             self._steps.work()
-            self._flush()
+            if not self._host.sends_later or self._stopping:
+                self._flush()
             self._end_turn()
             return
         self._flush()
@@ -111,23 +116,40 @@ class EngineWorker(Generic[SessionT]):
         self._take(frames)
         self._end_turn()
 
-    def _take(self, frames: Iterable[Frame]) -> None:
-        """Handle what was left over, or else these frames, for as long as steps may wait for it."""
+    def _take(self, frames: Iterable[Frame], is_over: Callable[[], bool] | None = None) -> None:
+        """Handle what was left over, or else these frames, until it is over: for as long as steps may wait for it."""
         rest = self._rest = self._rest or self._handled(frames)
         until_s = time.thread_time() + _MOST_TAKING_S
         for _ in rest:
-            if time.thread_time() >= until_s:
+            if time.thread_time() >= until_s if is_over is None else is_over():
                 return
         self._rest = None
+
+    def _take_beside(self, until_s: float, is_done: Callable[[], bool]) -> None:
+        """Take what has arrived, and what arrives, while a device computes a step."""
+
+        def is_over() -> bool:
+            return time.monotonic() >= until_s or is_done()
+
+        self._host.is_beside = True
+        try:
+            self._take(self._port.poll(0) if self._rest is None else (), is_over)
+            while self._rest is None and time.monotonic() + _LOOK_S <= until_s and not is_done():
+                self._take(self._port.poll(_LOOK_S), is_over)
+        finally:
+            self._host.is_beside = False
+            self._steps.work()
 
     def _handled(self, frames: Iterable[Frame]) -> Iterator[None]:
         """Handles frames, entry by entry."""
         for frame in frames:
             if frame.kind is FrameKind.MESSAGE:
                 yield from self._handle_message(frame.stream_id, frame.payload)
-            else:
-                self._handle(frame)
-                yield
+                continue
+            while self._host.is_beside and frame.kind is FrameKind.CALL:
+                yield  # it may change what steps are made of: that waits until this one is over
+            self._handle(frame)
+            yield
 
     def _begin_turn(self) -> None:
         self._pulse.begin_turn()
@@ -164,6 +186,7 @@ class EngineWorker(Generic[SessionT]):
         return max(0.0, min(waits))
 
     def _flush(self) -> None:
+        self._host.before_send()
         now_s = self._clock()
         load = None
         if now_s >= self._next_load_s or len(self._host.answers):

@@ -12,6 +12,7 @@ from target_service.pacing.pacing import Pacing
 from target_service.proposals.legal import drop_illegal
 from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession
+from target_service.tree.speculation_tree import ReadProposal
 
 _MOST_BYTES = 64 * 2**10
 """To read more would hold up the steps of all sessions. The largest proposal that is one has 64 nodes, each with a
@@ -25,25 +26,39 @@ class ProposalIntake:
         self._host = host
         self._recorder = recorder
 
+    def read(self, session: TargetSession, encoded: bytes) -> bytes | ReadProposal:
+        """All of merging that does not depend on the next verdict, for a time in which nobody waits for it.
+
+        What is malformed stays as it is: `absorb` finds out, and says so when it always does.
+        """
+        if len(encoded) > _MOST_BYTES:
+            return encoded
+        try:
+            proposal = pb.Proposal.FromString(encoded)
+            return ReadProposal(proposal, session.tree.check(proposal, session.num_tokens))
+        except (DecodeError, SessionFailure):
+            return encoded
+
     def absorb(self, session: TargetSession, pacing: Pacing, now_s: float) -> None:
         """Hang the session's latest proposal, if one has arrived, on its tree; `pacing` learns how fast it came.
 
         A bad proposal costs the session its draft, never its tokens.
         """
-        encoded, session.arrived = session.arrived, None
-        if encoded is None:
+        arrived, session.arrived = session.arrived, None
+        if arrived is None:
             return
         if not pacing.may_verify(session):
             session.tree.clear()
             return
         depth_before = session.tree.lasting_depth
         try:
-            if len(encoded) > _MOST_BYTES:
-                raise invalid("proposal", f"{len(encoded)} bytes, at most {_MOST_BYTES} are read")
-            proposal = pb.Proposal.FromString(encoded)
+            if isinstance(arrived, ReadProposal):
+                proposal, nodes = arrived.proposal, arrived.nodes
+            else:
+                proposal, nodes = _parsed(arrived), None
             if not proposal.draws_afresh:
                 session.rejection_method = RejectionMethod.STANDARD
-            session.tree.merge(proposal, session.token_ids)
+            session.tree.merge(proposal, session.token_ids, nodes)
             drop_illegal(session)
         except DecodeError:
             self._reject(session, invalid("proposal", "does not parse"))
@@ -56,3 +71,9 @@ class ProposalIntake:
         self._recorder.rejected_proposal()
         rejected = pb.ProposalRejected(status=failure.to_status(), expected_position=session.num_tokens)
         self._host.emit(session, proposal_rejected=rejected)
+
+
+def _parsed(encoded: bytes) -> pb.Proposal:
+    if len(encoded) > _MOST_BYTES:
+        raise invalid("proposal", f"{len(encoded)} bytes, at most {_MOST_BYTES} are read")
+    return pb.Proposal.FromString(encoded)

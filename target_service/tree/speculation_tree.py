@@ -81,6 +81,15 @@ class Node:
         return replace(self, others=(*self.others, (source, score)))
 
 
+@dataclass(frozen=True, slots=True)
+class ReadProposal:
+    """A proposal that was read before it is known where it hangs."""
+
+    proposal: pb.Proposal
+    nodes: tuple[list[int], list[int]]
+    """Its tokens and their parents, of `SpeculationTree.check`."""
+
+
 @dataclass(slots=True)
 class SpeculationTree:
     """Proposed tokens below the last committed one; with `is_chain`, for rejection verification."""
@@ -110,10 +119,12 @@ class SpeculationTree:
         """Whether there is nothing in it that a draft has proposed."""
         return all(node.is_passing for node in self.nodes)
 
-    def merge(self, proposal: pb.Proposal, committed: list[int]) -> None:
+    def merge(
+        self, proposal: pb.Proposal, committed: list[int], nodes: tuple[list[int], list[int]] | None = None
+    ) -> None:
         """Hang a proposal: walk the tokens committed since its start through it, merge what is left below the root.
 
-        Cost: linear in the proposal.
+        `nodes` are what `check` said of it, if it was checked before. Cost: linear in the proposal.
 
         Raises:
             SessionFailure: it starts past the committed tokens, is no tree, is too large, or holds an unknown id; or,
@@ -123,7 +134,7 @@ class SpeculationTree:
         if not 1 <= proposal.start_position <= num_committed:
             message = f"{proposal.start_position} is not within the {num_committed} committed tokens"
             raise invalid("proposal.start_position", message, expected_position=num_committed)
-        token_ids, parents = self._checked(proposal, num_committed)
+        token_ids, parents = nodes or self.check(proposal, num_committed)
         self._hang(proposal, token_ids, parents, committed[proposal.start_position :])
 
     def hang(
@@ -277,8 +288,11 @@ class SpeculationTree:
             self.nodes[node] = self.nodes[node].offered(DRAFT_MODEL, _score(proposal, index), _draft(proposal, index))
         return node
 
-    def _checked(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
-        """The proposal's nodes and their parents. Raises SessionFailure for what is no tree of this session's kind."""
+    def check(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
+        """The proposal's nodes and their parents, which depend on nothing else; `num_committed` is for the error.
+
+        Raises SessionFailure for what is no tree of this session's kind.
+        """
         token_ids = list(proposal.token_ids)
         chain = list(range(-1, len(token_ids) - 1))
         parents = list(proposal.parents) or chain

@@ -101,3 +101,18 @@ def test_eight_sessions_at_once_equal_each_alone_up_to_near_ties_in_float32() ->
         runs.append((pair.run({name: body}, use_draft=False)[name], together[name]))
         pair.reset()
     assert _share_that_differs(runs) <= FLOAT32_FLIPS
+
+
+def test_steps_that_nobody_waits_for_give_the_tokens_of_steps_that_are_waited_for() -> None:
+    pair = _pair("float32")
+    engine = pair.target_built.engine
+    assert engine.launch_pass is not None
+    bodies = {
+        f"s{i}": open_session(PROMPT[: 3 + i], temperature=1.0, seed=i, max_tokens=48, ignore_eos=True)
+        for i in range(8)
+    }
+    launched = pair.run(bodies, use_draft=False)
+    pair.reset()
+    engine.launch_pass = None
+    computed = pair.run(bodies, use_draft=False)
+    assert _share_that_differs([(computed[name], launched[name]) for name in bodies]) <= FLOAT32_FLIPS

@@ -12,6 +12,7 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import RecordingKernel
 from specdec.engine.attention.torch_kernels import GatherAttention, TiledAttention
 from specdec.engine.batch import Batch
+from specdec.engine.cuda.passes import EnqueuedPass
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.device_choice import (
@@ -119,6 +120,10 @@ class ModelRunner:
         """
         with torch.inference_mode():
             return self._step_model(batch, self._cache)
+
+    def launch(self, batch: Batch) -> EnqueuedPass:
+        """Begin a pass, on a GPU; nobody waits for it. See ``forward``."""
+        return EnqueuedPass(self.forward(batch))
 
     def check_tap(self, layer_ids: Sequence[int]) -> None:
         """Make sure that batches may have a tap of these ids (``specdec.engine.tap``), by a pass over another cache.

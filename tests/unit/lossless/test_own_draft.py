@@ -99,11 +99,11 @@ def test_a_draft_that_raises_costs_nobody_a_token_and_is_left_alone_in_the_end(
     own.reset(own_draft=True)
     engine = own.draft_built.engine
 
-    def broken(only: object = None) -> StepOutput | None:
+    def broken(only: object = None) -> bool:
         raise KVInvariantError("broken on purpose")
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine, "step", broken)
+        patched.setattr(engine, "launch", broken)
         for body, wanted in zip(bodies, expected, strict=True):
             outcome = own.run({"a": body})["a"]
             assert_equal(outcome, wanted)
@@ -119,15 +119,14 @@ def test_a_draft_whose_logits_are_no_numbers_is_not_used_for_that_session(
     expected = plainly(body)
     own.reset(own_draft=True)
     engine = own.draft_built.engine
-    step = engine.step
+    collect = engine.collect
 
-    def spoilt(only: Any = None) -> StepOutput | None:
-        output = step(only)
-        if output is not None:
-            output.logits.fill_(torch.nan)
+    def spoilt() -> StepOutput:
+        output = collect()
+        output.logits.fill_(torch.nan)
         return output
 
-    monkeypatch.setattr(engine, "step", spoilt)
+    monkeypatch.setattr(engine, "collect", spoilt)
     outcome = own.run({"a": body})["a"]
     assert_equal(outcome, expected)
     assert outcome.num_verified == 0

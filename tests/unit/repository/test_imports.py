@@ -108,7 +108,8 @@ FLOORS = {
         outputs scheduler
         ahead batch
         attention parallel runner
-        cuda engine native
+        cuda flight native
+        engine
         model sampling
         drawing leading_runner
     """,

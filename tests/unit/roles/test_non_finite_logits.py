@@ -49,17 +49,16 @@ def sessions(**options: Any) -> dict[str, pb.OpenSession]:
 def spoil_rows(pair: LocalPair, role: str, monkeypatch: pytest.MonkeyPatch, spoil: Spoil) -> None:
     """Lets `spoil` write to a copy of the logits of every step, item by item."""
     engine = getattr(pair, f"{role}_built").engine
-    step = engine.step
+    collect = engine.collect
 
-    def spoiled_step(*args: Any) -> StepOutput | None:
-        output = step(*args)
-        if output is not None:
-            output.logits = output.logits.clone()
-            for item in output.items:
-                spoil(session_id(pair, role, item), output, item)
+    def spoiled() -> StepOutput:
+        output: StepOutput = collect()
+        output.logits = output.logits.clone()
+        for item in output.items:
+            spoil(session_id(pair, role, item), output, item)
         return output
 
-    monkeypatch.setattr(engine, "step", spoiled_step)
+    monkeypatch.setattr(engine, "collect", spoiled)
 
 
 def session_id(pair: LocalPair, role: str, item: ItemOutput) -> str:

@@ -93,13 +93,13 @@ def test_on_a_machine_that_the_draft_slows_down_speculation_is_held_against_quie
     clock = SteppingClock()
     monkeypatch.setattr("target_service.verifier.time", SimpleNamespace(monotonic=clock))
     pair.target._clock = clock
-    run_step, prompt = pair.target_built.engine.step, prompts()[0][:20]
+    launch, prompt = pair.target_built.engine.launch, prompts()[0][:20]
 
-    def timed_step(*arguments: object) -> object:
+    def timed_launch(*arguments: object) -> object:
         clock.now_s += 0.015 if clock.is_draft_at_work else 0.010
-        return run_step(*arguments)
+        return launch(*arguments)
 
-    monkeypatch.setattr(pair.target_built.engine, "step", timed_step)
+    monkeypatch.setattr(pair.target_built.engine, "launch", timed_launch)
     if num_quiet_tokens:
         quiet = open_session(prompt, max_tokens=num_quiet_tokens, ignore_eos=True, body={"speculate": False})
         pair.run({"warm": loud_session(prompt)}, use_draft=False, propose=late_proposals, hold_off_ms=0.0)

@@ -1,0 +1,65 @@
+"""A step between its launch and its collection: what a device computes meanwhile, and for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from specdec.engine.batch import Batch, ItemRows
+from specdec.engine.outputs import ItemOutput, StepOutput
+from specdec.engine.runner import LaunchedPass
+from specdec.engine.scheduler import ScheduledItem, ScheduledStep
+from specdec.engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that is launched. Until it is collected no sequence has advanced, and no block changes hands."""
+
+    scheduled: ScheduledStep
+    item_rows: list[ItemRows]
+    batch: Batch
+    computed: torch.Tensor | LaunchedPass
+    """The logits, where nothing is left to wait for."""
+    freed: list[Sequence] = field(default_factory=list)
+    """Sequences that were freed since, in it or not; they keep their blocks until it is over."""
+
+    def is_done(self) -> bool:
+        """Whether the pass is over."""
+        return isinstance(self.computed, torch.Tensor) or self.computed.is_done()
+
+    def logits(self) -> torch.Tensor:
+        """Of the pass; raises what it has raised."""
+        return self.computed if isinstance(self.computed, torch.Tensor) else self.computed.logits()
+
+    def output(self, logits: torch.Tensor) -> StepOutput:
+        """What the step gives back, which says nothing of sequences that were freed since."""
+        items: list[ItemOutput] = []
+        first, freed = 0, self.freed
+        for rows in self.item_rows:
+            end = first + rows.item.num_new_tokens + rows.item.num_tree_nodes
+            if rows.item.seq not in freed:
+                logits_rows = slice(rows.row_start, rows.row_start + rows.num_rows)
+                items.append(_item_output(rows.item, logits_rows, slice(first, end)))
+            first = end
+        preempted = self.scheduled.preempted
+        return StepOutput(
+            logits=logits,
+            items=items,
+            preempted=[seq for seq in preempted if seq not in freed] if freed else preempted,
+            num_tokens=self.scheduled.num_tokens,
+            hidden=None if self.batch.tap is None else self.batch.tap.states,
+        )
+
+
+def _item_output(item: ScheduledItem, rows: slice, batch_rows: slice) -> ItemOutput:
+    return ItemOutput(
+        seq=item.seq,
+        rows=rows,
+        start=item.start,
+        num_new_tokens=item.num_new_tokens,
+        tree_nodes=item.num_tree_nodes,
+        completes=item.completes,
+        batch_rows=batch_rows,
+    )
