@@ -39,6 +39,8 @@ STEPS = {
     "served": 240,
     "trace": 60,
     "inflated": 400,
+    "loaded": 300,
+    "inflated_32b": 500,
 }
 _MOST_OUTPUT = 4000
 

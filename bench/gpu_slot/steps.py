@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ import torch
 from bench.gpu_slot import models
 from bench.gpu_slot.determinism import bitwise, num_cuts_that_differ, products
 from bench.gpu_slot.models import Found, Place, SlotModel
+from bench.gpu_slot.services import inflated, inflated_32b, loaded, served
 from bench.gpu_slot.watched import sanitizer
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions, ForwardContext
@@ -194,6 +195,7 @@ def steps(place: Place) -> Found:
                 found[f"{label}, eager ms"] = place.median_ms(partial(model.decoder, batch, model.cache))
                 if rows <= 64:
                     found[f"{label}, graph ms"] = place.median_ms(partial(replays, batch, model.cache))
+        found[f"{name}: prefill of {contexts[-1]}, ms"] = place.median_ms(partial(_prefill, place, model, contexts[-1]))
         del model, replays
     vocab_size = 3000 if place.dry else 128256
     logits = torch.randn(8, vocab_size, device=place.device)
@@ -203,6 +205,14 @@ def steps(place: Place) -> Found:
     words = words.to(place.device)
     found["cuts of 8 rows ms"] = place.median_ms(lambda: launch_cuts(logits, words, kinds))
     return found
+
+
+def _prefill(place: Place, model: SlotModel, num_tokens: int) -> None:
+    """A prompt in chunks, of which the last token's logits are wanted."""
+    chunk = 16 if place.dry else 512
+    for start in range(0, num_tokens, chunk):
+        batch = model.rows(start, min(chunk, num_tokens - start), num_tokens)
+        model.decoder(replace(batch, logits_indices=batch.logits_indices[-1:]), model.cache)
 
 
 def draft(place: Place) -> Found:
@@ -228,29 +238,6 @@ def draft(place: Place) -> Found:
         row = DrawRow(rule, 0, context, num_tokens, blocks)
         found[f"{num_rows} rows, graph ms"] = place.median_ms(partial(drawing.draw, [row] * num_rows, logits, 2))
     return found
-
-
-def served(place: Place) -> Found:
-    """The demo: the shipped pair behind all three services, compared with plain decoding."""
-    return _told("specdec.cli.main", "demo")
-
-
-def inflated(place: Place) -> Found:
-    """An enlarged pair served with and without speculation, beside transformers' own: speeds, and whose tokens differ.
-
-    Its weights are written to disk first, 20 GB; a slot that is too short for it leaves it to the next.
-    """
-    pair = ["--pair", "shipped", "--device", "cpu"] if place.dry else ["--pair", "gpu-8b", "--device", "cuda"]
-    sizes = ["--prompts", "1", "--repeats", "1", "--max-tokens", "16" if place.dry else "96", "--peer-tokens", "5"]
-    only = ["--only", "systems", "--batch", "1", "--temperature", "0,1", "--no-check", "--no-save"]
-    return _told("bench", *pair, *sizes, *only)
-
-
-def _told(module: str, *arguments: str) -> Found:
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return {"output": done.stdout[-6000:].splitlines()}
 
 
 def trace(place: Place) -> Found:
@@ -283,6 +270,8 @@ STEPS: dict[str, Callable[[Place], Found]] = {
         served,
         trace,
         inflated,
+        loaded,
+        inflated_32b,
     )
 }
 
