@@ -104,7 +104,7 @@ class Verifier:
         self._swap = DrafterSwap(self.panel, host.answers, self._on_drafters, settings.load_timeout_s)
         host.answers.handler = self._swap
         self._intake = ProposalIntake(host, recorder)
-        self._proposals = Gathering(host, self._own_draft, self.panel, self._intake, self._fault)
+        self._proposals = Gathering(host, self._own_draft, self.panel, self._intake, recorder, self._fault)
         self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.panel)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
