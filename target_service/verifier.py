@@ -210,7 +210,7 @@ class Verifier:
             num_waiting_tokens=self._engine.num_waiting_tokens(),
             draft_credit=credit,
             step_us=microseconds(self.pacing.step_time.predict(max(1, stats.running))),
-            drafters=pb.DrafterNames(names=self.panel.names),
+            drafters=pb.DrafterNames(names=self.panel.names, options=self.panel.told_options),
         )
 
     # --- steps
