@@ -60,6 +60,7 @@ class Commits:
         num_stale, told_tree = session.tree.num_stale, tree_of(decision)
         walk, now_s = decision.walk, started_s + elapsed_s
         is_suspended = pacing.observe_gain(session, walk, decision.candidate.num_nodes, now_s)
+        self._record_drafts(decision)
         accepted_by = _sources(decision)
         names_drafters = self._panel.has_drafters or any(name != DRAFT_MODEL for name in accepted_by)
         drafters = self._panel.learn(decision, pacing)
@@ -77,8 +78,18 @@ class Commits:
             self._own_draft.decided(session, start, walk.token_ids, is_suspended=is_suspended)
         self._go_on(session, walk.finish_reason)
 
+    def _record_drafts(self, decision: Decision) -> None:
+        candidate = decision.candidate
+        tree = candidate.session.tree
+        verified = candidate.chosen[: candidate.num_nodes]
+        accepted = [candidate.chosen[node] for node in decision.walk.path]
+        # The time of the target's own draft is measured, once for all sessions.
+        draft_s = 0.0 if self._own_draft.is_there else tree.draft_us * 1e-6
+        self._recorder.drafts(tree, verified, accepted, draft_s)
+
     def _tell(self, session: TargetSession, verdict: pb.Verdict, num_stale: int) -> None:
         session.tree.num_stale = session.tree.draft_us = 0
+        session.tree.num_hung.clear()
         decided_at_s = time.monotonic()
         self._recorder.verdict(session, verdict, num_stale, decided_at_s)
         if session.trace is not None:

@@ -104,7 +104,7 @@ class Verifier:
         self._swap = DrafterSwap(self.panel, host.answers, self._on_drafters, settings.load_timeout_s)
         host.answers.handler = self._swap
         self._intake = ProposalIntake(host, recorder)
-        self._proposals = Gathering(host, self._own_draft, self.panel, self._intake, self._fault)
+        self._proposals = Gathering(host, self._own_draft, self.panel, self._intake, recorder, self._fault)
         self._commits = Commits(host, built.engine, recorder, self.close, self._own_draft, self.panel)
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
@@ -210,7 +210,7 @@ class Verifier:
             num_waiting_tokens=self._engine.num_waiting_tokens(),
             draft_credit=credit,
             step_us=microseconds(self.pacing.step_time.predict(max(1, stats.running))),
-            drafters=pb.DrafterNames(names=self.panel.names),
+            drafters=pb.DrafterNames(names=self.panel.names, options=self.panel.told_options),
         )
 
     # --- steps

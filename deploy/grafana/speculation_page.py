@@ -127,7 +127,7 @@ def _by_drafter() -> list[Panel]:
     return [
         Panel(
             "Proposed by drafter",
-            "Draft tokens per second that each of targets' own drafters offered. One that does not pay offers less.",
+            "Tokens per second that drafts (`draft_model`) and drafters offered. One that does not pay offers less.",
             {"{{drafter}}": rate(proposed, "drafter")},
             TOKENS_PER_S,
         ),
@@ -152,7 +152,8 @@ def _by_drafter() -> list[Panel]:
         Panel(
             "Tokens gained per millisecond by drafter",
             "Accepted tokens for each millisecond that a drafter took, without the rows that verify them. Compare with "
-            "the tokens of a plain step per millisecond: below that a drafter cannot pay.",
+            "the tokens of a plain step per millisecond: below that a drafter at the target cannot pay. Those of draft "
+            "services work beside it, and tell their time themselves.",
             {"{{drafter}}": f"{rate(accepted, 'drafter')} / (1000 * {rate(seconds, 'drafter')})"},
             "short",
         ),

@@ -134,7 +134,7 @@ def up(
             if "drafters" in settings:
                 raise typer.BadParameter("--target-set names drafters, too", param_hint="--drafter")
             num_drafts = num_drafts if DRAFT_MODEL in drafter or draft else 0
-            settings |= drafter_settings(drafter, is_shipped_target=target is None)
+            settings |= drafter_settings(drafter, target=target)
         plan = LocalPlan(
             target_model=target or shipped_model("target"),
             draft_model=draft or (shipped_model("draft") if num_drafts else ""),

@@ -9,7 +9,12 @@ from specdec.telemetry.registry import COARSE_S, FINE_S, TOKENS
 
 _DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
 
-_DRAFTER = {"drafter": "a name of the setting `drafters`: ngram, eagle3, ..."}
+_OWN = {"drafter": "a name of the setting `drafters`: ngram, eagle3, ..."}
+
+_DRAFTER = {
+    "drafter": "draft_model: a draft, in a draft service or in the target's own process; else a name of the setting"
+    " `drafters` of the target or of draft services: ngram, eagle3, openai_api, ..."
+}
 
 
 class TargetMetrics(EngineMetrics):
@@ -155,7 +160,7 @@ class TargetMetrics(EngineMetrics):
     def _make_drafter_metrics(self) -> None:
         self.drafter_proposed = self._counter(
             "drafter_proposed_tokens_total",
-            "Tree nodes offered by a drafter of the target's own.",
+            "Tree nodes offered by a drafter or a draft. `ngram` at the target and in a draft service are summed up.",
             _DRAFTER,
             promql="sum by (drafter) (rate($drafter_proposed_tokens_total[5m]))",
         )
@@ -174,7 +179,9 @@ class TargetMetrics(EngineMetrics):
         )
         self.drafter_seconds = self._counter(
             "drafter_seconds_total",
-            "Time that a drafter of the target's own took, which all sessions of the step wait for.",
+            "Time that proposing took. Of the target's own drafters and draft: measured, and all sessions of the step"
+            " wait for it. Of draft services: what they say that the nodes on the deepest path took, at most a second"
+            " each, summed over sessions, which they may draft for side by side and while the target works.",
             _DRAFTER,
             promql="sum by (drafter) (rate($drafter_accepted_tokens_total[5m]))"
             " / sum by (drafter) (rate($drafter_seconds_total[5m]))",
@@ -193,6 +200,6 @@ class TargetMetrics(EngineMetrics):
             "drafters_dropped_total",
             "Drafters of the target's own that failed, did not return, or found that they bring nothing, and are not "
             "asked any more.",
-            _DRAFTER,
+            _OWN,
             promql="sum by (instance, drafter) ($drafters_dropped_total) > 0",
         )

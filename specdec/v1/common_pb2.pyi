@@ -1403,18 +1403,24 @@ class DrafterNames(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAMES_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The names, as in the setting `drafters`."""
+
+    @_builtins.property
+    def options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of each, in the same order, the options that are not the defaults, as a JSON object. Empty: not told."""
 
     def __init__(
         self,
         *,
         names: _abc.Iterable[_builtins.str] | None = ...,
+        options: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["names", b"names", "options", b"options"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1539,6 +1545,7 @@ class GetReplicaInfoResponse(_message.Message):
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _builtins.int
     LAST_END_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
+    DRAFTER_OPTIONS_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     instance_id: _builtins.str
@@ -1561,6 +1568,10 @@ class GetReplicaInfoResponse(_message.Message):
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the drafters that a target runs itself."""
 
+    @_builtins.property
+    def drafter_options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Their options, as in DrafterNames."""
+
     def __init__(
         self,
         *,
@@ -1571,10 +1582,11 @@ class GetReplicaInfoResponse(_message.Message):
         max_message_bytes: _builtins.int = ...,
         last_end: Global___EngineEnd | None = ...,
         drafters: _abc.Iterable[_builtins.str] | None = ...,
+        drafter_options: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "last_end", b"last_end", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters", "identity", b"identity", "instance_id", b"instance_id", "last_end", b"last_end", "load", b"load", "max_message_bytes", b"max_message_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_options", b"drafter_options", "drafters", b"drafters", "identity", b"identity", "instance_id", b"instance_id", "last_end", b"last_end", "load", b"load", "max_message_bytes", b"max_message_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

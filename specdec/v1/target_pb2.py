@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from specdec.v1 import common_pb2 as specdec_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/target.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"X\n\x12SetDraftersRequest\x12\x10\n\x08\x64rafters\x18\x01 \x01(\t\x12\x1c\n\x0fload_timeout_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_load_timeout_ms\"\'\n\x13SetDraftersResponse\x12\x10\n\x08\x64rafters\x18\x01 \x03(\t\"]\n\rVerifyRequest\x12\"\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x12.specdec.v1.Attach\x12(\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x17.specdec.v1.TargetEntry\"\xc7\x01\n\x0bTargetEntry\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x17.specdec.v1.OpenSessionH\x00\x12\x12\n\x08proposal\x18\x04 \x01(\x0cH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.specdec.v1.CreditH\x00\x12)\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x18.specdec.v1.CloseSessionH\x00\x42\x07\n\x05\x65ntry\"\x89\x01\n\x0eVerifyResponse\x12&\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x14.specdec.v1.Attached\x12)\n\x07results\x18\x02 \x03(\x0b\x32\x18.specdec.v1.TargetResult\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.specdec.v1.LoadReport\"\xe2\x02\n\x0cTargetResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12+\n\x06opened\x18\x03 \x01(\x0b\x32\x19.specdec.v1.SessionOpenedH\x00\x12&\n\x07verdict\x18\x04 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.specdec.v1.SessionErrorH\x00\x12\x39\n\x11proposal_rejected\x18\x06 \x01(\x0b\x32\x1c.specdec.v1.ProposalRejectedH\x00\x12/\n\x08progress\x18\x07 \x01(\x0b\x32\x1b.specdec.v1.SessionProgressH\x00\x12\x39\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1e.specdec.v1.PromptLogprobsPartH\x00\x42\x08\n\x06result2\xd2\x02\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12W\n\x0eGetReplicaInfo\x12!.specdec.v1.GetReplicaInfoRequest\x1a\".specdec.v1.GetReplicaInfoResponse\x12S\n\x0cGetTokenizer\x12\x1f.specdec.v1.GetTokenizerRequest\x1a .specdec.v1.GetTokenizerResponse0\x01\x12N\n\x0bSetDrafters\x12\x1e.specdec.v1.SetDraftersRequest\x1a\x1f.specdec.v1.SetDraftersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17specdec/v1/target.proto\x12\nspecdec.v1\x1a\x17specdec/v1/common.proto\"X\n\x12SetDraftersRequest\x12\x10\n\x08\x64rafters\x18\x01 \x01(\t\x12\x1c\n\x0fload_timeout_ms\x18\x02 \x01(\rH\x00\x88\x01\x01\x42\x12\n\x10_load_timeout_ms\"@\n\x13SetDraftersResponse\x12\x10\n\x08\x64rafters\x18\x01 \x03(\t\x12\x17\n\x0f\x64rafter_options\x18\x02 \x03(\t\"]\n\rVerifyRequest\x12\"\n\x06\x61ttach\x18\x01 \x01(\x0b\x32\x12.specdec.v1.Attach\x12(\n\x07\x65ntries\x18\x02 \x03(\x0b\x32\x17.specdec.v1.TargetEntry\"\xc7\x01\n\x0bTargetEntry\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\'\n\x04open\x18\x03 \x01(\x0b\x32\x17.specdec.v1.OpenSessionH\x00\x12\x12\n\x08proposal\x18\x04 \x01(\x0cH\x00\x12$\n\x06\x63redit\x18\x05 \x01(\x0b\x32\x12.specdec.v1.CreditH\x00\x12)\n\x05\x63lose\x18\x06 \x01(\x0b\x32\x18.specdec.v1.CloseSessionH\x00\x42\x07\n\x05\x65ntry\"\x89\x01\n\x0eVerifyResponse\x12&\n\x08\x61ttached\x18\x01 \x01(\x0b\x32\x14.specdec.v1.Attached\x12)\n\x07results\x18\x02 \x03(\x0b\x32\x18.specdec.v1.TargetResult\x12$\n\x04load\x18\x03 \x01(\x0b\x32\x16.specdec.v1.LoadReport\"\xe2\x02\n\x0cTargetResult\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12+\n\x06opened\x18\x03 \x01(\x0b\x32\x19.specdec.v1.SessionOpenedH\x00\x12&\n\x07verdict\x18\x04 \x01(\x0b\x32\x13.specdec.v1.VerdictH\x00\x12)\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x18.specdec.v1.SessionErrorH\x00\x12\x39\n\x11proposal_rejected\x18\x06 \x01(\x0b\x32\x1c.specdec.v1.ProposalRejectedH\x00\x12/\n\x08progress\x18\x07 \x01(\x0b\x32\x1b.specdec.v1.SessionProgressH\x00\x12\x39\n\x0fprompt_logprobs\x18\x08 \x01(\x0b\x32\x1e.specdec.v1.PromptLogprobsPartH\x00\x42\x08\n\x06result2\xd2\x02\n\rTargetService\x12\x43\n\x06Verify\x12\x19.specdec.v1.VerifyRequest\x1a\x1a.specdec.v1.VerifyResponse(\x01\x30\x01\x12W\n\x0eGetReplicaInfo\x12!.specdec.v1.GetReplicaInfoRequest\x1a\".specdec.v1.GetReplicaInfoResponse\x12S\n\x0cGetTokenizer\x12\x1f.specdec.v1.GetTokenizerRequest\x1a .specdec.v1.GetTokenizerResponse0\x01\x12N\n\x0bSetDrafters\x12\x1e.specdec.v1.SetDraftersRequest\x1a\x1f.specdec.v1.SetDraftersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,15 +35,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETDRAFTERSREQUEST']._serialized_start=64
   _globals['_SETDRAFTERSREQUEST']._serialized_end=152
   _globals['_SETDRAFTERSRESPONSE']._serialized_start=154
-  _globals['_SETDRAFTERSRESPONSE']._serialized_end=193
-  _globals['_VERIFYREQUEST']._serialized_start=195
-  _globals['_VERIFYREQUEST']._serialized_end=288
-  _globals['_TARGETENTRY']._serialized_start=291
-  _globals['_TARGETENTRY']._serialized_end=490
-  _globals['_VERIFYRESPONSE']._serialized_start=493
-  _globals['_VERIFYRESPONSE']._serialized_end=630
-  _globals['_TARGETRESULT']._serialized_start=633
-  _globals['_TARGETRESULT']._serialized_end=987
-  _globals['_TARGETSERVICE']._serialized_start=990
-  _globals['_TARGETSERVICE']._serialized_end=1328
+  _globals['_SETDRAFTERSRESPONSE']._serialized_end=218
+  _globals['_VERIFYREQUEST']._serialized_start=220
+  _globals['_VERIFYREQUEST']._serialized_end=313
+  _globals['_TARGETENTRY']._serialized_start=316
+  _globals['_TARGETENTRY']._serialized_end=515
+  _globals['_VERIFYRESPONSE']._serialized_start=518
+  _globals['_VERIFYRESPONSE']._serialized_end=655
+  _globals['_TARGETRESULT']._serialized_start=658
+  _globals['_TARGETRESULT']._serialized_end=1012
+  _globals['_TARGETSERVICE']._serialized_start=1015
+  _globals['_TARGETSERVICE']._serialized_end=1353
 # @@protoc_insertion_point(module_scope)

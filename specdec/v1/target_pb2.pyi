@@ -56,18 +56,24 @@ class SetDraftersResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DRAFTERS_FIELD_NUMBER: _builtins.int
+    DRAFTER_OPTIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def drafters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the drafters that are asked from now on."""
+
+    @_builtins.property
+    def drafter_options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Their options, as in DrafterNames."""
 
     def __init__(
         self,
         *,
         drafters: _abc.Iterable[_builtins.str] | None = ...,
+        drafter_options: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafters", b"drafters"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_options", b"drafter_options", "drafters", b"drafters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -29,6 +29,7 @@ def run_model(port: EnginePort, settings: TargetSettings) -> None:
             own = build_own_draft(host, built, draft, draft_recorder)
         verifier = Verifier(host, built, settings, recorder, own)
         built.info.drafters.extend(verifier.panel.names)
+        built.info.drafter_options.extend(verifier.panel.told_options)
         return verifier
 
     run_role(port, settings, WIRE, "target-engine", make_role)

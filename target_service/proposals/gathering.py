@@ -17,6 +17,7 @@ from target_service.proposals.intake import ProposalIntake
 from target_service.proposals.legal import drop_illegal, hang_forced
 from target_service.proposals.own_draft import OwnDraft
 from target_service.proposals.panel import DrafterPanel
+from target_service.records.metrics import TargetRecorder
 from target_service.session import SessionState, TargetSession
 
 
@@ -29,12 +30,14 @@ class Gathering:
         own_draft: OwnDraft,
         panel: DrafterPanel,
         intake: ProposalIntake,
+        recorder: TargetRecorder,
         fault: Callable[[TargetSession, Exception], None],
     ) -> None:
         self._host = host
         self._own_draft = own_draft
         self._panel = panel
         self._intake = intake
+        self._recorder = recorder
         self._fault = fault
 
     def draft(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
@@ -54,7 +57,7 @@ class Gathering:
         limit = max((most_accepted(session) for session in coupled), default=0)
         least_worth = pacing.expectations.worth_per_s(DRAFT_MODEL, draft.cost_s / len(due), limit)
         self._ask(coupled, pacing, least_worth)
-        draft.propose(due, pacing)
+        self._recorder.drafted(draft.propose(due, pacing))
 
     def gather(self, ready: Sequence[TargetSession], pacing: Pacing, now_s: float) -> None:
         """Hang what is forced, what has arrived, and what own drafters offer."""

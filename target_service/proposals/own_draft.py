@@ -117,19 +117,21 @@ class OwnDraft:
             self._known.discard(session.session_id)
             self.draft.close(session.session_id)
 
-    def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> None:
+    def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> float:
         """Draft for sessions whose next step is due, if that gains more than it costs; the time it takes is noted as
         one that they wait for a draft.
+
+        Returns the seconds that it took; 0 where nothing was drafted.
         """
         self.asked.clear()
         own = [session for session in ready if session.max_nodes > 0 and session.may_use(DRAFT_MODEL)]
         wanted = [session for session in own if pacing.may_verify(session)]
         if self.draft is None or not wanted:
-            return
+            return 0.0
         expectations = pacing.expectations
         asks = [(session, expectations.left_to_gain(session)) for session in wanted]
         if not expectations.is_worth_asking(DRAFT_MODEL, asks, self.cost_s):
-            return
+            return 0.0
         began_s = time.monotonic()
         self.draft.work(self._appetite(pacing))
         drafted_s = time.monotonic() - began_s
@@ -137,6 +139,7 @@ class OwnDraft:
         self.asked.update(session.session_id for session in wanted)
         for session in own:
             session.drafted_s += drafted_s
+        return drafted_s
 
     def load(self) -> None:
         """Export the gauges."""

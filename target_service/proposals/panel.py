@@ -90,6 +90,12 @@ class DrafterPanel:
         return list(self._drafters)
 
     @property
+    def told_options(self) -> list[str]:
+        """Of each in `names`, the options that are not the defaults, as a JSON object."""
+        found = map(self._options.get, self._drafters)
+        return ["{}" if each is None else each.model_dump_json(exclude_defaults=True) for each in found]
+
+    @property
     def has_drafters(self) -> bool:
         """Whether any is asked."""
         return bool(self._drafters)

@@ -189,7 +189,8 @@ class DrafterSwap:
             raise _refused("", error) from error
         _log.info("drafters_set", drafters=self._panel.names, before=before, new=sorted(made))
         self._on_changed(made)
-        self._answers.answer(change.call_id, target_pb2.SetDraftersResponse(drafters=self._panel.names))
+        asked = target_pb2.SetDraftersResponse(drafters=self._panel.names, drafter_options=self._panel.told_options)
+        self._answers.answer(change.call_id, asked)
 
 
 def _busy(message: str) -> SessionFailure:

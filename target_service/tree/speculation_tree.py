@@ -102,6 +102,8 @@ class SpeculationTree:
     """Proposed tokens that arrived too late or off the committed path, since last taken."""
     draft_us: int = 0
     """Drafting time of the nodes on the deepest path, since last taken."""
+    num_hung: dict[str, int] = field(default_factory=dict)
+    """Nodes that proposals of drafts brought, or knew of first among drafts, by `Node.draft`, since last taken."""
     has_window: bool = False
     """Some nodes are to be computed for what is drawn there, in the next step only."""
 
@@ -283,9 +285,14 @@ class SpeculationTree:
     def _place(self, proposal: pb.Proposal, index: int, above: int, token: int) -> int | None:
         node = self.tokens.child(above, token)
         if node is None:
-            return self.place(above, token, _payload(proposal, index))
-        if self.nodes[node].is_passing:
+            node = self.place(above, token, _payload(proposal, index))
+        elif self.nodes[node].is_passing:
             self.nodes[node] = self.nodes[node].offered(DRAFT_MODEL, _score(proposal, index), _draft(proposal, index))
+        else:
+            return node
+        if node is not None:
+            draft = self.nodes[node].draft
+            self.num_hung[draft] = self.num_hung.get(draft, 0) + 1
         return node
 
     def check(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:

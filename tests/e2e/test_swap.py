@@ -194,16 +194,18 @@ def run_command(address: str, *flags: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_lists_and_sets(cluster: Cluster) -> None:
     address = cluster.services["target"].spec.address
     assert run_command(address, "--set", "ngram,suffix").stdout.split() == ["ngram", "suffix"]
-    wanted = json.dumps([EAGLE3, {"method": "ngram", "prompt_lookup_min": 1}])
-    assert json.loads(run_command(address, "--set", wanted, "--json").stdout) == ["eagle3", "ngram"]
-    assert run_command(address).stdout.split() == ["eagle3", "ngram"]
+    wanted = [EAGLE3, {"method": "ngram", "prompt_lookup_min": 1}, "suffix"]
+    assert json.loads(run_command(address, "--set", json.dumps(wanted), "--json").stdout) == wanted
+    assert json.loads(run_command(address, "--json").stdout) == wanted
+    shown = [f'eagle3 model="{EAGLE3["model"]}"', "ngram prompt_lookup_min=1", "suffix"]
+    assert run_command(address).stdout.splitlines() == shown
     unknown = run_command(address, "--set", "unheard_of")
     assert unknown.returncode == EXIT_USAGE
     assert "unheard_of" in unknown.stderr
     misfit = run_command(address, "--set", json.dumps([{"method": "eagle3", "model": "nowhere"}]))
     assert misfit.returncode == EXIT_CODES[FailedPrecondition.code]
     assert "eagle3: nowhere" in misfit.stderr
-    assert run_command(address).stdout.split() == ["eagle3", "ngram"]
+    assert run_command(address).stdout.splitlines() == shown
     assert run_command(address, "--set", "").stdout.split() == ["none"]
     elsewhere = run_command(cluster.address)
     assert elsewhere.returncode != 0

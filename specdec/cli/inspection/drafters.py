@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Annotated, Any
 
 import grpc
 import typer
@@ -42,7 +44,7 @@ def drafters(
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", envvar="SPECDEC_DRAFTERS_JSON", help="Print the names as JSON.")
+        bool, typer.Option("--json", envvar="SPECDEC_DRAFTERS_JSON", help="Print them as JSON, as --set takes it.")
     ] = False,
     timeout_s: Annotated[
         float,
@@ -57,24 +59,30 @@ def drafters(
 ) -> None:
     """Show the drafters that a target runs itself, or exchange them while it serves; its output stays the same.
 
+    Options are shown where they are not the defaults.
+
     A target that is started again has those of its settings.
     """
     settings = connection.client_settings(None, tls, tls_ca, tls_key, tls_cert)
     errors = Console(stderr=True)
     with reported_errors(errors, target, "target of this version"), errors.status(f"asking {target}"):
-        names = asyncio.run(_ask(target, settings, wanted, timeout_s))
+        found = asyncio.run(_ask(target, settings, wanted, timeout_s))
     output = Console(highlight=False)
     if as_json:
-        output.out(json.dumps(names), highlight=False)
+        told = [{"method": name, **options} if options else name for name, options in found]
+        output.out(json.dumps(told), highlight=False)
         return
-    for name in names:
-        output.print(harmless(name), markup=False)
-    if not names:
+    for name, options in found:
+        parts = [name, *(f"{key}={json.dumps(value)}" for key, value in options.items())]
+        output.print(harmless(" ".join(parts)), markup=False, soft_wrap=True)
+    if not found:
         output.print("none", style="dim")
 
 
-async def _ask(address: str, settings: ClientSettings, wanted: str | None, timeout_s: float) -> list[str]:
-    """The names of those that are asked, after they were set if any are wanted."""
+async def _ask(
+    address: str, settings: ClientSettings, wanted: str | None, timeout_s: float
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """Those that are asked, after they were set if any are wanted: each one's name and options."""
     options, credentials = settings.channel_options(), settings.credentials()
     if credentials is None:
         channel = grpc.aio.insecure_channel(address, options=options)
@@ -85,10 +93,24 @@ async def _ask(address: str, settings: ClientSettings, wanted: str | None, timeo
         try:
             if wanted is None:
                 info = await stub.GetReplicaInfo(common_pb2.GetReplicaInfoRequest(), timeout=_ANSWER_S)
-                return list(info.drafters)
+                return _with_options(info.drafters, info.drafter_options)
             request = target_pb2.SetDraftersRequest(
                 drafters=wanted, load_timeout_ms=min(round(timeout_s * 1e3), 2**32 - 1)
             )
-            return list((await stub.SetDrafters(request, timeout=timeout_s + _ANSWER_S)).drafters)
+            answer = await stub.SetDrafters(request, timeout=timeout_s + _ANSWER_S)
+            return _with_options(answer.drafters, answer.drafter_options)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from error
+
+
+def _with_options(names: Sequence[str], told: Sequence[str]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Targets of another version may tell no options, or others."""
+    return [(name, _read(options)) for name, options in zip_longest(names, told[: len(names)], fillvalue="{}")]
+
+
+def _read(options: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(options)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -10,15 +10,18 @@ from typing import Any
 import typer
 
 from specdec.drafters.options import DRAFT_MODEL, DRAFTER_NAMES, HEAD_NAMES
-from specdec.shipped_pair import shipped_head
+from specdec.engine.model.files import weights_digest
+from specdec.shipped_pair import shipped_head, shipped_pair
 
 
-def drafter_settings(names: Sequence[str], *, is_shipped_target: bool) -> dict[str, object]:
+def drafter_settings(names: Sequence[str], *, target: str | None) -> dict[str, object]:
     """The target's setting `drafters` for names, of heads with `=FOLDER` where it is not the one that ships.
+
+    `target`: a folder or hub id; None: the shipped one.
 
     Raises typer.BadParameter: there is no such drafter, or no such head for this target.
     """
-    found = [_options(name, is_shipped_target) for name in names if name != DRAFT_MODEL]
+    found = [_options(name, target) for name in names if name != DRAFT_MODEL]
     return {"drafters": json.dumps(found)} if found else {}
 
 
@@ -30,7 +33,7 @@ def expanded(section: Mapping[str, Any]) -> dict[str, Any]:
     values = dict(section)
     names = values.pop("drafter", None) or ()
     names = [names] if isinstance(names, str) else [str(name) for name in names]
-    found = drafter_settings(names, is_shipped_target=not values.get("target"))
+    found = drafter_settings(names, target=str(values.get("target") or "") or None)
     others = list(values.get("target_set") or ())
     if found and any(str(entry).partition("=")[0].strip() == "drafters" for entry in others):
         raise typer.BadParameter("--target-set names drafters, too", param_hint="--drafter")
@@ -40,7 +43,7 @@ def expanded(section: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _options(name: str, is_shipped_target: bool) -> dict[str, str]:
+def _options(name: str, target: str | None) -> dict[str, str]:
     method, separator, folder = name.partition("=")
     if method not in DRAFTER_NAMES:
         known = ", ".join(sorted({DRAFT_MODEL, *DRAFTER_NAMES}))
@@ -50,8 +53,8 @@ def _options(name: str, is_shipped_target: bool) -> dict[str, str]:
             raise typer.BadParameter(f"{method} has no files", param_hint="--drafter")
         return {"method": method}
     if not separator:
-        shipped = shipped_head(method) if is_shipped_target else None
-        if shipped is None:
+        shipped = shipped_head(method)
+        if shipped is None or not _is_shipped(target):
             raise typer.BadParameter(
                 f"no head {method} ships for this target: name one ({method}=FOLDER), or make one (specdec train)",
                 param_hint="--drafter",
@@ -60,3 +63,21 @@ def _options(name: str, is_shipped_target: bool) -> dict[str, str]:
     if not (Path(folder).expanduser() / "config.json").is_file():
         raise typer.BadParameter(f"{folder} has no config.json", param_hint="--drafter")
     return {"method": method, "model": folder}
+
+
+def _is_shipped(target: str | None) -> bool:
+    """Whether it is the target that ships: by its folder, or as a copy of it by its weights."""
+    if target is None:
+        return True
+    pair, folder = shipped_pair(), Path(target).expanduser()
+    if pair is None or not folder.is_dir():
+        return False
+    shipped = pair / "target"
+    if folder.samefile(shipped):
+        return True
+    # Reading a large model would take seconds; one of another size is another one.
+    return _sizes(folder) == _sizes(shipped) and weights_digest(folder) == weights_digest(shipped)
+
+
+def _sizes(folder: Path) -> list[int]:
+    return [file.stat().st_size for file in sorted(folder.glob("*.safetensors"))]

@@ -377,4 +377,5 @@ def _tell_drafters(info: common_pb2.GetReplicaInfoResponse) -> None:
     """They come with the load, as they may change; others are told in the one place that has always been there."""
     if info.load.HasField("drafters"):
         info.drafters[:] = info.load.drafters.names
+        info.drafter_options[:] = info.load.drafters.options
         info.load.ClearField("drafters")

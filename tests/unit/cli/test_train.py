@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,7 +80,7 @@ def test_the_head_that_ships_is_known_by_its_method() -> None:
     assert pair is not None
     assert shipped_head("eagle3") == pair / "eagle3"
     assert shipped_head("dflash") is None
-    setting = drafter_settings(["eagle3", "ngram", "draft_model"], is_shipped_target=True)
+    setting = drafter_settings(["eagle3", "ngram", "draft_model"], target=None)
     drafters = TargetSettings(model="target", **setting).drafters
     assert [options.method for options in drafters] == ["eagle3", "ngram"]
 
@@ -95,9 +96,22 @@ def test_the_head_that_ships_is_known_by_its_method() -> None:
 )
 def test_drafters_that_there_are_not_are_refused(name: str, why: str) -> None:
     with pytest.raises(typer.BadParameter, match=why):
-        drafter_settings([name], is_shipped_target=True)
+        drafter_settings([name], target=None)
 
 
-def test_the_head_that_ships_is_for_the_target_that_ships() -> None:
-    with pytest.raises(typer.BadParameter, match="ships for this target"):
-        drafter_settings(["eagle3"], is_shipped_target=False)
+def test_the_head_that_ships_is_for_the_target_that_ships_wherever_that_lies(tmp_path: Path) -> None:
+    pair = shipped_pair()
+    assert pair is not None
+    by_default = drafter_settings(["eagle3"], target=None)
+    (tmp_path / "link").symlink_to(pair / "target")
+    shutil.copytree(pair / "target", tmp_path / "copy")
+    for same in (pair / "target", tmp_path / "link", tmp_path / "copy"):
+        assert drafter_settings(["eagle3"], target=str(same)) == by_default
+    spoilt = tmp_path / "copy" / "model.safetensors"
+    weights = bytearray(spoilt.read_bytes())
+    weights[-1] ^= 1
+    spoilt.write_bytes(weights)
+    (tmp_path / "empty").mkdir()
+    for other in (tmp_path / "copy", tmp_path / "empty", tmp_path / "nowhere", pair / "draft"):
+        with pytest.raises(typer.BadParameter, match="ships for this target"):
+            drafter_settings(["eagle3"], target=str(other))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.drafters.options import Eagle3Options, NgramOptions, SuffixOptions
+from specdec.drafters.options import Eagle3Options, NgramOptions, SuffixOptions, parse_drafters
 from specdec.heads.methods.registry import load_head
 from specdec.rpc.bridge.frames import Frame, FrameKind
 from specdec.v1 import common_pb2 as pb
@@ -303,13 +303,26 @@ def test_sessions_whose_drafters_change_are_judged_anew(running: LocalPair) -> N
 
 
 def test_the_load_tells_a_coordinator_at_once(running: LocalPair) -> None:
-    running.call("token_recycling")
+    running.call(asked("token_recycling", {"method": "ngram", "prompt_lookup_min": 3}))
     running.target_port.outbox.clear()
     running.target._turn()
     loads = [frame for frame in running.target_port.outbox if frame.kind is FrameKind.LOAD]
-    assert list(pb.LoadReport.FromString(loads[-1].payload).drafters.names) == ["token_recycling"]
+    drafters = pb.LoadReport.FromString(loads[-1].payload).drafters
+    assert list(drafters.names) == ["token_recycling", "ngram"]
+    assert [json.loads(options) for options in drafters.options] == [{}, {"prompt_lookup_min": 3}]
     order = [frame.kind for frame in running.target_port.outbox if frame.kind is FrameKind.LOAD or frame.stream_id > 1]
     assert order.index(FrameKind.LOAD) < order.index(FrameKind.MESSAGE)
+
+
+def test_what_is_told_of_drafters_sets_the_same_ones_again(running: LocalPair) -> None:
+    call_id = running.call(asked({"method": "suffix", "suffix_decoding_max_tree_depth": 7}, EAGLE3, "ngram"))
+    frame = running.answer(call_id)
+    answer = target_pb2.SetDraftersResponse.FromString(frame.payload)
+    options = [json.loads(each) for each in answer.drafter_options]
+    assert [each.pop("model", None) for each in options] == [None, EAGLE3["model"], None]
+    told = zip(answer.drafters, map(json.loads, answer.drafter_options), strict=True)
+    again = [{"method": name, **own} for name, own in told]
+    assert all(map(running.verifier.panel.has, parse_drafters(asked(*again))))
 
 
 def test_files_of_a_head_are_read_without_a_pass_of_the_target(
