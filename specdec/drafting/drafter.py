@@ -116,6 +116,7 @@ class Drafter:
         except EngineError as error:
             raise invalid("open.token_ids", str(error)) from error
         self._branches.plant(session, seq)
+        seq.paused = self._work.beginnings.opened(session)
         if self._knows_constraints and body.sampling.HasField("constraint"):
             session.is_compiling = seq.paused = True
             try:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 from specdec.config import DraftSettings
-from specdec.drafting.session import DraftSession
+from specdec.drafting.session import DraftSession, FollowingSession
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import SamplingParams, VerifyMode
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.opening import check_open, sampling_params, verify_mode
 from specdec.worker.sessions import Owner
+
+_NUM_IN_A_ROW = 4
+"""Sessions whose first commit suspended them, before the next one waits for its own. Chosen."""
+_MOST_KINDS = 1024
+
+Kind = tuple[str, str, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +84,36 @@ def new_session(
         max_chain=opening.max_chain,
         committed_at_s=now_s,
     )
+
+
+class Beginnings:
+    """Whether sessions that begin are worth a prompt: not where a target has just suspended one after the other.
+
+    By target and kind of request, how many in a row were not wanted. What is forgotten costs a prompt.
+
+    Lossless: who waits for the first commit guesses later, no otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._in_a_row: OrderedDict[Kind, int] = OrderedDict()
+
+    def opened(self, session: FollowingSession) -> bool:
+        """A session begins. Returns whether it is suspended until its first commit."""
+        session.is_suspended = self._in_a_row.get(_kind_of(session), 0) >= _NUM_IN_A_ROW
+        return session.is_suspended
+
+    def heard(self, session: FollowingSession, is_suspended: bool) -> None:
+        """A commit says whether proposals are wanted; only the first one counts."""
+        if session.has_heard:
+            return
+        session.has_heard = True
+        kind = _kind_of(session)
+        self._in_a_row[kind] = self._in_a_row.get(kind, 0) + 1 if is_suspended else 0
+        self._in_a_row.move_to_end(kind)
+        if len(self._in_a_row) > _MOST_KINDS:
+            self._in_a_row.popitem(last=False)
+
+
+def _kind_of(session: FollowingSession) -> Kind:
+    body = session.body
+    return session.owner.owner_id, body.target, body.verify_mode, round(body.sampling.temperature, 1)

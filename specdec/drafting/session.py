@@ -65,6 +65,8 @@ class FollowingSession(EngineSession):
     """How many draft tokens per step the target last found worth verifying; None: not told."""
     is_suspended: bool = False
     """Nobody wants proposals now: nothing is computed, not even what is committed."""
+    has_heard: bool = False
+    """A commit has come."""
     committed_at_s: float | None = None
     """When the last commit arrived, until a proposal answers it."""
 

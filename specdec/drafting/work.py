@@ -13,6 +13,7 @@ from specdec.config import DraftSettings
 from specdec.drafting.commits import CommitConflict, num_known
 from specdec.drafting.host import DraftingHost
 from specdec.drafting.metrics import DraftRecorder, load_report
+from specdec.drafting.opening import Beginnings
 from specdec.drafting.session import FollowingT
 from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
@@ -55,6 +56,7 @@ class DraftWork(Generic[FollowingT]):
         self._recorder = recorder
         self._vocab_size = built.info.identity.vocab_size
         self._held = holdings
+        self.beginnings = Beginnings()
         self._apart = ApartTurns[FollowingT](holdings.position)
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self.started_s = 0.0
@@ -72,6 +74,7 @@ class DraftWork(Generic[FollowingT]):
         if kind == "commit":
             started_s = time.monotonic()
             session.is_suspended = body.suspend
+            self.beginnings.heard(session, body.suspend)
             commit(session, body.start_position, list(body.token_ids))
             self._recorder.commit_handled(time.monotonic() - started_s)
 

@@ -109,6 +109,7 @@ class TextDrafter:
             committed_at_s=time.monotonic(),
         )
         self._owners[seq.seq_id] = session
+        seq.paused = self._work.beginnings.opened(session)
         return session
 
     def position(self, session: TextSession) -> int:

@@ -83,6 +83,38 @@ def test_a_suspended_draft_computes_and_proposes_nothing(client: WorkerClient) -
     assert num_computed < client.session().num_committed
 
 
+def test_where_one_session_after_the_other_is_suspended_the_next_waits_for_its_first_commit(
+    client: WorkerClient,
+) -> None:
+    """Its prompt would be computed for nothing. Other kinds of requests go on as before."""
+
+    def begin(temperature: float) -> bool:
+        client.entry("s", open=open_session(PROMPT, max_tokens=200, ignore_eos=True, temperature=temperature))
+        client.turn(30)
+        return bool(client.take("proposal"))
+
+    def end(*, suspend: bool) -> bool:
+        commit(client, 20, [7, 8], suspend=suspend)
+        has_proposed = bool(client.take("proposal"))
+        client.entry("s", close=pb.CloseSession(reason="done"))
+        client.turn(2)
+        return has_proposed
+
+    for _ in range(4):
+        assert begin(0.0)
+        assert not end(suspend=True)
+    assert not begin(0.0)
+    assert client.role.wait_s(0.0) is None
+    assert client.session().heads[0].seq.num_computed_tokens == 0
+    assert not end(suspend=True)
+    assert begin(1.0)
+    end(suspend=True)
+    assert not begin(0.0)
+    assert end(suspend=False), "somebody wants it, so it begins"
+    assert begin(0.0)
+    end(suspend=False)
+
+
 @pytest.mark.parametrize("mode", [pb.VERIFY_MODE_COUPLED, REJECTION])
 def test_a_draft_that_goes_on_proposes_what_one_that_never_paused_does(
     client: WorkerClient, mode: pb.VerifyMode.ValueType
