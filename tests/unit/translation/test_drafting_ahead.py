@@ -53,8 +53,8 @@ def test_several_tokens_take_one_step_of_the_engine(pair: LocalPair, monkeypatch
         client.entry("s", open=open_session(prompts()[0][:20], max_tokens=60, ignore_eos=True))
         outputs = []
         with monkeypatch.context() as patched:
-            step = client.engine.step
-            patched.setattr(client.engine, "step", lambda *args: outputs.append(step(*args)) or outputs[-1])
+            collect = client.engine.collect
+            patched.setattr(client.engine, "collect", lambda *args: outputs.append(collect(*args)) or outputs[-1])
             settle(client)
         client.end_all()
         return len([output for output in outputs if output is not None])
