@@ -21,7 +21,7 @@ class Computed:
     start: int
     """Position of the first."""
     states: torch.Tensor
-    """[n, layers of the tap, hidden size], a copy: the step's own goes with the step."""
+    """[n, layers of the tap, hidden size], which no later step writes to."""
     next_ids: list[int]
     """For each the token after it."""
 
@@ -52,7 +52,7 @@ def computed(
             by_root[item.rows.stop - item.tree_nodes - 1] = item
         elif (session := session_of.get(item.seq.seq_id)) is not None and session.max_nodes > 0:
             first, end = item.start, item.start + item.num_new_tokens
-            states = output.hidden[item.batch_rows].clone()
+            states = _kept(output.hidden, item.batch_rows)
             yield Computed(session, first, states, item.seq.token_ids[first + 1 : end + 1])
     for decision in decisions:
         candidate, walk = decision.candidate, decision.walk
@@ -61,7 +61,15 @@ def computed(
             continue
         start = root.start if root.seq is session.seq else session.num_tokens - 1  # a fork has its parent's last row
         first_node = root.batch_rows.start + root.num_new_tokens
-        rows = list(range(first_node - (session.num_tokens - start), first_node))
-        rows += [first_node + node for node in walk.path]
+        first_row, num_nodes = first_node - (session.num_tokens - start), len(walk.path)
+        if not num_nodes or walk.path[-1] == num_nodes - 1:  # the chain that comes first
+            states = _kept(output.hidden, slice(first_row, first_node + num_nodes))
+        else:
+            states = output.hidden[[*range(first_row, first_node), *(first_node + node for node in walk.path)]]
         next_ids = [*session.token_ids[start + 1 :], *walk.token_ids]
-        yield Computed(session, start, output.hidden[rows], next_ids[: len(rows)])
+        yield Computed(session, start, states, next_ids[: len(states)])
+
+
+def _kept(hidden: torch.Tensor, rows: slice) -> torch.Tensor:
+    """On a CPU each step has states of its own; a captured graph writes into the same again."""
+    return hidden[rows] if hidden.device.type == "cpu" else hidden[rows].clone()

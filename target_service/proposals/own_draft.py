@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from specdec.config import DraftSettings
 from specdec.drafters.options import DRAFT_MODEL
@@ -75,6 +75,19 @@ def own_draft_of(
     return OwnDraft(LocalDraft(built, settings, recorder, host.steps, deliver), settings.max_draft_tokens)
 
 
+@dataclass(slots=True)
+class _Untold:
+    """What the draft does not know of a session yet."""
+
+    start: int
+    """Position of the first of the tokens."""
+    token_ids: list[int] = field(default_factory=list)
+    is_suspended: bool = False
+    """Nobody wants proposals for it now."""
+    knows_suspended: bool = False
+    """The draft has been told so."""
+
+
 class OwnDraft:
     """Keeps a `LocalDraft` in step with the sessions of the target; without one it does nothing."""
 
@@ -86,8 +99,8 @@ class OwnDraft:
         """Mean time of a call."""
         self.asked: set[str] = set()
         """Sessions that the last call was for."""
-        self._known: set[str] = set()
-        """Sessions that were opened at the draft."""
+        self._untold: dict[str, _Untold] = {}
+        """Of sessions that were opened at the draft, by id. It hears of tokens when it is asked, of all at once."""
 
     @property
     def is_there(self) -> bool:
@@ -102,10 +115,12 @@ class OwnDraft:
         """
         if self.draft is None or session.max_nodes == 0 or not session.may_use(DRAFT_MODEL):
             return
-        if session.session_id in self._known:
-            self.draft.commit(session.session_id, start, token_ids, suspend=is_suspended)
+        untold = self._untold.get(session.session_id)
+        if untold is not None:
+            untold.token_ids += token_ids
+            untold.is_suspended = is_suspended
         elif not is_suspended:
-            self._known.add(session.session_id)
+            self._untold[session.session_id] = _Untold(start + len(token_ids))
             body = pb.OpenSession()
             body.CopyFrom(session.body)
             body.token_ids[:] = session.token_ids
@@ -114,7 +129,7 @@ class OwnDraft:
     def closed(self, session: TargetSession) -> None:
         """A session has ended."""
         if self.draft is not None:
-            self._known.discard(session.session_id)
+            self._untold.pop(session.session_id, None)
             self.draft.close(session.session_id)
 
     def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> float:
@@ -133,6 +148,7 @@ class OwnDraft:
         if not expectations.is_worth_asking(DRAFT_MODEL, asks, self.cost_s):
             return 0.0
         began_s = time.monotonic()
+        self._tell()
         self.draft.work(self._appetite(pacing))
         drafted_s = time.monotonic() - began_s
         self.cost_s += _COST_WEIGHT * (drafted_s - self.cost_s) if self.cost_s else drafted_s
@@ -140,6 +156,15 @@ class OwnDraft:
         for session in own:
             session.drafted_s += drafted_s
         return drafted_s
+
+    def _tell(self) -> None:
+        """Let the draft know what was decided since it was last asked. Whom nobody wants it to draft for can wait."""
+        assert self.draft is not None
+        for session_id, untold in self._untold.items():
+            if untold.token_ids and not (untold.is_suspended and untold.knows_suspended):
+                self.draft.commit(session_id, untold.start, untold.token_ids, suspend=untold.is_suspended)
+                untold.start += len(untold.token_ids)
+                untold.token_ids, untold.knows_suspended = [], untold.is_suspended
 
     def load(self) -> None:
         """Export the gauges."""

@@ -205,6 +205,8 @@ class DrafterPanel:
     ) -> None:
         worth: list[Due] = []
         for session, known, room in due:
+            if not pacing.may_verify(session):
+                continue  # it takes passes of its own: where speculation does not pay, that is not free
             left = self._turns.take(name, session, known.asked, room, pacing.expectations, least_worth)
             if left is not None:
                 worth.append(Due(session, known.parts, room, left))

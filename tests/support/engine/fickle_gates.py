@@ -26,6 +26,13 @@ class Erratic(SpeculationGate):
             self._is_open[id(state)] = self._random.random() < 0.5
 
 
+class Closed(SpeculationGate):
+    """Lets nobody speculate once a session has its first token."""
+
+    def is_open(self, state: GateState | None) -> bool:
+        return False
+
+
 class Spiteful(SpeculationGate):
     """Suspends a session after each step that accepted something, and lets it go on after the next."""
 

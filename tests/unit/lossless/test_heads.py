@@ -31,6 +31,7 @@ from specdec.heads.session import HeadAsk
 from specdec.v1 import common_pb2 as pb
 from target_service.pacing.expectations import Expectations
 from target_service.proposals.part import DrafterPart
+from tests.support.engine.fickle_gates import Closed
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.heads import checkpoints
 from tests.support.heads.checkpoints import Sizes
@@ -181,6 +182,21 @@ def test_heads_come_and_go_while_sessions_run(
 
 
 @pytest.mark.usefixtures("always_asked")
+def test_heads_are_not_asked_where_speculation_is_suspended(
+    restored: LocalPair, plainly: Plainly, options: dict[str, HeadOptions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take passes of their own, unlike drafters that look up."""
+    num_asked: list[int] = []
+    draft = SerialHead.draft
+    monkeypatch.setattr(SerialHead, "draft", lambda head, asks: num_asked.append(len(asks)) or draft(head, asks))
+    body = open_session(prompts()[0][:50], max_tokens=40, ignore_eos=True)
+    expected = plainly(body)
+    for gate in (Closed(), None):
+        restored.reset(drafters=[options[RIGHT]])
+        assert_equal(restored.run({"a": body}, use_draft=False, gate=gate)["a"], expected)
+        assert bool(num_asked) == (gate is None)
+
+
 def test_what_is_accepted_goes_on_being_accepted_when_the_prompt_was_in_the_cache(
     options: dict[str, HeadOptions], restored: LocalPair, plainly: Plainly
 ) -> None:

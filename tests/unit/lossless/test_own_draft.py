@@ -15,6 +15,7 @@ from specdec.drafting.local import LocalDraft
 from specdec.engine.errors import KVInvariantError
 from specdec.engine.outputs import StepOutput
 from specdec.v1 import common_pb2 as pb
+from target_service.pacing.expectations import Expectations
 from target_service.policy.gate_state import GateState
 from tests.support.engine.fickle_gates import Erratic, Spiteful
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
@@ -89,6 +90,24 @@ def test_proposals_from_elsewhere_are_not_used(own: LocalPair) -> None:
     outcome = own.run({"a": body}, propose=lambda session_id, tokens: [nonsense])["a"]
     assert not outcome.rejected
     assert outcome.num_accepted > 0
+
+
+def test_a_draft_hears_of_all_tokens_at_once_when_it_is_asked_again(
+    own: LocalPair, plainly: Plainly, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = body_of({"prompt": 1, "temperature": 0.0})
+    expected = plainly(body)
+    own.reset(own_draft=True)
+    turns, told = iter(range(10_000)), list[int]()
+    monkeypatch.setattr(Expectations, "is_worth_asking", lambda *_: next(turns) % 5 == 4)
+    commit = own.local_draft.commit
+    monkeypatch.setattr(
+        own.local_draft, "commit", lambda *args, suspend: told.append(len(args[2])) or commit(*args, suspend=suspend)
+    )
+    outcome = own.run({"a": body})["a"]
+    assert_equal(outcome, expected)
+    assert outcome.num_accepted > 0
+    assert min(told[1:-1]) >= 5
 
 
 def test_a_draft_that_raises_costs_nobody_a_token_and_is_left_alone_in_the_end(
