@@ -122,9 +122,9 @@ class Commits:
 def _prune(decision: Decision, pacing: Pacing) -> int:
     """Returns how many nodes were dropped unaccepted."""
     candidate, tree = decision.candidate, decision.candidate.session.tree
+    pacing.expectations.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
     if not tree.nodes:
         return 0
-    pacing.expectations.observe_walk(candidate.session, candidate.chosen[: candidate.num_nodes], decision.walk)
     num_dropped = tree.advance(decision.walk.token_ids) + tree.drop_passing()
     if candidate.session.mode is VerifyMode.REJECTION:
         num_dropped += tree.clear()

@@ -17,9 +17,7 @@ _NUM_IN_A_ROW = 4
 """Sessions whose first commit suspended them, before the next one waits for its own. Chosen."""
 _MOST_KINDS = 1024
 
-_SHORT_TOKENS = 1024
-
-Kind = tuple[str, str, int, float, int]
+Kind = tuple[str, str, int, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,5 +116,4 @@ class Beginnings:
 
 def _kind_of(session: FollowingSession) -> Kind:
     body = session.body
-    length = (len(body.token_ids) // _SHORT_TOKENS).bit_length()
-    return session.owner.owner_id, body.target, body.verify_mode, round(body.sampling.temperature, 1), length
+    return session.owner.owner_id, body.target, body.verify_mode, round(body.sampling.temperature, 1)

@@ -101,7 +101,7 @@ class Expectations:
         accepted = {chosen[index] for index in walk.path}
         self._observe_sources(session, accepted)
         reached = {ROOT, *accepted}
-        if walk.finish_reason and len(walk.path) == len(walk.token_ids):
+        if walk.finish_reason and walk.path and len(walk.path) == len(walk.token_ids):
             reached.discard(chosen[walk.path[-1]])  # the choice ends there: nothing below was asked for
         branched: dict[int, bool] = {}
         for node in chosen:

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from specdec.v1 import common_pb2 as pb
 from target_service.pacing.expectations import Expectations, most_accepted
 from target_service.policy.gate import SpeculationGate
-from target_service.policy.gate_state import length_band
 from target_service.policy.hold_off import (
     DEPTHS,
     DraftLatency,
@@ -157,8 +156,9 @@ class Pacing:
         if not session.max_nodes:
             return False
         if session.gate is None:
-            temperature, length = kind_of(session.params.temperature), length_band(session.num_tokens)
-            session.gate = self.gate.admit(f"{session.mode.name} {temperature} {length} {session.sources}", now_s)
+            session.gate = self.gate.admit(
+                f"{session.mode.name} {kind_of(session.params.temperature)} {session.sources}", now_s
+            )
         else:
             has_proposal = len(session.tree) > 0
             self.gate.stepped(session.gate, len(walk.path), has_proposal, now_s, num_nodes=num_nodes)

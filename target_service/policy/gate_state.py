@@ -7,17 +7,8 @@ from dataclasses import dataclass, field
 
 from target_service.policy.step_costs import band_of
 
-_SHORT_TOKENS = 1024
 FIRST_GAIN = 0.5
 """Of a session of whose kind nothing is known."""
-
-
-def length_band(num_tokens: int) -> int:
-    """Prompts whose lengths are taken for the same: up to 1,024 tokens, then one band for each doubling.
-
-    A draft takes longer to compute long ones, and may not have learnt to go on from them.
-    """
-    return max(0, (num_tokens - 1) // _SHORT_TOKENS).bit_length()
 
 
 class Phase(enum.Enum):

@@ -22,6 +22,7 @@ from specdec.drafters.options import (
 from specdec.drafters.registry import make_drafter
 from specdec.v1 import common_pb2 as pb
 from target_service.pacing.expectations import Expectations
+from target_service.policy.marginal_gains import Left
 from target_service.policy.step_time import StepTimeModel
 from tests.support.engine.fickle_gates import Erratic, Spiteful
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
@@ -109,6 +110,21 @@ def test_whoever_is_asked_and_in_whatever_order_changes_no_token(
         check_set(
             restored, plainly, sorted(EVERY), rng.sample(CASES, 6), rng, rng=rng, own_draft=own_draft, hold_off_ms=0.0
         )
+
+
+def test_a_call_that_offered_nothing_is_judged_with_its_step(restored: LocalPair) -> None:
+    """Kept for later it would be held against another step's tree."""
+    restored.reset(drafters=[EVERY["ngram"]])
+    num_asked: list[int] = []
+
+    def count(pair: LocalPair) -> None:
+        num_asked.extend(len(session.asked) for session in pair.target_host.sessions)
+
+    body = open_session(list(range(100, 130)), max_tokens=40, ignore_eos=True, temperature=1.0)
+    restored.run({"a": body}, use_draft=False, each_turn=count)
+    assert len(num_asked) > 10
+    assert max(num_asked) <= 1
+    assert restored.verifier.pacing.expectations.marginal.expected("ngram", Left(8, 8)) < 4.0
 
 
 @pytest.mark.long

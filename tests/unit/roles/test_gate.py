@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from target_service.policy.gate import SpeculationGate
-from target_service.policy.gate_state import Phase, length_band
+from target_service.policy.gate_state import Phase
 from target_service.policy.step_costs import StepCosts, band_of
 from tests.support.engine.gated_world import Weather, World
 
@@ -177,12 +177,6 @@ def test_costs_are_what_steps_took_longer_by_the_share_that_speculates() -> None
     assert costs.price(8, 2.0) == pytest.approx(0.4, abs=0.02)
     assert costs.price(12, 2.0) == costs.price(8, 2.0), "what is not known of a load is taken from the nearest"
     assert costs.price(8, 60.0) < 0.2, "what was long ago is doubted"
-
-
-def test_long_prompts_are_of_other_kinds_than_short_ones() -> None:
-    assert [length_band(number) for number in (1, 1024, 1025, 2048, 2049, 4096, 4097, 100_000)] == [
-        0, 0, 1, 1, 2, 2, 3, 7,
-    ]  # fmt: skip
 
 
 def test_bands_grow_with_the_load() -> None:
