@@ -69,6 +69,7 @@ class Verifier:
         self._own_draft = own_draft or OwnDraft(None, 0)
         hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
         self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation, row_edges=built.row_edges)
+        self.pacing.gate.computes_prompts = self._own_draft.is_there
         self._host = host
         self._engine = built.engine
         self._sampler = built.sampler
@@ -364,8 +365,9 @@ class Verifier:
         # From turn to turn: what lies between two, such as hold-offs and frames, is part of what speculation costs.
         now_s = time.monotonic()
         began_s, self._last_turn_s = self._last_turn_s or self._turn_began_s, now_s if self._ready() else None
+        prompt_s = self._own_draft.take_prompt_s()
         if step.is_decode:
-            self.pacing.expectations.observe_rate(sum(step.num_committed), now_s - began_s)
+            self.pacing.expectations.observe_rate(sum(step.num_committed), now_s - began_s - prompt_s)
         if not step.is_decode or not self.pacing.gate.is_gating:
             return
         decoding = [
@@ -379,6 +381,7 @@ class Verifier:
             num_open=len(decoding),
             turn_s=now_s - began_s,
             now_s=now_s,
+            prompt_s=prompt_s,
             waiting=[session.gate for session in decoding if session.gate is not None],
             num_nodes=step.num_nodes,
             row_s=self.pacing.step_time.row_s,

@@ -123,10 +123,11 @@ class LocalDraft:
         if session.heads:
             self._drafter.close(session)
 
-    def work(self, appetite: Appetite) -> None:
+    def work(self, appetite: Appetite) -> float:
         """Draft for all sessions that are behind what is wanted, round by round, and deliver their proposals.
 
-        While prompts are computed it is one chunk at a time: others wait for the next step of the target.
+        While prompts are computed it is one chunk at a time: others wait for the next step of the target. Returns the
+        seconds that this took; 0 where there was none.
         """
         settings = self._settings
         self._drafter.growth = GrowthPolicy(
@@ -144,16 +145,17 @@ class LocalDraft:
                 has_prompts = self._engine.num_waiting_tokens() > 0
                 started_s = time.monotonic()
                 self._drafter.step()
-                num_rounds = self._drafter.num_rounds
+                elapsed_s, num_rounds = time.monotonic() - started_s, self._drafter.num_rounds
                 if has_prompts:
-                    return
+                    return max(0.0, elapsed_s - num_rounds * self.round_s)
                 if num_rounds:
-                    self.round_s += _ROUND_WEIGHT * ((time.monotonic() - started_s) / num_rounds - self.round_s)
+                    self.round_s += _ROUND_WEIGHT * (elapsed_s / num_rounds - self.round_s)
         except Exception as error:
             self._num_faults += 1
             _log.error("draft_failed", num_faults=self._num_faults, exc_info=error)
             for session in list(self._host.sessions):
                 self._drop(session)
+        return 0.0
 
     def load(self) -> None:
         """Export the gauges."""

@@ -14,6 +14,9 @@ decoding takes at most that share longer than plain decoding, whatever drafts do
 Lossless: in coupled mode a token is fixed before any proposal is looked at, so a policy may look at anything. In
 rejection mode it may not depend on tokens that were drawn and are not decided yet; this one knows how many were
 accepted, and times.
+
+A draft that the target runs itself computes a session's prompt first, in the target's time. That is known, so it is
+entered whole, apart from what is judged by steps: it keeps other prompts from being computed until it is paid back.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from dataclasses import dataclass, field
 
 from target_service.policy.gate_account import Account
 from target_service.policy.gate_state import FIRST_GAIN, Gains, GateState, Phase
-from target_service.policy.step_costs import StepCosts, band_of
+from target_service.policy.references import References, Settling
+from target_service.policy.step_costs import StepCosts
 
 _GAIN_WEIGHT = 1 / 32
 """Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""
@@ -50,18 +54,6 @@ _KNOWN_S = 5.0
 """For so long what a session gained is taken for what it would gain."""
 _CATCH_UP_STEPS, _CATCH_UP_S = 40, 0.1
 """A draft that was told to go on has so many steps, and at least so long, before its silence counts."""
-_REFERENCE_STEPS, _REFERENCE_LEAD = 8, 2
-"""Of a reference; the first ones still meet drafts at work."""
-_SETTLING_S = 0.005
-"""Drafts that were told to stop may work on for so long: where steps are short, many meet them at it. A reference among
-them would find that plain steps take as long as any, and speculation to cost nothing."""
-_FIRST_REFERENCE = 4
-"""Steps that speculate before the first reference of a load."""
-_REFERENCE_S, _MOST_REFERENCE_S = 2.0, 30.0
-"""Between two; the time doubles while speculation clearly pays."""
-_REFERENCE_SHARE = 1 / 100
-"""Of steps at most."""
-_CLEARLY = 1.3
 _MOST_STEPS_COUNTED = 4.0
 """Sessions that were left out of a step make it count at most so many times: they may wait for their clients."""
 
@@ -72,16 +64,19 @@ class SpeculationGate:
 
     is_gating: bool = True
     """False: everybody speculates, always."""
+    computes_prompts: bool = False
+    """The target runs a draft itself. Prompts of one kind are then computed for it one after the other."""
     costs: StepCosts = field(default_factory=StepCosts)
     _gains: Gains = field(default_factory=Gains)
     _accepted: Gains = field(default_factory=lambda: Gains(num_supposed=_POOL_STEPS))
     """The same without what verifying costs, and slower to say that a kind gains nothing."""
     _accounts: dict[str, Account] = field(default_factory=dict)
     """By the kind of sessions, so that none pays for what another loses."""
+    _beginning: set[str] = field(default_factory=set)
+    """Kinds of sessions for which the target's own draft computes a prompt."""
     _num_sessions: int = 1
-    _reference_left: int = 0
-    _reference_due_s: dict[int, float] = field(default_factory=dict)
-    _reference_every_s: dict[int, float] = field(default_factory=dict)
+    _references: References = field(default_factory=References)
+    _settling: Settling = field(default_factory=Settling)
     _probe_due_s: float = 0.0
     _probes: int = 1
     """How many sessions are probed at once."""
@@ -90,21 +85,19 @@ class SpeculationGate:
     """Sessions that the price is of; 0: steps were observed since."""
     _node_price: float = 0.0
     """Tokens of the batch that could be decoded while one more node is verified."""
-    _unsettled: int = 0
-    """Steps until drafts have noticed what changed."""
-    _settled_s: float = -math.inf
-    """When they have, at the latest."""
 
     def admit(self, kind: str, now_s: float) -> GateState:
         """A session begins to decode: as others of its kind do; with nothing in their account, plainly."""
         gain = self._gains.expected(kind, self._num_sessions)
         if not self.is_gating:
             return GateState(kind, Phase.ON, FIRST_GAIN, now_s)
-        is_solvent = self._account(kind).is_solvent
-        if gain is None or not is_solvent:
+        if not self._may_begin(kind):
             # Sessions that end before they are judged would else go on losing what none of them is charged with.
-            return GateState(kind, Phase.PROBE if is_solvent else Phase.OFF, gain or FIRST_GAIN, now_s)
-        return GateState(kind, Phase.ON if self._pays(gain, _LEAVE, now_s) else Phase.OFF, gain, now_s)
+            return GateState(kind, Phase.OFF, gain or FIRST_GAIN, now_s)
+        if gain is not None and not self._pays(gain, _LEAVE, now_s):
+            return GateState(kind, Phase.OFF, gain, now_s)
+        self._note_beginning(kind)
+        return GateState(kind, Phase.PROBE if gain is None else Phase.ON, gain or FIRST_GAIN, now_s)
 
     def expect(self, num_sessions: int) -> None:
         """The next step is of so many sessions."""
@@ -123,7 +116,7 @@ class SpeculationGate:
         """Whether a session's proposals are verified, and its draft should make them. None: it never speculates."""
         if state is None:
             return False
-        return not self.is_gating or (state.phase is not Phase.OFF and not self._reference_left)
+        return not self.is_gating or (state.phase is not Phase.OFF and not self._references.num_left)
 
     def allows_free_nodes(self, state: GateState | None) -> bool:
         """Whether nodes that cost nothing but their rows may be verified for a session: what its text itself suggests.
@@ -133,7 +126,7 @@ class SpeculationGate:
         """
         if not self.is_gating or self.is_open(state):
             return True
-        return not self._reference_left and (state is None or self._account(state.kind).is_solvent)
+        return not self._references.num_left and (state is None or self._account(state.kind).is_solvent)
 
     def stepped(
         self, state: GateState, num_accepted: int, has_proposal: bool, now_s: float, *, num_nodes: int = 0
@@ -162,6 +155,11 @@ class SpeculationGate:
         elif state.num_counted >= _SETTLED_STEPS and not self._pays(state.gain, _LEAVE, now_s):
             self._suspend(state, now_s)
 
+    def invested(self, state: GateState, seconds: float) -> None:
+        """So much of the target's time went into a session's prompt, for its draft."""
+        state.is_invested = True
+        self._account(state.kind).invest(seconds)
+
     def observe_turn(
         self,
         states: Sequence[GateState | None],
@@ -171,6 +169,7 @@ class SpeculationGate:
         turn_s: float,
         now_s: float,
         waiting: Sequence[GateState],
+        prompt_s: float = 0.0,
         num_nodes: int = 0,
         row_s: float = 0.0,
         are_free: Sequence[bool] = (),
@@ -183,6 +182,8 @@ class SpeculationGate:
             num_open: sessions that decode, whether or not they were in the step.
             turn_s: from the end of the step before, or from when there was something to do again.
             now_s: monotonic.
+            prompt_s: of that time, what `invested` was told of; sessions whose drafts do not guess yet say nothing of
+                what guesses cost.
             waiting: of all sessions that decode; who is suspended among them may be probed.
             num_nodes: that it verified.
             row_s: what one of these costs; sessions are charged for their own, and share what is left.
@@ -197,10 +198,8 @@ class SpeculationGate:
             for state, is_free in zip(states, are_free or [False] * len(states), strict=True)
         ]
         num_speculating = sum(speculate)
-        step_s = turn_s * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
-        if self._unsettled or now_s - turn_s < self._settled_s:
-            self._unsettled = max(0, self._unsettled - 1)
-        else:
+        step_s = (turn_s - prompt_s) * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
+        if not (self._settling.covers(now_s - turn_s) or prompt_s):
             rows_s = min(num_nodes * row_s, step_s / 2)
             step_s = rows_s + self.costs.observe(len(states), num_speculating / len(states), step_s - rows_s, now_s)
         plain_s = self.costs.plain_s(len(states))
@@ -208,12 +207,18 @@ class SpeculationGate:
             self._node_price = len(states) * row_s / plain_s
             self._book(states, speculate, num_tokens, step_s, plain_s)
             self._hold_to_bounds({state.kind for state in states if state is not None}, waiting, plain_s, now_s)
-        if self._reference_left:
-            self._reference_left -= now_s >= self._settled_s
-            if not self._reference_left:
+        if self._references.num_left:
+            if self._references.ends(is_settled=now_s >= self._settling.until_s):
                 self._resume(waiting, now_s)
-        elif num_speculating:
-            self._consider_reference(sum(num_tokens), step_s, plain_s, now_s)
+        elif num_speculating and self._references.begins(
+            self.costs, self._num_sessions, sum(num_tokens), step_s, now_s
+        ):
+            self._settling.begin(now_s)
+        self._beginning = {
+            state.kind
+            for state in waiting
+            if self.computes_prompts and state.phase is not Phase.OFF and not state.is_measured
+        }
         self._consider_probes(waiting, now_s)
 
     def _account(self, kind: str) -> Account:
@@ -250,6 +255,21 @@ class SpeculationGate:
                 or any(state.kind == kind and self._pays(self._known_gain(state), _ENTER, now_s) for state in states)
             ):
                 account.make_even()
+
+    def _may_begin(self, kind: str) -> bool:
+        return self._account(kind).may_invest and kind not in self._beginning
+
+    def _note_beginning(self, kind: str) -> None:
+        if self.computes_prompts:
+            self._beginning.add(kind)
+
+    def _probe(self, state: GateState, now_s: float) -> None:
+        has_begun = state.is_invested or state.is_measured
+        if not (self._account(state.kind).is_solvent if has_begun else self._may_begin(state.kind)):
+            return
+        state.enter(Phase.PROBE, now_s)
+        if not has_begun:
+            self._note_beginning(state.kind)
 
     def _known_gain(self, state: GateState) -> float:
         return state.gain if state.is_measured else self._gains.expected(state.kind, self._num_sessions) or 0.0
@@ -288,45 +308,24 @@ class SpeculationGate:
 
     def _suspend(self, state: GateState, now_s: float) -> None:
         state.enter(Phase.OFF, now_s)
-        self._unsettle(now_s)
+        self._settling.begin(now_s)
         self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_INTERVAL_S)
-
-    def _consider_reference(self, num_tokens: int, step_s: float, plain_s: float | None, now_s: float) -> None:
-        band = band_of(self._num_sessions)
-        if plain_s is None:
-            due_s = self._reference_due_s.setdefault(band, now_s + _FIRST_REFERENCE * step_s)
-        else:
-            least_s = (_SETTLING_S + _REFERENCE_STEPS * plain_s) / _REFERENCE_SHARE
-            every_s = max(least_s, self._reference_every_s.get(band, _REFERENCE_S))
-            due_s = self.costs.plain_seen_s(self._num_sessions) + every_s
-        if now_s < due_s:
-            return
-        if plain_s is not None:
-            is_clear = num_tokens / self._num_sessions * plain_s >= _CLEARLY * step_s
-            every_s = self._reference_every_s.get(band, _REFERENCE_S)
-            self._reference_every_s[band] = min(_MOST_REFERENCE_S, 2 * every_s) if is_clear else _REFERENCE_S
-        self._reference_left = _REFERENCE_STEPS
-        self._unsettle(now_s)
-
-    def _unsettle(self, now_s: float) -> None:
-        """Drafts are told otherwise: steps until they have noticed say nothing of what any cost."""
-        self._unsettled, self._settled_s = _REFERENCE_LEAD, now_s + _SETTLING_S
 
     def _resume(self, states: Sequence[GateState], now_s: float) -> None:
         """Drafts begin again where they were told to stop: what they do until they have is not counted."""
-        self._unsettle(now_s)
+        self._settling.begin(now_s)
         for state in states:
             if state.phase is not Phase.OFF:
                 state.restart()
 
     def _consider_probes(self, states: Sequence[GateState], now_s: float) -> None:
-        if self._reference_left:
+        if self._references.num_left:
             return
         states = [state for state in states if self._account(state.kind).is_solvent]
         for state in states:  # a load that has fallen makes worth it what was not
             is_known = state.phase is Phase.OFF and state.gain > 0 and now_s - state.since_s < _KNOWN_S
             if is_known and self._pays(state.gain, _ENTER, now_s):
-                state.enter(Phase.PROBE, now_s)
+                self._probe(state, now_s)
         if now_s < self._probe_due_s:
             return
         num_left = self._probes - sum(state.phase is Phase.PROBE for state in states)
@@ -336,5 +335,5 @@ class SpeculationGate:
         if not off:
             self._probes = 1
         for state in off[:num_left]:
-            state.enter(Phase.PROBE, now_s)
+            self._probe(state, now_s)
         self._probe_due_s = now_s + _PROBE_INTERVAL_S

@@ -22,6 +22,9 @@ class Account:
     """Of one kind of sessions, in seconds of decoding."""
 
     balance_s: float = 0.0
+    invested_s: float = 0.0
+    """What prompts have taken that drafts computed, and neither savings nor the allowance have paid back yet. No
+    session is suspended for it: it is spent."""
     num_probes: int = 0
     """That have failed."""
     _respite_s: float = _FIRST_RESPITE_S
@@ -32,13 +35,25 @@ class Account:
         """Whether it has something left to lose."""
         return self.balance_s >= 0
 
+    @property
+    def may_invest(self) -> bool:
+        """Whether the draft may compute one more prompt."""
+        return self.balance_s >= self.invested_s
+
+    def invest(self, seconds: float) -> None:
+        """A prompt took so long."""
+        self.invested_s += seconds
+
     def enter(self, time_s: float, saved_s: float, plain_s: float) -> None:
         """A session decoded for `time_s`, by which it saved so much; negative: lost. `plain_s`: of a plain step."""
         most_s = _most_s(plain_s)
-        if self.balance_s < most_s:
-            self.balance_s += _ALLOWANCE * time_s
-        if saved_s:
-            self.balance_s = min(_SAVINGS * most_s, self.balance_s + saved_s)
+        self.balance_s += min(0.0, saved_s)
+        earned_s = _ALLOWANCE * time_s + max(0.0, saved_s)
+        paid_s = min(self.invested_s, max(0.0, earned_s + min(0.0, self.balance_s)))  # debts come first
+        self.invested_s -= paid_s
+        limit_s = _SAVINGS * most_s if saved_s > 0 else most_s
+        if self.balance_s < limit_s:
+            self.balance_s = min(limit_s, self.balance_s + earned_s - paid_s)
 
     def has_fallen(self, plain_s: float, now_s: float) -> bool:
         """Whether it has just fallen through its floor, where it is held."""

@@ -40,6 +40,8 @@ class GateState:
     """Of these, since there was a proposal."""
     num_barren: int = 0
     """Of these, since a token was accepted."""
+    is_invested: bool = False
+    """Its prompt was computed for a draft in the target's own time, or is being so."""
 
     def enter(self, phase: Phase, now_s: float) -> None:
         """Begin a phase."""

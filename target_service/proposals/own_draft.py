@@ -98,7 +98,10 @@ class OwnDraft:
         self.cost_s = 0.0
         """Mean time of a call."""
         self.asked: set[str] = set()
-        """Sessions that the last call was for."""
+        """Sessions that the last call was for, and did not only compute a prompt."""
+        self._prompt_s = 0.0
+        self._beginners: set[str] = set()
+        """Sessions that were opened at the draft and that it has not proposed for yet."""
         self._untold: dict[str, _Untold] = {}
         """Of sessions that were opened at the draft, by id. It hears of tokens when it is asked, of all at once."""
 
@@ -125,11 +128,13 @@ class OwnDraft:
             body.CopyFrom(session.body)
             body.token_ids[:] = session.token_ids
             self.draft.open(session.session_id, session.epoch, body)
+            self._beginners.add(session.session_id)
 
     def closed(self, session: TargetSession) -> None:
         """A session has ended."""
         if self.draft is not None:
             self._untold.pop(session.session_id, None)
+            self._beginners.discard(session.session_id)
             self.draft.close(session.session_id)
 
     def propose(self, ready: Sequence[TargetSession], pacing: Pacing) -> float:
@@ -149,13 +154,29 @@ class OwnDraft:
             return 0.0
         began_s = time.monotonic()
         self._tell()
-        self.draft.work(self._appetite(pacing))
+        prompt_s = self.draft.work(self._appetite(pacing))
         drafted_s = time.monotonic() - began_s
-        self.cost_s += _COST_WEIGHT * (drafted_s - self.cost_s) if self.cost_s else drafted_s
-        self.asked.update(session.session_id for session in wanted)
+        beginners = [session for session in wanted if session.session_id in self._beginners]
+        self._beginners.difference_update(session.session_id for session in beginners if session.arrived is not None)
+        if prompt_s:
+            self._note_prompts(beginners, prompt_s, pacing)
+        else:
+            self.cost_s += _COST_WEIGHT * (drafted_s - self.cost_s) if self.cost_s else drafted_s
+        self.asked.update(session.session_id for session in wanted if not prompt_s or session.arrived is not None)
         for session in own:
             session.drafted_s += drafted_s
         return drafted_s
+
+    def _note_prompts(self, beginners: Sequence[TargetSession], prompt_s: float, pacing: Pacing) -> None:
+        self._prompt_s += prompt_s
+        for session in beginners:
+            if session.gate is not None:
+                pacing.gate.invested(session.gate, prompt_s / len(beginners))
+
+    def take_prompt_s(self) -> float:
+        """How long prompts were computed since this was last asked."""
+        prompt_s, self._prompt_s = self._prompt_s, 0.0
+        return prompt_s
 
     def _tell(self) -> None:
         """Let the draft know what was decided since it was last asked. Whom nobody wants it to draft for can wait."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 from target_service.policy.gate import SpeculationGate
 from target_service.policy.gate_state import GateState
@@ -31,6 +33,23 @@ class Closed(SpeculationGate):
 
     def is_open(self, state: GateState | None) -> bool:
         return False
+
+
+class Bookkeeping(SpeculationGate):
+    """Decides as ever, and keeps what it was told of prompts that were computed for the target's own draft."""
+
+    def __init__(self) -> None:
+        super().__init__(computes_prompts=True)
+        self.invested_s: list[float] = []
+        self.excused_s = 0.0
+
+    def invested(self, state: GateState, seconds: float) -> None:
+        self.invested_s.append(seconds)
+        super().invested(state, seconds)
+
+    def observe_turn(self, states: Sequence[GateState | None], *, prompt_s: float = 0.0, **turn: Any) -> None:
+        self.excused_s += prompt_s
+        super().observe_turn(states, prompt_s=prompt_s, **turn)
 
 
 class Spiteful(SpeculationGate):

@@ -9,6 +9,9 @@ from dataclasses import dataclass, field
 from target_service.policy.gate import SpeculationGate
 from target_service.policy.gate_state import GateState
 
+_CHUNK_S = 0.02
+"""Of a prompt between two steps."""
+
 
 @dataclass(frozen=True)
 class Weather:
@@ -27,6 +30,8 @@ class Weather:
 class Session:
     left: int
     number: int
+    prompt_s: float
+    """Of the target's time that its draft still needs for its prompt."""
     state: GateState | None = None
     catch_up: int = 0
 
@@ -46,11 +51,16 @@ class World:
     noise: float = 0.05
     step_s: float = 0.01
     """Of a plain step without sessions."""
+    context_s: Callable[[int], float] = lambda _: 0.0
+    """Of a plain step, for the context of a session by its number."""
+    prompt_s: float = 0.0
+    """Of the target's time a draft computes a session's prompt, before it proposes anything."""
     lag_s: float = 0.0
     """For so long a draft works on after it was told to stop."""
     now_s: float = 0.0
 
     def __post_init__(self) -> None:
+        self.gate.computes_prompts = self.prompt_s > 0
         self.random = random.Random(self.seed)
         self.sessions: list[Session] = []
         self.num_begun = 0
@@ -82,9 +92,10 @@ class World:
         while len(self.sessions) > weather.sessions:
             self.sessions.pop()
         while len(self.sessions) < weather.sessions:
-            self.sessions.append(Session(self.random.randint(1, 2 * self.length), self.num_begun))
+            self.sessions.append(Session(self.random.randint(1, 2 * self.length), self.num_begun, self.prompt_s))
             self.num_begun += 1
         plain_s = self.step_s * (1 + 0.05 * len(self.sessions))
+        plain_s += sum(self.context_s(session.number) for session in self.sessions)
         states = [session.state for session in self.sessions]
         is_open = [self.gate.is_open(state) for state in states]
         share = sum(is_open) / len(states)
@@ -94,6 +105,8 @@ class World:
             working, until_s = share, self.now_s + self.lag_s
         self._at_work = (working, until_s)
         step_s = plain_s * (1 + weather.costs * working) * self.random.lognormvariate(0, self.noise)
+        prompt_s = self._compute_prompts()
+        step_s += prompt_s
         self.now_s += step_s
         for session, can_speculate in zip(self.sessions, is_open, strict=True):
             num_tokens.append(self._decode(session, weather, can_speculate))
@@ -104,10 +117,21 @@ class World:
                 num_open=len(states),
                 turn_s=step_s,
                 now_s=self.now_s,
+                prompt_s=prompt_s,
                 waiting=[state for state in states if state is not None],
             )
         self.sessions = [session for session in self.sessions if session.left > 0]
         return step_s, sum(num_tokens) / len(states) * plain_s
+
+    def _compute_prompts(self) -> float:
+        """Of one chunk, for the first session that wants it. Returns what that takes."""
+        for session in self.sessions:
+            if session.prompt_s and session.state is not None and self.gate.is_open(session.state):
+                chunk_s = min(_CHUNK_S, session.prompt_s)
+                session.prompt_s -= chunk_s
+                self.gate.invested(session.state, chunk_s)
+                return chunk_s
+        return 0.0
 
     def _decode(self, session: Session, weather: Weather, can_speculate: bool) -> int:
         if session.state is None:
@@ -117,6 +141,8 @@ class World:
         num_accepted, has_proposal = 0, False
         if not can_speculate:
             session.catch_up = 3
+        elif session.prompt_s:
+            pass
         elif session.catch_up:
             session.catch_up -= 1
         elif weather.answers:

@@ -17,7 +17,7 @@ from specdec.engine.outputs import StepOutput
 from specdec.v1 import common_pb2 as pb
 from target_service.pacing.expectations import Expectations
 from target_service.policy.gate_state import GateState
-from tests.support.engine.fickle_gates import Erratic, Spiteful
+from tests.support.engine.fickle_gates import Bookkeeping, Erratic, Spiteful
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.rejection import REJECTION, check_distribution
 from tests.unit.lossless.cases import CASES
@@ -108,6 +108,16 @@ def test_a_draft_hears_of_all_tokens_at_once_when_it_is_asked_again(
     assert_equal(outcome, expected)
     assert outcome.num_accepted > 0
     assert min(told[1:-1]) >= 5
+
+
+def test_the_time_that_prompts_take_is_told_chunk_by_chunk_and_only_that(own: LocalPair) -> None:
+    gate = Bookkeeping()
+    body = open_session((prompts()[0] * 30)[:700], max_tokens=48, ignore_eos=True, body={"cache_salt": b"all of it"})
+    own.run({"a": body}, gate=gate)
+    chunk_tokens = own.draft_settings.max_batch_tokens
+    assert len(gate.invested_s) == -(-700 // chunk_tokens) > 1
+    assert min(gate.invested_s) > 0
+    assert gate.excused_s == pytest.approx(sum(gate.invested_s)), "it is no part of what a step is judged by"
 
 
 def test_a_draft_that_raises_costs_nobody_a_token_and_is_left_alone_in_the_end(

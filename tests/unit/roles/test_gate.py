@@ -57,6 +57,42 @@ def test_steps_shorter_than_a_draft_takes_to_stop_are_not_taken_for_plain_ones(l
         assert plain_s / took_s >= BOUND, seed
 
 
+@pytest.mark.parametrize("num_sessions", [1, 8])
+@pytest.mark.parametrize("accepts", [0.02, 0.3])
+def test_prompts_that_are_computed_for_a_bad_draft_do_not_make_decoding_slower(
+    accepts: float, num_sessions: int
+) -> None:
+    """In the target's own time: each takes as long as ten plain steps, and requests have fifty."""
+    for seed in range(2):
+        world = World(lambda now_s: Weather(accepts, 0.3, num_sessions), prompt_s=0.1, length=50, seed=seed)
+        took_s, plain_s = world.run(SECONDS)
+        assert plain_s / took_s >= BOUND, seed
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+def test_prompts_are_computed_for_a_draft_that_pays_them_back(num_sessions: int) -> None:
+    for seed in range(2):
+        world = World(lambda now_s: Weather(GOOD, 0.3, num_sessions), prompt_s=0.05, seed=seed)
+        took_s, plain_s = world.run(SECONDS)
+        always = replace(world, gate=SpeculationGate(is_gating=False), now_s=0.0)
+        took_always_s, plain_always_s = always.run(SECONDS)
+        assert plain_s / took_s > 0.93 * plain_always_s / took_always_s > 1.5, seed
+
+
+@pytest.mark.parametrize("num_sessions", [1, 8])
+def test_requests_whose_contexts_make_steps_longer_are_not_taken_for_dear_drafts(num_sessions: int) -> None:
+    """Nor are short ones after them for cheap drafts."""
+    for seed in range(2):
+        world = World(
+            lambda now_s: Weather(0.3, 0.4, num_sessions),
+            context_s=lambda number: 0.006 * (number % 2) / num_sessions,
+            length=200,
+            seed=seed,
+        )
+        took_s, plain_s = world.run(SECONDS)
+        assert plain_s / took_s >= BOUND, seed
+
+
 def test_a_load_that_comes_and_goes_is_met_by_speculation_where_it_pays() -> None:
     """It pays for one session and not for sixteen, which come and go every two seconds."""
     ratios = []
