@@ -364,8 +364,10 @@ class Verifier:
     def _observe_gate(self, step: StepRecord) -> None:
         # From turn to turn: what lies between two, such as hold-offs and frames, is part of what speculation costs.
         now_s = time.monotonic()
-        began_s, self._last_turn_s = self._last_turn_s or self._turn_began_s, now_s if self._ready() else None
         prompt_s = self._own_draft.take_prompt_s()
+        if self._last_turn_s is None:  # there was nothing to do: it begins after the draft's work
+            self._last_turn_s, prompt_s = self._turn_began_s, 0.0
+        began_s, self._last_turn_s = self._last_turn_s, now_s if self._ready() else None
         if step.is_decode:
             self.pacing.expectations.observe_rate(sum(step.num_committed), now_s - began_s - prompt_s)
         if not step.is_decode or not self.pacing.gate.is_gating:
