@@ -17,7 +17,7 @@ from specdec.benchmark.prompts import prompts_for
 from specdec.benchmark.report import Report, machine
 from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.inputs.destinations import output_file, report_folder
-from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
+from specdec.cli.inputs.number_lists import MOST_TOKENS, numbers, prompts_from, whole_numbers
 from specdec.cli.local.plan import shipped_model
 from specdec.cli.tuning.placements import PlacementWish, Tuned, apart, tune_placements
 from specdec.cli.tuning.probes import Questions
@@ -49,7 +49,9 @@ def tune(
         ),
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="Prompts of the file to use.", min=1, rich_help_panel=_ASKED)] = 8,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=8, rich_help_panel=_ASKED)] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens of each answer.", min=8, max=MOST_TOKENS, rich_help_panel=_ASKED)
+    ] = 64,
     temperature: Annotated[str, typer.Option(help="What you serve at.", rich_help_panel=_ASKED)] = "0,1",
     concurrency: Annotated[
         str, typer.Option(help="Requests at once that you expect.", rich_help_panel=_ASKED)

@@ -9,6 +9,9 @@ import typer
 
 from specdec.benchmark.prompts import Prompts, PromptsInvalid, read_prompts
 
+MOST_TOKENS = 1_000_000
+"""Of an answer or a draft: what can be asked for. What a deployment grants is less, and it says so itself."""
+
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
     """Parse comma-separated numbers from 1 on. Raises typer.BadParameter."""
