@@ -24,7 +24,7 @@ from specdec.benchmark.summary import plots_of, rows_of, tables_of
 from specdec.cli import connection
 from specdec.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, reported_errors
 from specdec.cli.inputs.destinations import report_folder
-from specdec.cli.inputs.number_lists import MOST_TOKENS, numbers, prompts_from, whole_numbers
+from specdec.cli.inputs.number_lists import MOST_TOKENS, positive_numbers, prompts_from, whole_numbers
 from specdec.cli.up import stop_on_signals
 from specdec.cli.views.shown import harmless
 from specdec.cli.views.tables import parameters
@@ -148,7 +148,7 @@ def bench(
 def _loads(concurrency: str | None, rate: str | None, requests: int | None, seconds: float) -> list[Load]:
     """Raises typer.BadParameter, also for a run of more requests than are kept, or of fewer than there are places."""
     if rate is not None:
-        rates = numbers(rate, "--rate", above=0)
+        rates = positive_numbers(rate, "--rate")
         if max(rates) * seconds > _MOST_REQUESTS:
             words = f"{max(rates):g} requests per second for {seconds:g} s are more than {_MOST_REQUESTS} requests"
             raise typer.BadParameter(words, param_hint="--rate")
