@@ -125,10 +125,11 @@ class CoordinatorServicer:
         _, allowance = self._identify(context)
         served = self._fleet.require_served()
         limits = self._limits_of(served.identity).within(allowance)
-        draft = self._fleet.pick_draft(0)
+        connected = self._fleet.pick_draft(0)
+        draft = self._fleet.own_draft() if connected is None else connected.identity
         return api.GetModelInfoResponse(
             target=served.identity,
-            draft=None if draft is None else draft.identity,
+            draft=draft,
             default_verify_mode=self._default_mode,
             max_model_len=limits.max_model_len,
             max_tokens_limit=limits.max_tokens,

@@ -70,6 +70,8 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         """How many sessions it had of us when that came."""
         self.drafters: frozenset[str] = frozenset()
         """Names of those that it runs itself."""
+        self.own_draft: pb.ModelIdentity | None = None
+        """The draft model that it says it runs in its own process, which may be anything."""
         self.steps_apart = False
         """It steps sessions alone that are opened so, and tells whom its engine was working for when that ended."""
         self.refused_s: float | None = None
@@ -165,6 +167,7 @@ class ReplicaLink(Generic[RequestT, EntryT, ResultT]):
         self._told_message_bytes = info.max_message_bytes
         self.steps_apart = info.HasField("last_end")
         self.drafters = frozenset(info.drafters) & DRAFTER_NAMES
+        self.own_draft = info.own_draft if info.HasField("own_draft") else None
         self._events.check_instance(self, info.instance_id)
 
     def on_too_large(self: Self, session_id: str, epoch: int, cause: str) -> None:

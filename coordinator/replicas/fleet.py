@@ -175,6 +175,11 @@ class Fleet:
         links = self._ready_targets()
         return sorted(frozenset.intersection(*(link.drafters for link in links))) if links else []
 
+    def own_draft(self) -> pb.ModelIdentity | None:
+        """The draft model of the first target, where every target runs one in its own process; else None."""
+        own = [link.own_draft for link in self._ready_targets()]
+        return own[0] if own and all(one is not None and unsound(one) is None for one in own) else None
+
     def pick_draft(self, position: int, besides: DraftHost | None = None) -> DraftLink | None:
         """The least loaded draft that takes sessions and whose context reaches past a position."""
         return min(with_room(_usable(self._fit_drafts(position, besides))), key=weight, default=None)

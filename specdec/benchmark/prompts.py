@@ -46,16 +46,17 @@ def read_prompts(path: Path) -> Prompts:
 
     `.jsonl` has on each line a string, or an object with `prompt` or `text` (a string) or `token_ids` (a list), and
     with its `kind` if that is told (a short text); `.json` has a list of such; any other file has a prompt per line.
+    Lines end with a line feed, and with nothing else that a text may hold.
 
     Raises PromptsInvalid.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # which some editors write
     except OSError as error:
         raise PromptsInvalid(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise PromptsInvalid(f"{path} is not UTF-8 text") from error
-    lines = [(f"line {number}", line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+    lines = [(f"line {number}", line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     match path.suffix:
         case ".json":
             content = _parsed(text, str(path)) if lines else []
@@ -88,16 +89,26 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise PromptsInvalid(f"{where} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise PromptsInvalid(f"{where} is nested too deeply") from error
 
 
 def _prompt(entry: Any, where: str) -> Prompt:
     if isinstance(entry, dict):
         entry = next((entry[name] for name in _FIELDS if name in entry), None)
     if isinstance(entry, str) and entry.strip():
-        return entry
+        return _encodable(entry, where)
     if isinstance(entry, list) and entry and all(type(item) is int and 0 <= item < 2**32 for item in entry):
         return tuple(entry)
     raise PromptsInvalid(f"{where} is neither a text nor an object with one of {', '.join(_FIELDS)}")
+
+
+def _encodable(text: str, where: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptsInvalid(f"{where} has half of a surrogate pair at character {error.start}") from error
+    return text
 
 
 def _kind(entry: Any, where: str) -> str:

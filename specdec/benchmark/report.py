@@ -92,5 +92,6 @@ def _in_words(value: object) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key.replace('_', ' ')} {_in_words(inner)}" for key, inner in value.items())
     if isinstance(value, list | tuple):
-        return " ".join(map(str, value))
+        words = [str(item) for item in value]
+        return (", " if any(" " in word for word in words) else " ").join(words)
     return str(value)

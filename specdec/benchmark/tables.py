@@ -6,8 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import rich.table
+from rich import box
 from rich.console import Console
 from rich.markup import escape
+
+_WIDE = 120
+"""Columns of a terminal from which there is room to spare."""
 
 
 @dataclass(slots=True)
@@ -25,15 +29,33 @@ class Table:
         self.rows.append([cell(value) for value in cells])
 
     def print(self, console: Console) -> None:
-        """Show it on a terminal."""
-        table = rich.table.Table(title=escape(self.title))
-        for number, column in enumerate(self.columns):
-            table.add_column(escape(column), justify="left" if number == 0 else "right", overflow="fold")
+        """Show it on a terminal; no word is cut in two where all columns have room for their longest one."""
+        padding = 1 if console.width >= _WIDE else 0
+        table = rich.table.Table(
+            title=escape(self.title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding)
+        )
+        num_gaps = len(self.columns) - 1
+        widths = self._widths(console.width - 2 - num_gaps * (1 + 2 * padding))
+        for number, (column, width) in enumerate(zip(self.columns, widths, strict=True)):
+            table.add_column(escape(column), justify="left" if number == 0 else "right", overflow="fold", width=width)
         for row in self.rows:
             table.add_row(*map(escape, row))
         console.print(table)
         for note in self.notes:
             console.print(escape(note), style="dim")
+        console.print()
+
+    def _widths(self, room: int) -> Sequence[int | None]:
+        """Of columns that fit into so many characters by breaking lines between words; None: as they come."""
+        texts = list(zip(self.columns, *self.rows, strict=True))
+        wanted = [max(map(len, column)) for column in texts]
+        widths = [max(len(word) for text in column for word in text.split()) for column in texts]
+        spare = room - sum(widths)
+        if spare < 0 or sum(wanted) <= room:
+            return [None] * len(texts)
+        for _ in range(spare):
+            widths[max(range(len(texts)), key=lambda number: wanted[number] - widths[number])] += 1
+        return widths
 
     def markdown(self) -> str:
         """As GitHub shows it."""

@@ -24,7 +24,7 @@ from specdec.benchmark.summary import plots_of, rows_of, tables_of
 from specdec.cli import connection
 from specdec.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, reported_errors
 from specdec.cli.inputs.destinations import report_folder
-from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
+from specdec.cli.inputs.number_lists import MOST_TOKENS, positive_numbers, prompts_from, whole_numbers
 from specdec.cli.up import stop_on_signals
 from specdec.cli.views.shown import harmless
 from specdec.cli.views.tables import parameters
@@ -35,6 +35,8 @@ from specdec.v1 import coordinator_pb2
 _LOAD, _REQUESTS, _OUTPUT = "Load", "Requests", "Output"
 _LOG_WIDTH = 200
 """Of tables that go to a file."""
+_MOST_REQUESTS = 100_000
+"""Of a run: what came of each, with its tokens and times, is kept until the end."""
 NAME = "specdec-bench"
 """Of the report's files."""
 
@@ -78,7 +80,9 @@ def bench(
             rich_help_panel=_REQUESTS,
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1, rich_help_panel=_REQUESTS)] = 96,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens of each answer.", min=1, max=MOST_TOKENS, rich_help_panel=_REQUESTS)
+    ] = 96,
     stop_at_eos: Annotated[
         bool,
         typer.Option("--stop-at-eos", help="Answers may end earlier: by the model's word.", rich_help_panel=_REQUESTS),
@@ -91,7 +95,7 @@ def bench(
         typer.Option(help="How to verify. [server's default]", rich_help_panel=_REQUESTS),
     ] = None,
     max_draft_tokens: Annotated[
-        int | None, typer.Option(help="Most draft tokens per step.", min=1, rich_help_panel=_REQUESTS)
+        int | None, typer.Option(help="Most draft tokens per step.", min=1, max=MOST_TOKENS, rich_help_panel=_REQUESTS)
     ] = None,
     model: Annotated[str, typer.Option(help="The model's name; empty: the one that is served.")] = "",
     report: Annotated[
@@ -115,11 +119,7 @@ def bench(
     """
     if concurrency is not None and rate is not None:
         raise typer.BadParameter("--concurrency and --rate exclude each other")
-    loads = (
-        [Load(rate=value) for value in numbers(rate, "--rate", above=0)]
-        if rate is not None
-        else [Load(concurrency=value) for value in whole_numbers(concurrency or "1,8", "--concurrency")]
-    )
+    loads = _loads(concurrency, rate, requests, seconds)
     own = None if prompts is None else prompts_from(prompts)
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     sampling = Sampling(
@@ -143,6 +143,24 @@ def bench(
     notes = Console(stderr=True, highlight=False)
     with reported_errors(notes, address), stop_on_signals():
         run(address, settings, wishes, own, report, notes)
+
+
+def _loads(concurrency: str | None, rate: str | None, requests: int | None, seconds: float) -> list[Load]:
+    """Raises typer.BadParameter, also for a run of more requests than are kept, or of fewer than there are places."""
+    if rate is not None:
+        rates = positive_numbers(rate, "--rate")
+        if max(rates) * seconds > _MOST_REQUESTS:
+            words = f"{max(rates):g} requests per second for {seconds:g} s are more than {_MOST_REQUESTS} requests"
+            raise typer.BadParameter(words, param_hint="--rate")
+        return [Load(rate=value) for value in rates]
+    places = whole_numbers("1,8" if concurrency is None else concurrency, "--concurrency")
+    if requests is not None and requests < max(places):
+        raise typer.BadParameter(
+            f"{requests} are never {max(places)} at once, as --concurrency asks for", param_hint="--requests"
+        )
+    if max(4 * max(places), requests or 0) > _MOST_REQUESTS:
+        raise typer.BadParameter(f"a run would have more than {_MOST_REQUESTS} requests", param_hint="--concurrency")
+    return [Load(concurrency=value) for value in places]
 
 
 def run(

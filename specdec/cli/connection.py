@@ -38,7 +38,7 @@ Address = Annotated[
 ]
 TimeoutS = Annotated[
     float | None,
-    typer.Option("--timeout-s", help="Deadline of the call, in seconds.", rich_help_panel=_PANEL, min=0.001),
+    typer.Option("--timeout-s", help="Deadline of the call, in seconds.", rich_help_panel=_PANEL, min=0.001, max=1e9),
 ]
 Tls = Annotated[
     bool,

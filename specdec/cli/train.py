@@ -13,7 +13,7 @@ from rich.markup import escape
 from specdec.benchmark.progress import Progress
 from specdec.cli.connection import client_settings, parse_address
 from specdec.cli.errors import ClusterFailed, reported_errors
-from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
+from specdec.cli.inputs.number_lists import prompts_from, temperatures, whole_numbers
 from specdec.cli.local.plan import shipped_model
 from specdec.cli.up import TargetModel, stop_on_signals
 from specdec.cli.views.tables import make_table
@@ -119,7 +119,7 @@ def train(
     """
     asked_prompts = prompts_from(prompts).prompts
     asked_held_out = () if held_out is None else prompts_from(held_out).prompts
-    temperatures = numbers(temperature, "--temperature")
+    sampled_at = temperatures(temperature, "--temperature")
     ids = () if layer_ids is None else whole_numbers(layer_ids, "--layer-ids")
     if initial_draft is not None and kind != "draft_model":
         raise typer.BadParameter("only a draft_model goes on from a draft", param_hint="--initial-draft")
@@ -155,7 +155,7 @@ def train(
         asked = Asked(
             prompts=asked_prompts,
             held_out=asked_held_out,
-            temperatures=temperatures,
+            temperatures=sampled_at,
             max_tokens=max_tokens,
             seed=seed,
         )

@@ -17,7 +17,7 @@ from specdec.benchmark.prompts import prompts_for
 from specdec.benchmark.report import Report, machine
 from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.inputs.destinations import output_file, report_folder
-from specdec.cli.inputs.number_lists import numbers, prompts_from, whole_numbers
+from specdec.cli.inputs.number_lists import MOST_TOKENS, prompts_from, temperatures, whole_numbers
 from specdec.cli.local.plan import shipped_model
 from specdec.cli.tuning.placements import PlacementWish, Tuned, apart, tune_placements
 from specdec.cli.tuning.probes import Questions
@@ -26,11 +26,13 @@ from specdec.drafting.translation.files import shared_of_files
 from specdec.drafting.translation.shared import method_for
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.files import find_model_files, read_tokenizer
+from specdec.engine.settings import EngineSettings
 from specdec.tuning.pages import plots_of, results, tables_of
 from specdec.tuning.prediction import MODES
 from specdec.tuning.settings_files import Deployment, chart_file, up_file
 
 _LOG_WIDTH = 200
+_MOST_AT_ONCE: int = EngineSettings.model_fields["max_batch_seqs"].default
 _NAME = "specdec-tune"
 _ASKED = "What is asked"
 
@@ -49,7 +51,9 @@ def tune(
         ),
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="Prompts of the file to use.", min=1, rich_help_panel=_ASKED)] = 8,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=8, rich_help_panel=_ASKED)] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(help="Tokens of each answer.", min=8, max=MOST_TOKENS, rich_help_panel=_ASKED)
+    ] = 64,
     temperature: Annotated[str, typer.Option(help="What you serve at.", rich_help_panel=_ASKED)] = "0,1",
     concurrency: Annotated[
         str, typer.Option(help="Requests at once that you expect.", rich_help_panel=_ASKED)
@@ -81,8 +85,11 @@ def tune(
     Use the file with `specdec up --config FILE`, and the one for the chart with `helm install -f FILE`. Stop other work
     on the machine first: it measures time.
     """
-    temperatures = numbers(temperature, "--temperature")
+    sampled_at = temperatures(temperature, "--temperature")
     loads = whole_numbers(concurrency, "--concurrency")
+    if max(loads) > _MOST_AT_ONCE:
+        words = f"a step takes {_MOST_AT_ONCE} sequences at most: tune for that many, and add targets for more"
+        raise typer.BadParameter(words, param_hint="--concurrency")
     own = None if prompts is None else prompts_from(prompts)
     notes = Console(stderr=True, highlight=False)
     with reported_errors(notes), stop_on_signals(), Progress(notes) as progress:
@@ -99,7 +106,7 @@ def tune(
             target_model=target_model,
             draft_model=draft_model,
             prompts=used.prompts[:num_prompts],
-            temperatures=temperatures,
+            temperatures=sampled_at,
             max_tokens=max_tokens,
             loads=loads,
             is_translated=shared is not None,

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from specdec.benchmark.progress import Progress
 from specdec.cli.errors import reported_errors
 from specdec.cli.inputs.config_file import by_parameter, read_config
 from specdec.cli.local.cluster import Cluster
@@ -170,15 +171,8 @@ def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, cons
     drafts_text = plan.draft_settings.get("heterogeneous_vocab") == "text"  # for which it needs a service
     if device_kind(plan.device) != "cpu" or not is_pair or drafts_text:
         return "apart"
-    with console.status("measuring") as status:
-
-        def show(what: str) -> None:
-            if console.is_terminal:
-                status.update(escape(what))
-            else:
-                console.print(escape(what), style="dim")
-
-        choice = choose_placement(plan, show)
+    with Progress(console) as progress:
+        choice = choose_placement(plan, progress.tell)
     console.print(f"placement: {choice}; --placement sets it.", style="dim")
     return choice.placement
 

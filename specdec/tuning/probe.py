@@ -37,6 +37,8 @@ _WARMUP, _REPEATS, _MOST_S = 3, 15, 1.0
 _NUM_RANKS, _NUM_SPARSE, _NUM_TARGET_TOP = 8, 64, 128
 """How far down the draft's order is looked; tokens of the draft's distribution, as served; of the target's."""
 _AT_ONCE = 8
+_MOST_PROMPT = 1024
+"""Tokens of a prompt that are looked at: its last."""
 
 
 def measure(task: dict[str, Any]) -> dict[str, Any]:
@@ -102,18 +104,21 @@ def _outputs(engine: Engine, runner: ModelRunner, task: dict[str, Any]) -> list[
     room = runner.max_model_len - max_tokens - 1
     if room < 1:
         raise EngineError(f"{max_tokens} output tokens do not fit a context of {runner.max_model_len}")
-    prompts = [
-        (tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt))[-min(room, 1024) :]
-        for prompt in task["prompts"]
-    ]
-    known = [prompt for prompt in prompts if prompt and max(prompt) < runner.vocab_size]
-    if not known:
-        raise EngineError("no prompt is made of tokens that the model knows")
+    prompts = [tokenizer.encode(prompt).ids if isinstance(prompt, str) else list(prompt) for prompt in task["prompts"]]
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt or max(prompt) >= runner.vocab_size:
+            raise EngineError(f"prompt {number} is not made of tokens that the model knows")
+        if len(prompt) > room:
+            raise EngineError(
+                f"prompt {number} has {len(prompt)} tokens, which leave no room for {max_tokens} more in a context of "
+                f"{runner.max_model_len}"
+            )
+    prompts = [prompt[-_MOST_PROMPT:] for prompt in prompts]
     found = []
     for temperature in task["temperatures"]:
-        for first in range(0, len(known), _AT_ONCE):
-            _tell(f"target: outputs at temperature {temperature:g}, prompt {first + 1} of {len(known)}")
-            found += _generate(engine, runner, known[first : first + _AT_ONCE], temperature, max_tokens, first)
+        for first in range(0, len(prompts), _AT_ONCE):
+            _tell(f"target: outputs at temperature {temperature:g}, prompt {first + 1} of {len(prompts)}")
+            found += _generate(engine, runner, prompts[first : first + _AT_ONCE], temperature, max_tokens, first)
     return found
 
 

@@ -1546,6 +1546,7 @@ class GetReplicaInfoResponse(_message.Message):
     LAST_END_FIELD_NUMBER: _builtins.int
     DRAFTERS_FIELD_NUMBER: _builtins.int
     DRAFTER_OPTIONS_FIELD_NUMBER: _builtins.int
+    OWN_DRAFT_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """Version of the software."""
     instance_id: _builtins.str
@@ -1572,6 +1573,10 @@ class GetReplicaInfoResponse(_message.Message):
     def drafter_options(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Their options, as in DrafterNames."""
 
+    @_builtins.property
+    def own_draft(self) -> Global___ModelIdentity:
+        """The draft model that a target runs in its own process. Absent: there is none, or the target is older and does not say."""
+
     def __init__(
         self,
         *,
@@ -1583,10 +1588,11 @@ class GetReplicaInfoResponse(_message.Message):
         last_end: Global___EngineEnd | None = ...,
         drafters: _abc.Iterable[_builtins.str] | None = ...,
         drafter_options: _abc.Iterable[_builtins.str] | None = ...,
+        own_draft: Global___ModelIdentity | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "last_end", b"last_end", "load", b"load"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "last_end", b"last_end", "load", b"load", "own_draft", b"own_draft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_options", b"drafter_options", "drafters", b"drafters", "identity", b"identity", "instance_id", b"instance_id", "last_end", b"last_end", "load", b"load", "max_message_bytes", b"max_message_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter_options", b"drafter_options", "drafters", b"drafters", "identity", b"identity", "instance_id", b"instance_id", "last_end", b"last_end", "load", b"load", "max_message_bytes", b"max_message_bytes", "own_draft", b"own_draft", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1414,7 +1414,7 @@ class GetModelInfoResponse(_message.Message):
 
     @_builtins.property
     def draft(self) -> _common_pb2.ModelIdentity:
-        """The draft, when one is connected and fits."""
+        """The draft, when one is connected and fits, or else the one that every target runs in its own process."""
 
     @_builtins.property
     def tokenizer(self) -> Global___TokenizerInfo:

@@ -23,7 +23,7 @@ from specdec.worker.errors import SessionFailure
 from specdec.worker.host import SessionHost
 from specdec.worker.pending_responses import TooLarge
 from specdec.worker.role import Role, Wire
-from specdec.worker.sessions import Owner, SessionT, StaleLease
+from specdec.worker.sessions import Owner, SessionT, StaleLease, may_replace
 from specdec.worker.trace import SessionTrace
 
 _LOAD_INTERVAL_S = 0.25
@@ -223,15 +223,11 @@ class EngineWorker(Generic[SessionT]):
 
     def _fail_too_large(self, result: TooLarge) -> None:
         """End a session, and it alone, of which there is more to tell than its owner takes in a message."""
-        message = (
-            f"a result of {result.num_bytes} bytes is more than the {result.most_bytes} that the coordinator takes"
-        )
-        failure = SessionFailure(code_pb2.FAILED_PRECONDITION, "MESSAGE_TOO_LARGE", f"max_message_bytes: {message}")
         session = self._sessions.get(result.session_id)
         if session is not None and session.epoch == result.epoch:
-            self._fail(session, failure)
+            self._fail(session, result.failure)
         else:
-            self._host.refuse(result.stream_id, result.session_id, result.epoch, failure)
+            self._host.refuse(result.stream_id, result.session_id, result.epoch, result.failure)
 
     def _load(self) -> pb.LoadReport:
         load = self._role.load()
@@ -390,19 +386,11 @@ class EngineWorker(Generic[SessionT]):
         self._host.emit(session, opened=pb.SessionOpened(position=self._role.position(session)))
 
     def _replace(self, current: SessionT, owner: Owner, entry: Any) -> bool:
-        """Make way for a session that is opened again; false when the entry is an old one.
-
-        The lease of a request decides between owners: a lower generation is refused, a higher one takes the session
-        over.
-        """
+        """Make way for a session that is opened again; false when the entry is an old one."""
         generation = entry.open.lease_generation
-        is_same_owner = current.owner is owner
-        if generation < current.lease_generation or (generation == current.lease_generation and not is_same_owner):
-            message = f"the session is held under lease generation {current.lease_generation}"
-            raise SessionFailure(code_pb2.FAILED_PRECONDITION, "STALE_LEASE", message, field="open.lease_generation")
-        if is_same_owner and entry.epoch <= current.epoch:
+        if not may_replace(current, owner, entry.epoch, generation):
             return False
-        if is_same_owner:
+        if current.owner is owner:
             self._end(current, "reopened")
         else:
             message = f"taken over under lease generation {generation}"

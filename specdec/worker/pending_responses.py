@@ -11,10 +11,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.rpc import code_pb2
+
 from specdec.message_sizes import cut, frame_bytes, most_bytes, most_entry_bytes
 from specdec.rpc.bridge.frames import EnginePort, FrameKind, report_unit
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import stream_status
+from specdec.worker.errors import SessionFailure, stream_status
 from specdec.worker.role import Wire
 
 
@@ -36,6 +38,12 @@ class TooLarge:
     epoch: int
     num_bytes: int
     most_bytes: int
+
+    @property
+    def failure(self) -> SessionFailure:
+        """Why the session ends, and it alone."""
+        message = f"a result of {self.num_bytes} bytes is more than the {self.most_bytes} that the coordinator takes"
+        return SessionFailure(code_pb2.FAILED_PRECONDITION, "MESSAGE_TOO_LARGE", f"max_message_bytes: {message}")
 
 
 @dataclass(slots=True)

@@ -16,8 +16,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from google.rpc import code_pb2
+
 from specdec.message_sizes import MIN_MESSAGE_BYTES
 from specdec.session_keys import session_key
+from specdec.worker.errors import SessionFailure
 from specdec.worker.trace import SessionTrace
 
 if TYPE_CHECKING:  # where no model runs neither does a grammar, and its libraries are not there
@@ -86,6 +89,22 @@ class EngineSession:
 
 
 SessionT = TypeVar("SessionT", bound=EngineSession)
+
+
+def may_replace(current: EngineSession, owner: Owner, epoch: int, generation: int) -> bool:
+    """Whether an owner's opening under an epoch and a lease generation takes the place of a session that is held.
+
+    False: it is an old one of the same owner, to be dropped. The lease of a request decides between owners: a higher
+    generation takes the session over.
+
+    Raises:
+        SessionFailure: the lease generation is lower than the session's, or another owner's is not higher.
+    """
+    is_same_owner = current.owner is owner
+    if generation < current.lease_generation or (generation == current.lease_generation and not is_same_owner):
+        message = f"the session is held under lease generation {current.lease_generation}"
+        raise SessionFailure(code_pb2.FAILED_PRECONDITION, "STALE_LEASE", message, field="open.lease_generation")
+    return not is_same_owner or epoch > current.epoch
 
 
 class EngineSessionTable(Generic[SessionT]):

@@ -26,7 +26,8 @@ def run_model(port: EnginePort, settings: TargetSettings) -> None:
     def make_role(host: SessionHost[TargetSession], built: BuiltEngine) -> Verifier:
         own = None
         if draft is not None and draft_recorder is not None:
-            own = build_own_draft(host, built, draft, draft_recorder)
+            own, identity = build_own_draft(host, built, draft, draft_recorder)
+            built.info.own_draft.CopyFrom(identity)
         verifier = Verifier(host, built, settings, recorder, own)
         built.info.drafters.extend(verifier.panel.names)
         built.info.drafter_options.extend(verifier.panel.told_options)

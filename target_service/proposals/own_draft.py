@@ -33,8 +33,9 @@ _MOST_MIN_SCORE = 0.6
 
 def build_own_draft(
     host: SessionHost[TargetSession], target: BuiltEngine, settings: DraftSettings, recorder: DraftRecorder
-) -> OwnDraft:
-    """Load a draft for a target's sessions. What the target has compiled of constraints it finds compiled.
+) -> tuple[OwnDraft, pb.ModelIdentity]:
+    """Load a draft for a target's sessions, and tell what it is. What the target has compiled of constraints it finds
+    compiled.
 
     Raises:
         ModelNotSupported, ModelLoadError: with a reason for people; it cannot be loaded, or shares too few tokens with
@@ -46,7 +47,8 @@ def build_own_draft(
         raise type(error)(f"own_draft: {error}") from error
     if built.info.identity.tokenizer_digest != target.info.identity.tokenizer_digest:
         built = _translated(built, target, settings)
-    return own_draft_of(host, replace(built, grammars=target.grammars), settings, recorder)
+    own = own_draft_of(host, replace(built, grammars=target.grammars), settings, recorder)
+    return own, built.info.identity
 
 
 def _translated(built: BuiltEngine, target: BuiltEngine, settings: DraftSettings) -> BuiltEngine:

@@ -39,6 +39,8 @@ def request(number: int, *, speculate: bool = True, temperature: float = 1.0, to
 async def test_it_speculates_without_a_draft_service_and_changes_nothing(cluster: Cluster, temperature: float) -> None:
     assert set(cluster.services) == {"target", "coordinator"}
     async with Client(cluster.address) as client:
+        info = await client.model_info()
+        assert info.HasField("draft") and list(info.drafters) == ["draft_model"]
 
         async def answers(*, speculate: bool) -> list[Completion]:
             made = [request(n, speculate=speculate, temperature=temperature) for n in range(NUM_AT_ONCE)]

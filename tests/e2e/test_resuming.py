@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,7 +16,16 @@ from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion, generate_resuming
 from specdec.rpc.errors import InvalidRequest, Unavailable
 from specdec.v1 import coordinator_pb2 as api
-from tests.support.services.faults import CREDIT_WINDOW, SmallBuffers, addresses_of, another, held_back, make_request
+from tests.support.services.faults import (
+    CREDIT_WINDOW,
+    PATIENCE_S,
+    SmallBuffers,
+    addresses_of,
+    another,
+    eventually,
+    held_back,
+    make_request,
+)
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
@@ -25,11 +35,12 @@ NUM_TOKENS = 300
 
 @pytest.fixture
 def coordinators(tiny_cluster: Cluster, tmp_path: Path) -> Iterator[list[Cluster]]:
-    """Two coordinators with one secret, which cut running streams off soon after SIGTERM."""
+    """Two coordinators with one secret, which cut running streams off soon after SIGTERM and let clients read that."""
     settings = {
         **addresses_of(tiny_cluster),
         "resume_secret": SECRET,
         "drain_s": 0.2,
+        "stop_grace_s": PATIENCE_S,
         "credit_window_tokens": CREDIT_WINDOW,
     }
     with ExitStack() as stack:
@@ -74,10 +85,15 @@ async def test_a_stream_outlives_its_coordinator(coordinators: list[Cluster], en
 
 
 async def test_a_cut_off_stream_says_how_to_resume_it(coordinators: list[Cluster]) -> None:
+    log_path = coordinators[0].services["coordinator"].log_path
+
+    async def is_cut_off() -> bool:
+        return re.search(r"\] stopping ", log_path.read_text(encoding="utf-8")) is not None
+
     body = make_request(max_tokens=NUM_TOKENS, temperature=1.0)
     started: api.GenerateStarted | None = None
     num_tokens = 0
-    options = SmallBuffers().channel_options()
+    options = SmallBuffers(keepalive_timeout_s=20.0).channel_options()
     async with grpc.aio.insecure_channel(coordinators[0].address, options=options) as channel:
         generate = channel.unary_stream(
             "/specdec.v1.CoordinatorService/Generate",
@@ -90,6 +106,8 @@ async def test_a_cut_off_stream_says_how_to_resume_it(coordinators: list[Cluster
             started = chunk.started if chunk.HasField("started") else started
             num_tokens += len(chunk.delta.tokens)
         coordinators[0].signal("coordinator", signal.SIGTERM)
+        # Until then nothing is read, so that the stream stands still and cannot end by itself.
+        await eventually(is_cut_off, "the coordinator has drained")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             while await call.read() is not grpc.aio.EOF:
                 pass

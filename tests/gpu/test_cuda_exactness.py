@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from specdec.engine.sampling.noise import Purpose, gumbel, hash_u32, noise_key
 from specdec.engine.sampling.sampler import Sampler
 from tests.support.engine.extreme_rows import Batch, batches
-from tests.support.engine.local_pair import LocalPair, Outcome, open_session
+from tests.support.engine.local_pair import LocalPair, open_session
+from tests.support.engine.outcomes import Outcome
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,6 +12,8 @@ from coordinator.replicas.discovery import Endpoint
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import target_pb2
+from tests.support.scripted.draft import ScriptedDraft
+from tests.support.scripted.model import identity
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     collect,
@@ -167,6 +169,37 @@ async def test_clients_are_told_of_the_drafters_that_all_targets_have_at_the_mom
 
         await eventually(has_come, "the load of a target that says nothing of drafters has come")
         assert await are("ngram")
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ((identity("small"), identity("small")), "small"),
+        ((identity("small"), None), ""),
+        ((identity("small", architecture="x" * 10_000), identity("small")), ""),
+    ],
+    ids=["both have one", "one has none", "one that cannot be"],
+)
+async def test_clients_are_told_of_the_draft_that_all_targets_run_themselves(
+    own: tuple[pb.ModelIdentity, pb.ModelIdentity | None], told: str
+) -> None:
+    targets = [ScriptedTarget(), ScriptedTarget()]
+    for target, draft in zip(targets, own, strict=True):
+        target.own_draft = draft
+    async with running(targets) as harness:
+        await harness.all_ready()
+        info = await harness.stub.GetModelInfo(api.GetModelInfoRequest())
+    assert info.draft.name == told
+    assert list(info.drafters) == (["draft_model"] if told else [])
+
+
+async def test_a_connected_draft_is_told_of_before_the_targets_own() -> None:
+    target = ScriptedTarget()
+    target.own_draft = identity("small")
+    async with running([target], [ScriptedDraft(identity("draft"))]) as harness:
+        await harness.all_ready()
+        info = await harness.stub.GetModelInfo(api.GetModelInfoRequest())
+    assert info.draft.name == "draft"
 
 
 async def test_a_fault_in_what_the_end_of_a_stream_sets_off_does_not_cost_the_replica(

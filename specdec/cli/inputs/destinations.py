@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import typer
@@ -15,7 +16,7 @@ def report_folder(folder: Path | None) -> Path | None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise typer.BadParameter(f"cannot write to {folder}: {error.strerror}") from error
-        _check_is_writable(folder)
+        _check_is_writable(folder, folder)
     return folder
 
 
@@ -24,10 +25,17 @@ def output_file(file: Path | None) -> Path | None:
     if file is not None:
         if not file.parent.is_dir():
             raise typer.BadParameter(f"cannot write {file}: there is no folder {file.parent}")
-        _check_is_writable(file if file.exists() else file.parent)
+        if not file.exists():
+            _check_is_writable(file.parent, file)
+        elif not os.access(file, os.W_OK):
+            raise typer.BadParameter(f"may not write to {file}")
     return file
 
 
-def _check_is_writable(path: Path) -> None:
-    if not os.access(path, os.W_OK):
-        raise typer.BadParameter(f"may not write to {path}")
+def _check_is_writable(folder: Path, path: Path) -> None:
+    """Raises typer.BadParameter, naming `path`. Permissions do not tell: a file system may refuse whom they allow."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write to {path}: {error.strerror}") from error

@@ -8,6 +8,10 @@ from pathlib import Path
 import typer
 
 from specdec.benchmark.prompts import Prompts, PromptsInvalid, read_prompts
+from specdec.sampling_limits import RANGES
+
+MOST_TOKENS = 1_000_000
+"""Of an answer or a draft: what can be asked for. What a deployment grants is less, and it says so itself."""
 
 
 def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
@@ -18,13 +22,20 @@ def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
     return tuple(map(int, numbers))
 
 
-def numbers(text: str, flag: str, *, above: float | None = None) -> tuple[float, ...]:
-    """Parse comma-separated numbers from 0 on, or above a bound. Raises typer.BadParameter."""
+def positive_numbers(text: str, flag: str) -> tuple[float, ...]:
+    """Parse comma-separated numbers above 0. Raises typer.BadParameter."""
     found = _numbers(text, flag)
-    if above is not None and any(number <= above for number in found):
-        raise typer.BadParameter(f"{text!r}: numbers above {above:g} are meant", param_hint=flag)
-    if any(number < 0 for number in found):
-        raise typer.BadParameter(f"{text!r}: no number may be negative", param_hint=flag)
+    if any(number <= 0 for number in found):
+        raise typer.BadParameter(f"{text!r}: numbers above 0 are meant", param_hint=flag)
+    return found
+
+
+def temperatures(text: str, flag: str) -> tuple[float, ...]:
+    """Parse comma-separated temperatures that a request may have. Raises typer.BadParameter."""
+    found = _numbers(text, flag)
+    for value in found:
+        if (fault := RANGES["temperature"].fault_of(value)) is not None:
+            raise typer.BadParameter(fault, param_hint=flag)
     return found
 
 

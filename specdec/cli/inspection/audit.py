@@ -21,7 +21,7 @@ from specdec.benchmark.tables import Table
 from specdec.cli import connection
 from specdec.cli.errors import EXIT_FAILURE, ClusterFailed, reported_errors
 from specdec.cli.inputs.destinations import report_folder
-from specdec.cli.inputs.number_lists import prompts_from
+from specdec.cli.inputs.number_lists import MOST_TOKENS, prompts_from
 from specdec.cli.local.plan import shipped_model
 from specdec.client import Client, ClientSettings
 from specdec.engine.errors import ModelLoadError
@@ -68,7 +68,9 @@ def audit(
         typer.Option(help="File of prompts, as for `specdec bench`.", dir_okay=False, rich_help_panel=_QUESTIONS),
     ] = None,
     num_prompts: Annotated[int, typer.Option(help="Prompts to use.", min=1, rich_help_panel=_QUESTIONS)] = 4,
-    max_tokens: Annotated[int, typer.Option(help="Of greedy answers.", min=1, rich_help_panel=_QUESTIONS)] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(help="Of greedy answers.", min=1, max=MOST_TOKENS, rich_help_panel=_QUESTIONS)
+    ] = 64,
     samples: Annotated[
         int, typer.Option(help="Sampled answers per prompt; 0: none.", min=0, rich_help_panel=_QUESTIONS)
     ] = 256,

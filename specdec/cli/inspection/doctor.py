@@ -27,7 +27,7 @@ from specdec.checkup.surroundings import check_audit, check_draft_death, check_p
 from specdec.cli import connection
 from specdec.cli.errors import EXIT_FAILURE, reported_errors
 from specdec.cli.inputs.config_file import by_parameter, read_config
-from specdec.cli.inputs.number_lists import prompts_from
+from specdec.cli.inputs.number_lists import MOST_TOKENS, prompts_from
 from specdec.cli.local.drafters import expanded
 from specdec.cli.local.plan import shipped_model
 from specdec.cli.views.shown import harmless
@@ -69,7 +69,9 @@ def doctor(
     temperature: Annotated[
         float, typer.Option(help="What your users sample at.", min=0, max=100, rich_help_panel=_ASKED)
     ] = 1.0,
-    max_tokens: Annotated[int, typer.Option(help="Of each answer.", min=1, rich_help_panel=_ASKED)] = 64,
+    max_tokens: Annotated[
+        int, typer.Option(help="Of each answer.", min=1, max=MOST_TOKENS, rich_help_panel=_ASKED)
+    ] = 64,
     concurrency: Annotated[
         int, typer.Option(help="Requests at once at your busiest.", min=1, rich_help_panel=_ASKED)
     ] = 8,

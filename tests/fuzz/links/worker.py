@@ -22,7 +22,8 @@ from target_service.pacing.pacing import Pacing
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import Complaints, check_typed, require
 from tests.fuzz.mutations import mutated
-from tests.support.engine.local_pair import FreeRows, LocalPair
+from tests.support.engine.free_rows import FreeRows
+from tests.support.engine.local_pair import LocalPair
 from tests.support.engine.worker_client import WorkerClient
 from tests.support.services.tiny_pair import make_tiny_pair
 

@@ -9,7 +9,8 @@ import jsonschema
 
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.grammars import TOKENIZER
-from tests.support.engine.local_pair import LocalPair, Outcome, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.outcomes import Outcome
 
 _OBJECT: dict[str, Any] = {"type": "object", "additionalProperties": False}
 

@@ -19,7 +19,8 @@ from specdec.engine.engine import Engine
 from specdec.engine.runner import Runner
 from specdec.engine.scheduler import Scheduler
 from tests.support.engine.exact_runner import ExactRunner
-from tests.support.engine.local_pair import FreeRows, LocalPair
+from tests.support.engine.free_rows import FreeRows
+from tests.support.engine.local_pair import LocalPair
 
 MOST_ROWS = 128
 """Larger batches are not padded."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,104 +35,19 @@ from specdec.worker.pending_responses import ResponseLimits
 from specdec.worker.role import Wire
 from target_service.pacing.pacing import Pacing
 from target_service.policy.gate import SpeculationGate
-from target_service.policy.step_time import StepTimeModel
 from target_service.proposals.own_draft import own_draft_of
 from target_service.records.metrics import TargetRecorder
 from target_service.session import TargetSession
 from target_service.verifier import Verifier
+from tests.support.engine.free_rows import FreeRows
+from tests.support.engine.list_port import DRAFT_WIRE, FIRST_CALL, STREAM, TARGET_WIRE, ListPort
+from tests.support.engine.outcomes import Outcome
 
 MODELS = Path(__file__).parents[3] / "models"
-TARGET_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
-DRAFT_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult)
-STREAM = 1
-FIRST_CALL = 1000
 UNLIMITED = 1 << 30
 
 Propose = Callable[[str, list[int]], Iterable[bytes]]
 """From a session's id and its tokens so far to the encoded proposals that reach the target next."""
-
-
-class ListPort:
-    """An engine port whose peer is the test."""
-
-    def __init__(self) -> None:
-        self.inbox: deque[Frame] = deque()
-        self.outbox: list[Frame] = []
-        self.num_pending_bytes = 0
-
-    def poll(self, timeout_s: float | None) -> list[Frame]:
-        frames = list(self.inbox)
-        self.inbox.clear()
-        return frames
-
-    def send(self, kind: FrameKind, stream_id: int = 0, payload: bytes = b"") -> None:
-        self.outbox.append(Frame(kind, stream_id, payload))
-
-    def pending_bytes(self, stream_id: int | None = None) -> int:
-        return self.num_pending_bytes
-
-    def flush(self, timeout_s: float) -> bool:
-        return True
-
-
-class FreeRows(StepTimeModel):
-    """A machine on which more rows cost nothing: everything offered is verified, whatever the clock says."""
-
-    def predict(self, num_rows: int) -> float:
-        return self.base_s
-
-    def observe(self, num_rows: int, elapsed_s: float) -> None:
-        self.row_s = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.row_s = 0.0
-
-
-@dataclass
-class Outcome:
-    """What a session came to."""
-
-    token_ids: list[int] = field(default_factory=list)
-    verdicts: list[pb.Verdict] = field(default_factory=list)
-    rejected: list[pb.ProposalRejected] = field(default_factory=list)
-    error: pb.SessionError | None = None
-    draft_errors: list[pb.SessionError] = field(default_factory=list)
-
-    @property
-    def finish_reason(self) -> int:
-        return self.verdicts[-1].finish_reason if self.verdicts else 0
-
-    @property
-    def stop_token_id(self) -> int | None:
-        last = self.verdicts[-1]
-        return last.stop_token_id if last.HasField("stop_token_id") else None
-
-    @property
-    def logprobs(self) -> list[bytes]:
-        return [entry.SerializeToString() for verdict in self.verdicts for entry in verdict.logprobs]
-
-    @property
-    def origins(self) -> list[int]:
-        return [origin for verdict in self.verdicts for origin in verdict.origins]
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(verdict.num_accepted for verdict in self.verdicts)
-
-    @property
-    def accepted_by(self) -> list[str]:
-        """Who proposed each accepted token, of the steps that say so."""
-        return [name for verdict in self.verdicts for name in verdict.accepted_by]
-
-    def num_of(self, drafter: str, what: str) -> int:
-        """Sum over steps of a field of one drafter's records."""
-        records = (record for verdict in self.verdicts for record in verdict.drafters)
-        return sum(getattr(record, what) for record in records if record.name == drafter)
-
-    @property
-    def num_verified(self) -> int:
-        return sum(sum(verdict.verified_by_depth) for verdict in self.verdicts)
 
 
 class LocalPair:

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from specdec.drafters.options import DrafterOptions
 from specdec.v1 import common_pb2 as pb
 from target_service.policy.gate import SpeculationGate
-from tests.support.engine.local_pair import MODELS, LocalPair, Outcome, Propose, open_session, prompts
+from tests.support.engine.local_pair import MODELS, LocalPair, Propose, open_session, prompts
+from tests.support.engine.outcomes import Outcome
 
 REJECTION = pb.VERIFY_MODE_REJECTION
 FALSE_ALARM_RATE = 1e-6

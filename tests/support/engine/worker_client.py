@@ -12,7 +12,8 @@ from specdec.v1 import draft_pb2, target_pb2, trace_pb2
 from specdec.worker.host import SessionHost
 from specdec.worker.loop import EngineWorker
 from specdec.worker.role import Role
-from tests.support.engine.local_pair import DRAFT_WIRE, TARGET_WIRE, ListPort, LocalPair
+from tests.support.engine.list_port import DRAFT_WIRE, TARGET_WIRE, ListPort
+from tests.support.engine.local_pair import LocalPair
 
 
 class Clock:

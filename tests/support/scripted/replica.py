@@ -76,6 +76,7 @@ class ScriptedReplica:
         self.dies_of: Callable[[ScriptedSession], bool] = lambda session: False
         """The engine dies when it steps such a session; it is there again at once, as another instance."""
         self.num_deaths = 0
+        self.own_draft: pb.ModelIdentity | None = None
         self.max_message_bytes = 0
         """What it says that it takes; 0: nothing, as older replicas."""
         self.attaches: list[pb.Attach] = []
@@ -150,6 +151,7 @@ class ScriptedReplica:
             instance_id=self.instance_id,
             max_message_bytes=self.max_message_bytes,
             last_end=self.last_end,
+            own_draft=self.own_draft,
         )
 
     async def serve(self, requests: AsyncIterator[Any], context: Any, response_type: Any) -> AsyncIterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -83,6 +84,27 @@ def test_plots_of_few_and_odd_values_are_drawn(values: list[float]) -> None:
     points = [Point(x, x, x, x) for x in values]
     ElementTree.fromstring(lines("t", "n", "x", "y", {"a": points}, log_x=True))
     ElementTree.fromstring(bars("t", "n", "", {str(x): Point(x, x, x, x) for x in values}))
+
+
+@pytest.mark.parametrize("width", [60, 80, 119, 120, 200])
+def test_no_word_of_a_table_is_cut_in_two_where_there_is_room_for_all(width: int) -> None:
+    table = Table(
+        "Times", ("load", "speculation", *(f"{name} p{part}" for name in ("TTFT", "whole") for part in (50, 90, 99)))
+    )
+    table.add("1 at once", True, *({"median": 123.0, "q1": 98.7, "q3": 141.0} for _ in range(6)))
+    console = Console(width=width, record=True, file=io.StringIO())
+    table.print(console)
+    shown = console.export_text().split()
+    assert {"speculation", "whole", "once", "(98.7", "141)"} <= set(shown)
+    assert shown.count("whole") == 3
+
+
+def test_a_table_for_which_there_is_no_room_is_shown_whole_all_the_same() -> None:
+    table = Table("Narrow", [20 * letter for letter in "abcdef"])
+    table.add(*range(100_000, 100_006))
+    console = Console(width=40, record=True, file=io.StringIO())
+    table.print(console)
+    assert "".join(console.export_text().split()).count("b") == 20
 
 
 def test_results_name_pair_machine_and_versions(tmp_path: Path) -> None:

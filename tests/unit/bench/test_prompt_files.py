@@ -19,10 +19,13 @@ from specdec.engine.model.files import read_tokenizer
         ("p.jsonl", '"one"\n{"prompt": "two\\nlines"}\n\n{"text": "three", "id": 3}\n', ("one", "two\nlines", "three")),
         ("p.jsonl", '{"token_ids": [1, 2]}\n[3]\n', ((1, 2), (3,))),
         ("p.json", '[{"text": "a"}, "b"]', ("a", "b")),
+        ("p.jsonl", '"one\u2028line\x85"\r\n"two"\r\n', ("one\u2028line\x85", "two")),
+        ("p.jsonl", '\ufeff"after a byte order mark"\n', ("after a byte order mark",)),
+        ("p.txt", "one\u2028line\x0c\r\ntwo", ("one\u2028line", "two")),
     ],
 )
 def test_each_form_is_read(tmp_path: Path, name: str, text: str, prompts: tuple[object, ...]) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, newline="")
     assert read_prompts(tmp_path / name).prompts == prompts
 
 
@@ -37,6 +40,8 @@ def test_each_form_is_read(tmp_path: Path, name: str, text: str, prompts: tuple[
         ("p.jsonl", '{"prompt": ""}\n', "line 1 is neither"),
         ("p.jsonl", '{"token_ids": [-1]}\n', "line 1 is neither"),
         ("p.json", '{"prompt": "x"}', "holds no list"),
+        ("p.json", 100_000 * "[", "nested too deeply"),
+        ("p.jsonl", '"good"\n"bad \\ud800"\n', "line 2 has half of a surrogate pair at character 4"),
         ("p.jsonl", '"good"\n{"prompt": "x", "kind": 3}\n', "line 2: its kind is no text"),
         ("p.jsonl", '{"prompt": "x", "kind": " "}\n', "line 1: its kind"),
         ("p.jsonl", '{"prompt": "x", "kind": "two\\nlines"}\n', "line 1: its kind"),

@@ -69,3 +69,17 @@ def test_files_say_of_tokens_what_the_loaded_models_say(tmp_path: Path) -> None:
     assert (vocabulary.num_target, vocabulary.num_named) == (4096, 4096)
     assert vocabulary.num_shared == 2500
     assert 0 in vocabulary.columns and len(vocabulary.joint_ids) == 2500
+
+
+@pytest.mark.parametrize(
+    ("prompt", "why"),
+    [
+        ([5, 10**8], "prompt 2 is not made of tokens that the model knows"),
+        ([5] * 4000, "prompt 2 has 4000 tokens, which leave no room for 32 more in a context of 2048"),
+    ],
+    ids=["unknown token", "too long"],
+)
+def test_a_prompt_that_cannot_be_served_is_named(prompt: list[int], why: str) -> None:
+    asked = task(shipped_model("target"), prompts=["def f():", prompt], temperatures=[0.0], max_tokens=32)
+    with pytest.raises(EngineError, match=why):
+        measure(asked)

@@ -125,8 +125,11 @@ def tune(*arguments: str) -> Result:
     ("arguments", "code", "words"),
     [
         (("--target", "/no/such/model"), 1, "no such directory: /no/such/model"),
-        (("--temperature", "-1"), 2, "no number may be negative"),
+        (("--temperature", "-1"), 2, "-1.0 is outside [0, 100]"),
+        (("--temperature", "0,200"), 2, "200.0 is outside [0, 100]"),
         (("--concurrency", "0"), 2, "from 1 on"),
+        (("--concurrency", "1,65"), 2, "64 sequences at most"),
+        (("--out", "/proc/tuned.yaml"), 2, "cannot write to /proc/tuned.yaml"),
         (("--concurrency", "x"), 2, "no comma-separated list"),
         (("--prompts", "/no/such/file"), 2, "No such file"),
         (("--out", "/no/such/folder/x.yaml"), 2, "there is no folder"),

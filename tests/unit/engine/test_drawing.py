@@ -23,7 +23,6 @@ from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.model.runner import ModelRunner
-from specdec.engine.native.build import NativeUnavailable, load_library
 from specdec.engine.runner import Runner
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
@@ -38,14 +37,7 @@ MAX_ROWS = 5
 NUM_TOP = 3
 MOST_ROUNDS = 4
 
-
-@pytest.fixture(autouse=True)
-def native() -> None:
-    """Skip where the native kernels cannot be built."""
-    try:
-        load_library()
-    except NativeUnavailable as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("native")
 
 
 @cache

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.local_pair import UNLIMITED, LocalPair, Outcome
+from tests.support.engine.local_pair import UNLIMITED, LocalPair
+from tests.support.engine.outcomes import Outcome
 from tests.unit.lossless.sessions import Plainly, salts
 
 

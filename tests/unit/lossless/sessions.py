@@ -10,7 +10,8 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.local_pair import LocalPair, Outcome, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.outcomes import Outcome
 from tests.unit.lossless.cases import CASES
 
 NUM_TOKENS = 28

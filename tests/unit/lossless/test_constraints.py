@@ -9,17 +9,10 @@ import re
 import pytest
 
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.constrained import (
-    SCHEMAS,
-    TEXTS,
-    check_all,
-    check_schema,
-    constrained,
-    plainly,
-    text_of,
-)
+from tests.support.engine.constrained import SCHEMAS, TEXTS, check_all, check_schema, constrained, plainly, text_of
 from tests.support.engine.grammars import json_schema
-from tests.support.engine.local_pair import LocalPair, Outcome
+from tests.support.engine.local_pair import LocalPair
+from tests.support.engine.outcomes import Outcome
 from tests.unit.lossless.sessions import assert_equal
 
 REJECTION = pb.VERIFY_MODE_REJECTION

@@ -21,7 +21,8 @@ from specdec.engine.errors import ModelLoadError
 from specdec.heads.session import HeadAsk
 from specdec.layer_skip.drafter import LayerSkip
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.local_pair import LocalPair, Outcome, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.outcomes import Outcome
 from tests.unit.lossless.cases import CASES
 from tests.unit.lossless.sessions import Plainly, assert_all_equal, assert_equal, body_of, examples, many_examples
 

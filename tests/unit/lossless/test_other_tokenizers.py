@@ -19,13 +19,14 @@ from specdec.telemetry import DraftMetrics
 from target_service.proposals.own_draft import build_own_draft
 from tests.support.engine.constrained import SCHEMAS, constrained
 from tests.support.engine.grammars import json_schema
-from tests.support.engine.local_pair import MODELS, LocalPair, Outcome, open_session, prompts
+from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
 from tests.support.engine.other_tokenizers import (
     draft_of_another_family,
     draft_of_pieces,
     draft_with_fewer_tokens,
     permuted_draft,
 )
+from tests.support.engine.outcomes import Outcome
 from tests.support.engine.parallel_drafts import draft_with_a_mask
 from tests.support.engine.rejection import REJECTION, check_distribution
 from tests.unit.lossless.cases import CASES

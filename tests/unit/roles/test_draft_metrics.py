@@ -9,7 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from specdec.drafters.options import NgramOptions
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.local_pair import FreeRows, LocalPair, open_session, prompts
+from tests.support.engine.free_rows import FreeRows
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient
 
 PROMPT = prompts()[0][:20]

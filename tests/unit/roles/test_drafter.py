@@ -8,18 +8,27 @@ import pytest
 from google.rpc import code_pb2
 
 from specdec.drafting.growth import GrowthPolicy
-from specdec.drafting.session import DraftSession
-from specdec.engine.sampling.noise import Purpose, uniform
-from specdec.engine.sampling.rejection import draw
-from specdec.engine.tree import TokenTree, check_tree
+from specdec.engine.tree import TokenTree
 from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
-from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.drafting_client import (
+    MAX_AHEAD,
+    PROMPT,
+    a_session,
+    chain_of,
+    commit,
+    drafting,
+    drafting_client,
+    grow,
+    length_within,
+    main_tokens,
+    other,
+    proposals,
+    session_path,
+)
+from tests.support.engine.local_pair import LocalPair
 from tests.support.engine.worker_client import WorkerClient, fields_of, reason_of
-
-PROMPT = prompts()[0][:20]
-MAX_AHEAD = 6
 
 
 @pytest.fixture(scope="module")
@@ -29,67 +38,8 @@ def loaded_pair() -> LocalPair:
 
 @pytest.fixture
 def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
-    client = WorkerClient(loaded_pair, "draft")
-    grow(client, max_heads=1, min_path_score=0.0)
-    client.attach()
-    yield client
-    client.end_all()
-    client.check_nothing_held()
-
-
-def grow(client: WorkerClient, **policy: float) -> None:
-    client.pair.drafter.growth = GrowthPolicy(MAX_AHEAD, 64, **policy)  # type: ignore[arg-type]
-
-
-def a_session(max_tokens: int = 60, *, body: dict[str, object] | None = None, **sampling: object) -> pb.OpenSession:
-    return open_session(PROMPT, max_tokens=max_tokens, body=body, **{"ignore_eos": True, **sampling})
-
-
-def drafting(client: WorkerClient, body: pb.OpenSession | None = None, turns: int = 30) -> WorkerClient:
-    client.entry("s", open=body or a_session())
-    client.turn(turns)
-    return client
-
-
-def chain_of(client: WorkerClient) -> list[int]:
-    session = client.session()
-    chain = main_tokens(session)
-    assert session.heads[0].seq.token_ids[session.num_committed :] == chain
-    return chain
-
-
-def session_path(client: WorkerClient) -> list[int]:
-    return client.session().main_path
-
-
-def main_tokens(session: DraftSession) -> list[int]:
-    return [session.tree.token_ids[node] for node in session.main_path]
-
-
-def proposals(client: WorkerClient, session_id: str = "s") -> list[pb.Proposal]:
-    return [pb.Proposal.FromString(encoded) for encoded in client.take("proposal", session_id)]
-
-
-def length_within(proposal: pb.Proposal, chain: list[int]) -> int:
-    """How many tokens of a chain a proposal holds."""
-    parents = list(proposal.parents) or list(range(-1, len(proposal.token_ids) - 1))
-    check_tree(proposal.token_ids, parents, 4096)
-    tree = TokenTree(proposal.token_ids, parents)
-    node: int | None = -1
-    for length, token in enumerate(chain):
-        node = tree.child(node, token)
-        if node is None:
-            return length
-    return len(chain)
-
-
-def commit(client: WorkerClient, start: int, tokens: list[int], turns: int = 1) -> None:
-    client.entry("s", commit=pb.Commit(start_position=start, token_ids=tokens))
-    client.turn(turns)
-
-
-def other(token: int) -> int:
-    return (token + 1) % 4096
+    with drafting_client(loaded_pair) as client:
+        yield client
 
 
 def test_it_drafts_as_far_ahead_as_it_may_and_no_further(client: WorkerClient) -> None:
@@ -283,75 +233,6 @@ def test_attaching_after_lost_commits_ends_the_session_with_the_position_it_expe
     (error,) = client.take("error")
     assert reason_of(error.status) == "COMMIT_GAP"
     assert error.expected_position == 20
-
-
-def test_in_rejection_mode_a_round_is_sent_whole_and_with_its_distributions(client: WorkerClient) -> None:
-    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
-    body.verify_mode = pb.VERIFY_MODE_REJECTION
-    drafting(client, body)
-    (sent,) = proposals(client)
-    assert len(sent.token_ids) == len(sent.distributions) == 4
-    assert not sent.scores
-    for token, sparse in zip(sent.token_ids, sent.distributions, strict=True):
-        assert token in sparse.token_ids
-        assert len(sparse.token_ids) <= 64
-        assert sum(sparse.probs) == pytest.approx(1.0, abs=1e-5)
-
-
-def test_in_rejection_mode_a_round_goes_on_past_a_stop_token(client: WorkerClient) -> None:
-    """How long a round is, and so when it comes, does not depend on the tokens in it: see sampling/rejection.py."""
-    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
-    body.verify_mode = pb.VERIFY_MODE_REJECTION
-    drafting(client, body)
-    (sent,) = proposals(client)
-    body.sampling.stop_token_ids.append(sent.token_ids[1])
-    client.entry("t", open=body)  # the same draws: reopened it would have others
-    client.turn(30)
-    assert [list(proposal.token_ids) for proposal in proposals(client, "t")] == [list(sent.token_ids)]
-
-
-def test_in_rejection_mode_a_position_that_is_drafted_again_is_drawn_with_other_numbers(client: WorkerClient) -> None:
-    """Those of the chain that was given up have decided about it: see sampling/block_verification.py."""
-    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
-    body.verify_mode = pb.VERIFY_MODE_REJECTION
-    drafting(client, body)
-    (sent,) = proposals(client)
-    assert sent.draws_afresh
-    commit(client, 20, [other(sent.token_ids[0])], turns=20)
-    (following,) = proposals(client)
-    for t, token, sparse in zip(range(21, 25), following.token_ids, following.distributions, strict=True):
-        u = uniform(body.sampling.seed, 0, Purpose.DRAFT, t, client.session().chain_id)
-        assert token == draw(tuple(sparse.token_ids), tuple(sparse.probs), u)
-    assert client.session().chain_id == (1 << 32) + 21
-
-
-@pytest.mark.parametrize("num_confirmed", [1, 2, 3, 4])
-def test_in_rejection_mode_a_confirmed_part_of_a_round_is_followed_by_the_next_round(
-    client: WorkerClient, num_confirmed: int
-) -> None:
-    """A commit that ends inside the round leaves nothing to compute; drafting must go on all the same."""
-    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
-    body.verify_mode = pb.VERIFY_MODE_REJECTION
-    drafting(client, body)
-    (sent,) = proposals(client)
-    commit(client, 20, list(sent.token_ids[:num_confirmed]), turns=20)
-    (following,) = proposals(client)
-    assert following.start_position == 20 + num_confirmed
-    assert len(following.token_ids) == len(following.distributions) == 4
-    assert following.token_ids[: 4 - num_confirmed] == sent.token_ids[num_confirmed:]
-
-
-def test_in_rejection_mode_a_round_that_ends_the_choice_is_sent_again_after_a_commit(client: WorkerClient) -> None:
-    body = a_session(max_tokens=3, temperature=1.0, body={"max_draft_tokens": 4})
-    body.verify_mode = pb.VERIFY_MODE_REJECTION
-    drafting(client, body)
-    (sent,) = proposals(client)
-    assert len(sent.token_ids) == 3
-    commit(client, 20, list(sent.token_ids[:1]), turns=5)
-    (following,) = proposals(client)
-    assert following.start_position == 21
-    assert following.token_ids == sent.token_ids[1:]
-    assert len(following.distributions) == 2
 
 
 def test_sessions_beyond_the_limit_are_refused(client: WorkerClient) -> None:

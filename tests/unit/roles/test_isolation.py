@@ -17,7 +17,8 @@ from specdec.worker.isolation import each_or_halves
 from target_service import commits, verifier
 from target_service.pacing.pacing import Pacing
 from tests.fuzz.links.worker import open_body, tiny_local_pair
-from tests.support.engine.local_pair import LocalPair, Outcome
+from tests.support.engine.local_pair import LocalPair
+from tests.support.engine.outcomes import Outcome
 from tests.support.engine.worker_client import WorkerClient, reason_of
 
 POISON = 7

@@ -12,7 +12,8 @@ from google.rpc import code_pb2
 from specdec.engine.outputs import ItemOutput, StepOutput
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.exact_runner import evict_all
-from tests.support.engine.local_pair import LocalPair, Outcome, chain, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, chain, open_session, prompts
+from tests.support.engine.outcomes import Outcome
 from tests.support.engine.worker_client import reason_of
 
 HOLD_MS = 60_000.0  # every round waits for its draft

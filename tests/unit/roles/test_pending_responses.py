@@ -11,7 +11,7 @@ from specdec.rpc.bridge.frames import FrameKind, report_unit
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from specdec.worker.pending_responses import PendingResponses, ResponseLimits, TooLarge
-from tests.support.engine.local_pair import TARGET_WIRE, ListPort
+from tests.support.engine.list_port import TARGET_WIRE, ListPort
 
 LIMITS = ResponseLimits(max_message_bytes=2**20, stream_buffer_bytes=2**20)
 MOST = most_entry_bytes(MIN_MESSAGE_BYTES)

@@ -23,7 +23,8 @@ from specdec.drafters.options import (
 )
 from specdec.sampling_params import RejectionMethod
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.local_pair import MODELS, UNLIMITED, LocalPair, Outcome, chain, open_session, prompts
+from tests.support.engine.local_pair import MODELS, UNLIMITED, LocalPair, chain, open_session, prompts
+from tests.support.engine.outcomes import Outcome
 from tests.support.engine.rejection import (
     FALSE_ALARM_RATE,
     HOLD_MS,

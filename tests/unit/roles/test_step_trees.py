@@ -12,8 +12,9 @@ from specdec.drafters.options import NgramOptions, TokenRecyclingOptions
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import LEAST_LOGPROB, node_logprobs
 from tests.support.engine.constrained import SCHEMAS, constrained
+from tests.support.engine.free_rows import FreeRows
 from tests.support.engine.grammars import json_schema
-from tests.support.engine.local_pair import FreeRows, LocalPair, chain, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, chain, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient
 
 PROMPT = prompts()[0][:20]

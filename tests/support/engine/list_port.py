@@ -1,0 +1,37 @@
+"""The link between a test and an engine: frames in lists, and the messages of both roles."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from specdec.rpc.bridge.frames import Frame, FrameKind
+from specdec.v1 import draft_pb2, target_pb2
+from specdec.worker.role import Wire
+
+TARGET_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
+DRAFT_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult)
+STREAM = 1
+FIRST_CALL = 1000
+
+
+class ListPort:
+    """An engine port whose peer is the test."""
+
+    def __init__(self) -> None:
+        self.inbox: deque[Frame] = deque()
+        self.outbox: list[Frame] = []
+        self.num_pending_bytes = 0
+
+    def poll(self, timeout_s: float | None) -> list[Frame]:
+        frames = list(self.inbox)
+        self.inbox.clear()
+        return frames
+
+    def send(self, kind: FrameKind, stream_id: int = 0, payload: bytes = b"") -> None:
+        self.outbox.append(Frame(kind, stream_id, payload))
+
+    def pending_bytes(self, stream_id: int | None = None) -> int:
+        return self.num_pending_bytes
+
+    def flush(self, timeout_s: float) -> bool:
+        return True

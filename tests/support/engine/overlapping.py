@@ -1,0 +1,71 @@
+"""A target whose steps a device computes late, its client, and what happens while it computes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from specdec.v1 import common_pb2 as pb
+from tests.support.engine.late_device import LateDevice, put_on_late_device, unhurried
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.worker_client import WorkerClient
+
+PROMPT = prompts()[0][:20]
+OTHER = prompts()[1][:25]
+
+
+def loaded_on_late_device() -> tuple[LocalPair, LateDevice]:
+    """A pair whose target's steps are computed by a device that is late."""
+    pair = LocalPair(hold_off_ms=0.0, max_sessions=4)
+    return pair, put_on_late_device(pair, 240)
+
+
+def undisturbed(device: LateDevice) -> LateDevice:
+    """The device, on which nothing happens meanwhile."""
+    device.meanwhile, device.before_compute, device.num_looks = lambda: None, lambda batch: None, lambda: 100
+    return device
+
+
+@contextmanager
+def overlapping_client(pair: LocalPair) -> Iterator[WorkerClient]:
+    """The target's client; nothing of its sessions is left after."""
+    client = WorkerClient(pair, "target")
+    client.pair.verifier.pacing.step_time = unhurried()
+    client.attach()
+    client.turn()
+    yield client
+    client.end_all()
+    client.check_nothing_held()
+
+
+def truth_of(pair: LocalPair, device: LateDevice) -> dict[str, list[int]]:
+    """Prompts and greedy continuations, computed at once."""
+    engine = pair.target_built.engine
+    engine.launch_pass = None
+    pair.reset()
+    bodies = {"s": a_session(), "other": a_session(OTHER)}
+    outcomes = pair.run(bodies, use_draft=False)
+    engine.launch_pass = device.launch
+    return {name: [*body.token_ids, *outcomes[name].token_ids] for name, body in bodies.items()}
+
+
+def a_session(prompt: list[int] = PROMPT, **options: Any) -> pb.OpenSession:
+    return open_session(prompt, max_tokens=40, ignore_eos=True, **options)
+
+
+def once(act: Callable[[], None], *, after: int = 0) -> Callable[[], None]:
+    """What happens while one step is computed, after so many others."""
+    num_calls = 0
+
+    def meanwhile() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == after + 1:
+            act()
+
+    return meanwhile
+
+
+def tokens_of(client: WorkerClient, session_id: str = "s") -> list[int]:
+    return [token for verdict in client.take("verdict", session_id) for token in verdict.token_ids]

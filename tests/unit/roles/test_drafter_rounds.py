@@ -1,0 +1,102 @@
+"""The draft's role in rejection mode: rounds, of a length that depends on no token. On the real draft."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from specdec.engine.sampling.noise import Purpose, uniform
+from specdec.engine.sampling.rejection import draw
+from specdec.v1 import common_pb2 as pb
+from tests.support.engine.drafting_client import (
+    MAX_AHEAD,
+    a_session,
+    commit,
+    drafting,
+    drafting_client,
+    other,
+    proposals,
+)
+from tests.support.engine.local_pair import LocalPair
+from tests.support.engine.worker_client import WorkerClient
+
+
+@pytest.fixture(scope="module")
+def loaded_pair() -> LocalPair:
+    return LocalPair(draft_options={"max_ahead_tokens": MAX_AHEAD, "max_sessions": 4})
+
+
+@pytest.fixture
+def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
+    with drafting_client(loaded_pair) as client:
+        yield client
+
+
+def test_in_rejection_mode_a_round_is_sent_whole_and_with_its_distributions(client: WorkerClient) -> None:
+    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
+    body.verify_mode = pb.VERIFY_MODE_REJECTION
+    drafting(client, body)
+    (sent,) = proposals(client)
+    assert len(sent.token_ids) == len(sent.distributions) == 4
+    assert not sent.scores
+    for token, sparse in zip(sent.token_ids, sent.distributions, strict=True):
+        assert token in sparse.token_ids
+        assert len(sparse.token_ids) <= 64
+        assert sum(sparse.probs) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_in_rejection_mode_a_round_goes_on_past_a_stop_token(client: WorkerClient) -> None:
+    """How long a round is, and so when it comes, does not depend on the tokens in it: see sampling/rejection.py."""
+    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
+    body.verify_mode = pb.VERIFY_MODE_REJECTION
+    drafting(client, body)
+    (sent,) = proposals(client)
+    body.sampling.stop_token_ids.append(sent.token_ids[1])
+    client.entry("t", open=body)  # the same draws: reopened it would have others
+    client.turn(30)
+    assert [list(proposal.token_ids) for proposal in proposals(client, "t")] == [list(sent.token_ids)]
+
+
+def test_in_rejection_mode_a_position_that_is_drafted_again_is_drawn_with_other_numbers(client: WorkerClient) -> None:
+    """Those of the chain that was given up have decided about it: see sampling/block_verification.py."""
+    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
+    body.verify_mode = pb.VERIFY_MODE_REJECTION
+    drafting(client, body)
+    (sent,) = proposals(client)
+    assert sent.draws_afresh
+    commit(client, 20, [other(sent.token_ids[0])], turns=20)
+    (following,) = proposals(client)
+    for t, token, sparse in zip(range(21, 25), following.token_ids, following.distributions, strict=True):
+        u = uniform(body.sampling.seed, 0, Purpose.DRAFT, t, client.session().chain_id)
+        assert token == draw(tuple(sparse.token_ids), tuple(sparse.probs), u)
+    assert client.session().chain_id == (1 << 32) + 21
+
+
+@pytest.mark.parametrize("num_confirmed", [1, 2, 3, 4])
+def test_in_rejection_mode_a_confirmed_part_of_a_round_is_followed_by_the_next_round(
+    client: WorkerClient, num_confirmed: int
+) -> None:
+    """A commit that ends inside the round leaves nothing to compute; drafting must go on all the same."""
+    body = a_session(temperature=1.0, body={"max_draft_tokens": 4})
+    body.verify_mode = pb.VERIFY_MODE_REJECTION
+    drafting(client, body)
+    (sent,) = proposals(client)
+    commit(client, 20, list(sent.token_ids[:num_confirmed]), turns=20)
+    (following,) = proposals(client)
+    assert following.start_position == 20 + num_confirmed
+    assert len(following.token_ids) == len(following.distributions) == 4
+    assert following.token_ids[: 4 - num_confirmed] == sent.token_ids[num_confirmed:]
+
+
+def test_in_rejection_mode_a_round_that_ends_the_choice_is_sent_again_after_a_commit(client: WorkerClient) -> None:
+    body = a_session(max_tokens=3, temperature=1.0, body={"max_draft_tokens": 4})
+    body.verify_mode = pb.VERIFY_MODE_REJECTION
+    drafting(client, body)
+    (sent,) = proposals(client)
+    assert len(sent.token_ids) == 3
+    commit(client, 20, list(sent.token_ids[:1]), turns=5)
+    (following,) = proposals(client)
+    assert following.start_position == 21
+    assert following.token_ids == sent.token_ids[1:]
+    assert len(following.distributions) == 2
