@@ -146,10 +146,10 @@ class TargetRecorder:
         num_nodes = sum(item.tree_nodes for item in step.output.items)
         is_prefill = any(item.num_new_tokens > 1 for item in step.output.items)
         kind = "verify" if num_nodes else "prefill" if is_prefill else "plain"
-        self._engine.observe_step(step.output, kind, step.elapsed_s)
+        self._engine.observe_step(step.output, kind, step.elapsed_s, self._tallies)
         if num_nodes:
-            self._metrics.verify_seconds.observe(step.elapsed_s)
-            self._metrics.verified_nodes.inc(num_nodes)
+            self._tallies.observe(self._metrics.verify_seconds, step.elapsed_s)
+            self._tallies.count(self._metrics.verified_nodes, num_nodes)
 
     def turn(self, outside_s: float, payoff: Payoff | None) -> None:
         """The turn of a step is over: what it took besides the step, and what it says of speculation."""
