@@ -49,7 +49,7 @@ class DraftRecorder:
 
     def step(self, output: StepOutput, num_drafted: int, elapsed_s: float) -> None:
         """One step of the engine, which drafted this many tokens; `elapsed_s` for each token of a path."""
-        self._engine.observe_step(output, "draft" if num_drafted else "prefill", elapsed_s)
+        self._engine.observe_step(output, "draft" if num_drafted else "prefill", elapsed_s, self._tallies)
         self._tallies.count(self._metrics.drafted_tokens, num_drafted)
         self._tallies.write()
 

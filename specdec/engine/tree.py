@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import lt
 
 from specdec.engine.errors import TreeError
 
@@ -26,11 +27,17 @@ def check_tree(
         raise TreeError("token_ids", f"{len(token_ids)} nodes, at most {max_nodes} allowed")
     if len(parents) != len(token_ids):
         raise TreeError("parents", f"{len(parents)} parents for {len(token_ids)} tokens")
+    if not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size and _come_before(parents)):
+        return  # in calls that loop in C; who is at fault is asked below
     for index, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
         if not 0 <= token < vocab_size:
             raise TreeError(f"token_ids[{index}]", f"{token} is outside the vocabulary of {vocab_size}")
         if not ROOT <= parent < index:
             raise TreeError(f"parents[{index}]", f"{parent} does not come before node {index}")
+
+
+def _come_before(parents: Sequence[int]) -> bool:
+    return min(parents) >= ROOT and all(map(lt, parents, range(len(parents))))
 
 
 class TokenTree:
@@ -54,9 +61,7 @@ class TokenTree:
         """Leading nodes that form a chain: accepted, their slots already are those of committed tokens."""
         self._children: dict[tuple[int, int], int] = {}
         tokens = list(token_ids)
-        above = range(-1, len(tokens) - 1) if parents is None else parents
-        for token, parent in zip(tokens, above, strict=True):
-            self._append(parent, token)
+        self._extend(tokens, range(-1, len(tokens) - 1) if parents is None else parents)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -99,13 +104,17 @@ class TokenTree:
 
     def subtree(self, root: int) -> tuple[TokenTree, dict[int, int]]:
         """What hangs below `root`, re-hung from `ROOT`; and where each of those nodes went."""
-        below = TokenTree()
-        mapping = {root: ROOT}
-        for node in range(root + 1, len(self.token_ids)):
-            above = mapping.get(self.parents[node])
+        below, mapping = TokenTree(), {root: ROOT}
+        tokens: list[int] = []
+        parents: list[int] = []
+        for node, parent in enumerate(self.parents[root + 1 :], root + 1):
+            above = mapping.get(parent)
             if above is not None:
-                mapping[node] = below._append(above, self.token_ids[node])
+                mapping[node] = len(tokens)
+                tokens.append(self.token_ids[node])
+                parents.append(above)
         del mapping[root]
+        below._extend(tokens, parents)
         return below, mapping
 
     def check_path(self, nodes: Sequence[int]) -> None:
@@ -119,6 +128,18 @@ class TokenTree:
             if not 0 <= node < len(self.token_ids) or self.parents[node] != above:
                 raise TreeError("nodes", f"{list(nodes)}: node {node} does not hang from {above}")
             above = node
+
+    def _extend(self, token_ids: Sequence[int], parents: Iterable[int]) -> None:
+        """Append to a tree that is empty: what `_append` does, without a call for each node."""
+        depths, children, num_in_place = self.depths, self._children, 0
+        for node, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
+            self.parents.append(parent)
+            depths.append(depths[parent] + 1 if parent >= 0 else 1)
+            children.setdefault((parent, token), node)
+            if parent == node - 1 == num_in_place - 1:
+                num_in_place += 1
+        self.token_ids.extend(token_ids)
+        self.num_in_place = num_in_place
 
     def _append(self, parent: int, token_id: int) -> int:
         node = len(self.token_ids)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from prometheus_client import Counter
+from prometheus_client import Counter, Histogram
 
 from specdec.engine.outputs import EngineStats, StepOutput
 from specdec.grammar.compiler import GrammarCompiler
-from specdec.telemetry import DraftMetrics, TargetMetrics
+from specdec.telemetry import DraftMetrics, Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 
 _DIGEST_DIGITS = 12
@@ -18,6 +18,8 @@ class EngineGauges:
     def __init__(self, metrics: TargetMetrics | DraftMetrics) -> None:
         self._metrics = metrics
         self._last: dict[str, int] = {}
+        self._of_kind: dict[str, tuple[Counter, Histogram]] = {}
+        """The series of a kind of steps, looked up once."""
 
     def serves(self, identity: pb.ModelIdentity) -> None:
         """Export what is served, once it is loaded."""
@@ -54,13 +56,15 @@ class EngineGauges:
         for reason, total in list(figures.refusals.items()):
             self._count(metrics.grammar_refusals.labels(reason), f"refusals {reason}", total)
 
-    def observe_step(self, output: StepOutput, kind: str, elapsed_s: float) -> None:
-        """Export one step."""
+    def observe_step(self, output: StepOutput, kind: str, elapsed_s: float, tallies: Tallies) -> None:
+        """Count one step in `tallies`."""
         metrics = self._metrics
-        metrics.steps.labels(kind).inc()
-        metrics.step_seconds.labels(kind).observe(elapsed_s)
-        metrics.step_tokens.observe(output.num_tokens)
-        metrics.step_sequences.observe(len(output.items))
+        if (of_kind := self._of_kind.get(kind)) is None:
+            of_kind = self._of_kind[kind] = metrics.steps.labels(kind), metrics.step_seconds.labels(kind)
+        tallies.count(of_kind[0])
+        tallies.observe(of_kind[1], elapsed_s)
+        tallies.observe(metrics.step_tokens, output.num_tokens)
+        tallies.observe(metrics.step_sequences, len(output.items))
 
     def _count(self, counter: Counter, name: str, total: int) -> None:
         counter.inc(total - self._last.get(name, 0))

@@ -41,24 +41,27 @@ class Expectations:
         tokens = session.tree.tokens
         is_rejection = session.mode is VerifyMode.REJECTION
         scores: list[float] = []
+        rates: dict[float, float] = {}  # of nodes that only a draft proposed, by its score
         for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
             if depth > max_depth:
                 rate = 0.0
             elif is_rejection and not node.is_passing:
                 # What is verified must not depend on the tokens drawn, so not on their scores either.
                 rate = self.acceptance.depth_rate
-            else:
+            elif node.others or node.is_passing:
                 rate = self._rate(session, node, depth)
-            scores.append(rate * (scores[parent] if parent >= 0 else 1.0))
+            else:
+                known = rates.get(node.score)
+                rate = rates[node.score] = self.acceptance.rate(node.score) if known is None else known
+            scores.append(rate * scores[parent] if parent >= 0 else rate)
         return scores
 
     def _rate(self, session: TargetSession, node: Node, depth: int) -> float:
         """Of several who propose a token the one counts who is right most often with such a score."""
         best = 0.0 if node.is_passing else self.acceptance.rate(node.score)
-        if node.is_passing or node.others:
-            for source, score in node.offers():
-                if source != DRAFT_MODEL:
-                    best = max(best, self.sources[source].rate(score, depth, session.own_records.get(source)))
+        for source, score in node.offers():
+            if source != DRAFT_MODEL:
+                best = max(best, self.sources[source].rate(score, depth, session.own_records.get(source)))
         return best
 
     # --- sources
@@ -104,12 +107,15 @@ class Expectations:
         if walk.finish_reason and walk.path and len(walk.path) == len(walk.token_ids):
             reached.discard(chosen[walk.path[-1]])  # the choice ends there: nothing below was asked for
         branched: dict[int, bool] = {}
+        parents, nodes = session.tree.tokens.parents, session.tree.nodes
         for node in chosen:
-            parent, payload = session.tree.tokens.parents[node], session.tree.nodes[node]
-            if parent in reached and not payload.is_passing:
-                branched[parent] = branched.get(parent, False) or node in accepted
-                if not payload.is_forced:  # says nothing of a draft that is sure
-                    self.acceptance.observe(payload.score, node in accepted)
+            parent = parents[node]
+            if parent not in reached or (payload := nodes[node]).is_passing:
+                continue
+            is_accepted = node in accepted
+            branched[parent] = branched.get(parent, False) or is_accepted
+            if not payload.is_forced:  # says nothing of a draft that is sure
+                self.acceptance.observe(payload.score, is_accepted)
         for went_on in branched.values():
             self.acceptance.observe_depth(went_on)
 

@@ -17,6 +17,7 @@ from target_service.policy.hold_off import (
     HoldOffChoice,
     WaitAllowance,
     kind_of,
+    pays_for_all,
 )
 from target_service.policy.step_time import StepTimeModel
 from target_service.policy.verify_policy import select_nodes
@@ -81,9 +82,10 @@ class Pacing:
         self.gate.expect(len(ready))
         if self.gate.is_gating:
             self._reconsider(ready, now_s)
+        may_wait = self._hold_off_ms is not None or self._may_keep_waiting(ready)
         for session in ready:
             if session.state is SessionState.DECIDED:
-                session.plan(self._plan_hold_off(session, now_s, len(ready)))
+                session.plan(self._plan_hold_off(session, now_s, len(ready)) if may_wait else None)
             if _waits_for_nothing(session):
                 return
 
@@ -183,6 +185,14 @@ class Pacing:
         if session.hold_off is not None and depth_before == 0:
             self._num_vain = 0
             latency.observe_first(max(0.0, now_s - session.hold_off.since_s - (num_new - 1) * latency.node_s))
+
+    def _may_keep_waiting(self, ready: Sequence[TargetSession]) -> bool:
+        """Whether those with nothing at hand may keep those waiting who have something."""
+        num_waiting = sum(not session.tree.nodes for session in ready)
+        if not 0 < num_waiting < len(ready):
+            return True
+        expected = self.expectations
+        return pays_for_all(num_waiting, expected.acceptance.depth_rate, expected.tokens_per_s, self.draft_latency)
 
     def _plan_hold_off(self, session: TargetSession, now_s: float, num_ready: int) -> HoldOff | None:
         if not (session.has_draft and self.may_verify(session)):

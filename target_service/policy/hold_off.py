@@ -134,6 +134,26 @@ class HoldOffChoice:
         return [tokens / time_s if time_s > 0 else float("inf") for tokens, time_s in pairs]
 
 
+def pays_for_all(num_waiting: int, acceptance: float, tokens_per_s: float, latency: DraftLatency) -> bool:
+    """Whether a wait that keeps others waiting, too, which need none, gains more tokens than are decoded meanwhile.
+
+    Episodes do not say so: they are of one session each, and a wait for one of eight looks as good to it as a wait of
+    all eight for all.
+
+    Args:
+        num_waiting: sessions whose drafts are waited for, all at once.
+        acceptance: share of proposed tokens that are accepted where the one before was.
+        tokens_per_s: what all sessions decode.
+        latency: of their drafts.
+    """
+    gained = 0.0
+    for depth in range(1, DEPTHS[-1] + 1):
+        gained += num_waiting * acceptance**depth
+        if gained > tokens_per_s * latency.until_depth(depth):
+            return True
+    return False
+
+
 @dataclass(slots=True, kw_only=True)
 class WaitAllowance:
     """Waits that nothing speaks for: for drafts that have been silent, or to try again what did not pay.

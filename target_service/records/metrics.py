@@ -47,6 +47,8 @@ class TargetRecorder:
         self._tokens = _Labelled[int](metrics.tokens, lambda origin: (_ORIGINS[origin],))
         self._proposed_at = _Labelled[int](metrics.proposed_tokens, lambda depth: (str(depth),))
         self._accepted_at = _Labelled[int](metrics.accepted_tokens, lambda depth: (str(depth),))
+        self._proposed_down_to, self._accepted_down_to = Counter[int](), Counter[int]()
+        """Verdicts since the last turn by the depth of what they verified, and of what they accepted."""
         self._proposed_by = _Labelled[str](metrics.drafter_proposed, _alone)
         self._verified_of = _Labelled[str](metrics.drafter_verified, _alone)
         self._seconds_of = _Labelled[str](metrics.drafter_seconds, _alone)
@@ -120,15 +122,11 @@ class TargetRecorder:
             for draft, num_nodes in hung.items():
                 count(self._proposed_by[draft], num_nodes)
                 count(self._seconds_of[draft], num_nodes * node_s)
-        num_verified: dict[str, int] = {}
-        for index in verified:
-            node = nodes[index]
-            if node.source == DRAFT_MODEL and not node.is_forced:
-                num_verified[node.draft] = num_verified.get(node.draft, 0) + 1
-        if not num_verified:
+        proposed = [n.draft for i in verified if (n := nodes[i]).source == DRAFT_MODEL and not n.is_forced]
+        if not proposed:
             return
-        for draft, num_nodes in num_verified.items():
-            count(self._verified_of[draft], num_nodes)
+        for draft in set(proposed):
+            count(self._verified_of[draft], proposed.count(draft))
         for depth, index in enumerate(accepted, 1):
             node = nodes[index]
             if node.source == DRAFT_MODEL and not node.is_forced:
@@ -148,10 +146,10 @@ class TargetRecorder:
         num_nodes = sum(item.tree_nodes for item in step.output.items)
         is_prefill = any(item.num_new_tokens > 1 for item in step.output.items)
         kind = "verify" if num_nodes else "prefill" if is_prefill else "plain"
-        self._engine.observe_step(step.output, kind, step.elapsed_s)
+        self._engine.observe_step(step.output, kind, step.elapsed_s, self._tallies)
         if num_nodes:
-            self._metrics.verify_seconds.observe(step.elapsed_s)
-            self._metrics.verified_nodes.inc(num_nodes)
+            self._tallies.observe(self._metrics.verify_seconds, step.elapsed_s)
+            self._tallies.count(self._metrics.verified_nodes, num_nodes)
 
     def turn(self, outside_s: float, payoff: Payoff | None) -> None:
         """The turn of a step is over: what it took besides the step, and what it says of speculation."""
@@ -160,30 +158,31 @@ class TargetRecorder:
         if payoff is not None:
             tallies.count(metrics.decode_seconds, payoff.decode_s)
             tallies.count(metrics.plain_equivalent_seconds, payoff.plain_s)
+        self._count_depths(self._proposed_at, self._proposed_down_to)
+        self._count_depths(self._accepted_at, self._accepted_down_to)
         tallies.write()
 
     def verdict(self, session: TargetSession, verdict: pb.Verdict, num_stale: int, decided_at_s: float) -> None:
         """One verdict, before the session's own record of its last one is updated."""
         metrics, tallies = self._metrics, self._tallies
-        for origin, count in Counter(verdict.origins).items():
-            tallies.count(self._tokens[origin], count)
+        origins, verified = list(verdict.origins), list(verdict.verified_by_depth)
+        num_accepted = verdict.num_accepted
+        for origin in set(origins):
+            tallies.count(self._tokens[origin], origins.count(origin))
         last_at_s = session.times.last_verdict_at_s
         if last_at_s is None:
             tallies.observe(metrics.ttft_seconds, decided_at_s - session.times.opened_at_s)
         else:
-            num_tokens = len(verdict.token_ids)
+            num_tokens = len(origins)
             each_s = (decided_at_s - last_at_s) / max(1, num_tokens)
             tallies.observe(metrics.inter_token_seconds, each_s, num_tokens)
             tallies.count(metrics.hits if verdict.hit else metrics.misses)
             tallies.observe(metrics.hold_off_seconds, verdict.hold_off_us * 1e-6)
-        for depth, count in enumerate(verdict.verified_by_depth, 1):
-            if count:
-                tallies.count(self._proposed_at[depth])
-        for depth in range(1, verdict.num_accepted + 1):
-            tallies.count(self._accepted_at[depth])
-        if verdict.verified_by_depth:
-            tallies.observe(metrics.committed_per_verify, len(verdict.token_ids))
-        num_rejected = sum(verdict.verified_by_depth) - verdict.num_accepted
+        self._proposed_down_to[len(verified)] += 1
+        self._accepted_down_to[num_accepted] += 1
+        if verified:
+            tallies.observe(metrics.committed_per_verify, len(origins))
+        num_rejected = sum(verified) - num_accepted
         if num_rejected:
             tallies.count(metrics.rollbacks)
             tallies.observe(metrics.rollback_tokens, num_rejected)
@@ -191,6 +190,14 @@ class TargetRecorder:
         tallies.count(metrics.stale_proposals, num_stale)
         if verdict.finish_reason:
             metrics.requests.labels(_FINISH[verdict.finish_reason]).inc()
+
+    def _count_depths(self, counters: _Labelled[int], down_to: Counter[int]) -> None:
+        """Count each depth once for every verdict that has it: a tree has nodes at all depths down to its deepest."""
+        num_verdicts = 0
+        for depth in range(max(down_to, default=0), 0, -1):
+            num_verdicts += down_to[depth]
+            self._tallies.count(counters[depth], num_verdicts)
+        down_to.clear()
 
 
 def _alone(label: str) -> tuple[str, ...]:

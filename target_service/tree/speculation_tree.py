@@ -15,8 +15,9 @@ would be biased (`specdec.engine.sampling.rejection`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from google.rpc import code_pb2
 
@@ -114,7 +115,7 @@ class SpeculationTree:
     def lasting_depth(self) -> int:
         """Depth of the deepest node that a draft has proposed."""
         depths = zip(self.tokens.depths, self.nodes, strict=True)
-        return max((depth for depth, node in depths if not node.is_passing), default=0)
+        return max([depth for depth, node in depths if node.source == DRAFT_MODEL], default=0)
 
     @property
     def is_passing(self) -> bool:
@@ -180,7 +181,7 @@ class SpeculationTree:
             self.has_window = False
         if not self.nodes:
             return 0
-        kept = [node for node in self.nodes if not node.is_passing]
+        kept = [node for node in self.nodes if node.source == DRAFT_MODEL]
         num_dropped = len(self.nodes) - len(kept)
         if not kept:
             return self.clear()
@@ -206,7 +207,7 @@ class SpeculationTree:
             root, num_walked = child, num_walked + 1
         before = len(self.nodes)
         self.tokens, moved = self.tokens.subtree(root)
-        self.nodes = [self.nodes[old] for old in sorted(moved)]
+        self.nodes = [self.nodes[old] for old in moved]  # which rise
         return before - len(self.nodes) - num_walked
 
     def clear(self) -> int:
@@ -262,6 +263,8 @@ class SpeculationTree:
         stale. Equal children of one parent are one node, with the payload of the first. Stops at a node for which
         there is no place.
         """
+        payload_of = _payloads(proposal)
+        tokens, nodes, hung = self.tokens, self.nodes, self.num_hung
         num_walked, num_below, is_full = len(walked), 0, False
         # Where each node is. Up to num_walked: how many walked tokens it and its ancestors repeat, so all of them at
         # the root; past that: below the root, by its index in the tree.
@@ -271,29 +274,28 @@ class SpeculationTree:
             place = _NOWHERE
             if above >= num_walked:
                 num_below += 1
+                place = _UNPLACED
                 if not is_full and above != _UNPLACED:
-                    node = self._place(proposal, index, above - num_walked - 1, token)
-                    is_full = node is None
-                    place = _UNPLACED if node is None else num_walked + 1 + node
-                else:
-                    place = _UNPLACED
+                    above -= num_walked + 1
+                    node, is_news = tokens.child(above, token), True
+                    if node is None:
+                        node = self.place(above, token, payload_of(index))
+                    elif (known := nodes[node]).source != DRAFT_MODEL:
+                        payload = payload_of(index)
+                        nodes[node] = known.offered(DRAFT_MODEL, payload.score, payload.draft)
+                    else:
+                        is_news = False
+                    if node is None:
+                        is_full = True
+                    else:
+                        place = num_walked + 1 + node
+                        if is_news:
+                            draft = nodes[node].draft
+                            hung[draft] = hung.get(draft, 0) + 1
             elif above >= 0 and token == walked[above]:
                 place = above + 1
             places.append(place)
         self.num_stale += len(token_ids) - num_below
-
-    def _place(self, proposal: pb.Proposal, index: int, above: int, token: int) -> int | None:
-        node = self.tokens.child(above, token)
-        if node is None:
-            node = self.place(above, token, _payload(proposal, index))
-        elif self.nodes[node].is_passing:
-            self.nodes[node] = self.nodes[node].offered(DRAFT_MODEL, _score(proposal, index), _draft(proposal, index))
-        else:
-            return node
-        if node is not None:
-            draft = self.nodes[node].draft
-            self.num_hung[draft] = self.num_hung.get(draft, 0) + 1
-        return node
 
     def check(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
         """The proposal's nodes and their parents, which depend on nothing else; `num_committed` is for the error.
@@ -332,19 +334,25 @@ class SpeculationTree:
         return token_ids, parents
 
 
-def _payload(proposal: pb.Proposal, index: int) -> Node:
-    score, draft = _score(proposal, index), _draft(proposal, index)
-    if not proposal.distributions:
-        return Node(score, draft=draft)
-    sparse = proposal.distributions[index]
-    return Node(score, tuple(sparse.token_ids), tuple(sparse.probs), draft=draft)
+def _payloads(proposal: pb.Proposal) -> Callable[[int], Node]:
+    """What a proposal says of each node, by its index."""
+    scores, names = proposal.scores, proposal.drafters
+    drafts = [name if name in SERVICE_DRAFTER_NAMES else DRAFT_MODEL for name in names]
+    proposed_by, distributions = proposal.proposed_by, proposal.distributions
+    # A name that is not known is none: what a draft says becomes a label of metrics.
+
+    def payload_of(index: int) -> Node:
+        score = scores[index] / 255 if scores else DEFAULT_SCORE
+        draft = drafts[proposed_by[index]] if drafts else DRAFT_MODEL
+        if not distributions:
+            return _plain_node(score, draft)
+        sparse = distributions[index]
+        return Node(score, tuple(sparse.token_ids), tuple(sparse.probs), draft=draft)
+
+    return payload_of
 
 
-def _score(proposal: pb.Proposal, index: int) -> float:
-    return proposal.scores[index] / 255 if proposal.scores else DEFAULT_SCORE
-
-
-def _draft(proposal: pb.Proposal, index: int) -> str:
-    """A name that is known: what a draft says becomes a label of metrics."""
-    name = proposal.drafters[proposal.proposed_by[index]] if proposal.drafters else DRAFT_MODEL
-    return name if name in SERVICE_DRAFTER_NAMES else DRAFT_MODEL
+@cache
+def _plain_node(score: float, draft: str) -> Node:
+    """One for all places: there are 256 scores and a few names, and nodes do not change."""
+    return Node(score, draft=draft)

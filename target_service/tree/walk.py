@@ -81,13 +81,20 @@ def walk_tree(
     """
     walk = Walk()
     children: dict[int, list[int]] = {}
-    for node in range(num_verified):
-        children.setdefault(tree.parents[node], []).append(node)
-    node = ROOT
+    for child, parent in enumerate(tree.parents[:num_verified]):
+        if parent in children:
+            children[parent].append(child)
+        else:
+            children[parent] = [child]
+    node, token_ids = ROOT, tree.token_ids
     while True:
-        below = children.get(node, [])
+        below = children.get(node, ())
         token = decide(node, below[0] if len(below) == 1 else None)
-        accepted = next((child for child in below if tree.token_ids[child] == token), None)
+        accepted = None
+        for child in below:
+            if token_ids[child] == token:
+                accepted = child
+                break
         walk.token_ids.append(token)
         walk.rows.append(node)
         if accepted is not None:
