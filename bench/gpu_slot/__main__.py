@@ -29,14 +29,15 @@ from typing import Any
 from bench.gpu_slot.aims import beside_aims
 
 LIMIT_S = 570.0
+EARLIER = Path("bench/results/gpu-slot.json")
 LEAST_S = 10.0
 """No step is begun with less time than this."""
 # In this order, with the seconds that a step may take.
 STEPS = {
-    "versions": 60,
+    "versions": 120,
     "exactness": 90,
     "attention": 120,
-    "sanitizer": 60,
+    "sanitizer": 120,
     "bitwise": 120,
     "graph": 90,
     "products": 60,
@@ -131,6 +132,12 @@ def unpack(wheels: Path, folder: Path) -> None:
             archive_of_one.extractall(folder)
 
 
+def found_so_far(out: Path, earlier: Path) -> State:
+    """The results of ``out`` if it is there, else those of ``earlier``, else none."""
+    found: State = next((json.loads(path.read_text()) for path in (out, earlier) if path.exists()), {})
+    return found
+
+
 def main() -> int:
     """Run the slot; the exit code is 1 while a step has not succeeded."""
     began_s = time.monotonic()
@@ -139,10 +146,11 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--again", nargs="*", choices=list(STEPS), default=[], help="forget what these found")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
-    parser.add_argument("--out", type=Path, default=Path("bench/results/gpu-slot.json"))
+    parser.add_argument("--out", type=Path, default=EARLIER)
+    parser.add_argument("--earlier", type=Path, default=EARLIER, help="what to go on from, where --out is not there")
     parser.add_argument("--wheels", type=Path, help="to unpack and put before all others: an archive or a folder")
     options = parser.parse_args()
-    state: State = json.loads(options.out.read_text()) if options.out.exists() else {}
+    state = found_so_far(options.out, options.earlier)
     for name in options.again:
         state.pop(name, None)
     environment = dict(os.environ)
@@ -169,7 +177,8 @@ def main() -> int:
         return result
 
     run_slot(state, options.only, run, save, options.limit_s - (time.monotonic() - began_s))
-    print("\n".join(beside_aims(state)), flush=True)
+    if not options.dry:
+        print("\n".join(beside_aims(state)), flush=True)
     left = [name for name in options.only if state.get(name, {}).get("status") != "ok"]
     print(f"left: {', '.join(left) or 'nothing'}", flush=True)
     return int(bool(left))

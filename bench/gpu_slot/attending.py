@@ -23,6 +23,7 @@ def attention(place: Place) -> Found:
             for num_rows, context in ((1, 40), (8, 200)) if place.dry else ((1, 1000), (8, 5000), (512, 4000)):
                 error = _attention_error(place, dtype, head_dim, num_rows, context)
                 found[f"{dtype} heads of {head_dim}, {num_rows} rows after {context}"] = error
+                place.keep(found)
                 if not error <= limit:
                     raise AssertionError(found)
     return found

@@ -6,7 +6,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,11 +42,13 @@ class Place:
 
     device: torch.device
     dry: bool
+    keep: Callable[[Found], None] = field(default=lambda found: None)
+    """Writes what a step has found so far: all that is left of one that fails or runs out of time."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Of models: the interpreter's products of bfloat16 are wrong."""
-        return torch.float32 if self.dry else torch.bfloat16
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""

@@ -70,6 +70,7 @@ def exactness(place: Place) -> Found:
         "scores_that_differ": sum(a != b for a, b in zip(scores, expected[1], strict=True)),
     }
     found["cuts_that_differ"] = num_cuts_that_differ(place, logits[:8])
+    place.keep(found)
     if found["tokens_that_differ"] or found["cuts_that_differ"]:
         raise AssertionError(found)
     return found
@@ -94,6 +95,7 @@ def graph(place: Place) -> Found:
             torch.cuda.set_sync_debug_mode("default")
         same = bool(torch.equal(replayed, model.decoder(batch, model.cache)))
         found[f"{rows} rows: equal bits"] = same
+        place.keep(found)
         if not same and rows in ROW_BUCKETS:  # products of padded rows may be others
             raise AssertionError(found)
     if replays.num_graphs == 0:
@@ -140,6 +142,7 @@ def steps(place: Place) -> Found:
                 found[f"{label}, eager ms"] = place.median_ms(partial(model.decoder, batch, model.cache))
                 if rows <= 64:
                     found[f"{label}, graph ms"] = place.median_ms(partial(replays, batch, model.cache))
+                place.keep(found)
         for context in (LEAST_CONTEXT, *contexts):
             for rows in (8,) if place.dry else (8, 64):
                 batch = model.tree(context, rows, context + rows)
@@ -147,6 +150,7 @@ def steps(place: Place) -> Found:
                     partial(replays, batch, model.cache)
                 )
         found[f"{name}: prefill of {contexts[-1]}, ms"] = place.median_ms(partial(_prefill, place, model, contexts[-1]))
+        place.keep(found)
         del model, replays
     vocab_size = 3000 if place.dry else 128256
     logits = torch.randn(8, vocab_size, device=place.device)
@@ -239,9 +243,11 @@ def main() -> int:
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is here: --dry runs the same steps without one")
-    place = Place(torch.device("cpu" if options.dry else "cuda:0"), options.dry)
-    found = STEPS[options.step](place)
-    options.out.write_text(json.dumps(found))
+
+    def keep(found: Found) -> None:
+        options.out.write_text(json.dumps(found))
+
+    keep(STEPS[options.step](Place(torch.device("cpu" if options.dry else "cuda:0"), options.dry, keep)))
     return 0
 
 

@@ -49,6 +49,7 @@ def failover(place: Place) -> Found:
         found, undisturbed, disturbed = asyncio.run(_compared(cluster, requests))
     same = sum(a.identity == b.identity for a, b in zip(undisturbed, disturbed, strict=True))
     found |= {"streams": num_streams, "streams equal after a target was killed": same}
+    place.keep(found)
     if same < num_streams or not found["streams on the target that was killed"]:
         raise AssertionError(found)
     return found
@@ -82,6 +83,7 @@ def gaps(place: Place) -> Found:
                     median_s = _median(before, _gap_counts(metrics_port))
                     label = f"{name}: gap at {num_streams} streams, median us"
                     found[label] = None if median_s is None else round(median_s * 1e6, 1)
+                    place.keep(found)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, run_process, run_slot, unpack
+from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, found_so_far, run_process, run_slot, unpack
 from bench.gpu_slot.aims import AIMS, Aim, beside_aims
 from bench.gpu_slot.streams import _median
 from bench.gpu_slot.wheels import ARCHIVE, check_size, checkout_bytes, pack, wanted
@@ -39,7 +39,7 @@ def test_a_second_slot_goes_on_with_what_is_left(monkeypatch: pytest.MonkeyPatch
     slot = Slot(monkeypatch, versions=5, exactness=60, attention=50)
     names = ["versions", "exactness", "attention"]
     state = run_slot({}, names, slot.run, slot.save, 70)
-    assert slot.ran == [("versions", 60), ("exactness", 65)]  # 5 s are left, in which nothing is begun
+    assert slot.ran == [("versions", 70), ("exactness", 65)]  # 5 s are left, in which nothing is begun
     assert "attention" not in state
     run_slot(json.loads(slot.saved[-1]), names, slot.run, slot.save, 570)
     assert slot.ran[2:] == [("attention", 120)]
@@ -142,6 +142,26 @@ def test_what_a_step_leaves_behind_holds_nobody_up(tmp_path: Path, monkeypatch: 
     result = run_process("versions", 60, False, {**os.environ, "PYTHONPATH": ""})
     os.kill(result["found"], signal.SIGKILL)
     assert result["status"] == "ok"
+
+
+def test_what_a_step_found_before_it_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = tmp_path / "bench" / "gpu_slot" / "steps.py"
+    step.parent.mkdir(parents=True)
+    step.write_text(
+        "import pathlib, sys\npathlib.Path(sys.argv[3]).write_text('{\"a\": 1}')\nraise SystemExit('why')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    result = run_process("versions", 60, False, {**os.environ, "PYTHONPATH": ""})
+    assert result == {"status": "failed", "found": {"a": 1}, "output": "why\n"}
+
+
+def test_a_slot_that_writes_elsewhere_goes_on_from_earlier_results(tmp_path: Path) -> None:
+    out, earlier = tmp_path / "out.json", tmp_path / "earlier.json"
+    assert found_so_far(out, earlier) == {}
+    earlier.write_text('{"versions": {"status": "ok"}}')
+    assert found_so_far(out, earlier) == {"versions": {"status": "ok"}}
+    out.write_text("{}")
+    assert found_so_far(out, earlier) == {}
 
 
 def test_figures_are_told_beside_what_is_aimed_at() -> None:
