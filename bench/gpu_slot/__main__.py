@@ -161,6 +161,7 @@ def main() -> int:
         paths.insert(1, str(folder))
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     environment.pop("TRITON_INTERPRET", None)
+    environment.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; without a network to try takes its time
     if options.dry:
         environment["TRITON_INTERPRET"] = "1"
 
