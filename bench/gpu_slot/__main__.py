@@ -23,6 +23,7 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,11 @@ def unpack(wheels: Path, folder: Path) -> None:
             archive_of_one.extractall(folder)
 
 
+def distributions() -> list[dict[str, str]]:
+    """What is installed beside what is carried, as pip lists it: for ``bench.gpu_slot.wheels``."""
+    return [{"name": each.name, "version": each.version} for each in metadata.distributions()]
+
+
 def found_so_far(out: Path, earlier: Path) -> State:
     """The results of ``out`` if it is there, else those of ``earlier``, else none."""
     found: State = next((json.loads(path.read_text()) for path in (out, earlier) if path.exists()), {})
@@ -151,6 +157,7 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, help="to unpack and put before all others: an archive or a folder")
     options = parser.parse_args()
     state = found_so_far(options.out, options.earlier)
+    state["machine"] = {"status": "ok", "found": {"distributions": distributions()}}
     for name in options.again:
         state.pop(name, None)
     environment = dict(os.environ)

@@ -16,6 +16,20 @@ def served(place: Place) -> Found:
     return _told("specdec.cli.main", "demo")
 
 
+def failover(place: Place) -> Found:
+    """See ``streams.failover``, which needs more packages than what comes before it."""
+    from bench.gpu_slot import streams
+
+    return streams.failover(place)
+
+
+def gaps(place: Place) -> Found:
+    """See ``streams.gaps``."""
+    from bench.gpu_slot import streams
+
+    return streams.gaps(place)
+
+
 def inflated(place: Place) -> Found:
     """An enlarged pair served with and without speculation, beside transformers' own: speeds, and whose tokens differ.
 

@@ -19,8 +19,7 @@ from bench.gpu_slot import models
 from bench.gpu_slot.attending import attention
 from bench.gpu_slot.determinism import bitwise, num_cuts_that_differ, products
 from bench.gpu_slot.models import Found, Place, SlotModel
-from bench.gpu_slot.services import inflated, inflated_32b, loaded, served
-from bench.gpu_slot.streams import failover, gaps
+from bench.gpu_slot.services import failover, gaps, inflated, inflated_32b, loaded, served
 from bench.gpu_slot.watched import sanitizer
 from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, CudaCapture
 from specdec.engine.cuda.cuts import cut_parameters, launch_cuts
@@ -45,7 +44,6 @@ def versions(place: Place) -> Found:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
-    found["distributions"] = sorted(f"{each.name}=={each.version}" for each in metadata.distributions())
     if place.device.type == "cuda":
         properties = torch.cuda.get_device_properties(place.device)
         found |= {

@@ -3,8 +3,8 @@
     python -m bench.gpu_slot.wheels dist/gpu-wheels --has pip-list.json
 
 Wanted is all that targets, drafts and coordinators need without TLS, in the versions that are installed here; not what
-the machine has in a version that will do, and never torch, triton and what they bring, which it has. The step
-``versions`` of a slot finds what a machine has (``distributions``). The archive and the checkout travel together.
+the machine has in a version that will do, and never torch, triton and what they bring, which it has. What a machine has
+pip lists, or a slot's results say. The archive and the checkout travel together.
 """
 
 from __future__ import annotations
@@ -66,6 +66,13 @@ def wanted(has: Mapping[str, str], python_version: str = "3.12") -> dict[str, st
     return dict(sorted(chosen.items()))
 
 
+def installed(path: Path) -> dict[str, str]:
+    """Versions by name, of pip's list or of a slot's results."""
+    listed = json.loads(path.read_text())
+    listed = listed["machine"]["found"]["distributions"] if isinstance(listed, dict) else listed
+    return {canonicalize_name(item["name"]): item["version"] for item in listed}
+
+
 def check_size(archive: Path, beside_bytes: int) -> int:
     """Bytes of an archive. Raises ``ValueError`` where it and what travels beside it are more than may be carried."""
     size = archive.stat().st_size
@@ -99,12 +106,11 @@ def main() -> int:
     """Download and pack what is wanted; the exit code is 1 where it is too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--has", type=Path, help="the machine's `pip list --format json`")
+    parser.add_argument("--has", type=Path, help="the machine's `pip list --format json`, or results of a slot")
     parser.add_argument("--python", default="3.12", help="its version of Python")
     parser.add_argument("--list", action="store_true", help="say what is wanted, and download nothing")
     options = parser.parse_args()
-    listed = json.loads(options.has.read_text()) if options.has else []
-    chosen = wanted({canonicalize_name(item["name"]): item["version"] for item in listed}, options.python)
+    chosen = wanted(installed(options.has) if options.has else {}, options.python)
     pins = [f"{name}=={version}" for name, version in chosen.items()]
     if options.list:
         print("\n".join(pins))

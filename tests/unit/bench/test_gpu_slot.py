@@ -3,16 +3,18 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, found_so_far, run_process, run_slot, unpack
+from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, distributions, found_so_far, run_process, run_slot, unpack
 from bench.gpu_slot.aims import AIMS, Aim, beside_aims
 from bench.gpu_slot.streams import _median
-from bench.gpu_slot.wheels import ARCHIVE, check_size, checkout_bytes, pack, wanted
+from bench.gpu_slot.wheels import ARCHIVE, check_size, checkout_bytes, installed, pack, wanted
 
 ROOT = Path(__file__).resolve().parents[3]
 DRY = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
@@ -106,6 +108,21 @@ def test_wheels_are_what_the_machine_lacks_and_nothing_that_cuda_brings() -> Non
     assert not {"redis", "transformers"} & set(wanted(has))
     too_old = wanted({**has, "transformers": "5.16.4"})
     assert too_old["transformers"] == everything["transformers"]
+
+
+def test_what_a_machine_has_is_taken_from_a_slots_results_or_from_pip(tmp_path: Path) -> None:
+    listed = distributions()
+    (tmp_path / "pip.json").write_text(json.dumps(listed))
+    (tmp_path / "slot.json").write_text(json.dumps({"machine": {"found": {"distributions": listed}}}))
+    found = installed(tmp_path / "slot.json")
+    assert found == installed(tmp_path / "pip.json")
+    assert "numpy" in found
+    assert not wanted(found, "3.11")  # this machine lacks nothing
+
+
+def test_steps_before_those_that_serve_need_no_packages_of_services() -> None:
+    code = "import sys, bench.gpu_slot.steps; sys.exit('grpc' in sys.modules or 'prometheus_client' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=DRY, check=True)
 
 
 def test_wheels_that_are_too_large_beside_the_checkout_are_refused(tmp_path: Path) -> None:
