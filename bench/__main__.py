@@ -68,7 +68,8 @@ def main(
     per_token_slo_ms: Annotated[float, typer.Option(help="For goodput: mean time per token after it.")] = 50.0,
     shapes: Annotated[str, typer.Option(help="Of step times: target, draft, llama-1b, llama-8b.")] = "",
     check: Annotated[bool, typer.Option(help="Compare inflated models with their sources first.")] = True,
-    save: Annotated[bool, typer.Option(help="Write bench/results/<date>-<device>-<pair>.*.")] = True,
+    save: Annotated[bool, typer.Option(help="Write <date>-<device>-<pair>.* into the folder of results.")] = True,
+    results: Annotated[Path, typer.Option(help="That folder.")] = RESULTS,
 ) -> None:
     """Measure and report."""
     console = Console()
@@ -130,7 +131,7 @@ def main(
         facts["load_average_at_the_end"] = [round(load, 2) for load in os.getloadavg()]
         facts["seconds"] = round(time.monotonic() - began_s, 1)
     if save:
-        console.print(f"results: {found.save(RESULTS, file_name(made.name, device))}")
+        console.print(f"results: {found.save(results, file_name(made.name, device))}")
 
 
 def _check(pair: Pair, device: str, found: Report, progress: Progress) -> None:

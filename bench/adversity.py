@@ -130,7 +130,7 @@ def _measure(
                     asyncio.run(run_group(address, group, sampling, speculate=speculate)) for group in adversity.groups
                 ]
                 took[speculate] = time.perf_counter() - began_s
-        if sampling.is_reproducible and _tokens(runs[True]) != _tokens(runs[False]):
+        if plan.device == "cpu" and sampling.is_reproducible and _tokens(runs[True]) != _tokens(runs[False]):
             raise TokensDiffer(f"{adversity.name}, temperature {temperature}")
         stats = [c.require_finished().stats for each in runs[True] for c in each.completions]
         suspended.append(sum(s.num_suspended_steps for s in stats) / sum(s.num_steps for s in stats))

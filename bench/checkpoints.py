@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ _RECIPE = 1
 """Raised when the same source, shape and seed give other weights than before."""
 _SHARD_BYTES = 1 << 30
 _SEED = 0
+_SLACK = 1.01
+_IN_MEMORY = Path("/dev/shm/specdec-bench")
 _KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
          "chat_template.jinja")  # fmt: skip
 
@@ -33,15 +36,17 @@ def cache_folder() -> Path:
 def inflated(source: Path, shape: Shape, name: str, device: str = "cpu", cache: Path | None = None) -> Path:
     """Return the folder of an inflated checkpoint, which is made, on the device, unless the cache has it.
 
-    Raises InflationImpossible, and OSError where the disk is full.
+    Where the cache's disk has no room for it, it is kept in memory.
+
+    Raises InflationImpossible, and OSError where there is no room either.
     """
     content = f"{_RECIPE} {_SEED} {torch.device(device).type} {weights_digest(source)} {describe(shape)}"
     config = (source / "config.json").read_text()
     digest = hashlib.blake2b(f"{content} {config}".encode(), digest_size=6).hexdigest()
-    folder = (cache or cache_folder()) / f"{name}-{digest}"
-    if folder.is_dir():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folders = [each / f"{name}-{digest}" for each in ([cache] if cache else [cache_folder(), _IN_MEMORY])]
+    if (made := next((folder for folder in folders if folder.is_dir()), None)) is not None:
+        return made
+    folder = _roomy(folders, inflated_bytes(source, shape))
     unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     try:
         write_inflated(source, shape, unfinished, device)
@@ -53,6 +58,31 @@ def inflated(source: Path, shape: Shape, name: str, device: str = "cpu", cache: 
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     return folder
+
+
+def inflated_bytes(source: Path, shape: Shape) -> int:
+    """Of the weights of an inflated checkpoint; a few more where it has biases."""
+    weights: Tensors = {}
+    for file in sorted(source.glob("*.safetensors")):
+        weights |= load_file(file)
+    inflation = Inflation(json.loads((source / "config.json").read_text()), weights, shape, _SEED)
+    head_dim = int(inflation.config()["head_dim"])
+    attention = 2 * shape.hidden_size * head_dim * (shape.num_heads + shape.num_kv_heads)
+    layer = attention + 3 * shape.hidden_size * shape.intermediate_size + 2 * shape.hidden_size
+    ends = shape.vocab_size * shape.hidden_size * (2 if "lm_head.weight" in weights else 1)
+    return (layer * shape.num_layers + shape.hidden_size + ends) * inflation.dtype.itemsize
+
+
+def _roomy(folders: list[Path], num_bytes: int) -> Path:
+    """The first of the folders on whose disk there is room; they are made. Raises OSError where there is none."""
+    free: list[str] = []
+    for folder in folders:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free_bytes = shutil.disk_usage(folder.parent).free
+        if free_bytes > num_bytes * _SLACK:
+            return folder
+        free.append(f"{folder.parent} has {free_bytes / 2**30:.1f}")
+    raise OSError(errno.ENOSPC, f"{folders[0].name} needs {num_bytes / 2**30:.1f} GiB; {', '.join(free)}")
 
 
 def write_inflated(source: Path, shape: Shape, folder: Path, device: str = "cpu") -> None:

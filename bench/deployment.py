@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bench.delay_proxy import DelayProxy
-from bench.pairs import Pair
+from bench.pairs import Model, Pair
 from specdec.benchmark.progress import Progress
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.cores import assign_cores, share_cores
@@ -18,7 +18,7 @@ from specdec.cli.local.plan import LocalPlan, Placement, plan_services
 from specdec.cli.local.service_process import ServiceSpec
 
 _LEAST_KV_BYTES = 1 << 30
-_KV_ITEM_BYTES = 4
+_KV_ITEM_BYTES = {"cpu": 4, "cuda": 2}
 _WARMUP_TOKENS = 4096
 """Room in the KV cache beside what requests need: prefixes stay cached."""
 
@@ -35,7 +35,7 @@ class Deployment:
     """No draft; on CPU the target's engine has all cores but one that the other processes share, and with up to two
     cores it shares them all."""
     most_tokens: int = 0
-    """KV cache for so many tokens at once."""
+    """KV caches for so many tokens at once: on a GPU each deployment leaves the rest of the memory to others."""
     target: Mapping[str, object] = field(default_factory=dict)
     draft: Mapping[str, object] = field(default_factory=dict)
     coordinator: Mapping[str, object] = field(default_factory=dict)
@@ -85,13 +85,14 @@ def pinned(cores: Sequence[int]) -> Iterator[None]:
 
 
 def _plan(deployment: Deployment) -> LocalPlan:
-    target = dict(deployment.target)
-    if deployment.device == "cpu":
-        target.setdefault("kv_cache_memory_bytes", _kv_bytes(deployment))
-        if deployment.is_plain:
-            cores = deployment.cores
-            engine = cores[:-1] if len(cores) > 2 else cores
-            target |= {"engine_cores": ",".join(map(str, engine)), "num_threads": len(engine)}
+    target, draft = dict(deployment.target), dict(deployment.draft)
+    target.setdefault("kv_cache_memory_bytes", _kv_bytes(deployment, deployment.pair.target))
+    if deployment.device != "cpu" and not deployment.is_plain and "drafters" not in draft:
+        draft.setdefault("kv_cache_memory_bytes", _kv_bytes(deployment, deployment.pair.draft))
+    if deployment.device == "cpu" and deployment.is_plain:
+        cores = deployment.cores
+        engine = cores[:-1] if len(cores) > 2 else cores
+        target |= {"engine_cores": ",".join(map(str, engine)), "num_threads": len(engine)}
     return LocalPlan(
         target_model=str(deployment.pair.target.folder),
         draft_model=str(deployment.pair.draft.folder),
@@ -100,16 +101,16 @@ def _plan(deployment: Deployment) -> LocalPlan:
         num_drafts=0 if deployment.is_plain else 1,
         free_ports=True,
         target_settings=target,
-        draft_settings=deployment.draft,
+        draft_settings=draft,
         coordinator_settings=deployment.coordinator,
     )
 
 
-def _kv_bytes(deployment: Deployment) -> int:
-    config = deployment.pair.target.config
+def _kv_bytes(deployment: Deployment, model: Model) -> int:
+    config = model.config
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     num_kv_heads = config.get("num_key_value_heads") or config["num_attention_heads"]
-    per_token = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * _KV_ITEM_BYTES
+    per_token = 2 * config["num_hidden_layers"] * num_kv_heads * head_dim * _KV_ITEM_BYTES[deployment.device]
     return max(_LEAST_KV_BYTES, per_token * (deployment.most_tokens + _WARMUP_TOKENS))
 
 

@@ -80,6 +80,11 @@ class Inflation:
         self._dtype = some.dtype if self.is_exact else torch.float32
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Of the larger checkpoint."""
+        return self._dtype
+
+    @property
     def is_exact(self) -> bool:
         """Whether the norms' weights are scaled by a power of two, which rounds nothing."""
         return math.frexp(self._norm_scale)[0] == 0.5

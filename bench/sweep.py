@@ -218,7 +218,8 @@ def _case(
         max_draft_tokens=max_draft_tokens,
         verify_mode=plan.verify_mode,
     )
-    return Case(prompts=prompts, sampling=sampling, batch=batch, repeats=plan.repeats, rounds=plan.rounds)
+    return Case(prompts=prompts, sampling=sampling, batch=batch, repeats=plan.repeats, rounds=plan.rounds,
+                is_exact=plan.device == "cpu")  # fmt: skip
 
 
 def _table(title: str, rows: Sequence[dict[str, object]]) -> Table:

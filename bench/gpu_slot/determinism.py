@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear
 
 from bench.gpu_slot import models
-from bench.gpu_slot.models import Found, Place
+from bench.gpu_slot.models import Found, Place, chain_rows
 from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.products import ProductTiles, ordered_linear, product_tiles
 from specdec.engine.sampling.logit_processors import CutArguments, cut_, temperature_scores
@@ -25,7 +25,7 @@ def num_cuts_that_differ(place: Place, logits: torch.Tensor) -> int:
 
 
 def bitwise(place: Place) -> Found:
-    """In how many rows logits differ when the same tokens are computed in chunks of other sizes.
+    """In how many rows logits differ when the same tokens are computed in chunks of other sizes, or in a tree.
 
     Raises where one differs with row-invariant products.
     """
@@ -41,8 +41,16 @@ def bitwise(place: Place) -> Found:
                 part = model.decoder(model.rows(start, rows), model.cache)
                 differing += int((part != whole[start : start + rows]).any(1).sum())
             found[f"{kind}: rows in chunks of {rows} that differ from one prefill"] = [differing, rows * len(starts)]
-            if differing and kind == "deterministic" and not place.dry:  # the interpreter's own products go by rows
-                raise AssertionError(found)
+        rows, start = (5, length - 8) if place.dry else (64, length - 64)
+        chain = chain_rows(rows)
+        tree = model.decoder(model.tree(start, rows), model.cache)
+        expected = whole[start : start + len(chain) + 1]
+        differing = int((tree[[0, *chain]] != expected).any(1).sum())
+        found[f"{kind}: rows in a tree of {rows} that differ from one prefill"] = [differing, len(expected)]
+        place.keep(found)
+        # The interpreter's own products go by the number of rows.
+        if kind == "deterministic" and not place.dry and any(found[name][0] for name in found if kind in name):
+            raise AssertionError(found)
         del model, whole
     return found
 
@@ -56,12 +64,13 @@ def products(place: Place) -> Found:
         for num_rows in (1, 8) if place.dry else (1, 8, 64, 512):
             rows = torch.randn(num_rows, num_inputs, device=place.device).to(place.dtype)
             label = f"{num_rows} x {num_inputs} x {num_outputs}"
-            found[f"{label}, torch ms"] = place.median_ms(partial(linear, rows, weight))
+            found[f"{label}, torch ms"] = place.device_ms(partial(linear, rows, weight))
             chosen = product_tiles(num_rows, num_outputs, place.dtype)
             expected = ordered_linear(rows, weight)
+            place.keep(found)
             for tiles in (chosen, *_other_tiles(num_rows, chosen.block_k)):
                 name = f"{label}, {tiles.block_m} x {tiles.block_n}, {tiles.num_stages} stages, {tiles.num_warps} warps"
-                found[f"{name} ms"] = place.median_ms(partial(ordered_linear, rows, weight, None, tiles))
+                found[f"{name} ms"] = place.device_ms(partial(ordered_linear, rows, weight, None, tiles))
                 if not place.dry and not torch.equal(ordered_linear(rows, weight, None, tiles), expected):
                     raise AssertionError({**found, "other bits": name})
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,7 +22,11 @@ Found = dict[str, Any]
 """What a step found, as JSON has it."""
 BLOCK_SIZE = 16
 _REPEATS = 20
-_SHAPES = {
+_HELD_UP_CYCLES = 40_000_000
+"""20 ms of a GPU at 2 GHz."""
+_DEPTHS = 8
+"""Of large trees. Captured steps have room for paths as long."""
+SHAPES = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
            "num_key_value_heads": 8, "vocab_size": 128256},
     "1b": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
@@ -37,11 +42,13 @@ class Place:
 
     device: torch.device
     dry: bool
+    keep: Callable[[Found], None] = field(default=lambda found: None)
+    """Writes what a step has found so far: all that is left of one that fails or runs out of time."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Of models: the interpreter's products of bfloat16 are wrong."""
-        return torch.float32 if self.dry else torch.bfloat16
+        return torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def synchronize(self) -> None:
         """Wait for all that was launched."""
@@ -60,6 +67,21 @@ class Place:
             self.synchronize()
             times.append(time.perf_counter() - began_s)
         return round(statistics.median(times) * 1000, 4)
+
+    def device_ms(self, run: Callable[[], object]) -> float:
+        """What a call takes of the device alone: many are launched while it is held up, so that it waits for none."""
+        if self.device.type != "cuda":
+            return self.median_ms(run)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(3):
+            run()
+        torch.cuda._sleep(_HELD_UP_CYCLES)
+        begin.record()
+        for _ in range(_REPEATS):
+            run()
+        end.record()
+        self.synchronize()
+        return round(float(begin.elapsed_time(end)) / _REPEATS, 4)
 
 
 @dataclass(slots=True)
@@ -89,10 +111,38 @@ class SlotModel:
             num_seqs=1,
         )
 
+    def tree(self, start: int, num_rows: int, context_len: int | None = None) -> Batch:
+        """The token at ``start`` and a tree below it, all logits wanted. The sequence goes on in ``chain_rows``; at
+        each depth other tokens stand beside its."""
+        batch, chain = self.rows(start, num_rows, context_len), chain_rows(num_rows)
+        width = chain[1] - chain[0] if len(chain) > 1 else 1
+        nodes = [divmod(row, width) for row in range(num_rows - 1)]
+        depths = [0, *(above + 1 for above, _ in nodes)]
+        paths = [[], *([*chain[:above], 1 + above * width + place] for above, place in nodes)]
+        device = self.cache.device
+        positions = start + torch.tensor(depths, device=device)
+        others = torch.tensor([0, *(place for _, place in nodes)], device=device)
+        ends = torch.tensor([0, *itertools.accumulate(map(len, paths))], dtype=torch.int32)
+        slots = torch.tensor([start + row for path in paths for row in path], dtype=torch.int32)
+        return replace(
+            batch,
+            input_ids=(positions * 7919 + others) % self.vocab_size,
+            position_ids=positions,
+            context_lens=torch.full_like(batch.context_lens, start + 1),
+            path_offsets=ends.to(device),
+            path_slots=slots.to(device),
+        )
+
+
+def chain_rows(num_rows: int) -> list[int]:
+    """Rows of ``SlotModel.tree`` below its root that are the sequence's own tokens, by depth."""
+    width = max(2, -(-(num_rows - 1) // _DEPTHS))
+    return list(range(1, num_rows, width))
+
 
 def make(name: str, place: Place, max_len: int, *, row_invariant: bool = False) -> SlotModel:
     """A model of a shape, or the tiny one in a dry run; ``row_invariant`` as ``DeviceDecoder`` takes it."""
-    config = LlamaConfig.from_dict({**_SHAPES["tiny" if place.dry else name], "max_position_embeddings": max_len})
+    config = LlamaConfig.from_dict({**SHAPES["tiny" if place.dry else name], "max_position_embeddings": max_len})
     model = random_model(config, place.dtype, place.device).eval()
     weight_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     head_dim = config.hidden_size // config.num_attention_heads

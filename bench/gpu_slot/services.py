@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 from bench.gpu_slot.models import Found, Place
 
@@ -13,12 +16,26 @@ def served(place: Place) -> Found:
     return _told("specdec.cli.main", "demo")
 
 
+def failover(place: Place) -> Found:
+    """See ``streams.failover``, which needs more packages than what comes before it."""
+    from bench.gpu_slot import streams
+
+    return streams.failover(place)
+
+
+def gaps(place: Place) -> Found:
+    """See ``streams.gaps``."""
+    from bench.gpu_slot import streams
+
+    return streams.gaps(place)
+
+
 def inflated(place: Place) -> Found:
     """An enlarged pair served with and without speculation, beside transformers' own: speeds, and whose tokens differ.
 
     Its weights are written to disk first, 20 GB; a slot that is too short for it leaves it to the next.
     """
-    only = ["--only", "systems", "--batch", "1", "--prompts", "1", "--peer-tokens", "5"]
+    only = ["--only", "systems", "--systems", "transformers", "--batch", "1", "--prompts", "2", "--peer-tokens", "5"]
     return _bench(place, "gpu-8b", *only)
 
 
@@ -35,7 +52,10 @@ def inflated_32b(place: Place) -> Found:
 def _bench(place: Place, pair: str, *arguments: str) -> Found:
     where = ["--pair", "shipped", "--device", "cpu"] if place.dry else ["--pair", pair, "--device", "cuda"]
     sizes = ["--repeats", "1", "--max-tokens", "16" if place.dry else "96", "--temperature", "0,1"]
-    return _told("bench", *where, *sizes, *arguments, "--no-check", "--no-save")
+    with tempfile.TemporaryDirectory() as folder:
+        found = _told("bench", *where, *sizes, *arguments, "--no-check", "--results", folder)
+        (results,) = Path(folder).glob("*.json")
+        return {**found, "results": json.loads(results.read_text())}
 
 
 def _told(module: str, *arguments: str) -> Found:

@@ -16,15 +16,11 @@ from pathlib import Path
 import torch
 
 from bench.gpu_slot import models
+from bench.gpu_slot.attending import attention
 from bench.gpu_slot.determinism import bitwise, num_cuts_that_differ, products
 from bench.gpu_slot.models import Found, Place, SlotModel
-from bench.gpu_slot.services import inflated, inflated_32b, loaded, served
+from bench.gpu_slot.services import failover, gaps, inflated, inflated_32b, loaded, served
 from bench.gpu_slot.watched import sanitizer
-from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
-from specdec.engine.attention.paged import AttentionOptions, ForwardContext
-from specdec.engine.attention.torch_kernels import GatherAttention
-from specdec.engine.batch import Batch
-from specdec.engine.cuda.attention import TritonAttention
 from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, CudaCapture
 from specdec.engine.cuda.cuts import cut_parameters, launch_cuts
 from specdec.engine.cuda.sampling import device_perturbed_top, launch_top, row_parameters
@@ -35,6 +31,8 @@ from specdec.engine.sampling.perturbed_top import perturbed_top
 from specdec.engine.sampling.sampler import Sampler
 from specdec.sampling_params import SamplingParams
 
+LEAST_CONTEXT = 8
+"""Where attention costs a step next to nothing."""
 _PACKAGES = ("torch", "triton", "transformers", "tokenizers", "grpcio", "protobuf", "pydantic", "numpy")
 
 
@@ -70,64 +68,10 @@ def exactness(place: Place) -> Found:
         "scores_that_differ": sum(a != b for a, b in zip(scores, expected[1], strict=True)),
     }
     found["cuts_that_differ"] = num_cuts_that_differ(place, logits[:8])
+    place.keep(found)
     if found["tokens_that_differ"] or found["cuts_that_differ"]:
         raise AssertionError(found)
     return found
-
-
-def attention(place: Place) -> Found:
-    """Triton's attention against gathering, in each dtype; raises where they are far apart."""
-    found = {}
-    limits = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-    for dtype, limit in limits.items():
-        if place.dry and dtype == torch.bfloat16:
-            continue  # wrong in the interpreter
-        for head_dim in (64, 128):
-            for num_rows, context in ((1, 40), (8, 200)) if place.dry else ((1, 1000), (8, 5000), (512, 4000)):
-                error = _attention_error(place, dtype, head_dim, num_rows, context)
-                found[f"{dtype} heads of {head_dim}, {num_rows} rows after {context}"] = error
-                if not error <= limit:
-                    raise AssertionError(found)
-    return found
-
-
-def _attention_error(place: Place, dtype: torch.dtype, head_dim: int, num_rows: int, context: int) -> float:
-    geometry, num_heads = LayerGeometry(2, head_dim, head_dim), 8
-    generator = torch.Generator(place.device).manual_seed(1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device=place.device).to(dtype)
-
-    caches = [KVCache([geometry], -(-(context + num_rows) // 16), 16, dtype, place.device) for _ in range(2)]
-    for store, other in ((caches[0].keys[0], caches[1].keys[0]), (caches[0].values[0], caches[1].values[0])):
-        store.copy_(random(*store.shape))
-        other.copy_(store)
-    query = random(num_rows, num_heads, head_dim)
-    key, value = random(num_rows, 2, head_dim), random(num_rows, 2, head_dim)
-    batch = _one_sequence(place, context, num_rows)
-    options = AttentionOptions(head_dim**-0.5)
-    results = []
-    for kernel, cache in ((GatherAttention(), caches[0]), (TritonAttention(), caches[1])):
-        results.append(kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options).float())
-    return float((results[0] - results[1]).abs().max())
-
-
-def _one_sequence(place: Place, start: int, num_rows: int) -> Batch:
-    positions = torch.arange(start, start + num_rows, device=place.device)
-    empty = torch.zeros(num_rows + 1, dtype=torch.int32, device=place.device)
-    tables = torch.arange(-(-(start + num_rows) // 16), dtype=torch.int32, device=place.device)[None]
-    return Batch(
-        input_ids=positions,
-        position_ids=positions,
-        slot_mapping=positions.clone(),
-        row_seq=empty[:-1],
-        context_lens=(positions + 1).int(),
-        path_offsets=empty,
-        path_slots=empty[:0],
-        block_tables=tables,
-        logits_indices=positions[:0],
-        num_seqs=1,
-    )
 
 
 def graph(place: Place) -> Found:
@@ -149,6 +93,7 @@ def graph(place: Place) -> Found:
             torch.cuda.set_sync_debug_mode("default")
         same = bool(torch.equal(replayed, model.decoder(batch, model.cache)))
         found[f"{rows} rows: equal bits"] = same
+        place.keep(found)
         if not same and rows in ROW_BUCKETS:  # products of padded rows may be others
             raise AssertionError(found)
     if replays.num_graphs == 0:
@@ -195,15 +140,23 @@ def steps(place: Place) -> Found:
                 found[f"{label}, eager ms"] = place.median_ms(partial(model.decoder, batch, model.cache))
                 if rows <= 64:
                     found[f"{label}, graph ms"] = place.median_ms(partial(replays, batch, model.cache))
+                place.keep(found)
+        for context in (LEAST_CONTEXT, *contexts):
+            for rows in (8,) if place.dry else (8, 64):
+                batch = model.tree(context, rows, context + rows)
+                found[f"{name}: tree of {rows} at {context}, graph ms"] = place.median_ms(
+                    partial(replays, batch, model.cache)
+                )
         found[f"{name}: prefill of {contexts[-1]}, ms"] = place.median_ms(partial(_prefill, place, model, contexts[-1]))
+        place.keep(found)
         del model, replays
     vocab_size = 3000 if place.dry else 128256
     logits = torch.randn(8, vocab_size, device=place.device)
     parameters = row_parameters([1.0] * 8, list(range(16))).to(place.device)
-    found["sampling of 8 rows ms"] = place.median_ms(lambda: launch_top(logits, parameters, 4))
+    found["sampling of 8 rows ms"] = place.device_ms(lambda: launch_top(logits, parameters, 4))
     words, kinds = cut_parameters([1.0] * 8, ([40] * 8, [0.9] * 8, [-3.0] * 8), vocab_size)
     words = words.to(place.device)
-    found["cuts of 8 rows ms"] = place.median_ms(lambda: launch_cuts(logits, words, kinds))
+    found["cuts of 8 rows ms"] = place.device_ms(lambda: launch_cuts(logits, words, kinds))
     return found
 
 
@@ -268,6 +221,8 @@ STEPS: dict[str, Callable[[Place], Found]] = {
         steps,
         draft,
         served,
+        failover,
+        gaps,
         trace,
         inflated,
         loaded,
@@ -286,9 +241,11 @@ def main() -> int:
     options = parser.parse_args()
     if not options.dry and not torch.cuda.is_available():
         raise SystemExit("no CUDA device is here: --dry runs the same steps without one")
-    place = Place(torch.device("cpu" if options.dry else "cuda:0"), options.dry)
-    found = STEPS[options.step](place)
-    options.out.write_text(json.dumps(found))
+
+    def keep(found: Found) -> None:
+        options.out.write_text(json.dumps(found))
+
+    keep(STEPS[options.step](Place(torch.device("cpu" if options.dry else "cuda:0"), options.dry, keep)))
     return 0
 
 

@@ -1,27 +1,38 @@
-"""Which wheels a slot must carry for a machine without a network, and whether they are small enough.
+"""Which wheels a slot must carry for a machine without a network, in one archive, and whether that is small enough.
 
     python -m bench.gpu_slot.wheels dist/gpu-wheels --has pip-list.json
 
-Wanted is all that targets, drafts, coordinators and the gateway need, in the versions that are installed here; not what
-the machine has in a version that is allowed, and never torch, triton and what they bring, which it has.
+Wanted is all that targets, drafts and coordinators need without TLS, in the versions that are installed here; not what
+the machine has in a version that will do, and never torch, triton and what they bring, which it has. What a machine has
+pip lists, or a slot's results say. The archive and the checkout travel together.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
+import tarfile
+import zipfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 MOST_BYTES = 64 << 20
-_EXTRAS = ("engine", "gateway")
-_OF_THE_MACHINE = ("torch", "triton", "nvidia-", "cuda-")
+"""Of the archive and the checkout."""
+ARCHIVE = "wheels.tar.xz"
+_EXTRAS = ("engine",)
+_LEFT_OUT = ("torch", "triton", "nvidia-", "cuda-", "cryptography")
+_ENOUGH = {"transformers": SpecifierSet(">=5.17"), "tokenizers": SpecifierSet(">=0.23")}
+"""What a slot on one GPU does ran with these as well, on a CPU; a release is not tested with them."""
+_NEWEST_GLIBC = 39
+"""Of wheels that the machine can load: 2.39."""
 
 
 def wanted(has: Mapping[str, str], python_version: str = "3.12") -> dict[str, str]:
@@ -42,9 +53,10 @@ def wanted(has: Mapping[str, str], python_version: str = "3.12") -> dict[str, st
             if requirement.marker and not requirement.marker.evaluate({**environment, "extra": extra}):
                 continue
             needed = canonicalize_name(requirement.name)
-            if needed == "specdec" or needed.startswith(_OF_THE_MACHINE):
+            if needed == "specdec" or needed.startswith(_LEFT_OUT):
                 continue
-            if needed in has and requirement.specifier.contains(has[needed], prereleases=True) and needed not in chosen:
+            enough = _ENOUGH.get(needed, requirement.specifier)
+            if needed in has and enough.contains(has[needed], prereleases=True) and needed not in chosen:
                 continue
             chosen[needed] = metadata.version(needed)
             for item in ((needed, own) for own in ("", *requirement.extras)):
@@ -54,41 +66,70 @@ def wanted(has: Mapping[str, str], python_version: str = "3.12") -> dict[str, st
     return dict(sorted(chosen.items()))
 
 
-def check_size(folder: Path) -> int:
-    """Bytes of all wheels of a folder. Raises ``ValueError`` where they are more than may be carried."""
-    sizes = {path.name: path.stat().st_size for path in folder.glob("*.whl")}
-    total = sum(sizes.values())
-    if total > MOST_BYTES:
-        largest = sorted(sizes, key=lambda name: -sizes[name])[:5]
-        told = ", ".join(f"{name} {sizes[name] / 2**20:.1f}" for name in largest)
-        raise ValueError(f"{total / 2**20:.1f} MiB of wheels, and {MOST_BYTES / 2**20:.0f} may be carried; {told}")
-    return total
+def installed(path: Path) -> dict[str, str]:
+    """Versions by name, of pip's list or of a slot's results."""
+    listed = json.loads(path.read_text())
+    listed = listed["machine"]["found"]["distributions"] if isinstance(listed, dict) else listed
+    return {canonicalize_name(item["name"]): item["version"] for item in listed}
+
+
+def check_size(archive: Path, beside_bytes: int) -> int:
+    """Bytes of an archive. Raises ``ValueError`` where it and what travels beside it are more than may be carried."""
+    size = archive.stat().st_size
+    if size + beside_bytes > MOST_BYTES:
+        raise ValueError(
+            f"{size / 2**20:.1f} MiB of wheels beside a checkout of {beside_bytes / 2**20:.1f}, and "
+            f"{MOST_BYTES / 2**20:.0f} may be carried: say what the machine has (--has)"
+        )
+    return size
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Put what a folder's wheels unpack to into one archive: two thirds of their size, as all are compressed as one."""
+    with tarfile.open(archive, "w:xz") as together:
+        for wheel in sorted(folder.glob("*.whl")):
+            with zipfile.ZipFile(wheel) as content:
+                for item in content.infolist():
+                    entry = tarfile.TarInfo(item.filename)
+                    entry.size = item.file_size
+                    if not item.is_dir():
+                        together.addfile(entry, content.open(item))
+
+
+def checkout_bytes() -> int:
+    """Bytes of the files that this checkout keeps."""
+    listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, check=True).stdout.split(b"\0")
+    return sum(os.path.getsize(path) for path in listed if path and os.path.exists(path))
 
 
 def main() -> int:
-    """Download what is wanted; the exit code is 1 where it is too large."""
+    """Download and pack what is wanted; the exit code is 1 where it is too large."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--has", type=Path, help="the machine's `pip list --format json`")
+    parser.add_argument("--has", type=Path, help="the machine's `pip list --format json`, or results of a slot")
     parser.add_argument("--python", default="3.12", help="its version of Python")
     parser.add_argument("--list", action="store_true", help="say what is wanted, and download nothing")
     options = parser.parse_args()
-    listed = json.loads(options.has.read_text()) if options.has else []
-    chosen = wanted({canonicalize_name(item["name"]): item["version"] for item in listed}, options.python)
+    chosen = wanted(installed(options.has) if options.has else {}, options.python)
     pins = [f"{name}=={version}" for name, version in chosen.items()]
     if options.list:
         print("\n".join(pins))
         return 0
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
     tags = [f"--python-version={options.python}", "--implementation=cp"]
-    tags += [f"--platform=manylinux{tag}_x86_64" for tag in ("_2_28", "_2_17", "2014", "_2_5")]
+    tags += [f"--platform=manylinux_2_{minor}_x86_64" for minor in range(_NEWEST_GLIBC, 4, -1)]
+    tags += [f"--platform=manylinux{tag}_x86_64" for tag in ("2014", "2010", "1")]
+    for old in options.folder.glob("*.whl"):
+        old.unlink()  # of other versions, perhaps
     subprocess.run([*command, *tags, "--dest", str(options.folder), *pins], check=True)
+    archive = options.folder / ARCHIVE
+    pack(options.folder, archive)
     try:
-        total = check_size(options.folder)
+        size = check_size(archive, checkout_bytes())
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{len(pins)} wheels, {total / 2**20:.1f} MiB, in {options.folder}")
+    print(f"{len(pins)} wheels, {size / 2**20:.1f} MiB, in {archive}")
     return 0
 
 

@@ -15,7 +15,7 @@ _D = "specdec_draft"
 def target() -> dict[str, Any]:
     """Return the dashboard of targets."""
     constraints = Row("Constraints", [*_constraints(_T), _masks()])
-    rows = [Row("Verification", _verification()), *_engine_rows(_T), constraints]
+    rows = [Row("Verification", [*_verification(), _device_gap()]), *_engine_rows(_T), constraints]
     return dashboard("specdec-target", "specdec / Targets", "Verification and plain decoding.", rows, f"{_T}_kv_blocks")
 
 
@@ -212,6 +212,17 @@ def _constraints(prefix: str) -> list[Panel]:
             width=12,
         ),
     ]
+
+
+def _device_gap() -> Panel:
+    return Panel(
+        "Gap between passes",
+        "On a GPU's clock: from the end of one pass that decodes to the begin of the next. Tokens are drawn in "
+        "it; the rest is idle, or hold-off.",
+        quantiles(f"{_T}_device_gap_seconds", _OF),
+        "s",
+        width=12,
+    )
 
 
 def _masks() -> Panel:

@@ -50,7 +50,12 @@ class Flight:
             preempted=[seq for seq in preempted if seq not in freed] if freed else preempted,
             num_tokens=self.scheduled.num_tokens,
             hidden=None if self.batch.tap is None else self.batch.tap.states,
+            gap_s=_unknown_gap_s if isinstance(self.computed, torch.Tensor) else self.computed.gap_s,
         )
+
+
+def _unknown_gap_s() -> float | None:
+    return None
 
 
 def _item_output(item: ScheduledItem, rows: slice, batch_rows: slice) -> ItemOutput:

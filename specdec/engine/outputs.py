@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +45,8 @@ class StepOutput:
     """Rows of the batch."""
     hidden: torch.Tensor | None = None
     """[num_tokens, layers of the tap, hidden size], of all rows of the batch; None without a tap."""
+    gap_s: Callable[[], float | None] = lambda: None
+    """`LaunchedPass.gap_s` of the pass, where it was one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

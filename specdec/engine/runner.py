@@ -37,3 +37,8 @@ class LaunchedPass(Protocol):
 
         Raises what the pass has raised.
         """
+
+    def gap_s(self) -> float | None:
+        """From the end of the pass before to the begin of this one, on the device's clock: what it idled between two
+        steps, and drew tokens. None: not known, or the pass has not begun. Never waits.
+        """

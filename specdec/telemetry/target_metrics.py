@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry
 
 from specdec.telemetry.engine_metrics import EngineMetrics
-from specdec.telemetry.registry import COARSE_S, FINE_S, TOKENS
+from specdec.telemetry.registry import COARSE_S, FINE_S, GAP_S, TOKENS
 
 _DEPTH = {"depth": "1, 2, ...: the distance from the last committed token"}
 
@@ -123,6 +123,14 @@ class TargetMetrics(EngineMetrics):
             "Time between committed tokens; a burst of n is n intervals of 1/n.",
             FINE_S,
             promql="histogram_quantile(0.95, sum by (le) (rate($inter_token_seconds_bucket[5m])))",
+        )
+
+        self.device_gap_seconds = self._histogram(
+            "device_gap_seconds",
+            "Between two steps that decode, on the clock of a GPU: from the end of one's pass to the begin of the next"
+            " one's. Tokens are drawn in it; the rest is idle, or hold-off.",
+            GAP_S,
+            promql="histogram_quantile(0.5, sum by (le) (rate($device_gap_seconds_bucket[5m])))",
         )
 
     def _make_mask_metrics(self) -> None:

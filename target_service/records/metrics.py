@@ -150,6 +150,9 @@ class TargetRecorder:
         if num_nodes:
             self._tallies.observe(self._metrics.verify_seconds, step.elapsed_s)
             self._tallies.count(self._metrics.verified_nodes, num_nodes)
+        gap_s = step.output.gap_s() if step.is_decode else None
+        if gap_s is not None:
+            self._tallies.observe(self._metrics.device_gap_seconds, gap_s)
 
     def turn(self, outside_s: float, payoff: Payoff | None) -> None:
         """The turn of a step is over: what it took besides the step, and what it says of speculation."""

@@ -269,6 +269,7 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._stream: Any = None  # one for all: libraries keep a workspace for each that they have seen
         self._held_bytes = 0
 
     def held_bytes(self) -> int:
@@ -277,7 +278,7 @@ class CudaCapture:
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         """See ``Capture``. After two runs in which kernels are compiled and libraries set up."""
-        stream = torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
@@ -286,10 +287,11 @@ class CudaCapture:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # as the capture does: what those runs leave behind would hide what it takes
         before = torch.cuda.memory_reserved()
         graph = torch.cuda.CUDAGraph()
         # Other threads may ask the device for something meanwhile, as NCCL's does.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             logits = run()
         self._held_bytes += max(0, torch.cuda.memory_reserved() - before)
         return graph.replay, logits

@@ -57,6 +57,8 @@ class _Parts(NamedTuple):
     """[rows], of round 0."""
     num_passes: Any
     """[rows]"""
+    logits_rows: Any
+    """[rows], of the logits that the first draw is made from."""
     parameters: Any
     """[draws, rows, 3], of `row_parameters`."""
     cuts: Any
@@ -68,10 +70,12 @@ class _Parts(NamedTuple):
     def of(state: Any, num_draws: int, num_rows: int, has_cuts: bool) -> _Parts:
         """Of a tensor or an array."""
         ends = list(
-            itertools.accumulate((num_rows, num_rows, 3 * num_draws * num_rows, NUM_CUT_WORDS * num_rows * has_cuts))
+            itertools.accumulate(
+                (num_rows, num_rows, num_rows, 3 * num_draws * num_rows, NUM_CUT_WORDS * num_rows * has_cuts)
+            )
         )
         parts = [state[low:high] for low, high in zip([0, *ends], [*ends, None], strict=True)]
-        shapes = ((num_rows,), (num_rows,), (num_draws, num_rows, 3), (-1, NUM_CUT_WORDS), (num_rows, -1))
+        shapes = ((num_rows,), (num_rows,), (num_rows,), (num_draws, num_rows, 3), (-1, NUM_CUT_WORDS), (num_rows, -1))
         return _Parts(*(part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)))
 
 
@@ -137,11 +141,12 @@ class DeviceDrawing:
             bucket = next((bucket for bucket in ROUND_BUCKETS if bucket >= wanted), ROUND_BUCKETS[-1])
             graph = self._graph_of((num_rows, num_blocks, bucket, num_top, kinds))
         self.num_passes = 0
-        first = logits[[row.logits_row for row in rows], : self._vocab_size]
         if graph is None:
+            first = logits[[row.logits_row for row in rows], : self._vocab_size]
             return [[draw] for draw in self._single(rows, first, num_top)]
         self.num_passes = len(graph.drawn) - 1
         parts = self._upload(graph, rows, cuts)
+        first = logits.index_select(0, parts.logits_rows[: len(rows)])[:, : self._vocab_size]
         self._launch_draw(graph, first, parts.parameters[0], parts.cuts, graph.drawn[0, : len(rows)])
         graph.replay()
         results = graph.results.cpu()[:, : len(rows)]
@@ -195,6 +200,7 @@ class DeviceDrawing:
         for index, row in enumerate(rows):
             params = row.rule.params
             parts.positions[index], parts.num_passes[index] = row.position, min(row.num_rounds, num_draws) - 1
+            parts.logits_rows[index] = row.logits_row
             parts.tables[index, : len(row.block_ids)] = row.block_ids
             if params.is_greedy:
                 continue
@@ -230,7 +236,7 @@ class DeviceDrawing:
         spare_block = cache.num_blocks - 1
         batch = empty_batch((num_rows, 1), device, spare_block, cache.block_size)
         batch.row_seq = torch.arange(num_rows, dtype=torch.int32, device=device)
-        words_per_row = 2 + 3 * num_draws + (NUM_CUT_WORDS if cuts is not None else 0) + width
+        words_per_row = 3 + 3 * num_draws + (NUM_CUT_WORDS if cuts is not None else 0) + width
         state = torch.zeros(num_rows * words_per_row, dtype=torch.int32, device=device)
         parts = _Parts.of(state, num_draws, num_rows, cuts is not None)
         batch.block_tables = parts.tables

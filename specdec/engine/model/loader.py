@@ -4,6 +4,7 @@ import hashlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -108,7 +109,7 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         model = random_model(config, dtype, device, settings.trust_remote_code, group)
     else:
         digest = weights_digest(directory)
-        model = _read_model(directory, settings, dtype, group)
+        model = _read_model(directory, settings, dtype, device, group)
     head = model.get_output_embeddings()
     num_logits = int(config.vocab_size if head is None else head.weight.shape[0])
     tokenizer = read_tokenizer(directory)
@@ -178,9 +179,13 @@ def _read_config(directory: Path, settings: EngineSettings) -> PreTrainedConfig:
 
 
 def _read_model(
-    directory: Path, settings: EngineSettings, dtype: torch.dtype, group: RankGroup | None
+    directory: Path, settings: EngineSettings, dtype: torch.dtype, device: torch.device, group: RankGroup | None
 ) -> PreTrainedModel:
-    sharded = {} if group is None else {"distributed_config": DistributedConfig(tp_size=group.size)}
+    placed: dict[str, Any] = {}
+    if group is not None:
+        placed["distributed_config"] = DistributedConfig(tp_size=group.size)
+    elif device.type == "cuda":
+        placed["device_map"] = {"": device}  # tensor by tensor: the host need not hold the whole model
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             directory,
@@ -188,7 +193,7 @@ def _read_model(
             attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=settings.trust_remote_code,
-            **sharded,
+            **placed,
         )
     except (ValueError, OSError, KeyError, RuntimeError) as error:
         raise ModelLoadError(f"{settings.model} could not be loaded: {error}") from error

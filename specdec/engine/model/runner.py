@@ -88,6 +88,7 @@ class ModelRunner:
         self._step_model = step_model
         self._cache = cache
         self._kernel_path = kernel_path
+        self._last_end: torch.cuda.Event | None = None  # of the pass that was launched last
 
     @classmethod
     def load(cls, settings: EngineSettings, group: RankGroup | None = None) -> "ModelRunner":
@@ -123,7 +124,9 @@ class ModelRunner:
 
     def launch(self, batch: Batch) -> EnqueuedPass:
         """Begin a pass, on a GPU; nobody waits for it. See ``forward``."""
-        return EnqueuedPass(self.forward(batch))
+        launched = EnqueuedPass(lambda: self.forward(batch), self.device, self._last_end)
+        self._last_end = launched.end
+        return launched
 
     def check_tap(self, layer_ids: Sequence[int]) -> None:
         """Make sure that batches may have a tap of these ids (``specdec.engine.tap``), by a pass over another cache.

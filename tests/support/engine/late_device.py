@@ -68,6 +68,10 @@ class LatePass:
         assert self._logits is not None
         return self._logits
 
+    def gap_s(self) -> float | None:
+        """A millisecond."""
+        return 1e-3
+
     def _run(self) -> None:
         try:
             self._logits = self._compute()

@@ -2,14 +2,19 @@
 
 import json
 import os
+import signal
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, run_process, run_slot, unpack
-from bench.gpu_slot.wheels import check_size, wanted
+from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, distributions, found_so_far, run_process, run_slot, unpack
+from bench.gpu_slot.aims import AIMS, Aim, beside_aims
+from bench.gpu_slot.streams import _median
+from bench.gpu_slot.wheels import ARCHIVE, check_size, checkout_bytes, installed, pack, wanted
 
 ROOT = Path(__file__).resolve().parents[3]
 DRY = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
@@ -36,7 +41,7 @@ def test_a_second_slot_goes_on_with_what_is_left(monkeypatch: pytest.MonkeyPatch
     slot = Slot(monkeypatch, versions=5, exactness=60, attention=50)
     names = ["versions", "exactness", "attention"]
     state = run_slot({}, names, slot.run, slot.save, 70)
-    assert slot.ran == [("versions", 60), ("exactness", 65)]  # 5 s are left, in which nothing is begun
+    assert slot.ran == [("versions", 70), ("exactness", 65)]  # 5 s are left, in which nothing is begun
     assert "attention" not in state
     run_slot(json.loads(slot.saved[-1]), names, slot.run, slot.save, 570)
     assert slot.ran[2:] == [("attention", 120)]
@@ -97,25 +102,112 @@ def test_every_step_runs_without_a_gpu(name: str) -> None:
 
 def test_wheels_are_what_the_machine_lacks_and_nothing_that_cuda_brings() -> None:
     everything = wanted({})
-    assert {"grpcio", "protobuf", "transformers", "pydantic", "fastapi", "tokenizers"} <= set(everything)
+    assert {"grpcio", "protobuf", "transformers", "pydantic", "tokenizers"} <= set(everything)
     assert not [name for name in everything if name.startswith(("torch", "triton", "nvidia"))]
     has = {"numpy": everything["numpy"], "transformers": "5.17.0", "redis": everything["redis"]}
-    lacking = wanted(has)
-    assert "redis" not in lacking
-    assert lacking["transformers"] == everything["transformers"]  # the machine's is too old
+    assert not {"redis", "transformers"} & set(wanted(has))
+    too_old = wanted({**has, "transformers": "5.16.4"})
+    assert too_old["transformers"] == everything["transformers"]
 
 
-def test_wheels_that_are_too_large_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "small.whl").write_bytes(b"x" * 10)
-    assert check_size(tmp_path) == 10
-    with (tmp_path / "large.whl").open("wb") as file:
-        file.truncate(65 << 20)
-    with pytest.raises(ValueError, match=r"^65\.0 MiB of wheels, and 64 may be carried; large\.whl 65\.0"):
-        check_size(tmp_path)
+def test_what_a_machine_has_is_taken_from_a_slots_results_or_from_pip(tmp_path: Path) -> None:
+    listed = distributions()
+    (tmp_path / "pip.json").write_text(json.dumps(listed))
+    (tmp_path / "slot.json").write_text(json.dumps({"machine": {"found": {"distributions": listed}}}))
+    found = installed(tmp_path / "slot.json")
+    assert found == installed(tmp_path / "pip.json")
+    assert "numpy" in found
+    assert not wanted(found, "3.11")  # this machine lacks nothing
 
 
-def test_carried_wheels_are_found_before_what_is_installed(tmp_path: Path) -> None:
+def test_steps_before_those_that_serve_need_no_packages_of_services() -> None:
+    code = "import sys, bench.gpu_slot.steps; sys.exit('grpc' in sys.modules or 'prometheus_client' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=DRY, check=True)
+
+
+def test_wheels_that_are_too_large_beside_the_checkout_are_refused(tmp_path: Path) -> None:
+    archive = tmp_path / ARCHIVE
+    with archive.open("wb") as file:
+        file.truncate(16 << 20)
+    assert check_size(archive, 48 << 20) == 16 << 20
+    with pytest.raises(ValueError, match=r"^16\.0 MiB of wheels beside a checkout of 49\.0, and 64 may be carried"):
+        check_size(archive, 49 << 20)
+    assert checkout_bytes() > 32 << 20  # the shipped pair alone
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_carried_wheels_are_found_before_what_is_installed(tmp_path: Path, is_packed: bool) -> None:
     with zipfile.ZipFile(tmp_path / "one-1-py3-none-any.whl", "w") as archive:
-        archive.writestr("one/__init__.py", "")
-    unpack(tmp_path, tmp_path / "site")
-    assert (tmp_path / "site" / "one" / "__init__.py").exists()
+        archive.writestr("one/__init__.py", "NAME = 'one'")
+    wheels = tmp_path
+    if is_packed:
+        wheels = tmp_path / ARCHIVE
+        pack(tmp_path, wheels)
+    unpack(wheels, tmp_path / "site")
+    assert (tmp_path / "site" / "one" / "__init__.py").read_text() == "NAME = 'one'"
+
+
+def test_what_a_step_leaves_behind_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = tmp_path / "bench" / "gpu_slot" / "steps.py"
+    step.parent.mkdir(parents=True)
+    step.write_text(
+        "import pathlib, subprocess, sys\n"
+        "left = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        "pathlib.Path(sys.argv[3]).write_text(str(left.pid))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    result = run_process("versions", 60, False, {**os.environ, "PYTHONPATH": ""})
+    os.kill(result["found"], signal.SIGKILL)
+    assert result["status"] == "ok"
+
+
+def test_what_a_step_found_before_it_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = tmp_path / "bench" / "gpu_slot" / "steps.py"
+    step.parent.mkdir(parents=True)
+    step.write_text(
+        "import pathlib, sys\npathlib.Path(sys.argv[3]).write_text('{\"a\": 1}')\nraise SystemExit('why')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    result = run_process("versions", 60, False, {**os.environ, "PYTHONPATH": ""})
+    assert result == {"status": "failed", "found": {"a": 1}, "output": "why\n"}
+
+
+def test_a_slot_that_writes_elsewhere_goes_on_from_earlier_results(tmp_path: Path) -> None:
+    out, earlier = tmp_path / "out.json", tmp_path / "earlier.json"
+    assert found_so_far(out, earlier) == {}
+    earlier.write_text('{"versions": {"status": "ok"}}')
+    assert found_so_far(out, earlier) == {"versions": {"status": "ok"}}
+    out.write_text("{}")
+    assert found_so_far(out, earlier) == {}
+
+
+def test_figures_are_told_beside_what_is_aimed_at() -> None:
+    told = beside_aims(
+        {
+            "steps": {"found": {"8b: 1 rows at 1024, graph ms": 4.0, "8b: tree of 64 at 1024, graph ms": 6.0}},
+            "draft": {"found": None},
+            "loaded": {"found": {"results": {"decode": [{"batch": 1, "speedup": {"median": 3.5}}]}}},
+            "bitwise": {"found": {"fast: rows in chunks of 1": [3, 8], "deterministic: rows in chunks of 1": [0, 8]}},
+        }
+    )
+    assert told[:3] == [
+        "8B, 1 row at 1k, ms: 4 (aim: at most 4.7): met",
+        "8B, tree of 8 rows at 1k, ms: not measured (aim: at most 5; step steps)",
+        "8B, tree of 64 rows over 1 row: 1.5 (aim: at most 1.3): MISSED",
+    ]
+    assert "1B, 8 drafted tokens, ms: not measured (aim: at most 7; step draft)" in told
+    assert "8B served, speculation over plain, 1 stream: 3.5 (aim: at least 3): met" in told
+    assert "8B served, speculation over plain, 32 streams: not measured (aim: at least 0.97; step loaded)" in told
+    assert "deterministic, rows whose logits differ: 0 (aim: at most 0): met" in told
+
+
+@pytest.mark.parametrize("aim", AIMS, ids=lambda aim: aim.what)
+def test_every_aim_is_measured_by_a_step(aim: Aim) -> None:
+    assert aim.step in STEPS
+
+
+def test_a_median_is_that_of_what_was_counted_in_between() -> None:
+    before, after = {1e-4: 5.0, 2e-4: 9.0, float("inf"): 9.0}, {1e-4: 6.0, 2e-4: 13.0, float("inf"): 13.0}
+    assert _median(before, after) == pytest.approx(1e-4 + 1e-4 / 3)
+    assert _median(after, after) is None
+    assert _median({}, {}) is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
-from bench.checkpoints import inflated, num_parameters, write_inflated
+from bench.checkpoints import _roomy, inflated, inflated_bytes, num_parameters, write_inflated
 from bench.inflate import Inflation, InflationImpossible, Shape
 from bench.pairs import DRAFTS, TARGETS, NoSuchPair, resolve_pair
 from bench.sameness import TokensNotSame, check_sameness
@@ -82,6 +82,20 @@ def test_other_shapes_say_the_same(tmp_path: Path, changes: dict[str, int]) -> N
     source = write_source(tmp_path / "source")
     folder = inflated(source, with_changes(**changes), "tiny", cache=tmp_path)
     assert check_sameness(source, folder, PROMPTS, num_tokens=32).largest_logit_difference < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_large_a_checkpoint_will_be_is_known_before_it_is_made(tmp_path: Path, dtype: torch.dtype) -> None:
+    source = write_source(tmp_path / "source", dtype=dtype)
+    folder = inflated(source, LARGER, "tiny", cache=tmp_path)
+    assert inflated_bytes(source, LARGER) == num_parameters(folder) * dtype.itemsize
+
+
+def test_a_checkpoint_goes_where_there_is_room(tmp_path: Path) -> None:
+    first, second = tmp_path / "one" / "tiny", tmp_path / "two" / "tiny"
+    assert _roomy([first, second], 1 << 20) == first
+    with pytest.raises(OSError, match=r"tiny needs 1048576\.0 GiB; .*one has [\d.]+, .*two has"):
+        _roomy([first, second], 1 << 50)
 
 
 def test_weights_of_half_precision_are_kept_to_the_bit(tmp_path: Path) -> None:

@@ -47,6 +47,13 @@ def test_only_this_system_must_sample_the_same() -> None:
     assert row("specdec, speculation", 0.4).verdict(1.0, "rejection") == "sampled on its own"
 
 
+def test_what_bfloat16_rounds_on_a_gpu_makes_no_row_void() -> None:
+    assert row("transformers, assisted", 0.2).verdict(0.0, "coupled", "cuda").startswith("equal but for 1 near-ties")
+    assert row("transformers, assisted", 0.4).verdict(0.0, "coupled", "cuda").startswith("VOID")
+    sampled = row("specdec, speculation", float("inf"))
+    assert sampled.verdict(1.0, "coupled", "cuda") == "equal but for 1 places, where rounding may have decided"
+
+
 class Completions(BaseHTTPRequestHandler):
     """Streams three tokens in both dialects, the first is the length of the prompt; two of them above temperature 0."""
 

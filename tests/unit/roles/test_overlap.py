@@ -188,6 +188,17 @@ def test_metrics_know_a_steps_tokens_before_anybody_is_told_of_them(
     assert told >= 10
 
 
+def test_gaps_between_passes_that_decode_are_told_of(client: WorkerClient) -> None:
+    get = client.pair.target_registry.get_sample_value
+    name = "specdec_target_device_gap_seconds"
+    before, num_before = get(f"{name}_sum") or 0, get(f"{name}_count") or 0
+    client.entry("s", open=a_session())
+    client.turn(12)
+    num_gaps = (get(f"{name}_count") or 0) - num_before
+    assert num_gaps >= 9  # all but the prompt's, and one that may not have been written yet
+    assert (get(f"{name}_sum") or 0) - before == pytest.approx(num_gaps * 1e-3)
+
+
 def test_proposals_that_arrive_are_read_and_hang_below_the_verdict(
     client: WorkerClient, device: LateDevice, truth: dict[str, list[int]]
 ) -> None:
