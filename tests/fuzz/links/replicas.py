@@ -77,7 +77,7 @@ class Liar:
         try:
             neighbour = asyncio.create_task(self._ask(request(max_tokens=_NUM_TOKENS, seed=_NEIGHBOUR)))
             asked = asyncio.create_task(self._ask(victim()))
-            await self._provoke(kind)
+            await self._provoke(kind, asked)
             result, reason = await within(_MOST_S, asked, "the answer that is lied about")
             beside, failed = await within(_MOST_S, neighbour, "the answer beside")
         finally:
@@ -90,13 +90,14 @@ class Liar:
 
     async def is_whole(self) -> None:
         """The replica is in use again, and a good request is answered rightly."""
+        link = next(link for link in self._harness.service.fleet.links if link.address == self._replica.address)
+        num_streams = link.num_streams
         if self._was_asked_who:
             self._replica.break_streams()  # it says the truth now
-            self._was_asked_who = False
-        link = next(link for link in self._harness.service.fleet.links if link.address == self._replica.address)
         async with asyncio.timeout(_MOST_S):
-            while not link.is_ready:
+            while not link.is_ready or (self._was_asked_who and link.num_streams == num_streams):
                 await self._harness.service.fleet.wait_changed()
+        self._was_asked_who = False
         self.direct()
         result, reason = await within(_MOST_S, self._ask(request(max_tokens=_NUM_TOKENS, seed=5)), "a good request")
         require(not reason and result.ids() == self._expected(5), f"a good request: {reason} {result.ids()}")
@@ -114,8 +115,8 @@ class Liar:
         session = self._replica.sessions.get(session_id)
         return session is not None and session.body.sampling.seed == _VICTIM
 
-    async def _provoke(self, kind: str) -> None:
-        """Make the replica say what it says rarely."""
+    async def _provoke(self, kind: str, asked: asyncio.Task[Any]) -> None:
+        """Make the replica say what it says rarely, of what was `asked` if that is still open by then."""
         replica = self._replica
         if kind in ("attached", "GetReplicaInfoResponse"):
             self._was_asked_who = True
@@ -126,7 +127,9 @@ class Liar:
                 replica.tell_load(num_running=1, num_waiting=2, kv_blocks_used=3, draft_credit=4, **_ROOM)
         elif kind in ("progress", "error", "proposal_rejected"):
             body = {"progress": _PROGRESS, "error": _ERROR, "proposal_rejected": _REJECTED}[kind]
-            await replica.until(lambda: any(map(self._is_victim, replica.sessions)), _MOST_S)
+            seen = asyncio.create_task(replica.until(lambda: any(map(self._is_victim, replica.sessions)), _MOST_S))
+            await asyncio.wait({seen, asked}, return_when=asyncio.FIRST_COMPLETED)
+            seen.cancel()
             for session in [s for s in replica.sessions.values() if s.body.sampling.seed == _VICTIM]:
                 replica.emit(session, **{kind: body})
         self._deciding.set_limit(None)
