@@ -22,6 +22,7 @@ entered whole, apart from what is judged by steps: it keeps other prompts from b
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
@@ -65,15 +66,15 @@ class SpeculationGate:
     is_gating: bool = True
     """False: everybody speculates, always."""
     computes_prompts: bool = False
-    """The target runs a draft itself. Prompts of one kind are then computed for it one after the other."""
+    """The target runs a draft itself, for which prompts are computed first."""
     costs: StepCosts = field(default_factory=StepCosts)
     _gains: Gains = field(default_factory=Gains)
     _accepted: Gains = field(default_factory=lambda: Gains(num_supposed=_POOL_STEPS))
     """The same without what verifying costs, and slower to say that a kind gains nothing."""
     _accounts: dict[str, Account] = field(default_factory=dict)
     """By the kind of sessions, so that none pays for what another loses."""
-    _beginning: set[str] = field(default_factory=set)
-    """Kinds of sessions for which the target's own draft computes a prompt."""
+    _beginning: Counter[str] = field(default_factory=Counter)
+    """Sessions by kind for which the target's own draft computes a prompt."""
     _num_sessions: int = 1
     _references: References = field(default_factory=References)
     _settling: Settling = field(default_factory=Settling)
@@ -138,6 +139,8 @@ class SpeculationGate:
         if not state.num_counted and not has_proposal and not self._is_overdue(state, now_s):
             return
         state.num_counted += 1
+        if not state.is_measured and state.invested_s:
+            self._account(state.kind).observe_prompt(state.invested_s)
         state.is_measured = True
         state.num_barren = 0 if num_accepted else state.num_barren + 1
         weight = _GAIN_WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
@@ -157,7 +160,7 @@ class SpeculationGate:
 
     def invested(self, state: GateState, seconds: float) -> None:
         """So much of the target's time went into a session's prompt, for its draft."""
-        state.is_invested = True
+        state.invested_s += seconds
         self._account(state.kind).invest(seconds)
 
     def observe_turn(
@@ -214,11 +217,10 @@ class SpeculationGate:
             self.costs, self._num_sessions, sum(num_tokens), step_s, now_s
         ):
             self._settling.begin(now_s)
-        self._beginning = {
-            state.kind
-            for state in waiting
-            if self.computes_prompts and state.phase is not Phase.OFF and not state.is_measured
-        }
+        if self.computes_prompts:
+            self._beginning = Counter(
+                state.kind for state in waiting if state.phase is not Phase.OFF and not state.is_measured
+            )
         self._consider_probes(waiting, now_s)
 
     def _account(self, kind: str) -> Account:
@@ -257,18 +259,17 @@ class SpeculationGate:
                 account.make_even()
 
     def _may_begin(self, kind: str) -> bool:
-        return self._account(kind).may_invest and kind not in self._beginning
+        return self._account(kind).may_invest(self._beginning[kind])
 
     def _note_beginning(self, kind: str) -> None:
         if self.computes_prompts:
-            self._beginning.add(kind)
+            self._beginning[kind] += 1
 
     def _probe(self, state: GateState, now_s: float) -> None:
-        has_begun = state.is_invested or state.is_measured
-        if not (self._account(state.kind).is_solvent if has_begun else self._may_begin(state.kind)):
+        if not (self._account(state.kind).is_solvent if state.has_begun else self._may_begin(state.kind)):
             return
         state.enter(Phase.PROBE, now_s)
-        if not has_begun:
+        if not state.has_begun:
             self._note_beginning(state.kind)
 
     def _known_gain(self, state: GateState) -> float:
@@ -322,8 +323,10 @@ class SpeculationGate:
         if self._references.num_left:
             return
         states = [state for state in states if self._account(state.kind).is_solvent]
-        for state in states:  # a load that has fallen makes worth it what was not
-            is_known = state.phase is Phase.OFF and state.gain > 0 and now_s - state.since_s < _KNOWN_S
+        # What is left of a request pays its prompt back: of those whose prompts are to be computed the last come first.
+        off = sorted((state for state in states if state.phase is Phase.OFF), key=_turn)
+        for state in off:  # a load that has fallen makes worth it what was not
+            is_known = state.gain > 0 and now_s - state.since_s < _KNOWN_S
             if is_known and self._pays(state.gain, _ENTER, now_s):
                 self._probe(state, now_s)
         if now_s < self._probe_due_s:
@@ -331,9 +334,13 @@ class SpeculationGate:
         num_left = self._probes - sum(state.phase is Phase.PROBE for state in states)
         if num_left <= 0:
             return
-        off = sorted((state for state in states if state.phase is Phase.OFF), key=lambda state: state.since_s)
+        off = [state for state in off if state.phase is Phase.OFF]
         if not off:
             self._probes = 1
         for state in off[:num_left]:
             self._probe(state, now_s)
         self._probe_due_s = now_s + _PROBE_INTERVAL_S
+
+
+def _turn(state: GateState) -> tuple[bool, float]:
+    return not state.has_begun, state.since_s if state.has_begun else -state.since_s

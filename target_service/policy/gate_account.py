@@ -11,6 +11,8 @@ _LEAST_S, _LEAST_STEPS = 0.04, 4
 """An account lends, and gives away, at most this long, or as long as so many plain steps."""
 _SAVINGS = 2
 """So many times as much of what speculation has saved is kept for bad times."""
+_WEIGHT = 1 / 8
+"""Of a prompt in what they take."""
 _FIRST_RESPITE_S = 0.25
 """So long after it was emptied an account may be made even: some steps that stalled, a text that begins with nothing
 to guess, or a reference that was lucky, may have done it. The time doubles, until no more is lent than the allowance
@@ -25,6 +27,8 @@ class Account:
     invested_s: float = 0.0
     """What prompts have taken that drafts computed, and neither savings nor the allowance have paid back yet. No
     session is suspended for it: it is spent."""
+    prompt_s: float | None = None
+    """What one takes: a moving mean; None: not known."""
     num_probes: int = 0
     """That have failed."""
     _respite_s: float = _FIRST_RESPITE_S
@@ -35,14 +39,19 @@ class Account:
         """Whether it has something left to lose."""
         return self.balance_s >= 0
 
-    @property
-    def may_invest(self) -> bool:
-        """Whether the draft may compute one more prompt."""
-        return self.balance_s >= self.invested_s
+    def may_invest(self, num_beginning: int) -> bool:
+        """Whether the draft may compute one more prompt, beside those of so many sessions that it is at."""
+        if not num_beginning:
+            return self.balance_s >= self.invested_s
+        return self.prompt_s is not None and self.balance_s >= self.invested_s + num_beginning * self.prompt_s
 
     def invest(self, seconds: float) -> None:
-        """A prompt took so long."""
+        """A prompt, or a part of one, took so long."""
         self.invested_s += seconds
+
+    def observe_prompt(self, seconds: float) -> None:
+        """A prompt took so long in all."""
+        self.prompt_s = seconds if self.prompt_s is None else self.prompt_s + _WEIGHT * (seconds - self.prompt_s)
 
     def enter(self, time_s: float, saved_s: float, plain_s: float) -> None:
         """A session decoded for `time_s`, by which it saved so much; negative: lost. `plain_s`: of a plain step."""

@@ -40,8 +40,13 @@ class GateState:
     """Of these, since there was a proposal."""
     num_barren: int = 0
     """Of these, since a token was accepted."""
-    is_invested: bool = False
-    """Its prompt was computed for a draft in the target's own time, or is being so."""
+    invested_s: float = 0.0
+    """Of the target's own time, in which its prompt was computed for a draft, or is being so."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has ever speculated, so that a draft knows its prompt."""
+        return self.is_measured or self.invested_s > 0
 
     def enter(self, phase: Phase, now_s: float) -> None:
         """Begin a phase."""

@@ -79,6 +79,17 @@ def test_prompts_are_computed_for_a_draft_that_pays_them_back(num_sessions: int)
         assert plain_s / took_s > 0.93 * plain_always_s / took_always_s > 1.5, seed
 
 
+@pytest.mark.parametrize(("num_sessions", "prompt_s"), [(32, 0.001), (8, 0.02)])
+def test_short_requests_at_a_time_do_not_wait_for_one_anothers_prompts(num_sessions: int, prompt_s: float) -> None:
+    """Of fifty tokens; sixteen steps find out whether a request is worth it."""
+    for seed in range(2):
+        world = World(lambda now_s: Weather(GOOD, 0.3, num_sessions), prompt_s=prompt_s, length=48, seed=seed)
+        took_s, plain_s = world.run(SECONDS)
+        always = replace(world, gate=SpeculationGate(is_gating=False), now_s=0.0)
+        took_always_s, plain_always_s = always.run(SECONDS)
+        assert plain_s / took_s > 0.88 * plain_always_s / took_always_s > 1.1, seed
+
+
 @pytest.mark.parametrize("num_sessions", [1, 8])
 def test_requests_whose_contexts_make_steps_longer_are_not_taken_for_dear_drafts(num_sessions: int) -> None:
     """Nor are short ones after them for cheap drafts."""
