@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
+from specdec.engine.model.quantization import format_of
 from specdec.engine.model.skipping import has_attention, has_mlp
 from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
 from specdec.engine.native.packing import PackedArena, WeightFormat, WeightPacking, WeightView
@@ -65,6 +66,7 @@ def is_fusable(
     first = geometries[0]
     return (
         type(model).__name__ in _FUSABLE
+        and not format_of(config)
         and type(model).__module__.startswith("transformers.")
         and config.hidden_act == "silu"
         and len(geometries) == sum(map(has_attention, model.model.layers))

@@ -23,7 +23,7 @@ from specdec.engine.model.files import (
     weights_digest,
 )
 from specdec.engine.model.gate import check_config, longrope_limit
-from specdec.engine.model.quantization import quantize_linear_weights
+from specdec.engine.model.quantization import check_format, quantize_linear_weights
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
     agreement,
@@ -59,6 +59,8 @@ class LoadedModel:
     hidden_size: int
     dtype: torch.dtype
     device: torch.device
+    checkpoint_format: str = ""
+    """Of its quantized weights (``quantization.format_of``); "": they are plain numbers."""
 
     def release_model(self) -> None:
         """Drop the modules: something else runs the model."""
@@ -102,6 +104,7 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
             f"weight_quantization: {settings.weight_quantization} needs float32 on the CPU, not "
             f"{str(dtype).removeprefix('torch.')} on {device.type}"
         )
+    checkpoint_format = check_format(config, settings, device)
     max_model_len = _choose_max_model_len(settings.max_model_len, config)
     if settings.load_format == "dummy":
         place = "" if device.type == "cpu" else f"{device.type}-"  # another generator, other numbers
@@ -111,9 +114,11 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         digest = weights_digest(directory)
         model = _read_model(directory, settings, dtype, device, group)
     head = model.get_output_embeddings()
-    num_logits = int(config.vocab_size if head is None else head.weight.shape[0])
+    weight = getattr(head, "weight", None)
+    num_logits = int(config.vocab_size if weight is None or checkpoint_format else weight.shape[0])
     tokenizer = read_tokenizer(directory)
-    model.to(device)  # type: ignore[arg-type]
+    if not checkpoint_format:  # which are where they belong, and may refuse to be moved
+        model.to(device)  # type: ignore[arg-type]
     model.eval().requires_grad_(False)
     if settings.skips_sublayers:
         digest += f"-{_skip(model, settings, tokenizer)}"
@@ -141,6 +146,7 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
         hidden_size=int(getattr(config, "hidden_size", 0)),
         dtype=dtype,
         device=device,
+        checkpoint_format=checkpoint_format,
     )
 
 
@@ -187,16 +193,21 @@ def _read_model(
     elif device.type == "cuda":
         placed["device_map"] = {"": device}  # tensor by tensor: the host need not hold the whole model
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        read: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation="eager",
             use_safetensors=True,
             trust_remote_code=settings.trust_remote_code,
+            output_loading_info=True,
             **placed,
         )
-    except (ValueError, OSError, KeyError, RuntimeError) as error:
+    except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:  # a format's package may be missing
         raise ModelLoadError(f"{settings.model} could not be loaded: {error}") from error
+    model: PreTrainedModel = read[0]
+    missing = sorted({name for name, _ in model.named_parameters()}.intersection(read[1]["missing_keys"]))
+    if missing:  # which transformers makes up
+        raise ModelLoadError(f"{settings.model} lacks {len(missing)} weights of its model, {missing[0]} among them")
     return model
 
 

@@ -88,6 +88,7 @@ class ModelRunner:
         self._step_model = step_model
         self._cache = cache
         self._kernel_path = kernel_path
+        self._checkpoint_format = loaded.checkpoint_format
         self._last_end: torch.cuda.Event | None = None  # of the pass that was launched last
 
     @classmethod
@@ -106,6 +107,8 @@ class ModelRunner:
         parts = [self.identity.dtype, self.device.type, self._kernel_path]
         if self.settings.weight_quantization != "none":
             parts.append(f"{self.settings.weight_quantization}-weights")
+        if self._checkpoint_format:
+            parts.append(f"{self._checkpoint_format}-weights")
         if self.device.type == "cuda":
             parts.append(torch.cuda.get_device_name(self.device).replace(" ", "-"))
         else:
