@@ -29,6 +29,8 @@ CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 DRAFT_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16)
 TREE_WIDTHS = ((0, 1), (1, 1), (2, 1), (2, 2), (2, 4), (4, 4), (8, 8))
 """(num_siblings, max_heads) of the draft."""
+DRAFT_WEIGHTS = ("none", "int8", "int4")
+"""weight_quantization of the draft, which is for CPUs."""
 DELAYS_MS = (0.0, 1.0, 5.0, 20.0)
 _PROMPT_TOKENS = 512
 _COLUMNS = {
@@ -37,6 +39,7 @@ _COLUMNS = {
     "plain_tokens_per_s": "plain",
     "mean_acceptance_length": "mean acceptance length",
     "hit_rate": "hits",
+    "draft_ms_per_step": "draft ms",
     "hold_off_ms_per_step": "hold-off ms",
 }
 
@@ -115,6 +118,15 @@ def _tree_width(plan: Plan) -> Sweep:
     return Sweep(name="tree width (as numbered in the table)", steps=steps)
 
 
+def _draft_weights(plan: Plan) -> Sweep:
+    prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
+    steps = []
+    for number, name in enumerate(DRAFT_WEIGHTS if plan.device == "cpu" else DRAFT_WEIGHTS[:1]):
+        deployment = dataclasses.replace(_deployment(plan), draft={"weight_quantization": name})
+        steps.append(Step(label=name, x=number, deployment=deployment, case=_case(plan, prompts)))
+    return Sweep(name="weight_quantization of the draft (as numbered in the table)", steps=steps)
+
+
 def _delay(plan: Plan) -> Sweep:
     prompts = held_out_prompts(plan.pair.target.folder, plan.num_prompts)
     steps = [
@@ -140,6 +152,7 @@ SWEEPS: dict[str, Callable[[Plan], Sweep]] = {
     "context": _context,
     "draft-length": _draft_length,
     "tree-width": _tree_width,
+    "draft-weights": _draft_weights,
     "delay": _delay,
     "cores": _cores,
 }
