@@ -18,12 +18,14 @@ from tests.support.services.tiny_pair import ModelPair
 pytestmark = pytest.mark.integration
 
 EVERY = ["ngram", "prediction", "suffix", "token_recycling"]
+SETTINGS = {"drafters": ",".join(EVERY), "adaptive_speculation": False}
+"""Whether speculation pays is not asked: that depends on how busy the machine is."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     folder = tmp_path_factory.mktemp("drafters")
-    with start_cluster(tiny_pair, folder / "logs", target_settings={"drafters": ",".join(EVERY)}) as started:
+    with start_cluster(tiny_pair, folder / "logs", target_settings=SETTINGS) as started:
         yield started
 
 
