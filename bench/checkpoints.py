@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from bench.inflate import Inflation, Shape, Tensors, describe
-from specdec.engine.model.files import weights_digest
+from specdec.engine.checkpoints.files import weights_digest
 
 _RECIPE = 1
 """Raised when the same source, shape and seed give other weights than before."""

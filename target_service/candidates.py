@@ -9,11 +9,10 @@ import torch
 from specdec.engine.engine import Engine
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.outputs import ItemOutput, StepOutput
-from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
 from specdec.worker.host import SessionHost
+from target_service.admission.admission import Admission
 from target_service.decide import Candidate, Undecided
-from target_service.forks import Forks
 from target_service.session import TargetSession
 
 
@@ -24,15 +23,13 @@ class CandidateReader:
         self,
         host: SessionHost[TargetSession],
         engine: Engine,
-        forks: Forks,
-        register: Callable[[TargetSession, Sequence], None],
+        admission: Admission,
         on_fault: Callable[[TargetSession, Exception], None],
     ) -> None:
-        """`register` gives a session its sequence; `on_fault` ends one for what its share of the work has raised."""
+        """`on_fault` ends a session for what its share of the work has raised."""
         self._host = host
         self._engine = engine
-        self._forks = forks
-        self._register = register
+        self._admission = admission
         self._on_fault = on_fault
 
     def read(
@@ -69,8 +66,8 @@ class CandidateReader:
             if not item.completes:
                 continue
             root_row = item.rows.stop - item.tree_nodes - 1
-            for fork in self._forks.take(session.session_id):
-                self._register(fork, self._engine.fork(item.seq))
+            for fork in self._admission.forks.take(session.session_id):
+                self._admission.register(fork, self._engine.fork(item.seq))
                 fork.times.first_step_at_s = started_s
                 candidates.append(Candidate(fork, root_row, TokenTree(), 0, []))
             if is_bad:

@@ -7,26 +7,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec.config import TargetSettings
-from specdec.engine.errors import EngineError
 from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
-from specdec.grammar.awaited import POLL_S, AwaitedGrammars
+from specdec.grammar.awaited import POLL_S
 from specdec.grammar.failure import GrammarError
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.build import BuiltEngine
 from specdec.worker.clamping import microseconds
-from specdec.worker.errors import constraint_failure, invalid, non_finite_logits
+from specdec.worker.errors import constraint_failure, non_finite_logits
 from specdec.worker.host import SessionHost
 from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
 from specdec.worker.opening import check_room
 from specdec.worker.sessions import Owner
+from target_service.admission.admission import Admission
+from target_service.admission.opening import new_session, sources_of
 from target_service.candidates import CandidateReader
 from target_service.commits import Commits
 from target_service.decide import Candidate, Decision, Undecided, decide
-from target_service.forks import Forks, may_fork
 from target_service.masks import MaskFilling, worth_a_thread_s
-from target_service.opening import new_session, sources_of
 from target_service.pacing.pacing import Pacing
 from target_service.policy.gate_state import Phase
 from target_service.proposals.gathering import Gathering
@@ -41,10 +40,9 @@ from target_service.records.recording import StepRecording
 from target_service.records.step_record import StepObserver, StepRecord
 from target_service.records.trace import trace_end, trace_preemptions
 from target_service.session import SessionState, TargetSession
+from target_service.turns import Turns
 from target_service.verdicts import end_position
 
-_STARVED_S = 1.0
-"""A session that has had no step for so long waits for its client."""
 _BESIDE_SHARE = 0.75
 """For so much of a step's expected time frames are taken while a device computes it: sampling is to be launched before
 the device has nothing left to do. Chosen, not measured."""
@@ -76,7 +74,6 @@ class Verifier:
         self._identity = built.info.identity
         self._settings = settings
         self._recorder = recorder
-        self._by_seq: dict[int, TargetSession] = {}
         self._apart = ApartTurns[TargetSession](lambda session: session.num_tokens)
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         self._pass_keys: list[bytes] = []
@@ -85,21 +82,11 @@ class Verifier:
         built.engine.beside_pass = self._begin_masks
         self._recording = StepRecording(recorder)
         host.before_send = self._recording.write
-        self._due_at_s = 0.0
-        self._turn_began_s = 0.0
-        self._last_turn_s: float | None = None
-        """When the last turn with a step ended, if it left something to do."""
-        self._forks = Forks()
-        self._grammars = AwaitedGrammars[TargetSession](
-            built.grammars,
-            _output_of,
-            self._admit,
-            self._fault,
-            None if built.grammars is None else built.grammars.figures,
-        )
+        self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
+        self._turns = Turns(self.pacing, self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
-        self._reader = CandidateReader(host, built.engine, self._forks, self._register, self._fault)
+        self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
         self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, built.heads)
         """The drafters of its own; they may be changed while sessions run."""
         self._swap = DrafterSwap(self.panel, host.answers, self._on_drafters, settings.load_timeout_s)
@@ -110,8 +97,7 @@ class Verifier:
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             self._record,
-            self._fit_step_time,
-            self._observe_gate,
+            self._turns.observe,
         )
         recorder.serves(self._identity)
 
@@ -133,7 +119,7 @@ class Verifier:
             piece_bytes=self._host.piece_bytes(owner),
         )
         self._recorder.opened()
-        self._grammars.open(session, body)
+        self._admission.open(session, body)
         return session
 
     def position(self, session: TargetSession) -> int:
@@ -148,7 +134,7 @@ class Verifier:
             session.has_draft = True
             is_read = self._host.is_beside and self.pacing.may_verify(session)
             session.arrived = self._intake.read(session, body) if is_read else body
-            self._recording.payoff.proposal_came(self._due_at_s)
+            self._recording.payoff.proposal_came(self._turns.due_at_s)
         elif kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
@@ -161,17 +147,11 @@ class Verifier:
         """Free the sequence; its full blocks stay in the prefix cache."""
         if session.trace is not None:
             trace_end(session.trace, session)
-        self._grammars.drop(session)
-        self._forks.drop(session)
         self._own_draft.closed(session)
         self.panel.closed(session)
-        if (seq := session.finish()) is not None:
-            del self._by_seq[seq.seq_id]
-            self._engine.free(seq)
+        self._admission.end(session)
         if not (session.sent and session.sent[-1].finish_reason):
             self._recorder.aborted()
-        for orphan in self._forks.take(session.session_id):
-            self._start(orphan)
 
     def owner_message(self, owner: Owner, message: Any) -> None:
         """Frames carry nothing for a target besides their entries."""
@@ -203,7 +183,7 @@ class Verifier:
             self._host.emit(session, progress=describe_progress(session))
         return pb.LoadReport(
             num_running=stats.running,
-            num_waiting=stats.waiting + len(self._forks) + len(self._grammars),
+            num_waiting=stats.waiting + self._admission.num_waiting,
             kv_blocks_used=stats.blocks_used,
             kv_blocks_total=stats.blocks_total,
             num_sessions=len(self._host.sessions),
@@ -218,12 +198,12 @@ class Verifier:
 
     def absorb_proposals(self, now_s: float) -> None:
         """A turn begins: proposals that have arrived join their trees, and the next step's hold-offs are planned."""
-        self._due_at_s = now_s
+        self._turns.due_at_s = now_s
         self._swap.poll()
-        self._grammars.poll()
-        self._proposals.draft(self._ready(), self.pacing)
-        self._turn_began_s = time.monotonic()
-        self._proposals.gather(self._ready(), self.pacing, now_s)
+        self._admission.poll()
+        self._proposals.draft(self._admission.ready(), self.pacing)
+        self._turns.began_s = time.monotonic()
+        self._proposals.gather(self._admission.ready(), self.pacing, now_s)
         for group in self._groups():
             try:
                 self.pacing.plan(group, now_s)
@@ -233,7 +213,7 @@ class Verifier:
     def wait_s(self, now_s: float) -> float | None:
         """When the next step is due: now, after a hold-off, or not before a frame arrives."""
         waits_s = [wait_s for group in self._groups() if (wait_s := self.pacing.wait_s(group, now_s)) is not None]
-        idle_s = POLL_S if len(self._grammars) else SWAP_POLL_S if self._swap.is_under_way else None
+        idle_s = POLL_S if self._admission.is_compiling else SWAP_POLL_S if self._swap.is_under_way else None
         return min(waits_s, default=idle_s)
 
     def step(self) -> None:
@@ -245,7 +225,7 @@ class Verifier:
         groups = self._groups()
         group, only = groups[0], None
         if len(groups) > 1:
-            group = next((each for each in groups if self.pacing.wait_s(each, self._due_at_s) == 0), group)
+            group = next((each for each in groups if self.pacing.wait_s(each, self._turns.due_at_s) == 0), group)
             only = {session.seq.seq_id for session in group}
         self._apart.take(group)
         if self._host.sends_later and any(session.state is SessionState.PREFILL for session in group):
@@ -265,8 +245,9 @@ class Verifier:
             self._masks.wait()
         if output is None:
             return
-        preempted = [self._by_seq[seq.seq_id] for seq in output.preempted]
-        candidates, undecided = self._reader.read(output, lambda item: self._by_seq[item.seq.seq_id], chosen, started_s)
+        by_seq = self._admission.by_seq
+        preempted = self._admission.of(output.preempted)
+        candidates, undecided = self._reader.read(output, lambda item: by_seq[item.seq.seq_id], chosen, started_s)
 
         def decide_some(some: list[Candidate]) -> list[Decision]:
             decided, spoiled = decide(some, output.logits, self._sampler, self._masks)
@@ -279,44 +260,27 @@ class Verifier:
         self.panel.read(decisions, output.logits)
         self.panel.charge(decisions, output.num_tokens, self.pacing.step_time)
         self._recorder.masks(self._masks.fill_s, self._masks.wait_s)
-        self.panel.feed(output, decisions, self._by_seq)
+        self.panel.feed(output, decisions, by_seq)
         elapsed_s = time.monotonic() - started_s
-        gates = [decision.candidate.session.gate for decision in decisions]
-        # All are of before the verdicts, which end hold-offs and prefills.
-        held_s = max((decision.candidate.session.held_s(self._due_at_s) for decision in decisions), default=0.0)
-        are_free = [
-            decision.candidate.num_nodes > 0 and not self.pacing.gate.is_open(gate)
-            for decision, gate in zip(decisions, gates, strict=True)
-        ]
-        is_decode = all(
-            item.num_new_tokens <= 1
-            and (session := self._by_seq.get(item.seq.seq_id)) is not None
-            and session.state is not SessionState.PREFILL
-            for item in output.items
+        record = StepRecord.of(
+            output,
+            decisions,
+            by_seq,
+            self.pacing.gate,
+            preempted=preempted,
+            due_at_s=self._turns.due_at_s,
+            elapsed_s=elapsed_s,
         )
         for decision in decisions:
             try:
-                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._due_at_s)
+                self._commits.commit(decision, self.pacing, started_s, elapsed_s, self._turns.due_at_s)
             except Exception as error:
                 self._fault(decision.candidate.session, error)
         for each in undecided:
             self._fail_undecided(each)
         self._host.sends_later = self._steps_at_once()
-        record = StepRecord(
-            output=output,
-            preempted=preempted,
-            due_at_s=self._due_at_s,
-            elapsed_s=elapsed_s,
-            turn_s=time.monotonic() - self._turn_began_s,
-            held_s=held_s,
-            num_committed=[len(decision.walk.token_ids) for decision in decisions],
-            gates=gates,
-            num_nodes=sum(decision.candidate.num_nodes for decision in decisions),
-            are_free=are_free,
-            is_decode=is_decode,
-            is_plain=not any(decision.candidate.num_nodes for decision in decisions),
-            drafts_may_work=any(self.pacing.may_verify(session) for session in self._host.sessions),
-        )
+        record.turn_s = time.monotonic() - self._turns.began_s
+        record.drafts_may_work = any(self.pacing.may_verify(session) for session in self._host.sessions)
         for observe in self._observers:
             observe(record)
 
@@ -337,7 +301,7 @@ class Verifier:
         """Whether the next step can be launched before what this one decided is sent: nothing drafts here first."""
         if self._engine.launch_pass is None or self._own_draft.is_there or self.panel.has_drafters:
             return False
-        return bool(self._ready())
+        return bool(self._admission.ready())
 
     def _fail_undecided(self, undecided: Undecided) -> None:
         """End a session that cannot be decided on; its KV may be NaN, so nobody else shall go on from it."""
@@ -357,39 +321,6 @@ class Verifier:
     def _record(self, step: StepRecord) -> None:
         self._recording.observe(step, self.pacing.step_time)
 
-    def _fit_step_time(self, step: StepRecord) -> None:
-        # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
-        self.pacing.observe_step(step.output.num_tokens, step.turn_s)
-
-    def _observe_gate(self, step: StepRecord) -> None:
-        # From turn to turn: what lies between two, such as hold-offs and frames, is part of what speculation costs.
-        now_s = time.monotonic()
-        prompt_s = self._own_draft.take_prompt_s()
-        if self._last_turn_s is None:  # there was nothing to do: it begins after the draft's work
-            self._last_turn_s, prompt_s = self._turn_began_s, 0.0
-        began_s, self._last_turn_s = self._last_turn_s, now_s if self._ready() else None
-        if step.is_decode:
-            self.pacing.expectations.observe_rate(sum(step.num_committed), now_s - began_s - prompt_s)
-        if not step.is_decode or not self.pacing.gate.is_gating:
-            return
-        decoding = [
-            session
-            for session in self._by_seq.values()
-            if (told_s := session.times.last_verdict_at_s) is not None and now_s - told_s < _STARVED_S
-        ]
-        self.pacing.gate.observe_turn(
-            step.gates,
-            num_tokens=step.num_committed,
-            num_open=len(decoding),
-            turn_s=now_s - began_s,
-            now_s=now_s,
-            prompt_s=prompt_s,
-            waiting=[session.gate for session in decoding if session.gate is not None],
-            num_nodes=step.num_nodes,
-            row_s=self.pacing.step_time.row_s,
-            are_free=step.are_free,
-        )
-
     # --- faults
 
     def _fault(self, session: TargetSession, error: Exception) -> None:
@@ -401,7 +332,7 @@ class Verifier:
         self._host.failed(session, failure)
 
     def _fault_of(self, seq: Sequence, error: Exception) -> None:
-        self._fault(self._by_seq[seq.seq_id], error)
+        self._fault(self._admission.by_seq[seq.seq_id], error)
 
     def _give_up_trees(self, sessions: list[TargetSession], error: Exception) -> dict[str, list[int]]:
         """Decode plainly this time; whose proposal is at fault is not known."""
@@ -417,17 +348,17 @@ class Verifier:
 
     def _groups(self) -> list[list[TargetSession]]:
         """Those who may step, together as they do it."""
-        return self._apart.groups(self._ready())
+        return self._apart.groups(self._admission.ready())
 
     def _note_pass(self, sequences: list[Sequence]) -> None:
-        self._pass_keys = [self._by_seq[seq.seq_id].key for seq in sequences]
+        self._pass_keys = [session.key for session in self._admission.of(sequences)]
         self._host.steps.work_on(self._pass_keys)
 
     def _begin_masks(self, items: list[ScheduledItem]) -> None:
         self._masks.begin(
             (session, item.seq.tree or TokenTree(), item.num_tree_nodes)
             for item in items
-            if item.completes and (session := self._by_seq[item.seq.seq_id]).grammar is not None
+            if item.completes and (session := self._admission.by_seq[item.seq.seq_id]).grammar is not None
         )
 
     def _on_drafters(self, new: Iterable[str]) -> None:
@@ -437,36 +368,3 @@ class Verifier:
         for session in self._host.sessions:
             session.sources = sources_of(session.body, session.wanted_drafters, self.panel.names)
             session.gate = None
-
-    def _ready(self) -> list[TargetSession]:
-        return [session for session in self._by_seq.values() if session.seq.is_ready]
-
-    def _admit(self, session: TargetSession) -> None:
-        if may_fork(session, self._host.sessions.get(session.body.fork_from)):
-            self._forks.wait(session)
-        else:
-            self._start(session)
-
-    def _start(self, session: TargetSession) -> None:
-        body, prompt = session.body, session.prompt_logprobs
-        try:
-            seq = self._engine.add(
-                body.token_ids,
-                num_prompt_tokens=body.num_prompt_tokens,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-                prompt_logits=prompt is not None,
-                prompt_logits_from=0 if prompt is None else prompt.next_position - 1,
-            )
-        except EngineError as error:
-            raise invalid("open.token_ids", str(error)) from error
-        self._register(session, seq)
-
-    def _register(self, session: TargetSession, seq: Sequence) -> None:
-        session.begin(seq)
-        self._by_seq[seq.seq_id] = session
-        session.update_pause()
-
-
-def _output_of(session: TargetSession) -> list[int]:
-    return session.token_ids[session.body.num_prompt_tokens :]

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from bench.systems.system import LeftOut
-from specdec.engine.model.files import weights_digest
+from specdec.engine.checkpoints.files import weights_digest
 
 _MAGIC, _VERSION, _ALIGNMENT = b"GGUF", 3, 32
 _UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from specdec.engine.model.files import read_eos_token_ids, read_tokenizer
-from specdec.engine.model.quantization import WeightQuantization, quantize_linear_weights
+from specdec.engine.checkpoints.files import read_eos_token_ids, read_tokenizer
+from specdec.engine.checkpoints.rounding import WeightQuantization, quantize_linear_weights
 
 _MOST_ROWS = 64
 """Sequences of one forward pass."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.benchmark.requests import Prompt
-from specdec.engine.model.files import read_tokenizer
+from specdec.engine.checkpoints.files import read_tokenizer
 from specdec.shipped_pair import shipped_pair
 
 _FIELDS = ("prompt", "text", "token_ids")

@@ -9,8 +9,8 @@ from specdec.benchmark.requests import Prompt
 from specdec.checkup.findings import Finding, failed, passed, warned
 from specdec.config import TargetSettings
 from specdec.drafters.options import HeadOptions
+from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
 from specdec.engine.errors import EngineError
-from specdec.engine.model.files import find_model_files, read_tokenizer
 
 _NUM_PROMPTS, _NUM_TOKENS = 8, 32
 _USELESS = 0.02

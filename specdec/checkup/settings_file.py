@@ -14,8 +14,8 @@ from specdec.checkup.findings import Finding, failed, passed, warned
 from specdec.checkup.head_layers import check_head_layers
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.drafters.options import HeadOptions, describe_problem
+from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.files import find_model_files, read_tokenizer
 
 _READ_LAST_LAYER = ("medusa", "eagle")
 _MOST_PROBLEMS = 3

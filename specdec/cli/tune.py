@@ -24,8 +24,8 @@ from specdec.cli.tuning.probes import Questions
 from specdec.cli.up import Device, DraftModel, TargetModel, stop_on_signals
 from specdec.drafting.translation.files import shared_of_files
 from specdec.drafting.translation.shared import method_for
+from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.files import find_model_files, read_tokenizer
 from specdec.engine.settings import EngineSettings
 from specdec.tuning.pages import plots_of, results, tables_of
 from specdec.tuning.prediction import MODES

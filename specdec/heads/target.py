@@ -12,9 +12,9 @@ from torch import nn
 from specdec.engine.attention.kv_cache import LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel
 from specdec.engine.attention.torch_kernels import GatherAttention
+from specdec.engine.checkpoints.files import find_model_files
 from specdec.engine.engine import Engine
 from specdec.engine.model.device_choice import device_attention, is_on_gpu
-from specdec.engine.model.files import find_model_files
 from specdec.engine.model.linear import make_modules_row_invariant
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.native.kernels import NativeAttention

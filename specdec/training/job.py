@@ -13,8 +13,8 @@ import torch
 from transformers import AutoConfig
 
 from specdec.engine.block_pool import BlockPool
+from specdec.engine.checkpoints.files import find_model_files
 from specdec.engine.engine import Engine
-from specdec.engine.model.files import find_model_files
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler

@@ -12,13 +12,13 @@ import structlog
 from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
 from specdec.engine.block_pool import BlockPool
+from specdec.engine.checkpoints.files import parallel_mask
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import Drawing
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.device_choice import is_on_gpu
-from specdec.engine.model.files import parallel_mask
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler

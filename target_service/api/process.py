@@ -14,8 +14,8 @@ from specdec.backoff import Backoff
 from specdec.config import TargetSettings
 from specdec.endpoints.calls import ApiFault, ApiRefused, Endpoint, read_endpoint
 from specdec.endpoints.options import ApiTargetOptions
+from specdec.engine.checkpoints.files import TokenizerFiles, find_model_files, read_eos_token_ids, read_tokenizer
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.files import TokenizerFiles, find_model_files, read_eos_token_ids, read_tokenizer
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
 from specdec.sampling_params import SamplingParams
 from specdec.telemetry import TargetMetrics

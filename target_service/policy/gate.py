@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 
 from target_service.policy.gate_account import Account
 from target_service.policy.gate_state import FIRST_GAIN, Gains, GateState, Phase
+from target_service.policy.probing import PROBE_STEPS, Probing
 from target_service.policy.references import References, Settling
 from target_service.policy.step_costs import StepCosts
 
@@ -43,14 +44,8 @@ _SETTLED_STEPS = 16
 """After it begins a session's mean is not judged before it has had so many."""
 _BARREN_ODDS = 8.0
 """A run of steps without an accepted token that had odds of exp(-8) by what the session gained so far: that is over."""
-_PROBE_STEPS, _BARREN_PROBE, _BARREN_KIND_PROBE = 16, 6, 3
-"""A probe is over sooner when so many steps have accepted nothing, the last number where hardly anything ever is in
-sessions of its kind, or enough for all of them was accepted."""
-_BARREN_KIND = 0.1
-"""Accepted tokens per step, whatever verifying them costs, below which that is said of a kind."""
 _LEAST_PROBES = 2
 """Of a kind that must have failed before nothing more is lent: the first text may be one that nobody can guess."""
-_PROBE_INTERVAL_S = 0.4
 _KNOWN_S = 5.0
 """For so long what a session gained is taken for what it would gain."""
 _CATCH_UP_STEPS, _CATCH_UP_S = 40, 0.1
@@ -78,9 +73,7 @@ class SpeculationGate:
     _num_sessions: int = 1
     _references: References = field(default_factory=References)
     _settling: Settling = field(default_factory=Settling)
-    _probe_due_s: float = 0.0
-    _probes: int = 1
-    """How many sessions are probed at once."""
+    _probing: Probing = field(default_factory=Probing)
     _price: float = 0.0
     _priced_for: int = 0
     """Sessions that the price is of; 0: steps were observed since."""
@@ -290,27 +283,24 @@ class SpeculationGate:
         return state.num_steps >= _CATCH_UP_STEPS and now_s - state.since_s >= _CATCH_UP_S
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
-        is_good = self._pays(state.gain * min(1.0, state.num_counted / _PROBE_STEPS), _ENTER, now_s)
-        known = self._accepted.expected(state.kind, self._num_sessions)
-        most_barren = _BARREN_PROBE if known is None or known >= _BARREN_KIND else _BARREN_KIND_PROBE
-        if not is_good and state.num_counted < _PROBE_STEPS and state.num_barren < most_barren:
+        is_good = self._pays(state.gain * min(1.0, state.num_counted / PROBE_STEPS), _ENTER, now_s)
+        if not is_good and not self._probing.is_over(state, self._accepted.expected(state.kind, self._num_sessions)):
             return
         if is_good:
             state.enter(Phase.ON, now_s)
             state.num_counted = 1  # its draft is under way
             if state.gain > (self._gains.expected(state.kind, self._num_sessions) or 0.0):
                 self._gains.learn(state.kind, self._num_sessions, state.gain, 1 / 2)  # it may have been lucky
-            self._probes *= 2
-            self._probe_due_s = now_s
+            self._probing.succeeded(now_s)
         else:
             self._account(state.kind).num_probes += 1
             self._suspend(state, now_s)
-            self._probes = 1
+            self._probing.failed()
 
     def _suspend(self, state: GateState, now_s: float) -> None:
         state.enter(Phase.OFF, now_s)
         self._settling.begin(now_s)
-        self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_INTERVAL_S)
+        self._probing.postpone(now_s)
 
     def _resume(self, states: Sequence[GateState], now_s: float) -> None:
         """Drafts begin again where they were told to stop: what they do until they have is not counted."""
@@ -329,17 +319,10 @@ class SpeculationGate:
             is_known = state.gain > 0 and now_s - state.since_s < _KNOWN_S
             if is_known and self._pays(state.gain, _ENTER, now_s):
                 self._probe(state, now_s)
-        if now_s < self._probe_due_s:
-            return
-        num_left = self._probes - sum(state.phase is Phase.PROBE for state in states)
-        if num_left <= 0:
-            return
+        num_under_way = sum(state.phase is Phase.PROBE for state in states)
         off = [state for state in off if state.phase is Phase.OFF]
-        if not off:
-            self._probes = 1
-        for state in off[:num_left]:
+        for state in self._probing.next_ones(off, num_under_way, now_s):
             self._probe(state, now_s)
-        self._probe_due_s = now_s + _PROBE_INTERVAL_S
 
 
 def _turn(state: GateState) -> tuple[bool, float]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.engine.outputs import StepOutput
+from target_service.decide import Decision
+from target_service.policy.gate import SpeculationGate
 from target_service.policy.gate_state import GateState
-from target_service.session import TargetSession
+from target_service.session import SessionState, TargetSession
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class StepRecord:
     """One step, once its verdicts are sent. Times are in seconds."""
 
@@ -21,7 +23,7 @@ class StepRecord:
     """When it was due, on the worker's clock."""
     elapsed_s: float
     """From choosing trees to deciding tokens."""
-    turn_s: float
+    turn_s: float = 0.0
     """The same with merging proposals before it and sending verdicts after it."""
     held_s: float
     """The longest hold-off of the sessions that it decided for."""
@@ -37,8 +39,42 @@ class StepRecord:
     """Every session in it had its first token before: it carried no prefill."""
     is_plain: bool
     """It verified nothing."""
-    drafts_may_work: bool
+    drafts_may_work: bool = False
     """Some session that is left has a use for a draft."""
+
+    @classmethod
+    def of(
+        cls,
+        output: StepOutput,
+        decisions: Sequence[Decision],
+        by_seq: Mapping[int, TargetSession],
+        gate: SpeculationGate,
+        *,
+        preempted: list[TargetSession],
+        due_at_s: float,
+        elapsed_s: float,
+    ) -> StepRecord:
+        """What is known before its verdicts are sent, which end hold-offs and prefills; the caller adds the rest."""
+        gates = [decision.candidate.session.gate for decision in decisions]
+        num_nodes = [decision.candidate.num_nodes for decision in decisions]
+        return cls(
+            output=output,
+            preempted=preempted,
+            due_at_s=due_at_s,
+            elapsed_s=elapsed_s,
+            held_s=max((decision.candidate.session.held_s(due_at_s) for decision in decisions), default=0.0),
+            num_committed=[len(decision.walk.token_ids) for decision in decisions],
+            num_nodes=sum(num_nodes),
+            are_free=[number > 0 and not gate.is_open(state) for number, state in zip(num_nodes, gates, strict=True)],
+            gates=gates,
+            is_decode=all(
+                item.num_new_tokens <= 1
+                and (session := by_seq.get(item.seq.seq_id)) is not None
+                and session.state is not SessionState.PREFILL
+                for item in output.items
+            ),
+            is_plain=not any(num_nodes),
+        )
 
 
 StepObserver = Callable[[StepRecord], None]

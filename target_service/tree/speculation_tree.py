@@ -181,18 +181,12 @@ class SpeculationTree:
             self.has_window = False
         if not self.nodes:
             return 0
-        kept = [node for node in self.nodes if node.source == DRAFT_MODEL]
-        num_dropped = len(self.nodes) - len(kept)
-        if not kept:
+        num_dropped = sum(node.source != DRAFT_MODEL for node in self.nodes)
+        if num_dropped == len(self.nodes):
             return self.clear()
         if num_dropped:
-            tokens, places = TokenTree(), {ROOT: ROOT}
-            for index, node in enumerate(self.nodes):
-                if not node.is_passing:  # nor is any above it
-                    parent = places[self.tokens.parents[index]]
-                    places[index] = tokens.add(parent, self.tokens.token_ids[index])
-            self.tokens = tokens
-            self.nodes = [replace(node, others=()) if node.others else node for node in kept]
+            self.retain([node.source == DRAFT_MODEL for node in self.nodes])  # nothing above these is dropped
+        self.nodes = [replace(node, others=()) if node.others else node for node in self.nodes]
         return num_dropped
 
     def advance(self, token_ids: list[int]) -> int:
@@ -264,7 +258,6 @@ class SpeculationTree:
         there is no place.
         """
         payload_of = _payloads(proposal)
-        tokens, nodes, hung = self.tokens, self.nodes, self.num_hung
         num_walked, num_below, is_full = len(walked), 0, False
         # Where each node is. Up to num_walked: how many walked tokens it and its ancestors repeat, so all of them at
         # the root; past that: below the root, by its index in the tree.
@@ -276,26 +269,28 @@ class SpeculationTree:
                 num_below += 1
                 place = _UNPLACED
                 if not is_full and above != _UNPLACED:
-                    above -= num_walked + 1
-                    node, is_news = tokens.child(above, token), True
-                    if node is None:
-                        node = self.place(above, token, payload_of(index))
-                    elif (known := nodes[node]).source != DRAFT_MODEL:
-                        payload = payload_of(index)
-                        nodes[node] = known.offered(DRAFT_MODEL, payload.score, payload.draft)
-                    else:
-                        is_news = False
-                    if node is None:
-                        is_full = True
-                    else:
-                        place = num_walked + 1 + node
-                        if is_news:
-                            draft = nodes[node].draft
-                            hung[draft] = hung.get(draft, 0) + 1
+                    node = self._place_proposed(payload_of, index, above - num_walked - 1, token)
+                    is_full = node is None
+                    place = _UNPLACED if node is None else num_walked + 1 + node
             elif above >= 0 and token == walked[above]:
                 place = above + 1
             places.append(place)
         self.num_stale += len(token_ids) - num_below
+
+    def _place_proposed(self, payload_of: Callable[[int], Node], index: int, above: int, token: int) -> int | None:
+        """Where a draft's node is now; None: there is no place for it. Counts it, unless a draft brought it before."""
+        node = self.tokens.child(above, token)
+        if node is None:
+            node = self.place(above, token, payload_of(index))
+        elif (known := self.nodes[node]).source != DRAFT_MODEL:
+            payload = payload_of(index)
+            self.nodes[node] = known.offered(DRAFT_MODEL, payload.score, payload.draft)
+        else:
+            return node
+        if node is not None:
+            draft = self.nodes[node].draft
+            self.num_hung[draft] = self.num_hung.get(draft, 0) + 1
+        return node
 
     def check(self, proposal: pb.Proposal, num_committed: int) -> tuple[list[int], list[int]]:
         """The proposal's nodes and their parents, which depend on nothing else; `num_committed` is for the error.

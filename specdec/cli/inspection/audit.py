@@ -24,8 +24,8 @@ from specdec.cli.inputs.destinations import report_folder
 from specdec.cli.inputs.number_lists import MOST_TOKENS, prompts_from
 from specdec.cli.local.plan import shipped_model
 from specdec.client import Client, ClientSettings
+from specdec.engine.checkpoints.files import find_model_files, weights_digest
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.files import find_model_files, weights_digest
 from specdec.v1 import coordinator_pb2 as api
 
 if TYPE_CHECKING:  # torch takes seconds

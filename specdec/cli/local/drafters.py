@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from specdec.drafters.options import DRAFT_MODEL, DRAFTER_NAMES, HEAD_NAMES
-from specdec.engine.model.files import weights_digest
+from specdec.engine.checkpoints.files import weights_digest
 from specdec.shipped_pair import shipped_head, shipped_pair
 
 

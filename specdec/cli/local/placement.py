@@ -26,7 +26,7 @@ from specdec.cli.errors import ClusterFailed
 from specdec.cli.local.cluster import Cluster
 from specdec.cli.local.plan import LocalPlan, Placement, plan_services
 from specdec.client import ClientSettings
-from specdec.engine.model.files import find_model_files, read_tokenizer
+from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
 
 _PLACEMENTS: tuple[Placement, ...] = ("apart", "together")
 _TEMPERATURES = (0.0, 1.0)

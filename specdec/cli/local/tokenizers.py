@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specdec.engine.model.files import read_tokenizer
+from specdec.engine.checkpoints.files import read_tokenizer
 
 
 def may_differ(target_model: str, draft_model: str) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 from specdec.drafting.translation.shared import SharedVocabulary, Side, share_vocabulary
 from specdec.drafting.translation.tokens import TokenBytes, TokenizerRefused
+from specdec.engine.checkpoints.files import find_model_files, read_eos_token_ids, read_tokenizer
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.files import find_model_files, read_eos_token_ids, read_tokenizer
 
 
 def shared_of_files(target_model: str, draft_model: str) -> SharedVocabulary:

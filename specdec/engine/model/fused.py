@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
-from specdec.engine.model.quantization import format_of
+from specdec.engine.checkpoints.formats import format_of
 from specdec.engine.model.skipping import has_attention, has_mlp
 from specdec.engine.native.kernels import AttentionView, BatchView, NativeKernels
 from specdec.engine.native.packing import PackedArena, WeightFormat, WeightPacking, WeightView

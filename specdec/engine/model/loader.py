@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.files import (
+from specdec.engine.checkpoints.files import (
     ModelIdentity,
     TokenizerFiles,
     config_digest,
@@ -22,8 +21,10 @@ from specdec.engine.model.files import (
     read_tokenizer,
     weights_digest,
 )
+from specdec.engine.checkpoints.formats import check_format
+from specdec.engine.checkpoints.rounding import quantize_linear_weights
+from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.gate import check_config, longrope_limit
-from specdec.engine.model.quantization import check_format, quantize_linear_weights
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
     agreement,
@@ -60,7 +61,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     checkpoint_format: str = ""
-    """Of its quantized weights (``quantization.format_of``); "": they are plain numbers."""
+    """Of its quantized weights (``formats.format_of``); "": they are plain numbers."""
 
     def release_model(self) -> None:
         """Drop the modules: something else runs the model."""

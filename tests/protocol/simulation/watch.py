@@ -178,10 +178,10 @@ def _left_at_engine(core: Any) -> Iterator[tuple[str, Any]]:
     yield "sequences", len(engine.scheduler)
     yield "blocks", engine.stats().blocks_used
     yield "responses", core.host.responses.streams
-    if hasattr(role, "_forks"):
+    if hasattr(role, "_admission"):
         yield "suspects of a step", role._steps._halves
-        yield "forks", len(role._forks)
-        yield "sessions of sequences", role._by_seq
+        yield "forks", role._admission.num_waiting
+        yield "sessions of sequences", role._admission.by_seq
     else:
         yield "suspects of a step", role._work._steps._halves
         yield "heads", role._branches._owners

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec.engine.model import runner as runner_module
+from specdec.engine.model import building
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.settings import EngineSettings
@@ -90,8 +90,8 @@ def on_triton() -> None:
         return steps
 
     interpreter.InterpreterBuilder.create_dot = ordered_dot
-    vars(runner_module)["is_on_gpu"] = lambda device: True
-    vars(runner_module)["with_replays"] = replays
+    vars(building)["is_on_gpu"] = lambda device: True
+    vars(building)["with_replays"] = replays
 
 
 def sequential_ways(runner: ModelRunner) -> dict[str, play.Log]:

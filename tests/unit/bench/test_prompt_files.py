@@ -9,7 +9,7 @@ import pytest
 
 from specdec.benchmark.prompts import ENGLISH, PromptsInvalid, prompts_for, read_prompts
 from specdec.cli.local.plan import shipped_model
-from specdec.engine.model.files import read_tokenizer
+from specdec.engine.checkpoints.files import read_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model import runner as runner_module
+from specdec.engine.model import building
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
@@ -31,7 +31,7 @@ def load(architecture: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **set
     model = save_tiny_model(architecture, folder)
     base = {"model": str(model), "device": "cpu", "block_size": 8, "num_blocks": 40, "deterministic": True}
     with monkeypatch.context() as patch:
-        patch.setattr(runner_module, "is_on_gpu", lambda device: True)
+        patch.setattr(building, "is_on_gpu", lambda device: True)
         return ModelRunner.load(EngineSettings.model_validate({**base, **settings}))
 
 

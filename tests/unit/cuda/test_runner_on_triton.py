@@ -11,7 +11,7 @@ from specdec.engine.attention.torch_kernels import GatherAttention
 from specdec.engine.batch import Batch
 from specdec.engine.cuda import buckets
 from specdec.engine.cuda.buckets import BucketedSteps
-from specdec.engine.model import runner as runner_module
+from specdec.engine.model import building
 from specdec.engine.model.device_choice import device_attention
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.kv_budget import largest_batch
@@ -29,7 +29,7 @@ def load(architecture: str, folder: Path, on_gpu: bool, monkeypatch: pytest.Monk
     model = save_tiny_model(architecture, folder / str(on_gpu))
     with monkeypatch.context() as patch:
         if on_gpu:
-            patch.setattr(runner_module, "is_on_gpu", lambda device: True)
+            patch.setattr(building, "is_on_gpu", lambda device: True)
         return ModelRunner.load(EngineSettings(model=str(model), device="cpu", block_size=8, num_blocks=16))
 
 
@@ -62,7 +62,7 @@ def with_replays(steps: StepModel, cache: KVCache) -> BucketedSteps:
 
 
 def test_modules_of_transformers_are_replayed_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "with_replays", with_replays)
+    monkeypatch.setattr(building, "with_replays", with_replays)
     monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 2, 4, 8))
     runner = load("gemma2", tmp_path, True, monkeypatch)
     assert "triton-attention" in runner.numerics_id
@@ -86,7 +86,7 @@ def test_replays_of_what_was_computed_at_the_capture_are_found_out(
         replays.serve(cache)
         return replays
 
-    monkeypatch.setattr(runner_module, "with_replays", stale_replays)
+    monkeypatch.setattr(building, "with_replays", stale_replays)
     monkeypatch.setattr(buckets, "ROW_BUCKETS", (1, 8))
     runner = load("gemma2", tmp_path, True, monkeypatch)
     runner.warmup()

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from specdec.engine.attention.torch_kernels import TiledAttention
+from specdec.engine.checkpoints.formats import check_format, format_of
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model import loader
 from specdec.engine.model.fused import is_fusable
 from specdec.engine.model.loader import load_model
 from specdec.engine.model.probe import Probe
-from specdec.engine.model.quantization import check_format, format_of
 from specdec.engine.model.ragged import RaggedModel
 from specdec.engine.settings import EngineSettings
 from tests.support.engine.tiny_models import save_tiny_model

@@ -7,9 +7,9 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
+from specdec.engine.checkpoints.rounding import quantize_linear_weights, round_to_int4, round_to_int8
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.fused import FusedDecoder
-from specdec.engine.model.quantization import quantize_linear_weights, round_to_int4, round_to_int8
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.native.kernels import NativeKernels
 from specdec.engine.native.packing import FORMATS_OF_QUANTIZED, INT4_GROUP, WeightFormat

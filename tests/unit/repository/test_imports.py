@@ -109,7 +109,7 @@ FLOORS = {
         ahead batch
         attention parallel runner
         cuda flight native
-        engine
+        checkpoints engine
         model sampling
         drawing leading_runner
     """,
@@ -212,10 +212,11 @@ FLOORS = {
         logprobs policy servicer tree
         prompt_logprobs
         __main__ session
-        forks masks opening pacing records
+        admission masks pacing
         decide
-        api candidates proposals
-        verdicts
+        api candidates records
+        proposals
+        turns verdicts
         commits
         verifier
         processes
@@ -225,6 +226,10 @@ FLOORS = {
         replica
         coordinator draft
         target
+    """,
+    "target_service.admission": """
+        forks opening
+        admission
     """,
     "target_service.pacing": """
         expectations

@@ -64,7 +64,7 @@ def spoil_rows(pair: LocalPair, role: str, monkeypatch: pytest.MonkeyPatch, spoi
 
 def session_id(pair: LocalPair, role: str, item: ItemOutput) -> str:
     if role == "target":
-        return pair.verifier._by_seq[item.seq.seq_id].session_id
+        return pair.verifier._admission.by_seq[item.seq.seq_id].session_id
     return pair.drafter._branches.owner(item.seq)[0].session_id
 
 

@@ -15,9 +15,9 @@ from specdec.message_sizes import MIN_MESSAGE_BYTES
 from specdec.sampling_params import RejectionMethod
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.sessions import Owner
+from target_service.admission.opening import new_session
 from target_service.decide import Candidate, decide
 from target_service.masks import MaskFilling
-from target_service.opening import new_session
 from target_service.session import TargetSession
 from target_service.tree import reference
 from tests.support.engine.local_pair import open_session

@@ -4,21 +4,18 @@ A quantized model is a float32 model whose weights happen to be multiples of a s
 the dense reference of the self-test, the order of sums, row invariance. That the kernels' formats hold such weights
 exactly in a quarter of the memory or less changes no bit (``specdec.engine.native.packing``).
 
-Checkpoints that are quantized already (GPTQ, AWQ, compressed-tensors, bitsandbytes and what else transformers loads)
-are another thing: transformers reads them where the package of their format is installed, and its modules compute
-with them on CUDA, as the engine's own decoders take weights that are numbers.
+Checkpoints that are quantized already are another thing: see ``specdec.engine.checkpoints.formats``.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.native.packing import INT4_GROUP
-from specdec.engine.settings import EngineSettings
 
 WeightQuantization = Literal["none", "int8", "int4"]
 _INT8_STEPS = 127
@@ -73,36 +70,3 @@ def _rounded_bits(scales: torch.Tensor, num_bits: int) -> torch.Tensor:
     bits = scales.contiguous().view(torch.int32)
     half = 1 << (num_bits - 1)
     return ((bits + half) >> num_bits << num_bits).view(torch.float32)
-
-
-def format_of(config: PreTrainedConfig) -> str:
-    """The name of the format that a checkpoint's config tells, as transformers spells it; "": none."""
-    described: Any = getattr(config, "quantization_config", None)
-    if described is None:
-        return ""
-    method = described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
-    return str(getattr(method, "value", method) or "unknown")
-
-
-def check_format(config: PreTrainedConfig, settings: EngineSettings, device: torch.device) -> str:
-    """The checkpoint's format; "" for one of plain numbers.
-
-    Raises ``ModelLoadError`` where such a checkpoint cannot be used.
-    """
-    name = format_of(config)
-    if not name:
-        return name
-    if device.type != "cuda":
-        raise ModelLoadError(
-            f"{settings.model} is quantized ({name}), which is for CUDA: on the CPU give the original checkpoint and "
-            "weight_quantization"
-        )
-    if settings.tensor_parallel_size > 1:
-        raise ModelLoadError(f"tensor_parallel_size: {settings.model} is quantized ({name}), which is for one rank")
-    if settings.load_format == "dummy":
-        raise ModelLoadError(f"load_format: dummy makes no weights for a quantized checkpoint ({name})")
-    if settings.deterministic:
-        raise ModelLoadError(
-            f"deterministic: {settings.model} is quantized ({name}), and its kernels go by the number of rows"
-        )
-    return name

@@ -1,0 +1,1 @@
+"""From what an owner opens to a sequence in the engine."""

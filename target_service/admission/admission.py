@@ -1,0 +1,107 @@
+"""From a session that was opened to its sequence in the engine, and the end of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from specdec.engine.engine import Engine
+from specdec.engine.errors import EngineError
+from specdec.engine.sequence import Sequence
+from specdec.grammar.awaited import AwaitedGrammars
+from specdec.grammar.compiler import GrammarCompiler
+from specdec.v1 import common_pb2 as pb
+from specdec.worker.errors import invalid
+from specdec.worker.sessions import EngineSessionTable
+from target_service.admission.forks import Forks, may_fork
+from target_service.session import TargetSession
+
+
+class Admission:
+    """Gives sessions their sequences: once their constraint is compiled, and once a prompt that they share is computed.
+
+    Invariant: a session waits for its constraint, waits for a prompt, has a sequence, or has ended.
+    """
+
+    def __init__(
+        self,
+        sessions: EngineSessionTable[TargetSession],
+        engine: Engine,
+        compiler: GrammarCompiler | None,
+        on_fault: Callable[[TargetSession, Exception], None],
+    ) -> None:
+        """`sessions`: all that are open. `on_fault` ends one whose constraint cannot be compiled."""
+        self.forks = Forks()
+        self.by_seq: dict[int, TargetSession] = {}
+        """Sessions with a sequence, by its id."""
+        self._sessions = sessions
+        self._engine = engine
+        self._grammars = AwaitedGrammars[TargetSession](
+            compiler, _output_of, self._admit, on_fault, None if compiler is None else compiler.figures
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Sessions that wait for a constraint or a prompt."""
+        return len(self.forks) + len(self._grammars)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether somebody waits for a constraint: `poll` is to be called now and then."""
+        return len(self._grammars) > 0
+
+    def poll(self) -> None:
+        """Go on with those whose constraints are compiled."""
+        self._grammars.poll()
+
+    def open(self, session: TargetSession, body: pb.OpenSession) -> None:
+        """Begin. Raises SessionFailure where the engine cannot hold what was sent, or for the constraint."""
+        self._grammars.open(session, body)
+
+    def register(self, session: TargetSession, seq: Sequence) -> None:
+        """A session has its sequence."""
+        session.begin(seq)
+        self.by_seq[seq.seq_id] = session
+        session.update_pause()
+
+    def ready(self) -> list[TargetSession]:
+        """Those who may step."""
+        return [session for session in self.by_seq.values() if session.seq.is_ready]
+
+    def of(self, sequences: Iterable[Sequence]) -> list[TargetSession]:
+        """Whose sequences these are."""
+        return [self.by_seq[seq.seq_id] for seq in sequences]
+
+    def end(self, session: TargetSession) -> None:
+        """Free the sequence; full blocks stay in the prefix cache. Forks that waited for its prompt compute it."""
+        self._grammars.drop(session)
+        self.forks.drop(session)
+        if (seq := session.finish()) is not None:
+            del self.by_seq[seq.seq_id]
+            self._engine.free(seq)
+        for orphan in self.forks.take(session.session_id):
+            self._start(orphan)
+
+    def _admit(self, session: TargetSession) -> None:
+        if may_fork(session, self._sessions.get(session.body.fork_from)):
+            self.forks.wait(session)
+        else:
+            self._start(session)
+
+    def _start(self, session: TargetSession) -> None:
+        body, prompt = session.body, session.prompt_logprobs
+        try:
+            seq = self._engine.add(
+                body.token_ids,
+                num_prompt_tokens=body.num_prompt_tokens,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                prompt_logits=prompt is not None,
+                prompt_logits_from=0 if prompt is None else prompt.next_position - 1,
+            )
+        except EngineError as error:
+            raise invalid("open.token_ids", str(error)) from error
+        self.register(session, seq)
+
+
+def _output_of(session: TargetSession) -> list[int]:
+    return session.token_ids[session.body.num_prompt_tokens :]

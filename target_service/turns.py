@@ -1,0 +1,69 @@
+"""When turns of a target begin and end, and what they teach its pacing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+
+from target_service.pacing.pacing import Pacing
+from target_service.proposals.own_draft import OwnDraft
+from target_service.records.step_record import StepRecord
+from target_service.session import TargetSession
+
+_STARVED_S = 1.0
+"""A session that has had no step for so long waits for its client."""
+
+
+class Turns:
+    """A turn is what happens for one step: a draft of this process works, proposals are merged, the engine runs once,
+    and tokens are decided and sent.
+
+    What speculation costs is measured from the end of one turn to the end of the next: hold-offs and frames between
+    them are a part of it.
+    """
+
+    def __init__(self, pacing: Pacing, own_draft: OwnDraft, sessions: Collection[TargetSession]) -> None:
+        """`sessions`: a view of those with a sequence."""
+        self.due_at_s = 0.0
+        """When the present turn was due, of time.monotonic."""
+        self.began_s = 0.0
+        """When it began, after the draft's work."""
+        self._last_end_s: float | None = None
+        """Of the last one with a step, if it left something to do."""
+        self._pacing = pacing
+        self._own_draft = own_draft
+        self._sessions = sessions
+
+    def observe(self, step: StepRecord) -> None:
+        """A turn with a step is over."""
+        pacing = self._pacing
+        # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
+        pacing.observe_step(step.output.num_tokens, step.turn_s)
+        now_s = time.monotonic()
+        prompt_s = self._own_draft.take_prompt_s()
+        if self._last_end_s is None:  # there was nothing to do: it begins after the draft's work
+            self._last_end_s, prompt_s = self.began_s, 0.0
+        turn_s = now_s - self._last_end_s
+        self._last_end_s = now_s if any(session.seq.is_ready for session in self._sessions) else None
+        if not step.is_decode:
+            return
+        pacing.expectations.observe_rate(sum(step.num_committed), turn_s - prompt_s)
+        if not pacing.gate.is_gating:
+            return
+        decoding = [
+            session
+            for session in self._sessions
+            if (told_s := session.times.last_verdict_at_s) is not None and now_s - told_s < _STARVED_S
+        ]
+        pacing.gate.observe_turn(
+            step.gates,
+            num_tokens=step.num_committed,
+            num_open=len(decoding),
+            turn_s=turn_s,
+            now_s=now_s,
+            prompt_s=prompt_s,
+            waiting=[session.gate for session in decoding if session.gate is not None],
+            num_nodes=step.num_nodes,
+            row_s=pacing.step_time.row_s,
+            are_free=step.are_free,
+        )
