@@ -16,6 +16,7 @@ from tests.support.services.clusters import TIMEOUTS
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 PROMPT = "def fibonacci(n):\n"
+MOST_ANSWERS = 20
 DONE = "document.querySelector('#status').textContent.startsWith('Done')"
 
 
@@ -84,21 +85,29 @@ def test_a_round_shows_what_was_proposed_and_what_was_taken(page: Browser, url: 
 def test_steps_add_up_to_the_output_and_trees_to_its_log_probabilities(url: str, speculates: bool) -> None:
     body = {"prompt": PROMPT, "temperature": 0, "seed": 1, "max_tokens": 60, "logprobs": 0, "return_steps": True}
     body |= {"return_token_ids": True, "speculation": {"enabled": speculates}}
-    answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
-    TextCompletion.model_validate(answer)
-    (choice,) = answer["choices"]
-    steps, ids, logprobs = choice["steps"], choice["token_ids"], choice["logprobs"]["token_logprobs"]
-    places = [place for step in steps for place in range(step["start"], step["start"] + step["num_tokens"])]
-    assert places == list(range(60))
-    taken = [
-        (place, node)
-        for step in steps
-        for place, node in enumerate((n for n in step["nodes"] if n["state"] == "accepted"), start=step["start"])
-        if place < 60
-    ]
-    assert bool(taken) is speculates
-    assert all(ids[place] == node["id"] for place, node in taken)
-    assert [node["logprob"] for _, node in taken] == pytest.approx([logprobs[place] for place, _ in taken], abs=1e-4)
+    num_taken = 0
+    # Beside others every proposal of a draft may come too late for its step.
+    for _ in range(MOST_ANSWERS if speculates else 1):
+        answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
+        TextCompletion.model_validate(answer)
+        (choice,) = answer["choices"]
+        steps, ids, logprobs = choice["steps"], choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        places = [place for step in steps for place in range(step["start"], step["start"] + step["num_tokens"])]
+        assert places == list(range(60))
+        taken = [
+            (place, node)
+            for step in steps
+            for place, node in enumerate((n for n in step["nodes"] if n["state"] == "accepted"), start=step["start"])
+            if place < 60
+        ]
+        assert all(ids[place] == node["id"] for place, node in taken)
+        assert [node["logprob"] for _, node in taken] == pytest.approx(
+            [logprobs[place] for place, _ in taken], abs=1e-4
+        )
+        num_taken += len(taken)
+        if num_taken:
+            break
+    assert bool(num_taken) is speculates
 
 
 def test_a_chat_goes_on_from_what_was_said(page: Browser, url: str) -> None:
