@@ -32,8 +32,12 @@ from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, launch_cuts
 from specdec.engine.cuda.launch import Launch, LaunchCounter
 from specdec.engine.cuda.layers import rotate_write
 from specdec.engine.cuda.sampling import launch_top
+from specdec.engine.drawing.adjustments import Adjustments
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
+from specdec.engine.sampling.logit_processors import RowContext
+from specdec.engine.sampling.token_history import TokenHistory
+from specdec.sampling_params import SamplingParams
 
 ARCHITECTURES = (80, 90, 100)
 _WARP = 32
@@ -100,6 +104,15 @@ def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
     )
 
 
+def adjusted_on_meta(logits: torch.Tensor) -> torch.Tensor:
+    """Logits after a bias, as of the first draw of a call, and a draw counted."""
+    adjustments = Adjustments(len(logits), logits.shape[1], _META)
+    params = SamplingParams(seed=1, max_tokens=9, logit_bias={5: 1.0}, presence_penalty=1.0)
+    adjustments.fill([RowContext(params, 2, 2, TokenHistory([5, 6]))])
+    adjustments.count(torch.empty(len(logits), 2, 4, dtype=torch.int32, device=_META))
+    return adjustments.adjusted(logits, 0)
+
+
 def launches_of(shape: Shape) -> dict[str, list[Launch]]:
     """Every launch of a step with a model of this shape, by variant."""
     heads, dim = shape.num_heads, shape.head_dim
@@ -119,7 +132,7 @@ def launches_of(shape: Shape) -> dict[str, list[Launch]]:
     found = {}
     for variant, context_len in {"one program for all splits": 256, "a program for each split": 4096}.items():
         with torch.inference_mode(), LaunchCounter() as counter:
-            logits = decoder(meta_batch(8, context_len), cache)
+            logits = adjusted_on_meta(decoder(meta_batch(8, context_len), cache))
             cuts = torch.empty(8, NUM_CUT_WORDS, dtype=torch.int32, device=_META)
             logits = launch_cuts(logits, cuts, CutKinds(has_top_k=True, has_top_p=True))
             launch_top(logits, torch.empty(8, 3, dtype=torch.int32, device=_META), 4)

@@ -11,7 +11,16 @@ from bench.gpu_slot import models
 from bench.gpu_slot.models import Found, Place, chain_rows
 from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.products import ProductTiles, ordered_linear, product_tiles
-from specdec.engine.sampling.logit_processors import CutArguments, cut_, temperature_scores
+from specdec.engine.drawing.adjustments import Adjustments
+from specdec.engine.sampling.logit_processors import (
+    CutArguments,
+    RowContext,
+    adjusted_logits,
+    cut_,
+    temperature_scores,
+)
+from specdec.engine.sampling.token_history import TokenHistory
+from specdec.sampling_params import SamplingParams
 
 
 def num_cuts_that_differ(place: Place, logits: torch.Tensor) -> int:
@@ -22,6 +31,33 @@ def num_cuts_that_differ(place: Place, logits: torch.Tensor) -> int:
     divisors = [0.7] * num_rows
     expected = cut_(temperature_scores(logits, divisors), *cuts)
     return int((device_cuts(logits.to(place.device), divisors, cuts).cpu() != expected).sum())
+
+
+def adjusting_rows(num_rows: int) -> list[RowContext]:
+    """Rows that ask for penalties, a bias and a least number of tokens."""
+    params = SamplingParams(
+        seed=1,
+        max_tokens=99,
+        temperature=1.0,
+        repetition_penalty=1.05,
+        frequency_penalty=0.3,
+        logit_bias={7: 2.0, 2999: -100.0},
+        min_tokens=2000,
+        eos_token_ids=(2,),
+    )
+    prompt = list(range(0, 2000, 2))
+    history = TokenHistory(prompt)
+    history.append([3, 4, 4])
+    position = len(prompt) + 3
+    return [RowContext(params, position + row, len(prompt), history, (9,) * row) for row in range(num_rows)]
+
+
+def num_adjusted_that_differ(place: Place, logits: torch.Tensor) -> int:
+    """Logits, on the host, that the device's bias, penalties and min_tokens make other than the CPU's."""
+    rows = adjusting_rows(len(logits))
+    adjustments = Adjustments(len(logits), logits.shape[1], place.device)
+    adjustments.fill(rows)
+    return int((adjustments.adjusted(logits.to(place.device), 0).cpu() != adjusted_logits(logits, rows)).sum())
 
 
 def bitwise(place: Place) -> Found:

@@ -17,13 +17,20 @@ import torch
 
 from bench.gpu_slot import models
 from bench.gpu_slot.attending import attention
-from bench.gpu_slot.determinism import bitwise, num_cuts_that_differ, products
+from bench.gpu_slot.determinism import (
+    adjusting_rows,
+    bitwise,
+    num_adjusted_that_differ,
+    num_cuts_that_differ,
+    products,
+)
 from bench.gpu_slot.models import Found, Place, SlotModel
 from bench.gpu_slot.services import failover, gaps, inflated, inflated_32b, loaded, served
 from bench.gpu_slot.watched import sanitizer
 from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, CudaCapture
 from specdec.engine.cuda.cuts import cut_parameters, launch_cuts
 from specdec.engine.cuda.sampling import device_perturbed_top, launch_top, row_parameters
+from specdec.engine.drawing.adjustments import Adjustments
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import DrawRow, DrawRule
 from specdec.engine.sampling.noise import Purpose, noise_key
@@ -68,8 +75,9 @@ def exactness(place: Place) -> Found:
         "scores_that_differ": sum(a != b for a, b in zip(scores, expected[1], strict=True)),
     }
     found["cuts_that_differ"] = num_cuts_that_differ(place, logits[:8])
+    found["adjusted_that_differ"] = num_adjusted_that_differ(place, logits[:8])
     place.keep(found)
-    if found["tokens_that_differ"] or found["cuts_that_differ"]:
+    if found["tokens_that_differ"] or found["cuts_that_differ"] or found["adjusted_that_differ"]:
         raise AssertionError(found)
     return found
 
@@ -157,6 +165,9 @@ def steps(place: Place) -> Found:
     words, kinds = cut_parameters([1.0] * 8, ([40] * 8, [0.9] * 8, [-3.0] * 8), vocab_size)
     words = words.to(place.device)
     found["cuts of 8 rows ms"] = place.device_ms(lambda: launch_cuts(logits, words, kinds))
+    adjustments = Adjustments(8, vocab_size, place.device)
+    adjustments.fill(adjusting_rows(8))
+    found["adjustments of 8 rows ms"] = place.device_ms(lambda: adjustments.adjusted(logits, 0))
     return found
 
 
@@ -190,6 +201,9 @@ def draft(place: Place) -> Found:
     for num_rows in (1,) if place.dry else (1, 4):
         row = DrawRow(rule, 0, context, num_tokens, blocks)
         found[f"{num_rows} rows, graph ms"] = place.median_ms(partial(drawing.draw, [row] * num_rows, logits, 2))
+    [adjusting] = adjusting_rows(1)
+    row = DrawRow(DrawRule(adjusting.params), 0, context, num_tokens, blocks, adjusting=adjusting)
+    found["1 row with penalties, graph ms"] = place.median_ms(partial(drawing.draw, [row], logits, 2))
     return found
 
 

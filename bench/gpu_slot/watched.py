@@ -11,10 +11,12 @@ import sys
 import torch
 
 from bench.gpu_slot import models
+from bench.gpu_slot.determinism import adjusting_rows
 from bench.gpu_slot.models import BLOCK_SIZE, Found, Place
 from specdec.engine.cuda.buckets import advance, empty_batch, fill
 from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.sampling import launch_top, row_parameters
+from specdec.engine.drawing.adjustments import Adjustments
 
 _ERROR_CODE = "9"
 _USUAL_FOLDER = "/usr/local/cuda/bin"
@@ -45,8 +47,12 @@ def main(device: str) -> None:
         model = models.make("8b", place, 64, row_invariant=row_invariant)
         batch = model.rows(16, 5)
         logits = model.decoder(batch, model.cache)
+        adjustments = Adjustments(5, logits.shape[1], place.device)
+        adjustments.fill(adjusting_rows(5))
+        logits = adjustments.adjusted(logits, 0)
         scores = device_cuts(logits, [0.7] * 5, ([7] * 5, [0.9] * 5, [-4.0] * 5))
         drawn = launch_top(scores, row_parameters([1.0] * 5, list(range(10))).to(place.device), 4)
+        adjustments.count(drawn)
         spare = model.cache.num_blocks - 1
         padded = empty_batch((8, 4), place.device, spare, BLOCK_SIZE)
         fill(padded, batch, spare, BLOCK_SIZE)

@@ -10,7 +10,7 @@ import torch
 
 from specdec.drafting.branches import Branches
 from specdec.drafting.growth import GrowthPolicy
-from specdec.drafting.guess import Place, guess_of
+from specdec.drafting.guess import Place, guess_of, row_context
 from specdec.drafting.session import DraftSession, Guess, Head
 from specdec.engine.drawing.rows import Drawing, DrawRow, DrawRule
 from specdec.engine.engine import Engine
@@ -56,7 +56,7 @@ class Ahead:
         """Guesses for all places, and in the rounds after the first for those of them that may go on.
 
         While another sequence waits for a step there is one round. None if some place's guess is more than a draw
-        (logits that are adjusted first, a draft for rejection sampling), or where nothing draws.
+        (logits that are masked first, a draft for rejection sampling), or where nothing draws.
 
         Args:
             places: heads whose tokens are all computed.
@@ -70,7 +70,7 @@ class Ahead:
         most_rounds = 1 if self._branches.any_ready() else self._num_rounds(len(places))
         wanted: list[DrawRow] = []
         for (session, head), row in zip(places, rows, strict=True):
-            if session.rule is None:
+            if session.rule is None or not self.drawing.takes(session.rule):
                 return None
             num_rounds = min(most_rounds, self._useful_rounds(session, head, growth))
             wanted.append(self._row(session, session.rule, head, row, num_rounds, growth, num_branches))
@@ -126,6 +126,7 @@ class Ahead:
             least_path_score=growth.min_path_score,
             least_fork_score=growth.min_branch_score if may_fork else math.inf,
             ends_all=head is not session.heads[0],
+            adjusting=row_context(session, head) if rule.params.adjusts_logits else None,
         )
 
     def _useful_rounds(self, session: DraftSession, head: Head, growth: GrowthPolicy) -> int:

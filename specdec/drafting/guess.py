@@ -64,7 +64,7 @@ class Guesser:
 
     def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess | None]:
         """One guess per place from its row of `logits` [R, V]; None where nothing can be drawn from it."""
-        contexts = [_context(session, head) for session, head in places]
+        contexts = [row_context(session, head) for session, head in places]
         masks: dict[int, MaskWords] = {}
         for row, (session, _) in enumerate(places):
             if (mask := _mask(session, contexts[row])) is not None and mask.words is not None and mask.words.any():
@@ -116,7 +116,8 @@ def _mask(session: DraftSession, context: RowContext) -> NodeMask | None:
     return session.grammar.mask_after(context.extra_tokens, params.min_tokens_ids if holds_back else ())
 
 
-def _context(session: DraftSession, head: Head) -> RowContext:
+def row_context(session: DraftSession, head: Head) -> RowContext:
+    """What the sampler must know of the token after a head's."""
     drafted = tuple(head.seq.token_ids[session.num_committed :])
     return RowContext(
         params=session.params,

@@ -106,14 +106,12 @@ class DraftSession(FollowingSession):
     num_unsent: int = 0
     """Steps whose nodes no proposal has carried yet."""
     rule: DrawRule | None = field(init=False, default=None)
-    """How a guess is drawn, where a draw is all there is to it; None where logits are adjusted or masked first, and in
-    rejection mode."""
+    """How a guess is drawn from logits; None where a constraint masks these first, and in rejection mode."""
 
     def __post_init__(self) -> None:
         """Work the rule out once."""
         EngineSession.__post_init__(self)
-        is_free = not self.params.adjusts_logits and not self.body.sampling.HasField("constraint")
-        if self.mode is VerifyMode.COUPLED and is_free:
+        if self.mode is VerifyMode.COUPLED and not self.body.sampling.HasField("constraint"):
             self.rule = DrawRule(self.params)
 
     @property

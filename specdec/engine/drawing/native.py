@@ -8,7 +8,7 @@ import torch
 
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.drawing.other_ids import OtherIds
-from specdec.engine.drawing.rows import Draw, DrawRow, NativeRow
+from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, NativeRow
 from specdec.engine.model.fused import FusedDecoder
 
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
@@ -50,11 +50,17 @@ class DrawingDecoder:
         self.num_passes = 0
         self._function = decoder.library.specdec_decoder_ahead
 
+    def takes(self, rule: DrawRule) -> bool:
+        """See ``Drawing``: nothing that adjusts logits, which depends on more than a position."""
+        return not rule.params.adjusts_logits
+
     def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
         """See ``Drawing``. ``logits`` must be contiguous."""
         num_rows, max_rounds = len(rows), max(row.num_rounds for row in rows)
         table = (NativeRow * num_rows)()
         for index, row in enumerate(rows):
+            if not self.takes(row.rule):
+                raise ValueError("bias, penalties and the like adjust logits before anything is drawn")
             table[index] = row.rule.row
             entry = table[index]
             entry.logits_row, entry.position, entry.num_rounds = row.logits_row, row.position, row.num_rounds

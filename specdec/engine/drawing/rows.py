@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from specdec.engine.drawing.other_ids import OtherIds
-from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE
+from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, RowContext
 from specdec.sampling_params import SamplingParams
 
 _INT64, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -41,12 +41,9 @@ class NativeRow(ctypes.Structure):
 
 
 class DrawRule:
-    """How the tokens of a choice are drawn, where their logits need no adjusting."""
+    """How the tokens of a choice are drawn."""
 
     def __init__(self, params: SamplingParams) -> None:
-        """Raises ``ValueError`` for parameters that adjust logits: those depend on more than a position."""
-        if params.adjusts_logits:
-            raise ValueError("bias, penalties and min_tokens adjust logits before anything is drawn")
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else params.eos_token_ids)}
         self.params = params
         self.ends = frozenset(ends)
@@ -84,6 +81,13 @@ class DrawRow:
     """A second best token that makes this path score ends the rounds of all rows."""
     ends_all: bool = False
     """The end of this row ends the rounds of all."""
+    adjusting: RowContext | None = None
+    """What its logits are adjusted by, where its rule says that they are."""
+
+    @property
+    def context(self) -> RowContext:
+        """What the sampler must know of its first draw."""
+        return self.adjusting or RowContext(self.rule.params, self.position, self.position)
 
 
 class Drawing(Protocol):
@@ -95,6 +99,9 @@ class Drawing(Protocol):
     """What a call should take at most: commits wait for its end."""
     num_passes: int
     """Forward passes of the last call."""
+
+    def takes(self, rule: DrawRule) -> bool:
+        """Whether it draws rows of this rule."""
 
     def draw(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[list[Draw]]:
         """What is drawn for each row, one draw or more: a row ends early where nothing would follow a token.
@@ -110,6 +117,7 @@ class Drawing(Protocol):
 
         Raises:
             IndexError: a position is out of the model's range.
+            ValueError: a row has a rule that it does not take, or lacks what its logits are adjusted by.
         """
 
     def prepare(self, num_top: int) -> None:

@@ -21,6 +21,9 @@ from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.runner import Runner
+from specdec.engine.sampling.logit_processors import RowContext
+from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
@@ -167,6 +170,81 @@ def test_rows_with_cuts_are_drawn_once_where_nothing_can_be_captured(
     native, drawn = both(runner, device[0], rows_of([4, 4, 4], [{**each, "top_k": 2} for each in MANY]))
     assert [len(draws) for draws in drawn] == [1, 1, 1]
     assert drawn == [[draws[0]] for draws in native]
+
+
+ADJUSTED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4, "frequency_penalty": 0.5},
+    {"presence_penalty": 1.0, "logit_bias": {7: 3.0, 11: -100.0}, "top_k": 20},
+    {"min_tokens": 3, "eos_token_ids": tuple(range(0, 131, 2))},
+    {"allowed_token_ids": tuple(range(0, 131, 5)), "frequency_penalty": 2.0, "temperature": 0.0},
+]
+
+
+def adjusted_rows(rounds: list[int], many: list[dict[str, Any]]) -> list[DrawRow]:
+    rows = rows_of(rounds, many)
+    for row, prompt in zip(rows, PROMPTS, strict=True):
+        if row.rule.params.adjusts_logits:
+            row.adjusting = RowContext(row.rule.params, row.position, len(prompt), TokenHistory(prompt))
+    return rows
+
+
+def single_steps(runner: ModelRunner, rows: list[DrawRow]) -> list[list[Draw]]:
+    """The same draws, each from a prefill of its own and by the sampler on the CPU."""
+    sampler, drawn = Sampler(runner.vocab_size, "cpu"), list[list[Draw]]()
+    for line, (row, prompt) in enumerate(zip(rows, PROMPTS, strict=True)):
+        output, draws = list[int](), list[Draw]()
+        while len(draws) < row.num_rounds and not (output and output[-1] in row.rule.ends):
+            tokens = [*prompt, *output]
+            context = RowContext(row.rule.params, len(tokens), len(prompt), TokenHistory(prompt), tuple(output))
+            [best] = sampler.candidates(logits_of(runner, tokens, line), [context], NUM_TOP)
+            draws.append(([each.token_id for each in best], [each.score for each in best]))
+            output.append(best[0].token_id)
+        drawn.append(draws)
+    return drawn
+
+
+@pytest.mark.parametrize("adjusted", ADJUSTED, ids=[" ".join(each) for each in ADJUSTED])
+def test_rows_whose_logits_are_adjusted_are_drawn_several_times_a_call_as_single_steps_draw_them(
+    adjusted: dict[str, Any], runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
+) -> None:
+    rows = adjusted_rows([4, 4, 3], [MANY[0], {**MANY[1], **adjusted}, {**MANY[2], **adjusted}])
+    expected = single_steps(runner, rows)
+    logits = torch.cat([logits_of(runner, prompt, line) for line, prompt in enumerate(PROMPTS)])
+    assert device[0].draw(rows, logits, NUM_TOP) == expected
+    assert device[0].num_passes == 3
+    assert all(device[0].takes(row.rule) for row in rows)
+
+
+def test_a_graph_for_adjusted_logits_serves_what_others_ask_for_and_remembers_nothing(
+    runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
+) -> None:
+    drawing, captures = device
+    for shift in range(3):
+        many = [{**MANY[line], **ADJUSTED[(line + shift) % 4], "top_k": 0} for line in range(3)]
+        rows = adjusted_rows([2, 2, 2], many)
+        expected = single_steps(runner, rows)
+        logits = torch.cat([logits_of(runner, prompt, line) for line, prompt in enumerate(PROMPTS)])
+        assert drawing.draw(rows, logits, NUM_TOP) == expected
+    assert (captures.num_captured, captures.num_replayed) == (1, 3)
+
+
+def test_adjusted_rows_are_drawn_once_where_nothing_can_be_captured(
+    runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
+) -> None:
+    device[0]._can_capture = False
+    rows = adjusted_rows([4, 4, 4], [{**each, **ADJUSTED[0]} for each in MANY])
+    expected = single_steps(runner, rows)
+    logits = torch.cat([logits_of(runner, prompt, line) for line, prompt in enumerate(PROMPTS)])
+    assert device[0].draw(rows, logits, NUM_TOP) == [draws[:1] for draws in expected]
+
+
+def test_a_row_that_does_not_tell_what_adjusts_it_is_an_error_and_so_are_bad_words(
+    runner: ModelRunner, device: tuple[DeviceDrawing, Captures]
+) -> None:
+    for asked in ({"min_tokens": 3}, {"bad_words": ((5,),)}):
+        rows = rows_of([2, 2, 2], [{**each, **asked} for each in MANY])
+        with pytest.raises(ValueError, match="adjusted"):
+            device[0].draw(rows, torch.zeros(3, runner.num_logits), NUM_TOP)
 
 
 def test_nothing_is_written_but_what_rows_own_and_the_spare_block(

@@ -232,6 +232,9 @@ def test_a_position_out_of_the_models_range_is_an_error_and_nothing_is_computed(
 
 
 @pytest.mark.parametrize("options", [{"logit_bias": {5: 1.0}}, {"repetition_penalty": 1.2}, {"min_tokens": 3}])
-def test_there_is_no_rule_for_logits_that_are_adjusted(options: dict[str, Any]) -> None:
+def test_the_native_call_takes_no_rows_whose_logits_are_adjusted(options: dict[str, Any]) -> None:
+    runner = runner_of("llama")
+    drawing, rule = drawing_of(runner), DrawRule(params_of(**options))
+    assert not drawing.takes(rule)
     with pytest.raises(ValueError, match="adjust"):
-        DrawRule(params_of(**options))
+        drawing.draw([DrawRow(rule, 0, 1, 2, blocks_of(0))], logits_of(runner, [5], 0), NUM_TOP)

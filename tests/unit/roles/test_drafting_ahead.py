@@ -85,14 +85,25 @@ def test_trees_are_alike_when_everything_is_worth_following(pair: LocalPair, see
     assert_alike(pair, seed, plain, 8, min_path_score=0.0, min_branch_score=0.0)
 
 
-def test_trees_are_alike_where_a_captured_graph_draws(graph_pair: LocalPair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5}],
+        [{"temperature": 0.0}, others[0], others[1], {"temperature": 0.7, "frequency_penalty": 0.4, "min_tokens": 9}],
+    ],
+    ids=["plain", "adjusted"],
+)
+def test_trees_are_alike_where_a_captured_graph_draws(
+    sampling: list[dict[str, Any]], graph_pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(DeviceDrawing, "most_call_s", 3600.0)
     monkeypatch.setattr(DeviceDrawing, "prepare", lambda self, num_top: None)
-    uncut = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5}]  # rows with cuts are drawn singly
-    assert_alike(graph_pair, 3, uncut, 2)
-    drawing = graph_pair.drafter._ahead.drawing
+    drawing = graph_pair.draft_built.drawing
     assert isinstance(drawing, DeviceDrawing)
-    assert drawing._steps.capture.num_replayed > 10  # type: ignore[attr-defined]
+    captures = drawing._steps.capture
+    num_before = captures.num_replayed  # type: ignore[attr-defined]
+    assert_alike(graph_pair, 3, sampling, 2)  # what has cuts would take long
+    assert captures.num_replayed > num_before + 10  # type: ignore[attr-defined]
 
 
 @given(seed=st.integers(0, 2**32))

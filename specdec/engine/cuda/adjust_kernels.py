@@ -1,0 +1,77 @@
+"""Bias, penalties, min_tokens and allowed tokens in Triton: ``logit_processors.adjusted_logits`` to the bit.
+
+What a token is to a row is its *mark*, an int32: how often it is in the output, above a bit each for what else may be
+said of it. All of a row's marks lie side by side, so that the token drawn last is counted in by one store.
+"""
+
+import triton
+import triton.language as tl
+
+SEEN = tl.constexpr(1)
+"""It is in the prompt or the output."""
+HELD = tl.constexpr(2)
+"""min_tokens holds it back."""
+ALLOWED = tl.constexpr(4)
+BIASED = tl.constexpr(8)
+ONCE = tl.constexpr(16)
+"""Of the lowest bit of its count."""
+ADJUST_WORDS = tl.constexpr(6)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+
+
+@triton.jit(do_not_specialize=["num_entries"])
+def mark_kernel(entries, marks, biases, num_entries, BLOCK: tl.constexpr):
+    """Add marks, and set biases, where there were none; grid (chunks of entries,). ``entries`` [3, num_entries]: places
+    among all rows' marks, marks, biases as bits. A place may come several times, with other bits and one bias."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_one = i < num_entries
+    place = tl.load(entries + i, mask=is_one, other=0)
+    mark = tl.load(entries + num_entries + i, mask=is_one, other=0)
+    bias = tl.load(entries + 2 * num_entries + i, mask=is_one, other=0).to(tl.float32, bitcast=True)
+    tl.atomic_add(marks + place, mark, mask=is_one)
+    tl.store(biases + place, bias, mask=is_one & ((mark & BIASED) != 0))
+
+
+@triton.jit
+def count_kernel(drawn, marks, NUM_TOP: tl.constexpr, VOCAB: tl.constexpr):
+    """Count the tokens that rows have drawn [rows, 2, NUM_TOP] as output; grid (rows,)."""
+    r = tl.program_id(0).to(tl.int64)
+    place = marks + r * VOCAB + tl.load(drawn + r * 2 * NUM_TOP)
+    tl.store(place, (tl.load(place) | SEEN) + ONCE)
+
+
+@triton.jit
+def _saturated(x, values):
+    """What finite values were adjusted to, without an infinity; the others as they are."""
+    bounded = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
+    return tl.where(tl.abs(values) < float("inf"), bounded, values)
+
+
+@triton.jit
+def adjust_kernel(
+    logits, rows, marks, biases, adjusted, row_stride, ROUND: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Logits after all that a row asks for; grid (rows, chunks). ``rows`` [R, 6]: the three penalties, whether there
+    are any, for how many rounds tokens are held back, whether others than the allowed ones are ruled out."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    ids = chunk * BLOCK + tl.arange(0, BLOCK)
+    is_id = ids < VOCAB
+    word = rows + row * ADJUST_WORDS
+    x = tl.load(logits + row * row_stride + ids, mask=is_id, other=0.0)
+    mark = tl.load(marks + row * VOCAB + ids, mask=is_id, other=0)
+    is_biased = (mark & BIASED) != 0
+    bias = tl.load(biases + row * VOCAB + ids, mask=is_id & is_biased, other=0.0)
+    x = tl.where(is_biased, _saturated(x + bias, x), x)
+    if tl.load(word + 3) != 0:
+        repetition = tl.zeros_like(x) + tl.load(word).to(tl.float32, bitcast=True)
+        presence = tl.load(word + 1).to(tl.float32, bitcast=True)
+        frequency = tl.load(word + 2).to(tl.float32, bitcast=True)
+        count = mark // ONCE
+        penalized = tl.where(x < 0, x * repetition, tl.div_rn(x, repetition))
+        penalized = penalized - presence * tl.where(count > 0, 1.0, 0.0)
+        penalized = penalized - frequency * count.to(tl.float32)
+        x = tl.where((mark & SEEN) != 0, _saturated(penalized, x), x)
+    is_out = ((mark & HELD) != 0) & (tl.load(word + 4) > ROUND)
+    is_out |= ((mark & ALLOWED) == 0) & (tl.load(word + 5) != 0)
+    x = tl.where(is_out & (x < float("inf")), float("-inf"), x)
+    tl.store(adjusted + row * VOCAB + ids, x, mask=is_id)
