@@ -38,6 +38,7 @@ class Ahead:
     ) -> None:
         self.most_rounds = 1 if drawing is None else drawing.most_rounds
         self.drawing = drawing
+        self._ends_at_forks = drawing is None or drawing.ends_at_forks
         self._engine = engine
         self._branches = branches
         self._num_siblings = num_siblings
@@ -87,20 +88,21 @@ class Ahead:
         return rounds
 
     def due(self, rounds: list[Round]) -> Iterator[Round]:
-        """The first round, then of each other one the guesses of those that would step next, if it has all of these.
+        """The first round, then of each other one the guesses of those that would step next. Where rounds end at forks,
+        as long as a round has guesses of all these; elsewhere who has forked off meanwhile joins the next step.
 
         Asked for a round, what was pending before it is taken for computed. At the end what is left is forgotten.
         """
         slots = self._engine.ahead
         yield rounds[0]
         for guesses in rounds[1:]:
-            ready = {id(head): head for head in self._branches.ready_heads()}
-            of_ready = [each for each in guesses if id(each[0][1]) in ready]
-            if not ready or len(of_ready) < len(ready) or not all(slots.is_known(head.seq) for head in ready.values()):
+            ready = {id(head) for head in self._branches.ready_heads()}
+            going = [each for each in guesses if id(each[0][1]) in ready and slots.is_known(each[0][1].seq)]
+            if not going or (self._ends_at_forks and len(going) < len(ready)):
                 break
-            for head in ready.values():
+            for (_, head), _ in going:
                 slots.take(head.seq)
-            yield of_ready
+            yield going
         slots.release()
 
     def _row(
@@ -115,7 +117,7 @@ class Ahead:
     ) -> DrawRow:
         if num_rounds > 1:
             num_rounds = 1 + self._engine.ahead.reserve(head.seq, num_rounds - 1)
-        may_fork = self._num_siblings > 0 and len(session.heads) - 1 < num_branches
+        may_fork = self._ends_at_forks and self._num_siblings > 0 and len(session.heads) - 1 < num_branches
         return DrawRow(
             rule=rule,
             logits_row=row,
@@ -125,7 +127,7 @@ class Ahead:
             path_score=session.path_score(head.node),
             least_path_score=growth.min_path_score,
             least_fork_score=growth.min_branch_score if may_fork else math.inf,
-            ends_all=head is not session.heads[0],
+            ends_all=self._ends_at_forks and head is not session.heads[0],
             adjusting=row_context(session, head) if rule.params.adjusts_logits else None,
         )
 

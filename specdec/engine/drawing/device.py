@@ -73,6 +73,7 @@ class DeviceDrawing:
     """
 
     most_rounds = ROUND_BUCKETS[-1]
+    ends_at_forks = False
     most_call_s = 8e-3
     """About two steps of a target that is worth drafting for. Chosen, not measured."""
 

@@ -30,6 +30,7 @@ class DrawingDecoder:
 
     most_rounds = 4
     most_call_s = 1e-3
+    ends_at_forks = True
 
     def __init__(
         self, decoder: FusedDecoder, cache: KVCache, vocab_size: int, other_ids: OtherIds | None = None

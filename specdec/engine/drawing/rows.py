@@ -97,6 +97,8 @@ class Drawing(Protocol):
     """More draws of a row than this are not worth a call."""
     most_call_s: float
     """What a call should take at most: commits wait for its end."""
+    ends_at_forks: bool
+    """Rounds end for all rows where one forks: to draw on without those that join is worth less than it costs."""
     num_passes: int
     """Forward passes of the last call."""
 

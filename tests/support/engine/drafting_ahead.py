@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from specdec.drafting.growth import GrowthPolicy
@@ -60,11 +61,28 @@ def snapshot(client: WorkerClient, session: DraftSession) -> Snapshot:
     }
 
 
-def commit_of(session: DraftSession, rng: random.Random) -> pb.Commit:
-    """What a target might commit: a part of some path, with or without another token after it."""
+def any_path(session: DraftSession, rng: random.Random) -> list[int]:
+    """The tokens of one."""
     tree = session.tree
     node = rng.randrange(-1, len(tree)) if len(tree) else -1
-    tokens = [tree.token_ids[each] for each in tree.path(node)]
+    return [tree.token_ids[each] for each in tree.path(node)]
+
+
+def near_main_path(session: DraftSession, rng: random.Random) -> list[int]:
+    """The tokens of a path that leaves the main one soon, if ever: these are there whatever the order of others."""
+    tree, main = session.tree, session.main_path
+    above = rng.randrange(min(2, len(main)) + 1)
+    parent = main[above - 1] if above else -1
+    children = sorted(token for token, its in zip(tree.token_ids, tree.parents, strict=True) if its == parent)
+    return [tree.token_ids[node] for node in main[:above]] + (rng.sample(children, 1) if children else [])
+
+
+PickPath = Callable[[DraftSession, random.Random], list[int]]
+
+
+def commit_of(session: DraftSession, rng: random.Random, pick_path: PickPath) -> pb.Commit:
+    """What a target might commit: a part of some path, with or without another token after it."""
+    tokens = pick_path(session, rng)
     if not tokens or rng.random() < 0.6:
         tokens.append(rng.choice((rng.randrange(4096), 278, 13)))
     if rng.random() < 0.1:
@@ -72,7 +90,9 @@ def commit_of(session: DraftSession, rng: random.Random) -> pb.Commit:
     return pb.Commit(start_position=session.num_committed, token_ids=tokens)
 
 
-def play(client: WorkerClient, seed: int, choices: list[dict[str, Any]]) -> list[dict[str, Snapshot]]:
+def play(
+    client: WorkerClient, seed: int, choices: list[dict[str, Any]], pick_path: PickPath = any_path
+) -> list[dict[str, Snapshot]]:
     """Open, commit, change the credit, open again and close, as the seed says; what it came to after each."""
     rng = random.Random(seed)
     opened: dict[str, int] = {}
@@ -95,7 +115,7 @@ def play(client: WorkerClient, seed: int, choices: list[dict[str, Any]]) -> list
                 report = draft_pb2.DraftRequest(target_load=pb.LoadReport(draft_credit=rng.randrange(1, 6)))
                 client.role.owner_message(session.owner, report)  # type: ignore[attr-defined]
             else:
-                client.entry(name, epoch=opened[name], commit=commit_of(session, rng))
+                client.entry(name, epoch=opened[name], commit=commit_of(session, rng, pick_path))
         log.append(settle(client))
     client.end_all()
     client.check_nothing_held()
@@ -109,3 +129,35 @@ def assert_alike(pair: LocalPair, seed: int, choices: list[dict[str, Any]], max_
         for is_ahead in (False, True)
     )
     assert ahead == singly
+
+
+def assert_same_guesses(
+    pair: LocalPair, seed: int, choices: list[dict[str, Any]], max_heads: int, **policy: float
+) -> None:
+    """The same life comes to the same guesses either way, in any order; to all of the same where there is room."""
+    clients = (client_of(pair, is_ahead=is_ahead, max_heads=max_heads, **policy) for is_ahead in (False, True))
+    singly, ahead = (play(client, seed, choices, near_main_path) for client in clients)
+    limit = pair.drafter.growth.node_limit
+    num_compared = 0
+    for one, other in zip(singly, ahead, strict=True):
+        assert one.keys() == other.keys()
+        for name, expected in one.items():
+            found = other[name]
+            assert found["committed"] == expected["committed"]
+            these, those = guesses(found), guesses(expected)
+            assert {path: these[path] for path in these.keys() & those.keys()} == {
+                path: those[path] for path in these.keys() & those.keys()
+            }
+            if max(len(these), len(those)) < limit:
+                assert these == those
+                num_compared += len(these)
+    assert num_compared > 20
+
+
+def guesses(snapshot: Snapshot) -> dict[tuple[int, ...], tuple[float, bool]]:
+    """What is said of each node, by the tokens of its path."""
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(snapshot["tokens"], snapshot["parents"], strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert len(set(paths)) == len(paths)
+    return dict(zip(paths, zip(snapshot["scores"], snapshot["ends"], strict=True), strict=True))

@@ -15,7 +15,7 @@ from specdec.engine.errors import KVInvariantError
 from specdec.engine.model.runner import ModelRunner
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.device_drawing import device_drawing_of
-from tests.support.engine.drafting_ahead import MAX_AHEAD, assert_alike, client_of, plain, settle
+from tests.support.engine.drafting_ahead import MAX_AHEAD, assert_alike, assert_same_guesses, client_of, plain, settle
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.triton_device import DEVICE
 from tests.support.engine.worker_client import WorkerClient
@@ -102,8 +102,36 @@ def test_trees_are_alike_where_a_captured_graph_draws(
     assert isinstance(drawing, DeviceDrawing)
     captures = drawing._steps.capture
     num_before = captures.num_replayed  # type: ignore[attr-defined]
-    assert_alike(graph_pair, 3, sampling, 2)  # what has cuts would take long
+    assert_alike(graph_pair, 3, sampling, 1)  # what has cuts would take long
     assert captures.num_replayed > num_before + 10  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("max_heads", [2, 6])
+@given(seed=st.integers(0, 2**32))
+@settings(examples)
+def test_guesses_are_the_same_where_rounds_go_on_past_forks(
+    pair: LocalPair, monkeypatch: pytest.MonkeyPatch, seed: int, max_heads: int
+) -> None:
+    monkeypatch.setattr(DrawingDecoder, "ends_at_forks", False)
+    monkeypatch.setattr(DrawingDecoder, "most_rounds", 8)
+    assert_same_guesses(pair, seed, plain, max_heads)
+    assert_same_guesses(pair, seed, plain + others, max_heads, min_path_score=0.1, min_branch_score=0.1)
+
+
+def test_guesses_are_the_same_where_rounds_go_on_past_forks_and_blocks_run_out(
+    tight_pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DrawingDecoder, "ends_at_forks", False)
+    for seed in range(6):
+        assert_same_guesses(tight_pair, seed, plain, 3)
+
+
+def test_guesses_are_the_same_where_a_captured_graph_goes_on_past_forks(
+    graph_pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceDrawing, "most_call_s", 3600.0)
+    monkeypatch.setattr(DeviceDrawing, "prepare", lambda self, num_top: None)
+    assert_same_guesses(graph_pair, 5, [{"temperature": 0.0}, {"temperature": 1.0}, others[0]], 3)
 
 
 @given(seed=st.integers(0, 2**32))
