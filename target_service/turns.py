@@ -22,7 +22,7 @@ class Turns:
     them are a part of it.
     """
 
-    def __init__(self, pacing: Pacing, own_draft: OwnDraft, sessions: Collection[TargetSession]) -> None:
+    def __init__(self, own_draft: OwnDraft, sessions: Collection[TargetSession]) -> None:
         """`sessions`: a view of those with a sequence."""
         self.due_at_s = 0.0
         """When the present turn was due, of time.monotonic."""
@@ -30,13 +30,11 @@ class Turns:
         """When it began, after the draft's work."""
         self._last_end_s: float | None = None
         """Of the last one with a step, if it left something to do."""
-        self._pacing = pacing
         self._own_draft = own_draft
         self._sessions = sessions
 
-    def observe(self, step: StepRecord) -> None:
-        """A turn with a step is over."""
-        pacing = self._pacing
+    def observe(self, step: StepRecord, pacing: Pacing) -> None:
+        """A turn with a step is over; `pacing` learns from it."""
         # What proposals cost besides the forward pass counts, too: merging them before, their verdicts after it.
         pacing.observe_step(step.output.num_tokens, step.turn_s)
         now_s = time.monotonic()

@@ -83,7 +83,7 @@ class Verifier:
         self._recording = StepRecording(recorder)
         host.before_send = self._recording.write
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
-        self._turns = Turns(self.pacing, self._own_draft, self._admission.by_seq.values())
+        self._turns = Turns(self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
@@ -97,7 +97,7 @@ class Verifier:
         self._observers: tuple[StepObserver, ...] = (
             trace_preemptions,
             self._record,
-            self._turns.observe,
+            lambda step: self._turns.observe(step, self.pacing),
         )
         recorder.serves(self._identity)
 
