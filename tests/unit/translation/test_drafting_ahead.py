@@ -13,7 +13,7 @@ from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.model.runner import ModelRunner
 from tests.support.engine.device_drawing import device_drawing_of
-from tests.support.engine.drafting_ahead import MAX_AHEAD, assert_alike, client_of, plain, settle
+from tests.support.engine.drafting_ahead import MAX_AHEAD, assert_alike, assert_same_guesses, client_of, plain, settle
 from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
 from tests.support.engine.other_tokenizers import draft_of_another_family, draft_with_fewer_tokens, permuted_draft
 from tests.support.engine.triton_device import DEVICE
@@ -80,5 +80,5 @@ def test_trees_are_those_of_single_draws_where_a_captured_graph_draws(
     ids = drawn_ids(translated.vocabulary, translated.vocabulary.num_target)
     object.__setattr__(pair.draft_built, "drawing", drawing.by_ids(ids))
     pair.reset()
-    assert_alike(pair, 3, [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5}], 2)
+    assert_same_guesses(pair, 3, [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5}], 2)
     assert captures.num_replayed > 10
