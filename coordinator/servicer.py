@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
 from coordinator.tenants.quotas import Allowance
 from specdec import __version__
 from specdec.drafters.options import DRAFT_MODEL
+from specdec.rpc.abort import write_to
 from specdec.rpc.errors import InvalidRequest
 from specdec.telemetry.tracing import TRACE_HEADERS
 from specdec.v1 import common_pb2 as pb
@@ -101,7 +103,7 @@ class CoordinatorServicer:
         tenant, allowance = self._identify(context)
         trace_headers = {name: values[0] for name in TRACE_HEADERS if (values := _metadata(context, name))}
         caller = Caller(tenant, deadline_s, allowance, trace_headers, held=_until_answered(context))
-        await self._generator.run(request, caller, context.write)
+        await self._generator.run(request, caller, functools.partial(write_to, context))
 
     async def abort(self, request: api.AbortRequest, context: grpc.aio.ServicerContext[Any, Any]) -> api.AbortResponse:
         """Ends a running request."""

@@ -25,14 +25,15 @@ _T = TypeVar("_T")
 _FIRST_RECONNECT_MS = 100
 _LONGEST_RECONNECT_MS = 2000
 
-# gRPC retries by itself what was refused or never reached a server, unless the server says that it has waited already
-# (see specdec.rpc.abort). A stream is retried only before its first chunk, so no token is ever delivered twice.
+# gRPC retries by itself what was refused or never reached a server, unless the server says that this is of no use
+# (see specdec.rpc.abort). A server that stops cuts off what it has not looked at, as CANCELLED. A stream is
+# retried only before its first chunk, so no token is ever delivered twice.
 RETRY_POLICY = {
     "maxAttempts": 4,
     "initialBackoff": "0.1s",
     "maxBackoff": "2s",
     "backoffMultiplier": 2,
-    "retryableStatusCodes": ["UNAVAILABLE"],
+    "retryableStatusCodes": ["UNAVAILABLE", "CANCELLED"],
 }
 
 
@@ -187,7 +188,7 @@ class Client:
                 check_started(request, told)
                 yield told
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, is_own_end=False) from error
         finally:
             call.cancel()
 
@@ -248,7 +249,7 @@ class Client:
             answer = method(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata())
             return parsed(await answer)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, is_own_end=False) from error
 
 
 @dataclass(slots=True)

@@ -184,7 +184,7 @@ class SyncClient:
         try:
             return parsed(method(request, timeout=self._settings.timeout_s, metadata=self._settings.call_metadata()))
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise from_rpc_error(error, is_own_end=self._is_closed) from error
 
 
 class _RunningCall:
@@ -241,7 +241,7 @@ def _chunks(running: _RunningCall, request: api.GenerateRequest) -> Iterator[api
             check_started(request, told)
             yield told
     except grpc.RpcError as error:
-        raise from_rpc_error(error) from error
+        raise from_rpc_error(error, is_own_end=running.is_ended) from error
     finally:
         running.stop()
 

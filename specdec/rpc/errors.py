@@ -37,6 +37,7 @@ from google.rpc import error_details_pb2, status_pb2
 from specdec.rpc.error_details import MAX_FIELD_BYTES, cut, details_of, retry_delay, retry_seconds, rich_status
 
 DOMAIN = "specdec"
+CUT_OFF = "CUT_OFF"
 _MAX_STATUS_BYTES = 4096
 """gRPC carries a status in HTTP/2 metadata, of which peers take 8 KiB in all: the message there, and again with the
 details. A client that is sent more sees RESOURCE_EXHAUSTED in place of the status."""
@@ -283,9 +284,15 @@ def _class_of(code: grpc.StatusCode, reason: str) -> type[SpecdecError]:
     return of_code[0] if of_code else Internal
 
 
-def from_rpc_error(error: grpc.RpcError) -> SpecdecError:
-    """The error behind a failed call: from its typed details where it has them, else from its code."""
+def from_rpc_error(error: grpc.RpcError, *, is_own_end: bool = True) -> SpecdecError:
+    """The error behind a failed call: from its typed details where it has them, else from its code.
+
+    `is_own_end`: the caller may have cancelled the call itself. If it has not, and CANCELLED comes without details, the
+    call was cut off between the two, as by a server that stops with calls that it has not looked at: Unavailable.
+    """
     status = rich_status(error.trailing_metadata())
     if status is None:
+        if error.code() is grpc.StatusCode.CANCELLED and not is_own_end:
+            return Unavailable("the call was cut off", reason=CUT_OFF)
         status = status_pb2.Status(code=error.code().value[0], message=error.details() or "")
     return from_status(status)

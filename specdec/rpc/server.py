@@ -46,6 +46,9 @@ _HANDSHAKE_MS = 20_000
 """For TLS and the first frames of HTTP/2: then a connection that says nothing is closed. By default two minutes."""
 # Over the drain's own limit: a drain that hangs must not hold the process.
 _DRAIN_MARGIN_S = 5.0
+# Calls that have arrived by the end of a drain are refused with a reason: those that a server has not looked at when it
+# stops are CANCELLED. A drain's end keeps the event loop busy.
+_REFUSING_S = 0.1
 _log = structlog.get_logger(__name__)
 SetServing = Callable[[bool], Awaitable[None]]
 
@@ -167,6 +170,8 @@ async def run_service(
             if exit_code == 0:
                 await _drain(service, settings.drain_s, aborting, failure)
             _log.info("stopping", exit_code=exit_code)
+            if not exit_code:
+                await asyncio.sleep(_REFUSING_S)
             await server.stop(0 if aborting.is_set() or exit_code else settings.stop_grace_s)
             return exit_code
     except (StartupFailed, TlsFilesBroken) as error:

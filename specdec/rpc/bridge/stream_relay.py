@@ -16,7 +16,7 @@ import grpc
 import structlog
 from google.rpc import status_pb2
 
-from specdec.rpc.abort import abort_with_status
+from specdec.rpc.abort import abort_with_status, write_to
 from specdec.rpc.bridge.engine_process import EngineProcess
 from specdec.rpc.bridge.frame_codec import NO_STREAM, report_unit
 from specdec.rpc.errors import InvalidRequest, NotReady, Overloaded, SpecdecError, Unavailable, to_status
@@ -150,7 +150,7 @@ class _RelayedStream:
         while True:
             while queue:
                 payload = queue.popleft()
-                await self._context.write(payload)
+                await write_to(self._context, payload)
                 self._num_queued_bytes -= len(payload)
                 num_taken_bytes += len(payload)
                 if num_taken_bytes >= unit_bytes:
