@@ -10,10 +10,11 @@ import torch
 
 from specdec.drafting.branches import Branches
 from specdec.drafting.growth import GrowthPolicy
-from specdec.drafting.guess import Place, guess_of, row_context
+from specdec.drafting.guess import Place, guess_of, guess_of_sample, row_context
 from specdec.drafting.session import DraftSession, Guess, Head
 from specdec.engine.drawing.rows import Drawing, DrawRow, DrawRule
 from specdec.engine.engine import Engine
+from specdec.sampling_params import VerifyMode
 
 _FORGETTING = 0.9
 """A round too long for two of them counts for this much less at the next chance, so that it is tried again."""
@@ -34,6 +35,7 @@ class Ahead:
         branches: Branches,
         drawing: Drawing | None,
         num_siblings: int,
+        num_sparse: int,
         max_model_len: int,
     ) -> None:
         self.most_rounds = 1 if drawing is None else drawing.most_rounds
@@ -42,6 +44,7 @@ class Ahead:
         self._engine = engine
         self._branches = branches
         self._num_siblings = num_siblings
+        self._num_sparse = num_sparse
         self._max_model_len = max_model_len
         self._round_s: dict[int, float] = {}
         """What a round took, by the number of bits of its number of rows."""
@@ -57,7 +60,8 @@ class Ahead:
         """Guesses for all places, and in the rounds after the first for those of them that may go on.
 
         While another sequence waits for a step there is one round. None if some place's guess is more than a draw
-        (logits that are masked first, a draft for rejection sampling), or where nothing draws.
+        (logits are masked first, or adjusted and not in such calls), if places are verified in different ways, or where
+        nothing draws.
 
         Args:
             places: heads whose tokens are all computed.
@@ -66,25 +70,32 @@ class Ahead:
             growth: how far trees grow.
             num_branches: how many heads each session may have besides its main one.
         """
-        if self.drawing is None:
+        drawing = self.drawing
+        modes = {session.mode for session, _ in places}
+        if drawing is None or len(modes) > 1 or not (drawing.has_sparse or VerifyMode.COUPLED in modes):
             return None
         most_rounds = 1 if self._branches.any_ready() else self._num_rounds(len(places))
         wanted: list[DrawRow] = []
         for (session, head), row in zip(places, rows, strict=True):
-            if session.rule is None or not self.drawing.takes(session.rule):
+            if session.rule is None or not drawing.takes(session.rule):
                 return None
             num_rounds = min(most_rounds, self._useful_rounds(session, head, growth))
             wanted.append(self._row(session, session.rule, head, row, num_rounds, growth, num_branches))
         started_s = time.monotonic()
-        drawn = self.drawing.draw(wanted, logits, drawn_tokens(self._num_siblings))
-        if self.drawing.num_passes:
-            self._timed(len(places), (time.monotonic() - started_s) / self.drawing.num_passes)
-        rounds: list[Round] = [[] for _ in range(max(map(len, drawn)))]
-        for place, draws in zip(places, drawn, strict=True):
-            if len(draws) > 1:
-                self._engine.ahead.hold(place[1].seq, [token_ids[0] for token_ids, _ in draws[:-1]])
-            for guesses, (token_ids, scores) in zip(rounds, draws, strict=False):
-                guesses.append((place, guess_of(token_ids, scores, self._num_siblings)))
+        if VerifyMode.REJECTION in modes:
+            samples = drawing.draw_sparse(wanted, logits, self._num_sparse)
+            guesses = [[None if each is None else guess_of_sample(each) for each in of_row] for of_row in samples]
+        else:
+            drawn = drawing.draw(wanted, logits, drawn_tokens(self._num_siblings))
+            guesses = [[guess_of(*each, self._num_siblings) for each in of_row] for of_row in drawn]
+        if drawing.num_passes:
+            self._timed(len(places), (time.monotonic() - started_s) / drawing.num_passes)
+        rounds: list[Round] = [[] for _ in range(max(map(len, guesses)))]
+        for place, of_place in zip(places, guesses, strict=True):
+            if len(of_place) > 1:
+                self._engine.ahead.hold(place[1].seq, [guess.token_id for guess in of_place[:-1] if guess is not None])
+            for guess_round, guess in zip(rounds, of_place, strict=False):
+                guess_round.append((place, guess))
         return rounds
 
     def due(self, rounds: list[Round]) -> Iterator[Round]:
@@ -129,13 +140,15 @@ class Ahead:
             least_fork_score=growth.min_branch_score if may_fork else math.inf,
             ends_all=self._ends_at_forks and head is not session.heads[0],
             adjusting=row_context(session, head) if rule.params.adjusts_logits else None,
+            chain=session.chain_id,
         )
 
     def _useful_rounds(self, session: DraftSession, head: Head, growth: GrowthPolicy) -> int:
         """How many tokens could follow a head's, whatever they are; 1 at least."""
         num_tokens = len(head.seq.token_ids)
+        chain, depth = session.max_chain, growth.max_depth(session.target_credit)
         limits = (
-            growth.max_depth(session.target_credit) - session.tree.depth(head.node),
+            (depth if chain is None else min(chain, growth.max_ahead_tokens)) - session.tree.depth(head.node),
             growth.node_limit - len(session.tree),
             session.body.num_prompt_tokens + session.params.max_tokens - num_tokens,
             self._max_model_len + 1 - num_tokens,

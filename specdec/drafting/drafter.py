@@ -81,7 +81,9 @@ class Drafter:
         """May be replaced between steps; then `plan_anew`."""
         if built.drawing is not None:
             built.drawing.prepare(drawn_tokens(settings.num_siblings))
-        self._ahead = Ahead(built.engine, self._branches, built.drawing, settings.num_siblings, max_model_len)
+        self._ahead = Ahead(
+            built.engine, self._branches, built.drawing, settings.num_siblings, settings.num_sparse, max_model_len
+        )
         mask = built.mask_token_id
         self._block = None if mask is None else MaskBlock(mask, settings.max_draft_tokens)
         self.num_rounds = 0

@@ -10,6 +10,7 @@ import torch
 
 from specdec.drafting.session import DraftSession, Guess, Head
 from specdec.engine.sampling.masks import masked_logits
+from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.grammar.follower import MaskWords, NodeMask
 from specdec.sampling_params import VerifyMode
@@ -90,7 +91,12 @@ class Guesser:
 
     def _rejection(self, logits: torch.Tensor, contexts: list[RowContext], chains: list[int]) -> list[Guess | None]:
         samples = self.sampler.draft_sample(logits, contexts, self.num_sparse, chains)
-        return [None if sample is None else Guess(sample.token_id, 1.0, (), sample) for sample in samples]
+        return [None if sample is None else guess_of_sample(sample) for sample in samples]
+
+
+def guess_of_sample(sample: DraftSample) -> Guess:
+    """The guess that a draw for rejection verification makes."""
+    return Guess(sample.token_id, 1.0, (), sample)
 
 
 def guess_of(token_ids: Sequence[int], scores: Sequence[float], num_siblings: int) -> Guess | None:

@@ -106,12 +106,12 @@ class DraftSession(FollowingSession):
     num_unsent: int = 0
     """Steps whose nodes no proposal has carried yet."""
     rule: DrawRule | None = field(init=False, default=None)
-    """How a guess is drawn from logits; None where a constraint masks these first, and in rejection mode."""
+    """How a guess is drawn from logits; None where a constraint masks these first."""
 
     def __post_init__(self) -> None:
         """Work the rule out once."""
         EngineSession.__post_init__(self)
-        if self.mode is VerifyMode.COUPLED and not self.body.sampling.HasField("constraint"):
+        if not self.body.sampling.HasField("constraint"):
             self.rule = DrawRule(self.params)
 
     @property

@@ -16,15 +16,16 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.buckets import ROW_BUCKETS, advance, empty_batch, row_bucket, table_bucket
 from specdec.engine.cuda.cuts import NUM_CUT_WORDS, CutKinds, cut_parameters, launch_cuts
-from specdec.engine.cuda.sampling import MOST_TOP, launch_top, read_top, row_parameters
+from specdec.engine.cuda.sampling import MOST_TOP, launch_top, read_top
 from specdec.engine.drawing.adjustments import Adjustments, can_adjust
-from specdec.engine.drawing.graph_parts import GraphParts
+from specdec.engine.drawing.graph_parts import GraphParts, parameters_of, scaling_of, sparse_parameters_of
 from specdec.engine.drawing.other_ids import IdTables, OtherIds
 from specdec.engine.drawing.pruning import pruned
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
+from specdec.engine.drawing.sparse import launch_sparse, read_sparse
 from specdec.engine.model.device_choice import Replays
-from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, cut_arguments
-from specdec.engine.sampling.noise import Purpose, noise_key
+from specdec.engine.sampling.logit_processors import cut_arguments
+from specdec.engine.sampling.rejection import DraftSample
 from specdec.engine.sampling.sampler import Sampler
 
 ROUND_BUCKETS = (2, 4, 8)
@@ -35,8 +36,9 @@ _USE_MARGIN = 1.5
 """A graph has so many times the draws that were of use on average. Chosen, not measured."""
 _PREPARED_ROWS = (8, 4, 2, 1)
 _MOST_GRAPHS = 64
-_MOST_ADJUSTED_ROWS = 32
-"""Of a graph whose rows' logits are adjusted: eight bytes for each row and token. Chosen, not measured."""
+_MOST_WIDE_ROWS = 32
+"""Of a graph that keeps several bytes for each row and token: one whose rows' logits are adjusted, or whose draws are
+sparse. Chosen, not measured."""
 
 
 class _Key(NamedTuple):
@@ -49,6 +51,8 @@ class _Key(NamedTuple):
     cuts: CutKinds | None = None
     is_adjusted: bool = False
     """Some row's logits may be adjusted before they are cut and drawn."""
+    is_sparse: bool = False
+    """Draws are those of rejection verification, `num_top` the size of their distributions and one more."""
 
 
 @dataclass(slots=True)
@@ -57,8 +61,9 @@ class _Graph:
     """All that a call uploads, int32, as `GraphParts` has it."""
     cuts: CutKinds | None
     adjustments: Adjustments | None
+    is_sparse: bool
     drawn: torch.Tensor
-    """[draws, rows, 2, num_top] int32, of which the caller fills the first."""
+    """[draws, rows, 2, num_top] int32, of which the caller fills the first; what is drawn is first in each."""
     replay: Callable[[], None]
     results: torch.Tensor
     """What a replay fills; the same as `drawn` on a device."""
@@ -74,6 +79,7 @@ class DeviceDrawing:
 
     most_rounds = ROUND_BUCKETS[-1]
     ends_at_forks = False
+    has_sparse = True
     most_call_s = 8e-3
     """About two steps of a target that is worth drafting for. Chosen, not measured."""
 
@@ -124,28 +130,12 @@ class DeviceDrawing:
         """See ``Drawing``."""
         self._check(rows)
         num_top, num_draws = min(num_top, self._vocab_size), max(row.num_rounds for row in rows)
-        num_rows = row_bucket(len(rows))
-        cuts, kinds = self._cuts(rows)
-        is_adjusted = any(row.adjusting is not None for row in rows)
-        most_rows = _MOST_ADJUSTED_ROWS if is_adjusted else ROW_BUCKETS[-1]
-        graph = None
-        if num_draws > 1 and num_rows is not None and num_rows <= most_rows and num_top <= MOST_TOP:
-            num_blocks = table_bucket(max(len(row.block_ids) for row in rows), self._cache.block_size)
-            wanted = min(num_draws, math.ceil(_USE_MARGIN * self._mean_used))
-            bucket = next((bucket for bucket in ROUND_BUCKETS if bucket >= wanted), ROUND_BUCKETS[-1])
-            graph = self._graph_of(_Key(num_rows, num_blocks, bucket, num_top, kinds, is_adjusted))
-        self.num_passes = 0
-        if graph is None:
+        wanted = min(num_draws, math.ceil(_USE_MARGIN * self._mean_used))
+        results = self._replayed(rows, logits, wanted, num_top) if num_draws > 1 and num_top <= MOST_TOP else None
+        if results is None:
+            self.num_passes = 0
             first = logits[[row.logits_row for row in rows], : self._vocab_size]
             return [[draw] for draw in self._single(rows, first, num_top)]
-        self.num_passes = len(graph.drawn) - 1
-        parts = self._upload(graph, rows, cuts)
-        first = logits.index_select(0, parts.logits_rows[: len(rows)])[:, : self._vocab_size]
-        if graph.adjustments is not None:
-            graph.adjustments.fill([row.context for row in rows])
-        self._launch_draw(graph, parts, 0, first)
-        graph.replay()
-        results = graph.results.cpu()[:, : len(rows)]
         token_ids, scores = read_top(results.reshape(-1, 2, num_top))
         draws = [(token_ids[at : at + num_top], scores[at : at + num_top]) for at in range(0, len(token_ids), num_top)]
         of_rounds = [draws[at : at + len(rows)] for at in range(0, len(draws), len(rows))]
@@ -153,11 +143,57 @@ class DeviceDrawing:
         self._mean_used += _USE_WEIGHT * (max(map(len, drawn)) - self._mean_used)
         return drawn
 
-    def _cuts(self, rows: Sequence[DrawRow]) -> tuple[torch.Tensor, CutKinds | None]:
-        """Parameters of rows' cuts, and which there are; None where no row has any."""
-        temperatures = [_temperature(row) if row.rule.params.has_cuts else 0.0 for row in rows]
+    def draw_sparse(
+        self, rows: Sequence[DrawRow], logits: torch.Tensor, num_sparse: int
+    ) -> list[list[DraftSample | None]]:
+        """See ``Drawing``."""
+        self._check(rows)
+        # How many are drawn must not depend on what was drawn before (docs/rejection.md).
+        num_draws, num_sparse = max(row.num_rounds for row in rows), min(num_sparse, self._vocab_size)
+        results = self._replayed(rows, logits, num_draws, 1 + num_sparse, is_sparse=True) if num_draws > 1 else None
+        if results is None:
+            self.num_passes = 0
+            first = logits[[row.logits_row for row in rows], : self._vocab_size]
+            contexts, chains = [row.context for row in rows], [row.chain for row in rows]
+            return [[sample] for sample in self._sampler.draft_sample(first, contexts, num_sparse, chains)]
+        of_rounds = [read_sparse(of_round) for of_round in results]
+        return [
+            _until_none([of_round[index] for of_round in of_rounds[: row.num_rounds]]) for index, row in enumerate(rows)
+        ]
+
+    def _replayed(
+        self, rows: Sequence[DrawRow], logits: torch.Tensor, num_draws: int, num_top: int, *, is_sparse: bool = False
+    ) -> torch.Tensor | None:
+        """What so many draws bring, or some more, ``[draws, rows, 2, num_top]`` on the host; None: no graph serves."""
+        num_rows = row_bucket(len(rows))
+        cuts, kinds = self._cuts(rows, is_sparse=is_sparse)
+        is_adjusted = any(row.adjusting is not None for row in rows)
+        most_rows = _MOST_WIDE_ROWS if is_adjusted or is_sparse else ROW_BUCKETS[-1]
+        if num_rows is None or num_rows > most_rows:
+            return None
+        num_blocks = table_bucket(max(len(row.block_ids) for row in rows), self._cache.block_size)
+        bucket = next((bucket for bucket in ROUND_BUCKETS if bucket >= num_draws), ROUND_BUCKETS[-1])
+        graph = self._graph_of(_Key(num_rows, num_blocks, bucket, num_top, kinds, is_adjusted, is_sparse))
+        if graph is None:
+            return None
+        self.num_passes = len(graph.drawn) - 1
+        parts = self._upload(graph, rows, cuts)
+        first = logits.index_select(0, parts.logits_rows[: len(rows)])[:, : self._vocab_size]
+        if graph.adjustments is not None:
+            graph.adjustments.fill([row.context for row in rows])
+        self._launch_draw(graph, parts, 0, first)
+        graph.replay()
+        return graph.results.cpu()[:, : len(rows)]
+
+    def _cuts(self, rows: Sequence[DrawRow], *, is_sparse: bool) -> tuple[torch.Tensor, CutKinds | None]:
+        """Parameters of rows' cuts, and which there are; None where there is nothing to do. What is sparse is drawn
+        from scores, so that temperatures are a part of it."""
+        temperatures = [
+            scaling_of(row) if row.rule.params.has_cuts or (is_sparse and not row.rule.params.is_greedy) else 0.0
+            for row in rows
+        ]
         parameters, kinds = cut_parameters(temperatures, cut_arguments([row.context for row in rows]), self._vocab_size)
-        return parameters, kinds if any(temperatures) else None
+        return parameters, kinds if is_sparse or any(temperatures) else None
 
     @staticmethod
     def _launch_draw(graph: _Graph, parts: GraphParts, number: int, logits: torch.Tensor) -> None:
@@ -167,7 +203,10 @@ class DeviceDrawing:
             logits = graph.adjustments.adjusted(logits, number)
         if graph.cuts is not None:
             logits = launch_cuts(logits, parts.cuts[:num_rows], graph.cuts)
-        launch_top(logits, parts.parameters[number, :num_rows], out.shape[2], out[:num_rows])
+        if graph.is_sparse:
+            launch_sparse(logits, parts.parameters[number, :num_rows], out[:num_rows])
+        else:
+            launch_top(logits, parts.parameters[number, :num_rows], out.shape[2], out[:num_rows])
 
     def _single(self, rows: Sequence[DrawRow], logits: torch.Tensor, num_top: int) -> list[Draw]:
         draws: list[Draw] = []
@@ -189,23 +228,14 @@ class DeviceDrawing:
         """Fill a graph's state by one copy; returns its parts on the device."""
         num_draws, num_rows = graph.drawn.shape[:2]
         has_cuts = graph.cuts is not None
-        temperatures, keys = np.zeros((num_draws, num_rows), np.float32), np.zeros((num_draws, num_rows, 2), np.int64)
         state = np.zeros(len(graph.state), np.int32)
         parts = GraphParts.of(state, num_draws, num_rows, has_cuts)
         parts.tables[:] = self._cache.num_blocks - 1
         for index, row in enumerate(rows):
-            params = row.rule.params
             parts.positions[index], parts.num_passes[index] = row.position, min(row.num_rounds, num_draws) - 1
             parts.logits_rows[index] = row.logits_row
             parts.tables[index, : len(row.block_ids)] = row.block_ids
-            if params.is_greedy:
-                continue
-            temperatures[:, index] = 1.0 if params.has_cuts else _temperature(row)
-            for number in range(min(row.num_rounds, num_draws)):
-                position = row.position + number
-                keys[number, index] = noise_key(params.seed, params.choice, Purpose.PLAIN, position)
-        parameters = row_parameters(temperatures.reshape(-1).tolist(), keys.reshape(-1).tolist())
-        parts.parameters[:] = parameters.numpy().reshape(num_draws, num_rows, 3)
+        parts.parameters[:] = (sparse_parameters_of if graph.is_sparse else parameters_of)(rows, num_draws, num_rows)
         if has_cuts:
             parts.cuts[: len(rows)] = cuts.numpy()
         graph.state.copy_(torch.from_numpy(state), non_blocking=True)
@@ -227,7 +257,7 @@ class DeviceDrawing:
         return graph
 
     def _captured(self, key: _Key) -> _Graph:
-        num_rows, width, num_draws, num_top, cuts, is_adjusted = key
+        num_rows, width, num_draws, num_top, cuts, is_adjusted, is_sparse = key
         cache, device = self._cache, self._cache.device
         spare_block = cache.num_blocks - 1
         batch = empty_batch((num_rows, 1), device, spare_block, cache.block_size)
@@ -239,8 +269,9 @@ class DeviceDrawing:
         batch.block_tables.fill_(spare_block)
         drawn = torch.zeros(num_draws, num_rows, 2, num_top, dtype=torch.int32, device=device)
         if is_adjusted and self._adjustments is None:
-            self._adjustments = Adjustments(_MOST_ADJUSTED_ROWS, self._vocab_size, device)
-        graph = _Graph(state, cuts, self._adjustments if is_adjusted else None, drawn, lambda: None, drawn)
+            self._adjustments = Adjustments(_MOST_WIDE_ROWS, self._vocab_size, device)
+        adjustments = self._adjustments if is_adjusted else None
+        graph = _Graph(state, cuts, adjustments, is_sparse, drawn, lambda: None, drawn)
         graph.replay, graph.results = self._steps.capture(lambda: self._rounds(graph, batch, parts))
         return graph
 
@@ -259,6 +290,7 @@ class DeviceDrawing:
         return graph.drawn
 
 
-def _temperature(row: DrawRow) -> float:
-    """Of a row that is not greedy."""
-    return max(row.rule.params.temperature, MIN_TEMPERATURE)
+def _until_none(samples: Sequence[DraftSample | None]) -> list[DraftSample | None]:
+    """Up to the first draw that found nothing, which nothing follows."""
+    end = next((index + 1 for index, sample in enumerate(samples) if sample is None), len(samples))
+    return list(samples[:end])

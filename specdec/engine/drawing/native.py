@@ -10,6 +10,7 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule, NativeRow
 from specdec.engine.model.fused import FusedDecoder
+from specdec.engine.sampling.rejection import DraftSample
 
 _INT64, _POINTER = ctypes.c_int64, ctypes.c_void_p
 
@@ -31,6 +32,7 @@ class DrawingDecoder:
     most_rounds = 4
     most_call_s = 1e-3
     ends_at_forks = True
+    has_sparse = False
 
     def __init__(
         self, decoder: FusedDecoder, cache: KVCache, vocab_size: int, other_ids: OtherIds | None = None
@@ -98,6 +100,12 @@ class DrawingDecoder:
             ends = range(first + num_top, first + num_drawn[index] * num_top + 1, num_top)
             drawn.append([(token_ids[end - num_top : end], scores[end - num_top : end]) for end in ends])
         return drawn
+
+    def draw_sparse(
+        self, rows: Sequence[DrawRow], logits: torch.Tensor, num_sparse: int
+    ) -> list[list[DraftSample | None]]:
+        """Not here: a row of the logits is sorted for each draw, beside which a call of its own costs nothing."""
+        raise NotImplementedError
 
     def prepare(self, num_top: int) -> None:
         """Nothing is to be done."""

@@ -13,6 +13,7 @@ import torch
 
 from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, RowContext
+from specdec.engine.sampling.rejection import DraftSample
 from specdec.sampling_params import SamplingParams
 
 _INT64, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
@@ -84,6 +85,9 @@ class DrawRow:
     adjusting: RowContext | None = None
     """What its logits are adjusted by, where its rule says that they are."""
 
+    chain: int = 0
+    """Rejection mode: which of the chains that come to its position its draws are for."""
+
     @property
     def context(self) -> RowContext:
         """What the sampler must know of its first draw."""
@@ -97,6 +101,8 @@ class Drawing(Protocol):
     """More draws of a row than this are not worth a call."""
     most_call_s: float
     """What a call should take at most: commits wait for its end."""
+    has_sparse: bool
+    """`draw_sparse` can be called."""
     ends_at_forks: bool
     """Rounds end for all rows where one forks: to draw on without those that join is worth less than it costs."""
     num_passes: int
@@ -120,6 +126,15 @@ class Drawing(Protocol):
         Raises:
             IndexError: a position is out of the model's range.
             ValueError: a row has a rule that it does not take, or lacks what its logits are adjusted by.
+        """
+
+    def draw_sparse(
+        self, rows: Sequence[DrawRow], logits: torch.Tensor, num_sparse: int
+    ) -> list[list[DraftSample | None]]:
+        """As `draw`, for rejection verification: a token of each row's likeliest `num_sparse`, with their distribution.
+
+        A row's draws are as many as it asks for, or fewer for all rows, whatever is drawn; None, from which nothing can
+        be drawn, is its last one.
         """
 
     def prepare(self, num_top: int) -> None:

@@ -179,25 +179,17 @@ class Sampler:
         something was cut off: where all fits in m, q is p to the bit for equal logits. None stands for a row from
         which no token can be drawn.
         """
-        probs = self.probs(logits, rows)
-        best, token_ids = probs.topk(min(m, self.vocab_size), dim=1)
-        if m < self.vocab_size:
-            covered = [math.fsum(row) for row in best.tolist()]
-            total = torch.tensor(covered, dtype=torch.float64, device=best.device).unsqueeze(1)
-            scaled = (best.to(torch.float64) / total).to(torch.float32)
-            was_cut = (probs > 0.0).sum(dim=1, keepdim=True) > m
-            best = torch.where(was_cut, scaled, best)
+        mass, token_ids = sparse_distributions(self.probs(logits, rows), m)
         samples: list[DraftSample | None] = []
         of_rows = [None] * len(rows) if chains is None else chains
-        for row, chain, values, ids in zip(rows, of_rows, best.tolist(), token_ids.tolist(), strict=True):
-            pairs = sorted((-prob, token_id) for prob, token_id in zip(values, ids, strict=True) if prob > 0.0)
-            if not pairs:
+        for row, chain, values, ids in zip(rows, of_rows, mass.tolist(), token_ids.tolist(), strict=True):
+            size = sum(prob > 0.0 for prob in values)  # they fall, and NaN is not above 0
+            if not size:
                 samples.append(None)
                 continue
-            support = tuple(token_id for _, token_id in pairs)
-            mass = tuple(-negated for negated, _ in pairs)
+            support, probs = tuple(ids[:size]), tuple(values[:size])
             u = uniform(row.params.seed, row.params.choice, Purpose.DRAFT, row.position, chain)
-            samples.append(DraftSample(draw(support, mass, u), support, mass))
+            samples.append(DraftSample(draw(support, probs, u), support, probs))
         return samples
 
     def logprobs(self, logits: Tensor, rows: Sequence[RowContext], chosen: Sequence[int]) -> list[TokenLogprobs | None]:
@@ -280,3 +272,23 @@ def _best(values: Tensor, n: int) -> list[tuple[int, float]]:
     ids = (values >= values.topk(n).values[-1]).nonzero().squeeze(1)
     pairs = sorted(zip((-values[ids]).tolist(), ids.tolist(), strict=True))[:n]
     return [(token_id, -negated) for negated, token_id in pairs]
+
+
+def sparse_distributions(probs: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+    """The likeliest tokens of rows, best first, ties by rising id: probabilities and ids, [R, M] float32 and int64.
+
+    M is `num_tokens`, or all. Probabilities are renormalised where something was cut off, and only there. Nothing waits
+    for data. Rows of NaN stay so.
+
+    Args:
+        probs: [R, V] float32.
+        num_tokens: at least 1.
+    """
+    best, ids = probs.topk(min(num_tokens, probs.shape[1]), dim=1)
+    if num_tokens < probs.shape[1]:
+        scaled = (best.to(torch.float64) / best.to(torch.float64).sum(dim=1, keepdim=True)).to(torch.float32)
+        was_cut = (probs > 0.0).sum(dim=1, keepdim=True) > num_tokens
+        best = torch.where(was_cut, scaled, best)
+    ids, order = ids.sort(dim=1)
+    best, order = best.gather(1, order).sort(dim=1, descending=True, stable=True)
+    return best, ids.gather(1, order)

@@ -30,6 +30,11 @@ others: list[dict[str, Any]] = [
 ]
 
 
+def rejected(**sampling: Any) -> dict[str, Any]:
+    """Of a session for rejection verification."""
+    return {"verify_mode": pb.VERIFY_MODE_REJECTION, "body": {"max_draft_tokens": 7}, **sampling}
+
+
 @pytest.fixture(autouse=True)
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """How many rounds a call has does not depend on the clock."""
@@ -90,8 +95,9 @@ def test_trees_are_alike_when_everything_is_worth_following(pair: LocalPair, see
     [
         [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.5}],
         [{"temperature": 0.0}, others[0], others[1], {"temperature": 0.7, "frequency_penalty": 0.4, "min_tokens": 9}],
+        [rejected(temperature=0.3), rejected(temperature=0.8), rejected(temperature=1.0, repetition_penalty=1.2)],
     ],
-    ids=["plain", "adjusted"],
+    ids=["plain", "adjusted", "rejection"],
 )
 def test_trees_are_alike_where_a_captured_graph_draws(
     sampling: list[dict[str, Any]], graph_pair: LocalPair, monkeypatch: pytest.MonkeyPatch
