@@ -1,17 +1,16 @@
-"""A target whose steps a device computes late, its client, and what happens while it computes one."""
+"""A target whose steps a device computes late, and what happens while it computes one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.late_device import LateDevice, put_on_late_device, unhurried
+from tests.support.engine.late_device import LateDevice, put_on_late_device
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.targets import PROMPT
 from tests.support.engine.worker_client import WorkerClient
 
-PROMPT = prompts()[0][:20]
 OTHER = prompts()[1][:25]
 
 
@@ -25,18 +24,6 @@ def undisturbed(device: LateDevice) -> LateDevice:
     """The device, on which nothing happens meanwhile."""
     device.meanwhile, device.before_compute, device.num_looks = lambda: None, lambda batch: None, lambda: 100
     return device
-
-
-@contextmanager
-def overlapping_client(pair: LocalPair) -> Iterator[WorkerClient]:
-    """The target's client; nothing of its sessions is left after."""
-    client = WorkerClient(pair, "target")
-    client.pair.verifier.pacing.step_time = unhurried()
-    client.attach()
-    client.turn()
-    yield client
-    client.end_all()
-    client.check_nothing_held()
 
 
 def truth_of(pair: LocalPair, device: LateDevice) -> dict[str, list[int]]:

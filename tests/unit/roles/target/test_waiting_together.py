@@ -2,47 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from target_service.pacing.pacing import Pacing
 from target_service.policy.hold_off import DEPTHS, DraftLatency, pays_for_all
-from tests.support.engine.local_pair import FreeRows, LocalPair, chain, open_session, prompts
+from tests.support.engine.local_pair import FreeRows, chain
+from tests.support.engine.targets import a_session
 from tests.support.engine.worker_client import WorkerClient
 
-PROMPT = prompts()[0][:20]
 LATENCY = DraftLatency(first_s=0.005, node_s=0.001)
 
 
-@pytest.fixture(scope="module")
-def loaded_pair() -> LocalPair:
-    return LocalPair(max_sessions=4)
-
-
 @pytest.fixture
-def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
+def client(client: WorkerClient) -> WorkerClient:
     """Sessions s and t, whose first tokens are decided, on a target that finds it best to wait."""
-    client = WorkerClient(loaded_pair, "target")
-    client.attach()
     pacing = client.pair.verifier.pacing = Pacing(None)
     pacing.step_time = FreeRows()
     choice = pacing._hold_off["greedy"]
     choice._current, choice._num_left = DEPTHS[-1], 1000
     for name in ("s", "t"):
-        client.entry(name, open=open_session(PROMPT, max_tokens=60, ignore_eos=True))
+        client.entry(name, open=a_session())
     client.turn()
     assert [client.session(name).num_tokens for name in ("s", "t")] == [21, 21]
-    yield client
-    client.end_all()
-    client.check_nothing_held()
-
-
-@pytest.fixture(scope="module")
-def truth(loaded_pair: LocalPair) -> list[int]:
-    """Prompt and greedy continuation."""
-    body = open_session(PROMPT, max_tokens=20, ignore_eos=True)
-    return [*PROMPT, *loaded_pair.run({"a": body}, use_draft=False)["a"].token_ids]
+    return client
 
 
 def test_who_has_something_waits_along_where_little_is_decoded_meanwhile(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,39 +15,14 @@ from target_service.tree.speculation_tree import ReadProposal
 from tests.support.engine.constrained import SCHEMAS, constrained
 from tests.support.engine.grammars import json_schema
 from tests.support.engine.late_device import LateDevice
-from tests.support.engine.local_pair import LocalPair, chain
+from tests.support.engine.local_pair import chain
 from tests.support.engine.overlapping import (
     OTHER,
     a_session,
-    loaded_on_late_device,
     once,
-    overlapping_client,
     tokens_of,
-    truth_of,
-    undisturbed,
 )
 from tests.support.engine.worker_client import WorkerClient, reason_of
-
-
-@pytest.fixture(scope="module")
-def loaded() -> tuple[LocalPair, LateDevice]:
-    return loaded_on_late_device()
-
-
-@pytest.fixture
-def device(loaded: tuple[LocalPair, LateDevice]) -> LateDevice:
-    return undisturbed(loaded[1])
-
-
-@pytest.fixture
-def client(loaded: tuple[LocalPair, LateDevice], device: LateDevice) -> Iterator[WorkerClient]:
-    with overlapping_client(loaded[0]) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def truth(loaded: tuple[LocalPair, LateDevice]) -> dict[str, list[int]]:
-    return truth_of(*loaded)
 
 
 def test_verdicts_are_sent_while_the_next_step_is_computed(

@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from prometheus_client import CollectorRegistry
 
 from specdec.drafters.options import NgramOptions
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.free_rows import FreeRows
-from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, open_session
+from tests.support.engine.targets import PROMPT, a_session
 from tests.support.engine.worker_client import WorkerClient
 
-PROMPT = prompts()[0][:20]
 START = len(PROMPT) + 1
 
 
-@pytest.fixture(scope="module")
-def loaded_pair() -> LocalPair:
-    return LocalPair(hold_off_ms=0.0, max_sessions=4)
-
-
-@pytest.fixture(scope="module")
-def truth(loaded_pair: LocalPair) -> list[int]:
-    """Prompt and greedy continuation."""
-    loaded_pair.reset()
-    body = open_session(PROMPT, max_tokens=60, ignore_eos=True)
-    return [*PROMPT, *loaded_pair.run({"a": body}, use_draft=False)["a"].token_ids]
-
-
 @pytest.fixture
-def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
+def client(client: WorkerClient) -> WorkerClient:
     """With a session whose first token is decided."""
-    client = WorkerClient(loaded_pair, "target")
-    client.pair.verifier.pacing.step_time = FreeRows()
-    client.attach()
-    client.turn()
-    body = open_session(PROMPT, max_tokens=60, ignore_eos=True)
-    body.max_draft_tokens, body.credit_position = 16, START
-    client.entry("s", open=body)
+    client.entry("s", open=a_session(body={"max_draft_tokens": 16, "credit_position": START}))
     client.turn(4)
-    yield client
-    client.end_all()
+    return client
 
 
 def counted(registry: CollectorRegistry, what: str) -> dict[tuple[str, ...], float]:

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.engine.sampling.rejection import draw
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.drafting_client import (
-    MAX_AHEAD,
     a_session,
     commit,
     drafting,
-    drafting_client,
     other,
     proposals,
 )
-from tests.support.engine.local_pair import LocalPair
 from tests.support.engine.worker_client import WorkerClient
-
-
-@pytest.fixture(scope="module")
-def loaded_pair() -> LocalPair:
-    return LocalPair(draft_options={"max_ahead_tokens": MAX_AHEAD, "max_sessions": 4})
-
-
-@pytest.fixture
-def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
-    with drafting_client(loaded_pair) as client:
-        yield client
 
 
 def test_in_rejection_mode_a_round_is_sent_whole_and_with_its_distributions(client: WorkerClient) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from google.rpc import code_pb2
 
@@ -19,7 +17,6 @@ from tests.support.engine.drafting_client import (
     chain_of,
     commit,
     drafting,
-    drafting_client,
     grow,
     length_within,
     main_tokens,
@@ -29,17 +26,6 @@ from tests.support.engine.drafting_client import (
 )
 from tests.support.engine.local_pair import LocalPair
 from tests.support.engine.worker_client import WorkerClient, fields_of, reason_of
-
-
-@pytest.fixture(scope="module")
-def loaded_pair() -> LocalPair:
-    return LocalPair(draft_options={"max_ahead_tokens": MAX_AHEAD, "max_sessions": 4})
-
-
-@pytest.fixture
-def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
-    with drafting_client(loaded_pair) as client:
-        yield client
 
 
 def test_it_drafts_as_far_ahead_as_it_may_and_no_further(client: WorkerClient) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -12,40 +12,21 @@ from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from specdec.worker.errors import RankLost
 from tests.support.engine.late_device import LateDevice
-from tests.support.engine.local_pair import LocalPair
 from tests.support.engine.overlapping import (
     OTHER,
     PROMPT,
     a_session,
-    loaded_on_late_device,
     once,
-    overlapping_client,
     tokens_of,
-    truth_of,
-    undisturbed,
 )
 from tests.support.engine.worker_client import WorkerClient, reason_of
 
 
-@pytest.fixture(scope="module")
-def loaded() -> tuple[LocalPair, LateDevice]:
-    return loaded_on_late_device()
-
-
-@pytest.fixture
-def device(loaded: tuple[LocalPair, LateDevice]) -> LateDevice:
-    return undisturbed(loaded[1])
-
-
-@pytest.fixture
-def client(loaded: tuple[LocalPair, LateDevice], device: LateDevice) -> Iterator[WorkerClient]:
-    with overlapping_client(loaded[0]) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def truth(loaded: tuple[LocalPair, LateDevice]) -> dict[str, list[int]]:
-    return truth_of(*loaded)
+def open_both(client: WorkerClient) -> None:
+    """Sessions s and other, which have their first tokens."""
+    client.entry("s", open=a_session())
+    client.entry("other", open=a_session(OTHER))
+    client.turn(4)
 
 
 def test_a_session_closed_meanwhile_is_told_nothing_and_holds_nothing(
@@ -58,9 +39,7 @@ def test_a_session_closed_meanwhile_is_told_nothing_and_holds_nothing(
 
     device.meanwhile = once(close, after=3)
     device.before_compute = lambda batch: blocks_used.append(client.engine.stats().blocks_used)
-    client.entry("s", open=a_session())
-    client.entry("other", open=a_session(OTHER))
-    client.turn(4)
+    open_both(client)
     assert client.session() is None
     assert blocks_used[3] == blocks_used[2], "its blocks were given back while they were written"
     assert client.engine.stats().blocks_used < blocks_used[3]
@@ -176,9 +155,7 @@ def test_a_pass_that_raises_for_one_session_costs_the_others_nothing(
     poison = 4000
     assert poison not in {*truth["s"], *truth["other"]}
     device.before_compute = raise_for(poison)
-    client.entry("s", open=a_session())
-    client.entry("other", open=a_session(OTHER))
-    client.turn(4)
+    open_both(client)
     client.entry("guilty", open=a_session([*PROMPT, poison]))
     client.turn(80)
     [error] = client.take("error", "guilty")

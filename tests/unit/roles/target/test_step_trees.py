@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,41 +11,16 @@ from specdec.drafters.options import NgramOptions, TokenRecyclingOptions
 from specdec.v1 import common_pb2 as pb
 from target_service.logprobs import LEAST_LOGPROB, node_logprobs
 from tests.support.engine.constrained import SCHEMAS, constrained
-from tests.support.engine.free_rows import FreeRows
 from tests.support.engine.grammars import json_schema
-from tests.support.engine.local_pair import LocalPair, chain, open_session, prompts
+from tests.support.engine.local_pair import LocalPair, chain, open_session
+from tests.support.engine.targets import PROMPT, a_session
 from tests.support.engine.worker_client import WorkerClient
-
-PROMPT = prompts()[0][:20]
-
-
-@pytest.fixture(scope="module")
-def loaded_pair() -> LocalPair:
-    return LocalPair(hold_off_ms=0.0, max_sessions=4)
-
-
-@pytest.fixture
-def client(loaded_pair: LocalPair) -> Iterator[WorkerClient]:
-    client = WorkerClient(loaded_pair, "target")
-    client.pair.verifier.pacing.step_time = FreeRows()
-    client.attach()
-    client.turn()
-    yield client
-    client.end_all()
-    client.check_nothing_held()
-
-
-@pytest.fixture(scope="module")
-def truth(loaded_pair: LocalPair) -> list[int]:
-    loaded_pair.reset()
-    body = open_session(PROMPT, max_tokens=60, ignore_eos=True)
-    return [*PROMPT, *loaded_pair.run({"a": body}, use_draft=False)["a"].token_ids]
 
 
 def verdict_of(client: WorkerClient, proposal: bytes, *, tells: bool, **sampling: object) -> pb.Verdict:
     """Of the step that verifies a proposal for the token behind the first."""
     body = {"credit_position": 21, "tells_trees": tells}
-    client.entry("s", open=open_session(PROMPT, max_tokens=60, ignore_eos=True, body=body, **sampling))
+    client.entry("s", open=a_session(body=body, **sampling))
     client.turn(4)
     client.entry("s", proposal=proposal)
     client.entry("s", credit=pb.Credit(position=100))

@@ -1,0 +1,37 @@
+"""What tests of the target's role share: a prompt, its greedy continuation, and a client that is attached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from specdec.v1 import common_pb2 as pb
+from target_service.policy.step_time import StepTimeModel
+from tests.support.engine.local_pair import LocalPair, open_session, prompts
+from tests.support.engine.worker_client import WorkerClient
+
+PROMPT = prompts()[0][:20]
+
+
+@contextmanager
+def target_client(pair: LocalPair, step_time: StepTimeModel) -> Iterator[WorkerClient]:
+    """The target's client, whose steps take `step_time` as it believes; nothing of its sessions is left after."""
+    client = WorkerClient(pair, "target")
+    client.pair.verifier.pacing.step_time = step_time
+    client.attach()
+    client.turn()
+    yield client
+    client.end_all()
+    client.check_nothing_held()
+
+
+def continued(pair: LocalPair, num_tokens: int) -> list[int]:
+    """The prompt and its greedy continuation."""
+    pair.reset()
+    body = open_session(PROMPT, max_tokens=num_tokens, ignore_eos=True)
+    return [*PROMPT, *pair.run({"a": body}, use_draft=False)["a"].token_ids]
+
+
+def a_session(max_tokens: int = 60, *, body: dict[str, object] | None = None, **sampling: object) -> pb.OpenSession:
+    """Of the prompt."""
+    return open_session(PROMPT, max_tokens=max_tokens, ignore_eos=True, body=body, **sampling)
