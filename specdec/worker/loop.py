@@ -34,14 +34,15 @@ _MOST_ID_CHARS = 512
 """Every result repeats its session's id; ours take some fifty."""
 _LOOK_S = 0.001
 """So often a device is looked at that computes a step: the least that `EnginePort.poll` waits."""
-_MOST_TAKING_S = 0.1
-"""Processor time of a turn for what has arrived: others step in between, and no turn looks stuck."""
 _NOT_READ_S = 30.0
 """A coordinator reads what comes at once. One that takes nothing for so long hangs, and its sessions hold memory."""
 
 
 class EngineWorker(Generic[SessionT]):
     """Runs one role over one engine port until the servicer goes or tells it to stop."""
+
+    most_taking_s = 0.1
+    """Processor time of a turn for what has arrived: others step in between, and no turn looks stuck."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class EngineWorker(Generic[SessionT]):
     def _take(self, frames: Iterable[Frame], is_over: Callable[[], bool] | None = None) -> None:
         """Handle what was left over, or else these frames, until it is over: for as long as steps may wait for it."""
         rest = self._rest = self._rest or self._handled(frames)
-        until_s = time.thread_time() + _MOST_TAKING_S
+        until_s = time.thread_time() + self.most_taking_s
         for _ in rest:
             if time.thread_time() >= until_s if is_over is None else is_over():
                 return

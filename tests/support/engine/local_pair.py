@@ -6,6 +6,7 @@ Everything but the transport is the product: workers, roles, engines and message
 from __future__ import annotations
 
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -131,6 +132,8 @@ class LocalPair:
             self.target_host,
             self.verifier,  # type: ignore[arg-type]
         )
+        for worker in (self.draft, self.target):
+            worker.most_taking_s = math.inf  # what takes part in a step is not for a busy machine to say
         self.opens: dict[str, pb.OpenSession] = {}
         self.epochs: dict[str, int] = {}
         self.outcomes: dict[str, Outcome] = {}

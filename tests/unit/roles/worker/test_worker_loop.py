@@ -9,6 +9,7 @@ from google.rpc import code_pb2
 
 from specdec.rpc.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
+from specdec.worker.loop import EngineWorker
 from specdec.worker.sessions import EngineSession, EngineSessionTable, Owner
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient, reason_of
@@ -349,6 +350,7 @@ def test_the_same_owner_cannot_reopen_under_a_lower_lease(client: WorkerClient) 
 
 def test_a_message_of_ever_so_many_entries_holds_up_nobodys_steps(client: WorkerClient) -> None:
     """One of 16 MB may hold a million: as one turn they would take longer than an engine may stand still."""
+    client.worker.most_taking_s = EngineWorker.most_taking_s
     opened(client)
     client.attach(stream_id=2, owner="b")
     client.turn()
