@@ -103,7 +103,7 @@ def build_batch(step: ScheduledStep, block_size: int, device: torch.device | str
         if item.num_tree_nodes and item.seq.tree is not None:
             input_ids += item.seq.tree.token_ids[: item.num_tree_nodes]
 
-    (ids, positions, slots, logits), (seqs, contexts, offsets, paths, tables) = _to_device(
+    (ids, positions, slots, logits), (seqs, contexts, offsets, paths, tables) = to_device(
         [np.array(input_ids, np.int64), position_ids, slot_mapping, np.array(logits_indices, np.int64)],
         [row_seq.astype(np.int32), context_lens, path_offsets, path_slots, block_tables.reshape(-1)],
         device,
@@ -148,7 +148,7 @@ def _build_single(
         tables += blocks
         tables += [0] * (num_blocks - len(blocks))
     contexts = [position + 1 for position in positions]
-    [wide], [narrow] = _to_device(
+    [wide], [narrow] = to_device(
         [np.array([*tokens, *positions, *slots, *rows], np.int64)],
         [np.array([*rows, *contexts, *([0] * (num_rows + 1)), *tables], np.int32)],
         device,
@@ -216,10 +216,10 @@ def _lay_out_paths(
     return np.cumsum(path_lens, dtype=np.int32), slot_mapping[path_rows].astype(np.int32)
 
 
-def _to_device(
+def to_device(
     wide: list[Int64Array], narrow: list[Int32Array], device: torch.device | str
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Arrays as tensors, by a single copy of all of them if the device is another."""
+    """Arrays ``wide`` and ``narrow`` as tensors, by a single copy of all of them if the device is not the CPU."""
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(array) for array in wide], [torch.from_numpy(array) for array in narrow]
     packed = torch.from_numpy(np.concatenate([*(array.view(np.int32) for array in wide), *narrow]))

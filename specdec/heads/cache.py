@@ -20,7 +20,7 @@ from transformers import LlamaConfig
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionKernel, AttentionOptions, ForwardContext
-from specdec.engine.batch import Batch
+from specdec.engine.batch import Batch, to_device
 from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.heads.parts import Attend, head_sizes
 
@@ -34,6 +34,10 @@ class Rows:
 
     slots: list[int] = field(default_factory=list)
     """Physical, of each row's own entry."""
+    token_ids: list[int] = field(default_factory=list)
+    """What each row is told beside its states."""
+    positions: list[int] = field(default_factory=list)
+    """In the text, as rotary embeddings count them."""
     contexts: list[int] = field(default_factory=list)
     """How many entries each reads from its sequence's blocks, from the first of them on."""
     paths: list[list[int]] = field(default_factory=list)
@@ -45,6 +49,26 @@ class Rows:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Rows of a head's pass, where it computes."""
+
+    batch: Batch
+    """Attention's view: its positions count what a row reads."""
+    positions: torch.Tensor
+    """[T] int64, in the text."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[T] int64."""
+        return self.batch.input_ids
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T] int64, where entries go."""
+        return self.batch.slot_mapping
 
 
 class HeadCache:
@@ -63,9 +87,11 @@ class HeadCache:
         """`num_blocks` are the target's; `kernel` attends over the cache of such layers."""
         _, num_kv_heads, head_dim = head_sizes(config)
         geometry = LayerGeometry(num_kv_heads, head_dim, head_dim)
-        num_scratch = -(-NUM_SCRATCH_SLOTS // block_size)
+        num_scratch = -(-NUM_SCRATCH_SLOTS // block_size) + 1
         self.block_size = block_size
         self.first_scratch_slot = num_blocks * block_size
+        self.spare_block = num_blocks + num_scratch - 1
+        """Nobody's: what rows of padding write to."""
         self._cache = KVCache([geometry] * num_layers, num_blocks + num_scratch, block_size, dtype, device)
         self._kernel = kernel(self._cache.geometries)
         self._options = AttentionOptions(scaling=head_dim**-0.5)
@@ -75,6 +101,11 @@ class HeadCache:
     def num_bytes(self) -> int:
         """Memory held."""
         return self._cache.num_bytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._cache.device
 
     def slots_of(self, seq: EngineSequence, start: int, end: int) -> list[int]:
         """Physical slots of tokens [start, end), as far as the sequence has blocks for them."""
@@ -112,36 +143,51 @@ class HeadCache:
         """Store keys and values [T, kv heads, d] without attending."""
         self._cache.write(layer, slots, keys, values)
 
-    def attend(self, rows: Rows) -> Attend:
+    def attend(self, batch: Batch) -> Attend:
         """What attends for these rows: it writes their entries, layer by layer, before any reads."""
-        context = ForwardContext(self._batch(rows), self._cache, self._kernel)
+        context = ForwardContext(batch, self._cache, self._kernel)
 
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return self._kernel(query, key, value, layer, context, self._options)
 
         return attend
 
-    def _batch(self, rows: Rows) -> Batch:
-        device, num_rows = self._cache.device, len(rows)
+    def lay_out(self, rows: Rows) -> LaidOut:
+        """Rows as tensors. Cost: one copy to the device."""
+        num_rows = len(rows)
         width = max(1, max((len(table) for table in rows.tables), default=1))
         tables = np.zeros((len(rows.tables), width), np.int32)
         for line, table in zip(tables, rows.tables, strict=True):
             line[: len(table)] = table
-        lengths = [len(path) for path in rows.paths]
-        reads = np.array(rows.contexts, np.int64) + np.array(lengths, np.int64)
-
-        def on_device(values: object, dtype: object) -> torch.Tensor:
-            return torch.from_numpy(np.asarray(values, dtype)).to(device)  # type: ignore[call-overload]
-
-        return Batch(
-            input_ids=torch.zeros(num_rows, dtype=torch.int64, device=device),
-            position_ids=on_device(reads - 1, np.int64),
-            slot_mapping=on_device(rows.slots, np.int64),
-            row_seq=on_device(rows.lines, np.int32),
-            context_lens=on_device(rows.contexts, np.int32),
-            path_offsets=on_device(np.concatenate([[0], np.cumsum(lengths)]), np.int32),
-            path_slots=on_device([slot for path in rows.paths for slot in path], np.int32),
-            block_tables=on_device(tables, np.int32),
-            logits_indices=torch.arange(num_rows, device=device),
+        lengths = np.array([len(path) for path in rows.paths], np.int32)
+        contexts = np.array(rows.contexts, np.int32)
+        (ids, reads, slots, positions, logits), (lines, context_lens, offsets, paths, blocks) = to_device(
+            [
+                np.array(rows.token_ids, np.int64),
+                (contexts + lengths - 1).astype(np.int64),
+                np.array(rows.slots, np.int64),
+                np.array(rows.positions, np.int64),
+                np.arange(num_rows),
+            ],
+            [
+                np.array(rows.lines, np.int32),
+                contexts,
+                np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)]),
+                np.array([slot for path in rows.paths for slot in path], np.int32),
+                tables.reshape(-1),
+            ],
+            self.device,
+        )
+        batch = Batch(
+            input_ids=ids,
+            position_ids=reads,
+            slot_mapping=slots,
+            row_seq=lines,
+            context_lens=context_lens,
+            path_offsets=offsets,
+            path_slots=paths,
+            block_tables=blocks.view(tables.shape),
+            logits_indices=logits,
             num_seqs=len(rows.tables),
         )
+        return LaidOut(batch, positions)

@@ -9,7 +9,8 @@ import torch
 
 from specdec.drafters.interface import Capabilities, Context
 from specdec.engine.sequence import Sequence as EngineSequence
-from specdec.heads.cache import HeadCache, Rows
+from specdec.heads.cache import HeadCache, LaidOut, Rows
+from specdec.heads.passes import Pass, Projection
 from specdec.heads.session import HeadAsk, HeadSession
 from specdec.heads.target import HeadTarget
 from specdec.heads.vocabulary import DraftVocabulary
@@ -19,15 +20,10 @@ from specdec.heads.vocabulary import DraftVocabulary
 class TakenIn:
     """Committed tokens of several sessions, for one pass."""
 
-    rows: Rows
     states: torch.Tensor
     """[n, layers of the head, hidden size of the target]."""
-    next_ids: torch.Tensor
-    """[n] int64: the token after each."""
-    positions: torch.Tensor
-    """[n] int64."""
-    slots: torch.Tensor
-    """[n] int64, where the entries go."""
+    rows: LaidOut
+    """Where entries go, and what each reads; its token is the one after it."""
 
 
 @dataclass(slots=True)
@@ -60,6 +56,9 @@ class CachedHead:
         self.target = target
         self.cache = cache
         self.vocabulary = vocabulary.to(target.runner.device)
+        self.passes = target.passes(cache)
+        self.kinds: tuple[Pass | Projection, ...] = ()
+        """Its passes that are worth capturing before the first request."""
 
     def open(self, context: Context) -> HeadSession:
         """Begin with a session."""
@@ -67,6 +66,10 @@ class CachedHead:
 
     def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
         """Of no use."""
+
+    def prepare(self) -> None:
+        """See `Head`."""
+        self.passes.prepare(self.kinds, self.target.runner.max_model_len)
 
     def forget(self, seq: EngineSequence, start: int, end: int) -> None:
         """See `Head`."""
@@ -81,8 +84,6 @@ class CachedHead:
         """One pass over all that is pending, which overwrites what was drafted in its place."""
         rows = Rows()
         states: list[torch.Tensor] = []
-        next_ids: list[int] = []
-        positions: list[int] = []
         shares: list[tuple[HeadSession, int]] = []
         for session in sessions:
             seq, pending = session.seq, session.pending
@@ -105,23 +106,16 @@ class CachedHead:
                 rows.paths.append([] if position >= base else [slot])
             states += [features.states for features in pending]
             for features in pending:
-                next_ids += features.next_ids
-            positions += range(start, end)
-            shares.append((session, len(positions) - 1))
+                rows.token_ids += features.next_ids
+            rows.positions += range(start, end)
+            shares.append((session, len(rows) - 1))
         if not shares:
             return
-        device = self.target.runner.device
-        taken = TakenIn(
-            rows,
-            states[0] if len(states) == 1 else torch.cat(states),
-            torch.tensor(next_ids, device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor(rows.slots, device=device),
-        )
+        taken = TakenIn(states[0] if len(states) == 1 else torch.cat(states), self.cache.lay_out(rows))
         lasts = self.take_in(taken)
         self.cache.keep(rows.slots)
         for session, row in shares:
-            session.last = (positions[row], lasts[row].clone())
+            session.last = (rows.positions[row], lasts[row].clone())
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
         """Write the entries of these tokens; returns for each what a draft would go on from, [n, any]."""

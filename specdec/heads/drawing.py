@@ -24,9 +24,9 @@ def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[RowContext], n
     """The best tokens of each row of logits [R, V]; none where none may be drawn. Raises NonFiniteLogits for NaN."""
     if not rows:
         return []
-    if bool(torch.isnan(logits).any()):
-        raise NonFiniteLogits
     drawn = sampler.candidates(logits, rows, max(2, num_choices))
+    if not all(drawn) and bool(torch.isnan(logits).any()):  # of a row with NaN nothing is drawn
+        raise NonFiniteLogits
     return [
         list(zip([each.token_id for each in best], shares([each.score for each in best]), strict=True))[:num_choices]
         for best in drawn

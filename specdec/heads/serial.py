@@ -9,18 +9,23 @@ from typing import Protocol
 import torch
 
 from specdec.drafters.interface import Capabilities, Offer, Room
-from specdec.heads.cache import NUM_SCRATCH_SLOTS, HeadCache, Rows
+from specdec.heads.cache import NUM_SCRATCH_SLOTS, HeadCache, LaidOut, Rows
 from specdec.heads.cached import Base, CachedHead, TakenIn
 from specdec.heads.drawing import Choices, after, choose, without_noise
 from specdec.heads.growth import GrowingTree
 from specdec.heads.parts import Attend
+from specdec.heads.passes import Pass, Projection
 from specdec.heads.session import HeadAsk
 from specdec.heads.target import HeadTarget
 from specdec.heads.vocabulary import DraftVocabulary
 
 
 class SerialModel(Protocol):
-    """A head's modules. Rows [T]; H is the head's width, D its vocabulary."""
+    """A head's modules. Rows [T]; H is the head's width, D its vocabulary. No operation depends on data."""
+
+    @property
+    def width(self) -> int:
+        """H."""
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """The target's hidden states [T, layers, Ht] as the head's own [T, H]."""
@@ -44,7 +49,6 @@ class _Draft:
     ask: HeadAsk
     base: Base
     tree: GrowingTree
-    line: int
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     """By node, -1 the last committed token."""
     slots: dict[int, list[int]] = field(default_factory=dict)
@@ -72,12 +76,22 @@ class SerialHead(CachedHead):
         for)."""
         super().__init__(name, capabilities, layer_ids, target, cache, vocabulary)
         self.model = model
+        taps, width = (len(layer_ids), target.runner.hidden_size), model.width
+        self._entering = Pass("entering", taps, self._entered)
+        self._level = Pass("level", (width,), self._carried)
+        self._logits = Projection("logits", (width,), lambda hidden: self.vocabulary.spread(model.logits(hidden)))
+        self.kinds = self._entering, self._level, self._logits
         self._depth, self._top_k, self._num_nodes = depth, top_k, num_nodes
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
         """An entry is of a token's features and the token after it."""
-        states = self.model.fuse(taken.states)
-        return self.model.run(states, taken.next_ids, taken.positions, self.cache.attend(taken.rows))
+        return self.passes.run(self._entering, taken.states, taken.rows)
+
+    def _entered(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+        return self.model.run(self.model.fuse(states), rows.token_ids, rows.positions, attend)
+
+    def _carried(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+        return self.model.run(self.model.carry(states), rows.token_ids, rows.positions, attend)
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[HeadAsk]) -> list[Offer | None]:
@@ -87,7 +101,7 @@ class SerialHead(CachedHead):
         for index, (ask, base) in enumerate(zip(asks, self.bases(asks), strict=True)):
             if base is not None:
                 tree = GrowingTree(self.room(ask), 1 if ask.is_chain else self._top_k)
-                drafts[index] = _Draft(ask, base, tree, len(drafts), {-1: base.last}, {-1: []})
+                drafts[index] = _Draft(ask, base, tree, {-1: base.last}, {-1: []})
         if drafts:
             self._grow(list(drafts.values()))
         return [drafts[index].tree.offer() if index in drafts else None for index in range(len(asks))]
@@ -104,7 +118,7 @@ class SerialHead(CachedHead):
             if growing[0].tree.depth:
                 if next_slot + len(level) > end:
                     return
-                self._compute(level, drafts, next_slot)
+                self._compute(level, growing, next_slot)
                 next_slot += len(level)
             choices = iter(self._choices(level))
             for draft in growing:
@@ -112,33 +126,26 @@ class SerialHead(CachedHead):
 
     def _choices(self, level: Sequence[tuple[_Draft, int]]) -> list[Choices]:
         hidden = torch.stack([draft.hidden[node] for draft, node in level])
-        logits = self.vocabulary.spread(self.model.logits(hidden))
+        logits = self.passes.project(self._logits, hidden)
         rows = [after(draft.ask.row, draft.tree.path(node)) for draft, node in level]
         return choose(self.target.sampler, logits, rows, self._top_k)
 
     def _compute(self, level: Sequence[tuple[_Draft, int]], drafts: Sequence[_Draft], first_slot: int) -> None:
         """Hidden states of nodes, each over its own path."""
         rows = Rows(tables=[draft.base.table for draft in drafts])
+        lines = {id(draft): line for line, draft in enumerate(drafts)}
         states: list[torch.Tensor] = []
-        token_ids: list[int] = []
-        positions: list[int] = []
         for index, (draft, node) in enumerate(level):
             grown = draft.tree.nodes[node]
             slot = first_slot + index
             draft.slots[node] = [*draft.slots[grown.parent], slot]
             rows.slots.append(slot)
-            rows.lines.append(draft.line)
+            rows.lines.append(lines[id(draft)])
             rows.contexts.append(draft.base.num_entries)
             rows.paths.append(draft.slots[node])
             states.append(draft.hidden[grown.parent])
-            token_ids.append(grown.token_id)
-            positions.append(draft.base.last_position + len(grown.path))
-        device = self.target.runner.device
-        hidden = self.model.run(
-            self.model.carry(torch.stack(states)),
-            torch.tensor(token_ids, device=device),
-            torch.tensor(positions, device=device),
-            self.cache.attend(rows),
-        )
+            rows.token_ids.append(grown.token_id)
+            rows.positions.append(draft.base.last_position + len(grown.path))
+        hidden = self.passes.run(self._level, torch.stack(states), self.cache.lay_out(rows))
         for (draft, node), state in zip(level, hidden, strict=True):
             draft.hidden[node] = state

@@ -80,8 +80,8 @@ class HeadAsk:
 class Head(Protocol):
     """A drafter over hidden states; see `specdec.drafters.interface.Drafter` for what is the same.
 
-    Its calls come in this order: `forget` and `copied` as the target writes, features for its sessions by
-    `HeadSession.take`, `absorb` for those that have many, `draft` before a step.
+    Its calls come in this order: `prepare`, where nothing is served yet; `forget` and `copied` as the target writes,
+    features for its sessions by `HeadSession.take`, `absorb` for those that have many, `draft` before a step.
     """
 
     name: str
@@ -94,6 +94,9 @@ class Head(Protocol):
 
     def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
         """Not called: heads do not ask for the target's top."""
+
+    def prepare(self) -> None:
+        """Do what can be done before the first request: nothing steps meanwhile, as it may take seconds."""
 
     def forget(self, seq: EngineSequence, start: int, end: int) -> None:
         """The target has written its slots [start, end) of a sequence, tokens and nodes."""
@@ -110,6 +113,9 @@ class Head(Protocol):
 
 class StatelessHead:
     """What a head without keys and values has in common with the others: nothing to forget."""
+
+    def prepare(self) -> None:
+        """There is nothing to be done."""
 
     def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
         """Of no use."""

@@ -20,7 +20,9 @@ from specdec.engine.model.runner import ModelRunner
 from specdec.engine.native.kernels import NativeAttention
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.tree import MAX_TREE_NODES
+from specdec.heads.cache import HeadCache
 from specdec.heads.checkpoint import HeadRefused, read_tensors
+from specdec.heads.passes import HeadPasses
 
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "embed_tokens.weight")
 _HEADS = ("lm_head.weight",)
@@ -59,6 +61,15 @@ class HeadTarget:
         if self.runner.kernels is not None:
             return NativeAttention(self.runner.kernels)
         return GatherAttention()
+
+    def passes(self, cache: HeadCache) -> HeadPasses:
+        """What runs a head's passes over its cache: replays, where the target's steps are replayed."""
+        steps = self.runner.replays
+        if steps is None:
+            return HeadPasses(cache, None)
+        from specdec.heads.replays import HeadReplays  # a CPU has no triton
+
+        return HeadPasses(cache, HeadReplays(steps, cache, self.runner.dtype))
 
     def embedding(self, width: int) -> torch.Tensor:
         """The target's embedding [V, width], from its files. Raises HeadRefused where it is not there or as wide."""

@@ -11,6 +11,7 @@ import structlog
 
 from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
+from specdec.drafters.options import HeadOptions
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.checkpoints.files import parallel_mask
 from specdec.engine.drawing.native import DrawingDecoder
@@ -75,7 +76,7 @@ def build_engine(
         EngineError: no message would hold a session that fills the context.
     """
     runner = ModelRunner.load(settings, None if ranks is None else ranks.join())
-    row_s = runner.warmup()
+    row_s = runner.warmup(captures=not _awaits_heads(settings))
     max_batch_tokens = most_rows(settings, row_s)
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
@@ -119,6 +120,13 @@ def build_engine(
     return BuiltEngine(
         engine, sampler, info, verify_s, drawing, grammars, heads, runner, mask_token_id, runner.row_edges
     )
+
+
+def _awaits_heads(settings: TargetSettings | DraftSettings) -> bool:
+    """Whether steps will hand out hidden states, to heads that are loaded on top of this engine."""
+    if not isinstance(settings, TargetSettings) or settings.tensor_parallel_size > 1:
+        return False
+    return any(isinstance(each, HeadOptions) for each in settings.drafters)
 
 
 def _drawing(runner: ModelRunner, sampler: Sampler) -> Drawing | None:

@@ -75,6 +75,15 @@ class HeadDesk:
             return make_layer_skip(options, self._target)
         return load_head(options, self._target)
 
+    def prepare(self) -> None:
+        """Capture what steps and drafts replay. Before the first request: nothing steps meanwhile."""
+        if self._target is None:
+            return
+        if self._target.runner.settings.tensor_parallel_size == 1:
+            self._target.runner.capture_steps(self._target.engine.tap_ids)
+        for head in self._heads.values():
+            head.prepare()
+
     def check(self, drafter: Drafter) -> None:
         """See whether the target hands out what a drafter reads, by a pass over two rows. Raises TapRefused."""
         if (head := self._as_head(drafter)) is not None and head.layer_ids and self._target is not None:

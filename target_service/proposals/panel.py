@@ -74,6 +74,7 @@ class DrafterPanel:
                 self.add(each.method, self.make(each), each)
             except OfNoUse as error:
                 self._drop(each.method, error)
+        self._heads.prepare()
 
     def make(self, options: DrafterOptions) -> Drafter:
         """A drafter, which is not asked yet. Heads over hidden states may be made in another thread, while steps run.

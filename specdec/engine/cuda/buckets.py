@@ -21,7 +21,8 @@ from specdec.engine.cuda.launch import launch
 from specdec.engine.tap import HiddenTap
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
-_PATH_SLOTS_PER_ROW = 8
+PATH_SLOTS_PER_ROW = 8
+"""Of a step; a power of two."""
 _LEAST_POSITIONS = 512
 """Of a table: what attention takes in one split."""
 _TABLE_GROWTH = 4
@@ -46,11 +47,11 @@ class Capture(Protocol):
         """Memory that captured steps have taken so far."""
 
 
-def bucket_of(batch: Batch, block_size: int) -> Key | None:
+def bucket_of(batch: Batch, block_size: int, slots_per_row: int = PATH_SLOTS_PER_ROW) -> Key | None:
     """Rows and blocks of a table of the captured step that serves a batch; None if none does."""
     num_rows, num_slots = batch.input_ids.shape[0], batch.path_slots.shape[0]
     rows = row_bucket(num_rows)
-    if rows is None or num_slots > _PATH_SLOTS_PER_ROW * rows:
+    if rows is None or num_slots > slots_per_row * rows:
         return None
     return rows, table_bucket(batch.block_tables.shape[1], block_size)
 
@@ -79,8 +80,13 @@ def all_buckets(max_len: int, block_size: int) -> list[Key]:
         positions *= _TABLE_GROWTH
 
 
-def empty_batch(key: Key, device: torch.device, spare_block: int, block_size: int) -> Batch:
-    """A batch of padding only: every row is the first token of the last sequence, in the spare block."""
+def empty_batch(
+    key: Key, device: torch.device, spare_block: int, block_size: int, slots_per_row: int = PATH_SLOTS_PER_ROW
+) -> Batch:
+    """A batch of padding only: every row is the first token of the last sequence, in the spare block.
+
+    ``slots_per_row``: room for path slots, a power of two.
+    """
     num_rows, num_blocks = key
 
     def full(*shape: int, value: int = 0, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -93,7 +99,7 @@ def empty_batch(key: Key, device: torch.device, spare_block: int, block_size: in
         row_seq=full(num_rows, value=num_rows - 1),
         context_lens=full(num_rows, value=1),
         path_offsets=full(num_rows + 1),
-        path_slots=full(_PATH_SLOTS_PER_ROW * num_rows),
+        path_slots=full(slots_per_row * num_rows),
         block_tables=full(num_rows, num_blocks, value=spare_block),
         logits_indices=torch.arange(num_rows, device=device),
         num_seqs=num_rows,
@@ -122,7 +128,7 @@ def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None
         spare_block,
         NUM_ROWS=num_rows,
         TABLE_WIDTH=static.block_tables.shape[1],
-        SLOTS_PER_ROW=_PATH_SLOTS_PER_ROW,
+        SLOTS_PER_ROW=static.path_slots.shape[0] // num_rows,
         BLOCK_SIZE=block_size,
         BLOCK=128,
         options={"num_warps": 1},
@@ -208,18 +214,27 @@ class BucketedSteps:
         """Captured steps that are kept."""
         return len(self._graphs)
 
-    def prepare(self, max_len: int, *, is_limited: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
-        """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for it.
+    def prepare(
+        self,
+        max_len: int,
+        *,
+        tap_ids: tuple[int, ...] = (),
+        is_limited: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Capture the steps of sequences up to ``max_len`` tokens, so that no request waits for it; ``tap_ids`` of the
+        hidden states that they hand out.
 
         Ends after 20 s, or where captured steps hold 1 GiB, if it is limited; what is left is captured when it is met.
         Ranks are not: what one captures all must, as the others take part in its collectives.
         """
         cache, began_s, told = self._cache, clock(), "steps_captured"
+        tap = HiddenTap(tap_ids) if tap_ids else None
         for key in [] if cache is None else all_buckets(max_len, cache.block_size):
             if is_limited and not self.has_room(clock() - began_s):
                 told = "not all steps are captured before they are met"
                 break
-            if cache is None or self._graph_of(key, None, cache) is None:
+            if cache is None or self._graph_of(key, tap, cache) is None:
                 return
         self._ahead_s += clock() - began_s
         figures = {"num": self.num_graphs, "seconds": self._ahead_s, "held_bytes": self._capture.held_bytes()}

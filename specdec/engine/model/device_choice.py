@@ -75,8 +75,9 @@ class Replays(StepModel, Protocol):
     def stop(self) -> None:
         """Replay nothing any more."""
 
-    def prepare(self, max_len: int, *, is_limited: bool = True) -> None:
-        """Capture the steps of sequences up to so many tokens, within some time and memory if it is limited."""
+    def prepare(self, max_len: int, *, tap_ids: tuple[int, ...] = (), is_limited: bool = True) -> None:
+        """Capture the steps of sequences up to so many tokens, with a tap of these ids if there are any, within some
+        time and memory if it is limited."""
 
     def has_room(self, more_s: float) -> bool:
         """Whether more may be captured before the first request, where that has taken ``more_s`` after ``prepare``."""

@@ -13,9 +13,7 @@ from specdec.engine.cuda.passes import EnqueuedPass
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.building import BuiltModel, build_model
-from specdec.engine.model.device_choice import (
-    Replays,
-)
+from specdec.engine.model.device_choice import Replays
 from specdec.engine.model.fused import FusedDecoder
 from specdec.engine.model.probe import Probe, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
@@ -65,6 +63,7 @@ class ModelRunner:
         self._kernel_path = built.kernel_path
         self._checkpoint_format = loaded.checkpoint_format
         self._last_end: torch.cuda.Event | None = None  # of the pass that was launched last
+        self._captured_taps: set[tuple[int, ...]] = set()
 
     @classmethod
     def load(cls, settings: EngineSettings, group: RankGroup | None = None) -> "ModelRunner":
@@ -162,11 +161,11 @@ class ModelRunner:
         """Copy physical KV slots ``src[i] -> dst[i]`` in all layers; all are read before any is written."""
         self._cache.copy_slots(src, dst)
 
-    def warmup(self) -> float:
+    def warmup(self, *, captures: bool = True) -> float:
         """Run a few shapes through a small cache of its own, so that no real step pays for initialisation.
 
-        Returns what a row of the largest of them took, in seconds; on a GPU, what it took to say so. Captures steps
-        where they are replayed.
+        Returns what a row of the largest of them took, in seconds; on a GPU, what it took to say so. With ``captures``
+        steps are captured where they are replayed; else ``capture_steps`` is to be called.
         """
         probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
@@ -176,28 +175,46 @@ class ModelRunner:
                 began_s = time.monotonic()
                 self._step_model(probe.batch(probe.prefix_rows(num_rows)), cache)
                 row_s = (time.monotonic() - began_s) / num_rows
-            if self.replays is not None:
-                most = min(self.max_model_len, self.num_blocks * self.block_size)
-                self.replays.prepare(most, is_limited=self.settings.tensor_parallel_size == 1)
-                self._check_replays(self.replays, probe)
+        if captures:
+            self.capture_steps()
         return row_s
 
-    def _check_replays(self, replays: Replays, probe: Probe) -> None:
-        """Stop replaying where a step gives other logits than it does uncaptured, on other tokens than at its capture:
+    def capture_steps(self, tap_ids: tuple[int, ...] = ()) -> None:
+        """Capture steps where they are replayed, before the first request; ``tap_ids`` of the hidden states that each
+        is to hand out. Of several ranks all have to be called. Does nothing where these are captured.
+        """
+        if self.replays is None or tap_ids in self._captured_taps:
+            return
+        self._captured_taps.add(tap_ids)
+        probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
+        most = min(self.max_model_len, self.num_blocks * self.block_size)
+        with torch.inference_mode():
+            self.replays.prepare(most, tap_ids=tap_ids, is_limited=self.settings.tensor_parallel_size == 1)
+            self._check_replays(self.replays, probe, tap_ids)
+
+    def _check_replays(self, replays: Replays, probe: Probe, tap_ids: tuple[int, ...]) -> None:
+        """Stop replaying where a step gives other numbers than it does uncaptured, on other tokens than at its capture:
         modules may have kept what they computed then. The cache must hold nothing yet.
         """
         if probe.num_blocks > self.num_blocks:
             return
         batch = probe.batch(probe.prefix_rows(_CHECKED_ROWS))
-        replayed = replays(batch, self._cache).clone()
+        batch.tap = HiddenTap(tap_ids) if tap_ids else None
+        replayed = [replays(batch, self._cache).clone(), *_told(batch.tap)]
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
-        expected = replays.forward(batch, cache)
-        error = float((replayed - expected).square().mean().sqrt() / expected.std())
-        if not error <= tolerance(self.dtype):
-            _logger.error("captured steps compute something else, and are not used", extra={"logit_error": error})
-            replays.stop()
+        expected = [replays.forward(batch, cache), *_told(batch.tap)]
+        for found, wanted in zip(replayed, expected, strict=True):
+            error = float((found - wanted).float().square().mean().sqrt() / wanted.float().std())
+            if not error <= tolerance(self.dtype):
+                _logger.error("captured steps compute something else, and are not used", extra={"error": error})
+                replays.stop()
+                return
 
     @property
     def row_edges(self) -> tuple[int, ...]:
         """Numbers of rows, rising, that steps are padded to, so that rows up to the next one are free; empty: none."""
         return () if self.replays is None else self.replays.row_edges
+
+
+def _told(tap: HiddenTap | None) -> list[torch.Tensor]:
+    return [] if tap is None or tap.states is None else [tap.states]

@@ -18,12 +18,13 @@ import torch
 from torch import nn
 
 from specdec.drafters.interface import Capabilities, Offer
-from specdec.heads.cache import NUM_SCRATCH_SLOTS, HeadCache, Rows
+from specdec.heads.cache import NUM_SCRATCH_SLOTS, HeadCache, LaidOut, Rows
 from specdec.heads.cached import Base, CachedHead, TakenIn
 from specdec.heads.checkpoint import HeadFiles, HeadRefused, fill
 from specdec.heads.config import HeadConfig
 from specdec.heads.drawing import without_noise
 from specdec.heads.parts import Attend, Layer, RmsNorm, Rotary
+from specdec.heads.passes import Pass, Projection
 from specdec.heads.session import HeadAsk
 from specdec.heads.slots import draw_slots
 from specdec.heads.target import HeadTarget
@@ -103,13 +104,21 @@ class DFlash(CachedHead):
         self._first = 0 if from_anchor else 1
         self._depth = self._block - self._first if depth is None else min(depth, self._block - self._first)
         self.top_k = top_k
+        taps, width = (len(layer_ids), target.runner.hidden_size), model.lm_head.in_features
+        self._entering = Pass("entering", taps, self._entered)
+        self._blocks = Pass("blocks", (width,), lambda states, rows, attend: model.run(states, rows.positions, attend))
+        self._logits = Projection("logits", (width,), lambda rows: self.vocabulary.spread(model.lm_head(rows)))
+        self.kinds = self._entering, self._blocks
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
         """An entry is of a token's features alone. A draft goes on from the token after the last one."""
-        context = self.model.context(taken.states)
+        return self.passes.run(self._entering, taken.states, taken.rows)
+
+    def _entered(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+        context = self.model.context(states)
         for layer in range(len(self.model.layers)):
-            self.cache.write(layer, taken.slots, *self.model.entries(layer, context, taken.positions))
-        return taken.next_ids
+            self.cache.write(layer, rows.slots, *self.model.entries(layer, context, rows.positions))
+        return rows.token_ids
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[HeadAsk]) -> list[Offer | None]:
@@ -132,12 +141,11 @@ class DFlash(CachedHead):
 
         `anchors` [sessions] are the last committed tokens.
         """
-        logits = self.vocabulary.spread(self.model.lm_head(hidden.flatten(0, 1))).unflatten(0, hidden.shape[:2])
+        logits = self.passes.project(self._logits, hidden.flatten(0, 1)).unflatten(0, hidden.shape[:2])
         return draw_slots(self.target.sampler, logits, asks, self.top_k)
 
     def _hidden(self, bases: Sequence[Base]) -> torch.Tensor:
         rows = Rows(tables=[base.table for base in bases])
-        positions: list[int] = []
         slot = self.cache.first_scratch_slot
         for line, base in enumerate(bases):
             block = list(range(slot, slot + self._block))
@@ -146,11 +154,11 @@ class DFlash(CachedHead):
             rows.lines += [line] * self._block
             rows.contexts += [base.num_entries] * self._block
             rows.paths += [block[: index + 1] if self._is_causal else block for index in range(self._block)]
-            positions += range(base.last_position + 1, base.last_position + 1 + self._block)
-        device = self._mask.device
+            rows.token_ids += [0] * self._block  # what a block is told is in its states
+            rows.positions += range(base.last_position + 1, base.last_position + 1 + self._block)
         embedded = self._mask.expand(len(bases), self._block, -1).clone()
         embedded[:, 0] = self.model.embed_tokens(torch.stack([base.last for base in bases]))
-        hidden = self.model.run(embedded.flatten(0, 1), torch.tensor(positions, device=device), self.cache.attend(rows))
+        hidden = self.passes.run(self._blocks, embedded.flatten(0, 1), self.cache.lay_out(rows))
         return hidden.unflatten(0, (len(bases), self._block))
 
 

@@ -48,6 +48,11 @@ class EagleModel(nn.Module):
         self._rotary.to(next(self.parameters()).device)
         return self
 
+    @property
+    def width(self) -> int:
+        """See `SerialModel`."""
+        return self.lm_head.in_features
+
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """The one tap as it is."""
         return states[:, 0]

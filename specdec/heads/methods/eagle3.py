@@ -94,6 +94,11 @@ class Eagle3Model(nn.Module):
         self._rotary.to(self.norm.weight.device)
         return self
 
+    @property
+    def width(self) -> int:
+        """See `SerialModel`."""
+        return self.lm_head.in_features
+
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
         """See `SerialModel`."""
         if self.fc_norm is not None:

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 
 from specdec.drafters.interface import Capabilities, Offer
-from specdec.heads.cache import NUM_SCRATCH_SLOTS, HeadCache, Rows
+from specdec.heads.cache import NUM_SCRATCH_SLOTS, HeadCache, LaidOut, Rows
 from specdec.heads.cached import Base, CachedHead, TakenIn
 from specdec.heads.checkpoint import HeadFiles, HeadRefused
 from specdec.heads.config import HeadConfig
 from specdec.heads.drawing import without_noise
 from specdec.heads.methods.eagle3 import Eagle3Model, load_eagle3
+from specdec.heads.parts import Attend
+from specdec.heads.passes import Pass, Projection
 from specdec.heads.session import HeadAsk
 from specdec.heads.slots import draw_slots
 from specdec.heads.target import HeadTarget
@@ -51,11 +53,21 @@ class PEagle(CachedHead):
         self._mask_token_id = mask_token_id
         self._mask_state = model.fuse(mask_hidden[None])  # [1, H]
         self._depth, self._top_k = depth, top_k
+        taps = len(layer_ids), target.runner.hidden_size
+        self._entering = Pass("entering", taps, self._entered)
+        self._masks = Pass("masks", (model.width,), self._masked)
+        self._logits = Projection("logits", (model.width,), lambda rows: self.vocabulary.spread(model.logits(rows)))
+        self.kinds = self._entering, self._masks, self._logits
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
         """As EAGLE-3."""
-        states = self.model.fuse(taken.states)
-        return self.model.run(states, taken.next_ids, taken.positions, self.cache.attend(taken.rows))
+        return self.passes.run(self._entering, taken.states, taken.rows)
+
+    def _entered(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+        return self.model.run(self.model.fuse(states), rows.token_ids, rows.positions, attend)
+
+    def _masked(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+        return self.model.run(states, rows.token_ids, rows.positions, attend)
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[HeadAsk]) -> list[Offer | None]:
@@ -67,8 +79,7 @@ class PEagle(CachedHead):
         for first in range(0, len(known), at_once):
             some = known[first : first + at_once]
             hidden = self._hidden([base for _, base in some])  # [sessions, depth, H]
-            logits = self.model.logits(hidden.flatten(0, 1))
-            logits = self.vocabulary.spread(logits).unflatten(0, (len(some), -1))
+            logits = self.passes.project(self._logits, hidden.flatten(0, 1)).unflatten(0, (len(some), -1))
             drawn = draw_slots(self.target.sampler, logits, [asks[i] for i, _ in some], self._top_k)
             for (i, _), offer in zip(some, drawn, strict=True):
                 offers[i] = offer
@@ -80,7 +91,6 @@ class PEagle(CachedHead):
         if not num_masks:
             return firsts
         rows = Rows(tables=[base.table for base in bases])
-        positions: list[int] = []
         slot = self.cache.first_scratch_slot
         for line, base in enumerate(bases):
             path: list[int] = []
@@ -90,15 +100,10 @@ class PEagle(CachedHead):
                 rows.lines.append(line)
                 rows.contexts.append(base.num_entries)
                 rows.paths.append(path)
-                positions.append(base.last_position + step)
+                rows.token_ids.append(self._mask_token_id)
+                rows.positions.append(base.last_position + step)
                 slot += 1
-        device = firsts.device
-        hidden = self.model.run(
-            self._mask_state.expand(len(rows), -1),
-            torch.full((len(rows),), self._mask_token_id, device=device),
-            torch.tensor(positions, device=device),
-            self.cache.attend(rows),
-        )
+        hidden = self.passes.run(self._masks, self._mask_state.expand(len(rows), -1), self.cache.lay_out(rows))
         return torch.cat([firsts, hidden.unflatten(0, (len(bases), num_masks))], dim=1)
 
 

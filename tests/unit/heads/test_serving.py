@@ -34,9 +34,12 @@ from specdec.heads.methods.peagle import PEagle
 from specdec.heads.parts import dense_attention
 from specdec.heads.serial import SerialHead
 from specdec.heads.session import Head, HeadAsk
+from target_service.pacing.expectations import Expectations
+from tests.support.engine.captures import Captures
 from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
 from tests.support.heads import checkpoints
 from tests.support.heads.checkpoints import Sizes
+from tests.support.heads.replayed import replayed_heads
 from tests.unit.heads.dense import block_logits, chain_logits, rollout_logits, spark_logits
 
 FEW = Sizes(vocab=4096, target=384, draft=700)
@@ -83,10 +86,32 @@ def reference(head: Head, taps: torch.Tensor, tokens: list[int], path: Sequence[
     return head._vocabulary.spread(head.model.logits(taps[-1])[0, len(path)][None])[0]
 
 
+def check(head: Any, model: PreTrainedModel, tokens: list[int], offer: Offer) -> int:
+    """Hold every node of an offer against a pass over the whole text; returns after how many of them others follow."""
+    states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+    taps = torch.stack([states[-1 if i == FINAL else i][0] for i in head.layer_ids], dim=1)
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(offer.token_ids, offer.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    parents = {path[:-1] for path in paths}
+    for above in parents:
+        logits = reference(head, taps, tokens, above)
+        least = float(logits.topk(TOP_K).values[-1]) - SLACK
+        assert all(float(logits[path[-1]]) >= least for path in paths if path[:-1] == above)
+    return len(parents)
+
+
+@pytest.fixture(params=[False, True], ids=["as-they-are", "replayed"])
+def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Captures | None:
+    """Heads' passes are replayed, by these; None: they are run as they are."""
+    monkeypatch.setattr(Expectations, "is_worth_asking", lambda *_: True)  # whatever the clock says
+    return replayed_heads(monkeypatch) if request.param else None
+
+
 @pytest.mark.parametrize("name", HEADS)
 @torch.inference_mode()
 def test_offers_are_those_of_the_whole_text_computed_afresh(
-    name: str, pair: LocalPair, model: PreTrainedModel, tmp_path: Path
+    name: str, captures: Captures | None, pair: LocalPair, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     kind, make = HEADS[name]
     more = {"topk": TOP_K} if kind is MedusaOptions else {"speculative_eagle_topk": TOP_K}
@@ -107,36 +132,26 @@ def test_offers_are_those_of_the_whole_text_computed_afresh(
     pair.reset(drafters=[PredictionOptions(), options])  # type: ignore[list-item]
     head: Any = pair.verifier.panel._drafters[options.method]
     draft = head.draft
-    num_checked = 0
+    offered: list[tuple[list[int], Offer]] = []
 
-    def checked(asks: Sequence[HeadAsk]) -> list[Offer | None]:
-        nonlocal num_checked
+    def kept(asks: Sequence[HeadAsk]) -> list[Offer | None]:
         offers = draft(asks)
         for ask, offer in zip(asks, offers, strict=True):
             assert ask.session.seq is not None
             assert offer is not None
-            tokens = list(ask.session.seq.token_ids)
-            states = model(torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
-            taps = torch.stack([states[-1 if i == FINAL else i][0] for i in head.layer_ids], dim=1)
-            paths: list[tuple[int, ...]] = []
-            for token, parent in zip(offer.token_ids, offer.parents, strict=True):
-                above = () if parent < 0 else paths[parent]
-                paths.append((*above, token))
-            for above in {path[:-1] for path in paths}:
-                logits = reference(head, taps, tokens, above)
-                least = float(logits.topk(TOP_K).values[-1]) - SLACK
-                assert all(float(logits[path[-1]]) >= least for path in paths if path[:-1] == above)
-                num_checked += 1
+            offered.append((list(ask.session.seq.token_ids), offer))
         return offers
 
-    head.draft = checked
-    for salt in (b"1" + name.encode(), b"1" + name.encode()):  # the second time prompts are in the prefix cache
+    head.draft = kept
+    for _ in range(2):  # the second time prompts are in the prefix cache
         for body in opens.values():
-            body.cache_salt = salt
+            body.cache_salt = f"{name} {captures is not None}".encode()
         outcomes = pair.run(opens, use_draft=False)
         assert pair.verifier.panel.names == ["prediction", options.method]
         for key, outcome in outcomes.items():
             assert outcome.token_ids == plain[key].token_ids
             assert outcome.num_of("prediction", "num_accepted") > 5
-    assert num_checked > 60
+    assert sum(check(head, model, tokens, offer) for tokens, offer in offered) > 60
+    if captures is not None and kind is not MedusaOptions:
+        assert captures.num_replayed > 20
     assert all(outcome.verdicts[0].num_cached_tokens > 0 for key, outcome in outcomes.items() if key != "2")

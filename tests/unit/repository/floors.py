@@ -34,8 +34,11 @@ FLOORS = {
     """,
     "specdec.heads": """
         checkpoint parts session
-        cache config target vocabulary
-        cached drawing
+        cache config vocabulary
+        passes
+        drawing replays
+        target
+        cached
         growth
         serial slots
         methods
