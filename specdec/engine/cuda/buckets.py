@@ -23,7 +23,7 @@ from specdec.engine.tap import HiddenTap
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 _PATH_SLOTS_PER_ROW = 8
 _LEAST_POSITIONS = 512
-"""Of a table: what attention takes in one split."""
+"""Of a table: what attention takes in two splits."""
 _TABLE_GROWTH = 4
 """From one length of tables to the next: programs for splits that no row has end at once."""
 _MOST_GRAPHS = 96
