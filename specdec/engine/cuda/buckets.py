@@ -119,13 +119,13 @@ def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None
         batch.num_seqs,
         batch.path_slots.shape[0],
         batch.block_tables.shape[1],
+        num_rows,
+        static.block_tables.shape[1],
         spare_block,
-        NUM_ROWS=num_rows,
-        TABLE_WIDTH=static.block_tables.shape[1],
         SLOTS_PER_ROW=_PATH_SLOTS_PER_ROW,
         BLOCK_SIZE=block_size,
-        BLOCK=128,
-        options={"num_warps": 1},
+        BLOCK=1024,
+        options={"num_warps": 4},
     )
 
 
@@ -153,11 +153,11 @@ def advance(
         batch.position_ids,
         batch.slot_mapping,
         batch.context_lens,
-        ROUND=number,
-        NUM_TOP=drawn.shape[2],
-        TABLE_WIDTH=batch.block_tables.shape[1],
+        number,
+        drawn.shape[2],
+        batch.block_tables.shape[1],
+        cache.num_blocks - 1,
         BLOCK_SIZE=cache.block_size,
-        SPARE_BLOCK=cache.num_blocks - 1,
         options={"num_warps": 1},
     )
 
