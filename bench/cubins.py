@@ -45,6 +45,7 @@ _META = torch.device("meta")
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64", torch.int32: "i32"}
 _PRODUCT = re.compile(r"(?:wgmma\.mma|tcgen05\.mma|mma\.sync)[\w.:]*")
+_AHEAD = re.compile(r"cp\.async\.cg\.shared\.global [^;]*, 0x10,")
 _ALIGNED = [["tt.divisibility", 16]]
 
 
@@ -82,6 +83,8 @@ class Compiled:
     code_bytes: int
     instructions: tuple[str, ...]
     """For products of tiles, as PTX names them: a row's bits depend on which one it is."""
+    copies_ahead: int
+    """Loads of sixteen bytes that a loop begins some rounds before it needs them."""
 
 
 def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
@@ -205,6 +208,7 @@ def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) 
         num_warps=int(launch.options.get("num_warps", 4)),
         code_bytes=len(cubin),
         instructions=tuple(sorted(set(_PRODUCT.findall(compiled.asm["ptx"])))),
+        copies_ahead=len(_AHEAD.findall(compiled.asm["ptx"])),
     )
 
 

@@ -84,6 +84,10 @@ def build_engine(
     max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
     scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len)
     sampler = Sampler(runner.vocab_size, runner.device)
+    if is_on_gpu(runner.device):
+        from specdec.engine.cuda.cuts import compile_draws  # a CPU has no triton
+
+        compile_draws(runner.num_logits, runner.vocab_size, runner.device)
     grammars = _grammars(runner)
     identity = pb.ModelIdentity(
         name=settings.served_name,

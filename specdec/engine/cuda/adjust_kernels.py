@@ -19,7 +19,7 @@ ADJUST_WORDS = tl.constexpr(6)
 LARGEST = tl.constexpr(3.4028234663852886e38)
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@triton.jit(do_not_specialize=["num_entries"], do_not_specialize_on_alignment=["entries"])
 def mark_kernel(entries, marks, biases, num_entries, BLOCK: tl.constexpr):
     """Add marks, and set biases, where there were none; grid (chunks of entries,). ``entries`` [3, num_entries]: places
     among all rows' marks, marks, biases as bits. A place may come several times, with other bits and one bias."""
@@ -32,11 +32,11 @@ def mark_kernel(entries, marks, biases, num_entries, BLOCK: tl.constexpr):
     tl.store(biases + place, bias, mask=is_one & ((mark & BIASED) != 0))
 
 
-@triton.jit
-def count_kernel(drawn, marks, NUM_TOP: tl.constexpr, VOCAB: tl.constexpr):
-    """Count the tokens that rows have drawn [rows, 2, NUM_TOP] as output; grid (rows,)."""
+@triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["drawn"])
+def count_kernel(drawn, marks, num_top, VOCAB: tl.constexpr):
+    """Count the tokens that rows have drawn [rows, 2, num_top] as output; grid (rows,)."""
     r = tl.program_id(0).to(tl.int64)
-    place = marks + r * VOCAB + tl.load(drawn + r * 2 * NUM_TOP)
+    place = marks + r * VOCAB + tl.load(drawn + r * 2 * num_top)
     tl.store(place, (tl.load(place) | SEEN) + ONCE)
 
 
@@ -47,12 +47,11 @@ def _saturated(x, values):
     return tl.where(tl.abs(values) < float("inf"), bounded, values)
 
 
-@triton.jit
-def adjust_kernel(
-    logits, rows, marks, biases, adjusted, row_stride, ROUND: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Logits after all that a row asks for; grid (rows, chunks). ``rows`` [R, 6]: the three penalties, whether there
-    are any, for how many rounds tokens are held back, whether others than the allowed ones are ruled out."""
+@triton.jit(do_not_specialize=["number"])
+def adjust_kernel(logits, rows, marks, biases, adjusted, row_stride, number, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Logits after all that a row asks for at draw ``number``; grid (rows, chunks). ``rows`` [R, 6]: the three
+    penalties, whether there are any, for how many draws tokens are held back, whether others than the allowed ones are
+    ruled out."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     is_id = ids < VOCAB
@@ -71,7 +70,7 @@ def adjust_kernel(
         penalized = penalized - presence * tl.where(count > 0, 1.0, 0.0)
         penalized = penalized - frequency * count.to(tl.float32)
         x = tl.where((mark & SEEN) != 0, _saturated(penalized, x), x)
-    is_out = ((mark & HELD) != 0) & (tl.load(word + 4) > ROUND)
+    is_out = ((mark & HELD) != 0) & (tl.load(word + 4) > number)
     is_out |= ((mark & ALLOWED) == 0) & (tl.load(word + 5) != 0)
     x = tl.where(is_out & (x < float("inf")), float("-inf"), x)
     tl.store(adjusted + row * VOCAB + ids, x, mask=is_id)

@@ -13,13 +13,16 @@ from specdec.engine.batch import Batch
 from specdec.engine.cuda.attention_kernels import attention_kernel, fold_kernel, write_kv_kernel
 from specdec.engine.cuda.launch import launch
 
-SPLIT = 512
-"""Positions per split: a multiple of every tile's length."""
+SPLIT = 256
+"""Positions per split: a multiple of every tile's length. A row of a model with 8 KV heads has half as many programs as
+a GPU of 132 multiprocessors runs at once from 2,000 positions on."""
 MAX_HEAD_DIM = 256
 """Wider heads do not fit into the registers and the shared memory of a multiprocessor."""
 _TILE_ROWS = 16
 _TILE_QUERIES = 32
-_MOST_PART_BYTES = 1 << 26
+_MOST_PART_ROWS = 128
+"""With more, programs are many without splits of their own; rows with paths gain from them all the same."""
+_MOST_PART_BYTES = 1 << 27
 _MIN_DOT = 16
 
 
@@ -55,11 +58,11 @@ def launch_shape(num_heads: int, geometry: LayerGeometry, dtype: torch.dtype) ->
     return LaunchShape(
         rows_per_tile=rows,
         block_m=max(_MIN_DOT, power_of_two(rows * group)),
-        block_n=64 if 64 < widest <= 128 and dtype != torch.float32 else 32,
+        block_n=64 if widest <= 128 and dtype != torch.float32 else 32,
         block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
         block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
-        num_warps=4 if widest <= 128 else 8,
-        num_stages=2,
+        num_warps=4 if widest <= 64 else 8,
+        num_stages=5,  # of which the block table's loads take some: two tiles are held, one of them on its way
     )
 
 
@@ -112,8 +115,13 @@ def attend(
     geometry = cache.geometries[layer]
     shape = launch_shape(num_heads, geometry, cache.dtype)
     out = query.new_empty(num_rows, num_heads, geometry.value_dim)
+    num_alone = num_rows if batch.path_slots.shape[0] else 0
     num_parts = num_rows * num_heads * plan.num_splits
-    is_whole = plan.num_splits == 1 or num_parts * geometry.value_dim * 4 > _MOST_PART_BYTES
+    is_whole = (
+        plan.num_splits == 1
+        or (num_rows > _MOST_PART_ROWS and num_alone == 0)
+        or num_parts * geometry.value_dim * 4 > _MOST_PART_BYTES
+    )
     peaks = totals = parts = out
     if not is_whole:
         peaks, totals = torch.empty(2, num_parts, dtype=torch.float32, device=query.device).unbind(0)
@@ -130,7 +138,7 @@ def attend(
     window = options.sliding_window or 0
     launch(
         attention_kernel,
-        (plan.num_tiles, geometry.num_kv_heads, 1 if is_whole else plan.num_splits),
+        (plan.num_tiles * (1 if is_whole else plan.num_splits) + num_alone, geometry.num_kv_heads),
         query,
         cache.keys[layer],
         cache.values[layer],
@@ -149,6 +157,7 @@ def attend(
         batch.block_tables.stride(0),
         query.stride(0),
         query.stride(1),
+        plan.num_tiles,
         plan.num_splits,
         window,
         options.scaling,
@@ -162,7 +171,12 @@ def attend(
         HAS_SOFTCAP=options.softcap is not None,
         WHOLE=is_whole,
         PRECISION="ieee",
-        options={"num_warps": shape.num_warps, "num_stages": shape.num_stages, "enable_fp_fusion": False},
+        options={
+            "num_warps": shape.num_warps,
+            "num_stages": shape.num_stages,
+            "enable_fp_fusion": False,
+            "maxnreg": 255,  # ptxas spills some at 168 otherwise, for more programs at once than there are
+        },
         cached=(cache.keys[layer], cache.values[layer]),
         **common,
     )

@@ -5,17 +5,21 @@ What a row computes, and in which order, follows from its own positions alone. P
 row's result, in order, whether by the same program or by another kernel. Rows that share a program share what is
 loaded and nothing else: a row of a matrix product depends on no other row. No kernel may contract multiplications with
 additions (``enable_fp_fusion``): the two ways to fold would round differently.
+
+The loop over positions has no branch, so that loads run ahead of products: what rows of a branching tree do not share
+is left to programs of a row each, in place of a branch that would take their paths one after the other.
 """
 
 import triton
 import triton.language as tl
 
 NO_LIMIT = tl.constexpr(2147483647)
+FOLDED_AT_ONCE = tl.constexpr(8)
 # Parts of one packed copy, and sizes of a batch: a kernel is compiled once, whatever they are.
 _OF_BATCH = [
     "slot_mapping", "tile_starts", "row_seq", "positions", "context_lens", "path_offsets", "path_slots", "block_tables"
 ]  # fmt: skip
-_SIZES = ["table_stride", "num_splits", "window"]
+_SIZES = ["table_stride", "num_tiles", "num_splits", "window"]
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
@@ -89,16 +93,12 @@ def _lines(slots, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr)
 
 
 @triton.jit
-def _slots_of_row(
-    n, row, seq, last, context_lens, path_offsets, path_slots, block_tables, table_stride, BLOCK_SIZE: tl.constexpr
-):
-    """Physical slots of positions ``n`` as one row reads them: by its block table, then by its path."""
-    context = tl.load(context_lens + row)
-    path = tl.load(path_offsets + row)
-    by_table, by_path = (n < context) & (n <= last), (n >= context) & (n <= last)
-    block = tl.load(block_tables + seq * table_stride + n // BLOCK_SIZE, mask=by_table, other=0).to(tl.int64)
-    on_path = tl.load(path_slots + path + n - context, mask=by_path, other=0).to(tl.int64)
-    return tl.where(by_path, on_path, block * BLOCK_SIZE + n % BLOCK_SIZE)
+def _slots(n, last, context, path, table, path_slots, block_tables, BLOCK_SIZE: tl.constexpr):
+    """Physical slots of positions ``n``: below ``context`` by the block table, from there on by the path."""
+    by_table = n < context
+    from_where = tl.where(by_table, block_tables + table + n // BLOCK_SIZE, path_slots + path + (n - context))
+    found = tl.load(from_where, mask=n <= last, other=0).to(tl.int64)
+    return tl.where(by_table, found * BLOCK_SIZE + n % BLOCK_SIZE, found)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
@@ -121,6 +121,7 @@ def attention_kernel(
     table_stride,
     query_row_stride,
     query_head_stride,
+    num_tiles,
     num_splits,
     window,
     scaling,
@@ -141,38 +142,46 @@ def attention_kernel(
     WHOLE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Rows ``tile_starts[i] .. tile_starts[i + 1]``, which are of one sequence, for one KV head.
+    """Rows of one sequence that share a program, or one row alone, for one KV head.
 
-    Grid (tiles, KV heads, 1) with ``WHOLE``, which writes ``out``; else (tiles, KV heads, splits), which writes the
-    parts for ``fold_kernel``.
+    Grid (tiles * splits + rows, KV heads); with ``WHOLE``, which writes ``out``, (tiles + rows, KV heads). Without, it
+    writes the parts for ``fold_kernel``. Rows need programs of their own only where there are paths. Of a row with a
+    path, a tile has the splits that end before the path begins, with ``WHOLE`` none; its own program has the others.
     """
-    tile, kv_head, split_index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, end = tl.load(tile_starts + tile), tl.load(tile_starts + tile + 1)
-    if start >= end:
-        return
+    program, kv_head = tl.program_id(0), tl.program_id(1)
+    num_shared = num_tiles if WHOLE else num_tiles * num_splits
+    # Chosen without a branch: behind one Triton no longer sees that what is loaded lies side by side.
+    is_alone, alone = program >= num_shared, tl.maximum(program - num_shared, 0)
+    tile, split_index = program % num_tiles, program // num_tiles
+    start = tl.where(is_alone, alone, tl.load(tile_starts + tile))
+    end = tl.where(is_alone, alone + 1, tl.load(tile_starts + tile + 1))
+    own_context = tl.load(context_lens + alone, mask=is_alone, other=NO_LIMIT)
+    own_path = tl.load(path_offsets + alone, mask=is_alone, other=0)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     m = tl.arange(0, BLOCK_M)
     row, head = start + m // GROUP, kv_head * GROUP + m % GROUP
     is_row = row < end
     pos = tl.load(positions + row, mask=is_row, other=-1).to(tl.int32)
     context = tl.load(context_lens + row, mask=is_row, other=0)
+    is_shared = context > pos if WHOLE else (context > pos) | (context // SPLIT > split_index)
+    is_row = is_row & tl.where(is_alone, context <= pos, is_shared)
+    last = tl.max(tl.where(is_row, pos, -1), 0)
+    if last < 0:
+        return
     first = tl.maximum(pos - window + 1, 0) if HAS_WINDOW else tl.zeros_like(pos)
     lowest = tl.min(tl.where(is_row, first, NO_LIMIT), 0)
-    last = tl.max(pos, 0)
-    shared_end = tl.min(tl.where(is_row & (context <= pos), context, NO_LIMIT), 0)  # below it all read the same slots
-    seq = tl.load(row_seq + start).to(tl.int64)
-
-    if WHOLE:
-        split_low, split_high = lowest // SPLIT, last // SPLIT + 1
-    else:
-        split_low, split_high = split_index, split_index + 1
-        if (split_index * SPLIT > last) | ((split_index + 1) * SPLIT <= lowest):
-            return
+    split_low, split_high = lowest // SPLIT, last // SPLIT + 1
+    if not WHOLE:
+        split_low = tl.maximum(split_low, tl.where(is_alone, own_context // SPLIT, split_index))
+        split_high = tl.where(is_alone, split_high, tl.minimum(split_high, split_index + 1))
+    table = tl.load(row_seq + start).to(tl.int64) * table_stride
 
     k, v = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     query_lines = query + row.to(tl.int64) * query_row_stride + head * query_head_stride
     q = tl.load(query_lines[:, None] + k[None, :], mask=is_row[:, None] & (k[None, :] < KEY_DIM), other=0.0)
     q = q.to(keys.dtype.element_ty)
+    line = row.to(tl.int64) * NUM_HEADS + head
+    to_mask = is_row[:, None] & (v[None, :] < VALUE_DIM)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
@@ -186,79 +195,28 @@ def attention_kernel(
         low = tl.maximum(split * SPLIT, lowest // BLOCK_N * BLOCK_N)
         for tile_low in range(low, tl.minimum((split + 1) * SPLIT, last + 1), BLOCK_N):
             n = tile_low + tl.arange(0, BLOCK_N)
-            if tile_low + BLOCK_N <= shared_end:
-                is_read = n <= last
-                block = tl.load(block_tables + seq * table_stride + n // BLOCK_SIZE, mask=is_read, other=0)
-                slots = block.to(tl.int64) * BLOCK_SIZE + n % BLOCK_SIZE
-                lines = _lines(slots, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-                key_mask = is_read[None, :] & (k[:, None] < KEY_DIM)
-                key_tile = tl.load(keys + lines[None, :] * KEY_DIM + k[:, None], mask=key_mask, other=0.0)
-                products = tl.dot(q, key_tile, input_precision=PRECISION)
-                scores = _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP)
-                weights, before, split_peak, split_total = _weights(scores, split_peak, split_total)
-                value_mask = is_read[:, None] & (v[None, :] < VALUE_DIM)
-                value_tile = tl.load(values + lines[:, None] * VALUE_DIM + v[None, :], mask=value_mask, other=0.0)
-                split_out = split_out * before[:, None]
-                split_out = tl.dot(weights.to(value_tile.dtype), value_tile, acc=split_out, input_precision=PRECISION)
-            else:  # around the end of the shared tokens each row has positions of its own: row by row, the same sums
-                products = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-                for r in tl.range(start, end, num_stages=1):
-                    own_last = tl.load(positions + r).to(tl.int32)
-                    slots = _slots_of_row(
-                        n,
-                        r,
-                        seq,
-                        own_last,
-                        context_lens,
-                        path_offsets,
-                        path_slots,
-                        block_tables,
-                        table_stride,
-                        BLOCK_SIZE,
-                    )
-                    lines = _lines(slots, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-                    key_mask = (n <= own_last)[None, :] & (k[:, None] < KEY_DIM)
-                    key_tile = tl.load(keys + lines[None, :] * KEY_DIM + k[:, None], mask=key_mask, other=0.0)
-                    of_row = tl.dot(q, key_tile, input_precision=PRECISION)
-                    products = tl.where((row == r)[:, None], of_row, products)
-                scores = _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP)
-                weights, before, split_peak, split_total = _weights(scores, split_peak, split_total)
-                split_out = split_out * before[:, None]
-                for r in tl.range(start, end, num_stages=1):
-                    own_last = tl.load(positions + r).to(tl.int32)
-                    slots = _slots_of_row(
-                        n,
-                        r,
-                        seq,
-                        own_last,
-                        context_lens,
-                        path_offsets,
-                        path_slots,
-                        block_tables,
-                        table_stride,
-                        BLOCK_SIZE,
-                    )
-                    lines = _lines(slots, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
-                    value_mask = (n <= own_last)[:, None] & (v[None, :] < VALUE_DIM)
-                    value_tile = tl.load(values + lines[:, None] * VALUE_DIM + v[None, :], mask=value_mask, other=0.0)
-                    with_row = tl.dot(
-                        weights.to(value_tile.dtype), value_tile, acc=split_out, input_precision=PRECISION
-                    )
-                    split_out = tl.where((row == r)[:, None], with_row, split_out)
+            is_read = n <= last
+            slots = _slots(n, last, own_context, own_path, table, path_slots, block_tables, BLOCK_SIZE)
+            lines = _lines(slots, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            key_mask = is_read[None, :] & (k[:, None] < KEY_DIM)
+            key_tile = tl.load(keys + lines[None, :] * KEY_DIM + k[:, None], mask=key_mask, other=0.0)
+            products = tl.dot(q, key_tile, input_precision=PRECISION)
+            scores = _scores(products, n, pos, first, scaling, softcap, HAS_SOFTCAP)
+            weights, before, split_peak, split_total = _weights(scores, split_peak, split_total)
+            value_mask = is_read[:, None] & (v[None, :] < VALUE_DIM)
+            value_tile = tl.load(values + lines[:, None] * VALUE_DIM + v[None, :], mask=value_mask, other=0.0)
+            split_out = split_out * before[:, None]
+            split_out = tl.dot(weights.to(value_tile.dtype), value_tile, acc=split_out, input_precision=PRECISION)
         if WHOLE:
             peak, total, result = _fold(peak, total, result, split_peak, split_total, split_out)
         else:
-            peak, total, result = split_peak, split_total, split_out
-    line = row.to(tl.int64) * NUM_HEADS + head
-    mask = is_row[:, None] & (v[None, :] < VALUE_DIM)
+            part = line * num_splits + split
+            tl.store(part_peak + part, split_peak, mask=is_row)
+            tl.store(part_total + part, split_total, mask=is_row)
+            tl.store(part_out + part[:, None] * VALUE_DIM + v[None, :], split_out, mask=to_mask)
     if WHOLE:
         result = result / total[:, None]
-        tl.store(out + line[:, None] * VALUE_DIM + v[None, :], result.to(out.dtype.element_ty), mask=mask)
-    else:
-        part = line * num_splits + split_index
-        tl.store(part_peak + part, peak, mask=is_row)
-        tl.store(part_total + part, total, mask=is_row)
-        tl.store(part_out + part[:, None] * VALUE_DIM + v[None, :], result, mask=mask)
+        tl.store(out + line[:, None] * VALUE_DIM + v[None, :], result.to(out.dtype.element_ty), mask=to_mask)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
@@ -290,11 +248,16 @@ def fold_kernel(
         total += 1.0
     result = tl.zeros([1, BLOCK_V], tl.float32)
     line = row * NUM_HEADS + head
-    for split in range(first // SPLIT, pos // SPLIT + 1):
-        part = line * num_splits + split
-        split_peak = tl.load(part_peak + part + tl.arange(0, 1))
-        split_total = tl.load(part_total + part + tl.arange(0, 1))
-        split_out = tl.load(part_out + part * VALUE_DIM + v, mask=v < VALUE_DIM, other=0.0)[None, :]
-        peak, total, result = _fold(peak, total, result, split_peak, split_total, split_out)
+    # Several at once, so that their loads are under way together; those past the last one are empty.
+    for low in range(first // SPLIT, pos // SPLIT + 1, FOLDED_AT_ONCE):
+        for i in tl.static_range(FOLDED_AT_ONCE):
+            is_split = low + i <= pos // SPLIT
+            part = line * num_splits + low + i
+            one = tl.arange(0, 1)
+            split_peak = tl.load(part_peak + part + one, mask=is_split, other=float("-inf"))
+            split_total = tl.load(part_total + part + one, mask=is_split, other=0.0)
+            lines = part_out + part * VALUE_DIM + v[None, :]
+            split_out = tl.load(lines, mask=is_split & (v < VALUE_DIM)[None, :], other=0.0)
+            peak, total, result = _fold(peak, total, result, split_peak, split_total, split_out)
     result = result / total[:, None]
     tl.store(out + line * VALUE_DIM + v[None, :], result.to(out.dtype.element_ty), mask=v[None, :] < VALUE_DIM)

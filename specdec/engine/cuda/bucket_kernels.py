@@ -3,11 +3,13 @@
 import triton
 import triton.language as tl
 
-# Parts of one packed copy, and sizes of a batch: the kernel is compiled once, whatever they are.
+# Parts of packed copies, and sizes: each kernel is compiled once, whatever they are. A bucket that is met first in a
+# stream would stop it for as long as compiling takes.
 _OF_BATCH = [
     "input_ids", "positions", "slot_mapping", "row_seq", "context_lens", "path_offsets", "path_slots", "block_tables"
 ]  # fmt: skip
-_SIZES = ["num_rows", "num_seqs", "num_slots", "table_width", "spare_block"]
+_FILLED = ["to_input_ids", "to_positions", "to_slot_mapping", "to_context_lens"]
+_SIZES = ["num_rows", "num_seqs", "num_slots", "table_width", "to_num_rows", "to_table_width", "spare_block"]
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_OF_BATCH)
@@ -32,9 +34,9 @@ def fill_kernel(
     num_seqs,
     num_slots,
     table_width,
+    to_num_rows,
+    to_table_width,
     spare_block,
-    NUM_ROWS: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
     SLOTS_PER_ROW: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -43,12 +45,12 @@ def fill_kernel(
     first token of the last sequence, which has the spare block."""
     i = tl.program_id(0)
     is_row = i < num_rows
-    if i < NUM_ROWS:
+    if i < to_num_rows:
         tl.store(to_input_ids + i, tl.load(input_ids + i, mask=is_row, other=0))
         tl.store(to_positions + i, tl.load(positions + i, mask=is_row, other=0))
         slot = tl.load(slot_mapping + i, mask=is_row, other=0)
         tl.store(to_slot_mapping + i, tl.where(is_row, slot, spare_block.to(tl.int64) * BLOCK_SIZE))
-        tl.store(to_row_seq + i, tl.load(row_seq + i, mask=is_row, other=NUM_ROWS - 1))
+        tl.store(to_row_seq + i, tl.load(row_seq + i, mask=is_row, other=to_num_rows - 1))
         tl.store(to_context_lens + i, tl.load(context_lens + i, mask=is_row, other=1))
         slots = i * SLOTS_PER_ROW + tl.arange(0, SLOTS_PER_ROW)
         tl.store(to_path_slots + slots, tl.load(path_slots + slots, mask=slots < num_slots, other=0))
@@ -56,14 +58,17 @@ def fill_kernel(
             for low in range(0, table_width, BLOCK):
                 column = low + tl.arange(0, BLOCK)
                 blocks = tl.load(block_tables + i * table_width + column, mask=column < table_width, other=0)
-                tl.store(to_block_tables + i * TABLE_WIDTH + column, blocks, mask=column < table_width)
-        elif i == NUM_ROWS - 1:
-            tl.store(to_block_tables + i * TABLE_WIDTH, spare_block.to(tl.int32))
+                tl.store(to_block_tables + i * to_table_width + column, blocks, mask=column < table_width)
+        elif i == to_num_rows - 1:
+            tl.store(to_block_tables + i * to_table_width, spare_block.to(tl.int32))
     offset = tl.load(path_offsets + i, mask=i <= num_rows, other=0)
     tl.store(to_path_offsets + i, tl.where(i <= num_rows, offset, num_slots))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["number", "num_top", "table_width", "spare_block"],
+    do_not_specialize_on_alignment=["drawn", "positions", "num_passes", "block_tables", *_FILLED],
+)
 def advance_kernel(
     drawn,
     positions,
@@ -73,20 +78,20 @@ def advance_kernel(
     to_positions,
     to_slot_mapping,
     to_context_lens,
-    ROUND: tl.constexpr,
-    NUM_TOP: tl.constexpr,
-    TABLE_WIDTH: tl.constexpr,
+    number,
+    num_top,
+    table_width,
+    spare_block,
     BLOCK_SIZE: tl.constexpr,
-    SPARE_BLOCK: tl.constexpr,
 ):
-    """Rows of the pass over what round ``ROUND`` has drawn [rows, 2, NUM_TOP]; grid (rows,). ``positions`` are those of
-    round 0. A row of fewer passes computes the first position of its table once more, into the spare block."""
+    """Rows of the pass over what round ``number`` has drawn [rows, 2, num_top]; grid (rows,). ``positions`` are those
+    of round 0. A row of fewer passes computes the first position of its table once more, into the spare block."""
     r = tl.program_id(0)
-    is_due = tl.load(num_passes + r) > ROUND
-    position = tl.where(is_due, tl.load(positions + r) + ROUND, 0)
-    block = tl.load(block_tables + r * TABLE_WIDTH + position // BLOCK_SIZE).to(tl.int64)
-    slot = tl.where(is_due, block * BLOCK_SIZE + position % BLOCK_SIZE, SPARE_BLOCK * BLOCK_SIZE)
-    token = tl.load(drawn + r * 2 * NUM_TOP)
+    is_due = tl.load(num_passes + r) > number
+    position = tl.where(is_due, tl.load(positions + r) + number, 0)
+    block = tl.load(block_tables + r * table_width + position // BLOCK_SIZE).to(tl.int64)
+    slot = tl.where(is_due, block * BLOCK_SIZE + position % BLOCK_SIZE, spare_block.to(tl.int64) * BLOCK_SIZE)
+    token = tl.load(drawn + r * 2 * num_top)
     tl.store(to_input_ids + r, tl.where(is_due, token, 0).to(tl.int64))
     tl.store(to_positions + r, position.to(tl.int64))
     tl.store(to_slot_mapping + r, slot)

@@ -24,7 +24,7 @@ ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
 PATH_SLOTS_PER_ROW = 8
 """Of a step; a power of two."""
 _LEAST_POSITIONS = 512
-"""Of a table: what attention takes in one split."""
+"""Of a table: what attention takes in two splits."""
 _TABLE_GROWTH = 4
 """From one length of tables to the next: programs for splits that no row has end at once."""
 _MOST_GRAPHS = 96
@@ -125,13 +125,13 @@ def fill(static: Batch, batch: Batch, spare_block: int, block_size: int) -> None
         batch.num_seqs,
         batch.path_slots.shape[0],
         batch.block_tables.shape[1],
+        num_rows,
+        static.block_tables.shape[1],
         spare_block,
-        NUM_ROWS=num_rows,
-        TABLE_WIDTH=static.block_tables.shape[1],
         SLOTS_PER_ROW=static.path_slots.shape[0] // num_rows,
         BLOCK_SIZE=block_size,
-        BLOCK=128,
-        options={"num_warps": 1},
+        BLOCK=1024,
+        options={"num_warps": 4},
     )
 
 
@@ -159,11 +159,11 @@ def advance(
         batch.position_ids,
         batch.slot_mapping,
         batch.context_lens,
-        ROUND=number,
-        NUM_TOP=drawn.shape[2],
-        TABLE_WIDTH=batch.block_tables.shape[1],
+        number,
+        drawn.shape[2],
+        batch.block_tables.shape[1],
+        cache.num_blocks - 1,
         BLOCK_SIZE=cache.block_size,
-        SPARE_BLOCK=cache.num_blocks - 1,
         options={"num_warps": 1},
     )
 

@@ -16,7 +16,8 @@ STATE_WORDS = tl.constexpr(4)
 DIGITS = tl.constexpr(16)
 
 
-@triton.jit
+# Rows' parameters are a part of a packed copy: kernels are compiled once, wherever they lie.
+@triton.jit(do_not_specialize_on_alignment=["cuts"])
 def scale_kernel(
     logits,
     cuts,
@@ -66,7 +67,7 @@ def _weight(score):
     y = y * r + 0.5
     y = y * r + 1.0
     y = y * r + 1.0
-    return (y * 4398046511104.0).to(tl.int64) >> -n
+    return (y * 4398046511104.0).to(tl.int64) >> tl.minimum(-n, 63)  # by more LLVM says nothing of the result
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def _chosen(states, partials, cuts, row, shift, NUM_CHUNKS: tl.constexpr, BLOCK_
     return kept, rank | (digit << shift), below, goal, digit
 
 
-@triton.jit(do_not_specialize=["shift"])
+@triton.jit(do_not_specialize=["shift"], do_not_specialize_on_alignment=["cuts"])
 def search_kernel(
     scores,
     cuts,
@@ -149,7 +150,7 @@ def search_kernel(
         tl.store(to + d, tl.sum(tl.where(digit == d, each, 0), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cuts"])
 def cut_kernel(
     scores,
     cuts,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ import torch
 from specdec.engine.cuda.attention import power_of_two
 from specdec.engine.cuda.cut_kernels import CUT_WORDS, DIGITS, STATE_WORDS, cut_kernel, scale_kernel, search_kernel
 from specdec.engine.cuda.launch import launch
+from specdec.engine.cuda.sampling import device_perturbed_top
 from specdec.engine.cuda.sampling_kernels import row_peak_kernel
 
 NUM_CUT_WORDS = int(CUT_WORDS.value)
@@ -143,3 +146,20 @@ def device_cuts(
     """``launch_cuts`` for parameters on the host; one copy to the device."""
     words, kinds = cut_parameters(temperatures, cuts, logits.shape[1])
     return launch_cuts(logits, words.to(logits.device, non_blocking=True), kinds)
+
+
+def compile_draws(num_logits: int, vocab_size: int, device: torch.device) -> None:
+    """Draw once with every mixture of cuts, so that no stream waits for the compiler. Cost: up to ten seconds where
+    nobody has compiled these kernels before.
+
+    Args:
+        num_logits: of a row as the model gives it.
+        vocab_size: those that are tokens.
+        device: of the logits.
+    """
+    lowest = -math.inf
+    for width in {num_logits, vocab_size}:  # where rows begin decides how they are read
+        logits = torch.zeros(1, width, device=device)[:, :vocab_size]
+        device_perturbed_top(logits, [1.0], [0, 0], 1)
+        for top_k, top_p in itertools.product((0, 1), (1.0, 0.5)):
+            device_cuts(logits, [1.0], ([top_k], [top_p], [lowest]))

@@ -30,7 +30,10 @@ def product_tiles(num_rows: int, num_outputs: int, dtype: torch.dtype) -> Produc
         return ProductTiles(16, 32, 32, num_warps=4, num_stages=2)
     if num_rows > MOST_TILE_ROWS // 2:
         return ProductTiles(MOST_TILE_ROWS, 128, 64, num_warps=4, num_stages=4)
-    return ProductTiles(16, 32 if num_outputs <= 1 << 13 else 64, 64, num_warps=4, num_stages=6)
+    if num_outputs <= 1 << 13:
+        # About one program for each multiprocessor: of its weights 36 KiB are on their way, of which 4 TB/s need 25.
+        return ProductTiles(16, 32, 64, num_warps=4, num_stages=10)
+    return ProductTiles(16, 64, 64, num_warps=4, num_stages=6)
 
 
 def ordered_linear(

@@ -57,7 +57,8 @@ def _store_best(scores, ids, to_scores, to_ids, NUM_TOP: tl.constexpr):
         scores = tl.where(ids == best_id, float("-inf"), scores)
 
 
-@triton.jit
+# Rows' parameters and results are parts of packed copies: kernels are compiled once, wherever they lie.
+@triton.jit(do_not_specialize_on_alignment=["rows"])
 def draw_kernel(
     logits,
     rows,
@@ -89,7 +90,7 @@ def draw_kernel(
     _store_best(scores, ids, part_scores + part, part_ids + part, NUM_TOP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["out"])
 def merge_kernel(
     part_peak,
     part_scores,

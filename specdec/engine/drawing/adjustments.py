@@ -98,7 +98,7 @@ class Adjustments:
             (drawn.shape[0],),
             drawn,
             self._marks,
-            NUM_TOP=drawn.shape[2],
+            drawn.shape[2],
             VOCAB=self._vocab_size,
             options={"num_warps": 1},
         )
@@ -118,7 +118,7 @@ class Adjustments:
             self._biases,
             adjusted,
             logits.stride(0),
-            ROUND=number,
+            number,
             VOCAB=vocab_size,
             BLOCK=_BLOCK,
             options=_OPTIONS,

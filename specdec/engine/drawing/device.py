@@ -262,6 +262,7 @@ class DeviceDrawing:
         spare_block = cache.num_blocks - 1
         batch = empty_batch((num_rows, 1), device, spare_block, cache.block_size)
         batch.row_seq = torch.arange(num_rows, dtype=torch.int32, device=device)
+        batch.path_slots = batch.path_slots[:0]  # without paths, attention needs no programs for them
         words_per_row = 3 + 3 * num_draws + (NUM_CUT_WORDS if cuts is not None else 0) + width
         state = torch.zeros(num_rows * words_per_row, dtype=torch.int32, device=device)
         parts = GraphParts.of(state, num_draws, num_rows, cuts is not None)

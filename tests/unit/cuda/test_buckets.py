@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, all_buckets, bucket_of, empty_batch, fill
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, advance, all_buckets, bucket_of, empty_batch, fill
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.cuda.sampling import launch_top
+from specdec.engine.drawing.adjustments import Adjustments
 from specdec.engine.model.kv_budget import largest_batch
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
@@ -220,3 +221,21 @@ def test_a_steady_step_makes_nothing_but_its_logits_and_what_sampling_writes() -
     assert made[0][0] == ("index_select.default", 3 * vocab_size * 4)
     assert {name for name, _ in made[0][1:]} == {"empty.memory_format"}
     assert sum(num_bytes for _, num_bytes in made[0][1:]) < 3 * vocab_size / 10
+
+
+def test_no_bucket_and_no_round_needs_a_kernel_of_its_own() -> None:
+    """Constants are what a kernel is compiled for: a bucket with others, first met in a stream, would hold it up."""
+    device = torch.device("meta")
+    with LaunchCounter() as counter:
+        for number, key in enumerate([(1, 64), (2, 64), (8, 256)]):
+            cache = KVCache([LayerGeometry(1, 16, 16)], 40 + number, 8, torch.float32, device)
+            static, batch = empty_batch(key, device, 3, 8), empty_batch((1, 7), device, 3, 8)
+            fill(static, batch, 3 + number, 8)
+            of_rows = torch.empty(2, key[0], dtype=torch.int32, device=device)
+            drawn = torch.empty(key[0], 2, 1 + number, dtype=torch.int32, device=device)
+            advance(static, number, drawn, of_rows[0], of_rows[1], cache)
+            adjustments = Adjustments(key[0], 90, device)
+            adjustments.count(drawn)
+            adjustments.adjusted(torch.empty(key[0], 90, device=device), number)
+    compiled = {(launch.name, str(launch.constants), str(launch.options)) for launch in counter.launches}
+    assert len(compiled) == len({launch.name for launch in counter.launches}) == 4

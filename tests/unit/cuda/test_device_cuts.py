@@ -1,14 +1,17 @@
 """Top-k, top-p and min-p on the device: what is cut off and what is left are the CPU's, to the bit."""
 
+import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.engine.cuda.cuts import CutKinds, cut_parameters, device_cuts, launch_cuts
+from specdec.engine.cuda.cuts import CutKinds, compile_draws, cut_parameters, device_cuts, launch_cuts
 from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.cuda.sampling import device_perturbed_top
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, cut_, temperature_scores
 from tests.support.engine.triton_device import DEVICE
 
@@ -82,3 +85,18 @@ def test_parameters_say_which_cuts_there_are() -> None:
     words, kinds = cut_parameters([1.0, 0.0], ([8, 0], [0.5, 1.0], [-2.0, -math.inf]), 9)
     assert kinds == CutKinds(True, True)
     assert words[:, 1].tolist() == [8, 9]
+
+
+def test_what_is_compiled_at_the_start_serves_every_mixture_of_cuts() -> None:
+    def compiled(run: Callable[[], object]) -> set[tuple[str, str]]:
+        with LaunchCounter() as counter:
+            run()
+        return {(launch.name, str(launch.constants)) for launch in counter.launches}
+
+    at_start = compiled(lambda: compile_draws(2112, 2100, torch.device(DEVICE)))
+    logits = torch.randn(3, 2112, generator=torch.Generator().manual_seed(5))[:, :2100].to(DEVICE)
+    cuts = [OFF, (5, 1.0, -math.inf), (0, 0.5, -math.inf), (7, 0.9, -2.0), (0, 1.0, -1.0)]
+    for chosen in itertools.combinations(cuts, 3):
+        top_k, top_p, min_score = (list(column) for column in zip(*chosen, strict=True))
+        assert compiled(lambda c=(top_k, top_p, min_score): device_cuts(logits, [0.5, 1.0, 2.0], c)) <= at_start
+    assert compiled(lambda: device_perturbed_top(logits, [0.5, 0.0, 2.0], [1, 2, 3, 4, 5, 6], 1)) <= at_start
