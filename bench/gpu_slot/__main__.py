@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_slot.aims import beside_aims, beside_predictions
+from bench.gpu_slot.results import DRY, EARLIER
 from bench.gpu_slot.running import Written, end_left_behind, run_process
 
 LIMIT_S = 570.0
-EARLIER, DRY = Path("bench/results/gpu-slot.json"), Path("dist/gpu-slot-dry.json")
 LEAST_S = 10.0
 """No step is begun with less time than this."""
 # In this order, with the seconds that a step may take.

@@ -14,7 +14,16 @@ import pytest
 
 from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, distributions, found_so_far, run_slot, told, unpack
 from bench.gpu_slot.running import Written, end_left_behind, run_process
-from bench.gpu_slot.wheels import ARCHIVE, check_size, checkout_bytes, installed, pack, wanted
+from bench.gpu_slot.wheels import (
+    ARCHIVE,
+    EXPECTED,
+    check_size,
+    checkout_bytes,
+    installed,
+    known,
+    pack,
+    wanted,
+)
 from bench.report import versions
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -141,6 +150,20 @@ def test_what_a_machine_has_is_taken_from_a_slots_results_or_from_pip(tmp_path: 
     assert found == installed(tmp_path / "pip.json")
     assert "numpy" in found
     assert not wanted(found, "3.11")  # this machine lacks nothing
+
+
+def test_what_a_machine_has_is_what_the_last_slot_found_or_what_is_expected(tmp_path: Path) -> None:
+    earlier, own = tmp_path / "slot.json", tmp_path / "pip.json"
+    assert known(None, earlier) == EXPECTED
+    assert {"grpcio", "protobuf", "pydantic"} < set(wanted(EXPECTED))
+    assert not {"transformers", "tokenizers", "numpy"} & set(wanted(EXPECTED))
+    machine = {"found": {"distributions": [{"name": "NumPy", "version": "1"}]}}
+    earlier.write_text(json.dumps({"machine": {**machine, "dry": True}}))
+    assert known(None, earlier) == EXPECTED
+    earlier.write_text(json.dumps({"machine": {**machine, "dry": False}}))
+    assert known(None, earlier) == {"numpy": "1"}
+    own.write_text("[]")
+    assert known(own, earlier) == {}
 
 
 def test_steps_before_those_that_serve_need_no_packages_of_services() -> None:
