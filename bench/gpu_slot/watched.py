@@ -30,7 +30,7 @@ def sanitizer(place: Place) -> Found:
     tool = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), _USUAL_FOLDER]))
     watch = [] if place.dry or tool is None else [tool, "--error-exitcode", _ERROR_CODE]
     done = _run(watch, place)
-    if watch and _UNKNOWN in done.stdout:
+    if watch and _UNKNOWN in done.stdout + done.stderr:
         watch, done = [], _run([], place)
     if done.returncode:
         raise RuntimeError(done.stdout[-3000:] + done.stderr[-1000:])

@@ -5,6 +5,7 @@ import pytest
 from bench.gpu_slot.__main__ import STEPS
 from bench.gpu_slot.aims import AIMS, Aim, beside_aims, beside_predictions
 from bench.gpu_slot.predicted import gpu_named, model_of, predicted_speed_ups, predicted_steps
+from bench.gpu_slot.services import _check_fits
 from bench.gpu_slot.streams import _median
 from bench.pairs import DRAFTS, TARGETS
 from bench.roofline import GPUS, step_s
@@ -98,6 +99,13 @@ def test_what_is_measured_confirms_or_refutes_what_is_predicted() -> None:
         "8b: 8 rows at 1024, graph ms: 8 (predicted: 3.9): REFUTED",
         "loaded: speed-up at temperature 1, 80% accepted: 2 (predicted: 1.9): confirmed",
     ]
+
+
+def test_a_pair_that_a_gpu_cannot_hold_is_refused_before_it_is_made() -> None:
+    for pair, num_copies in (("gpu-8b", 2), ("gpu-32b", 1)):
+        _check_fits(pair, num_copies, 79 << 30)  # an H100
+    with pytest.raises(MemoryError, match="gpu-32b needs 70 GiB of a GPU, and this one has 48"):
+        _check_fits("gpu-32b", 1, 48 << 30)
 
 
 def test_a_median_is_that_of_what_was_counted_in_between() -> None:

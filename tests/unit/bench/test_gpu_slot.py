@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, distributions, found_so_far, run_slot, told, unpack
+from bench.gpu_slot.models import Place
 from bench.gpu_slot.running import Written, end_left_behind, run_process
+from bench.gpu_slot.watched import sanitizer
 from bench.gpu_slot.wheels import (
     ARCHIVE,
     EXPECTED,
@@ -116,6 +119,17 @@ def test_every_kind_of_kernel_runs_where_a_sanitizer_would_watch_it() -> None:
     result = run_process("sanitizer", 200, True, DRY)
     assert result["status"] == "ok", result
     assert result["found"]["watched"] is False
+
+
+def test_small_steps_run_unwatched_where_the_sanitizer_does_not_know_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho '========= Error: Device not supported'\nexit 9\n")
+    tool.chmod(0o755)
+    for name, value in {**DRY, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    assert sanitizer(Place(torch.device("cpu"), dry=False)) == {"watched": False, "output": []}
 
 
 def test_a_step_that_fails_says_why() -> None:
