@@ -144,7 +144,7 @@ gpu-slot:  ## Check and measure on a GPU what ten minutes allow, going on where 
 	@"$(or $(GPU_PYTHON),python3)" -m bench.gpu_slot $(GPU_SLOT_ARGS)
 
 .PHONY: gpu-wheels
-gpu-wheels: $(STAMP)  ## Collect the wheels that a GPU machine lacks in dist/gpu-wheels (GPU_HAS=its "pip list --format json").
+gpu-wheels: $(STAMP)  ## Collect the wheels that a GPU machine lacks in dist/gpu-wheels/wheels.tar.xz (GPU_HAS=its "pip list --format json").
 	@$(BIN)/python -m bench.gpu_slot.wheels dist/gpu-wheels $(if $(GPU_HAS),--has $(GPU_HAS))
 
 .PHONY: chaos

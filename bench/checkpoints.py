@@ -21,6 +21,8 @@ _RECIPE = 1
 """Raised when the same source, shape and seed give other weights than before."""
 _SHARD_BYTES = 1 << 30
 _SEED = 0
+_SHARD_ROOM = 1 << 30
+"""Left on each disk of two that share a checkpoint."""
 _SLACK = 1.01
 _IN_MEMORY = Path("/dev/shm/specdec-bench")
 _KEPT = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
@@ -36,9 +38,9 @@ def cache_folder() -> Path:
 def inflated(source: Path, shape: Shape, name: str, device: str = "cpu", cache: Path | None = None) -> Path:
     """Return the folder of an inflated checkpoint, which is made, on the device, unless the cache has it.
 
-    Where the cache's disk has no room for it, it is kept in memory.
+    Where the cache's disk has no room for it, it is kept in memory, or partly there where neither has room for all.
 
-    Raises InflationImpossible, and OSError where there is no room either.
+    Raises InflationImpossible, and OSError where there is no room in both together.
     """
     content = f"{_RECIPE} {_SEED} {torch.device(device).type} {weights_digest(source)} {describe(shape)}"
     config = (source / "config.json").read_text()
@@ -46,10 +48,13 @@ def inflated(source: Path, shape: Shape, name: str, device: str = "cpu", cache: 
     folders = [each / f"{name}-{digest}" for each in ([cache] if cache else [cache_folder(), _IN_MEMORY])]
     if (made := next((folder for folder in folders if folder.is_dir()), None)) is not None:
         return made
-    folder = _roomy(folders, inflated_bytes(source, shape))
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+    for each in folders:
+        _remove_unfinished(each)
+    num_bytes = inflated_bytes(source, shape)
+    folder, rest = _roomy(folders, num_bytes)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-{os.getpid()}-", dir=folder.parent))
     try:
-        write_inflated(source, shape, unfinished, device)
+        write_inflated(source, shape, unfinished, device, rest)
         unfinished.chmod(0o755)
         unfinished.rename(folder)
     except OSError:
@@ -73,20 +78,39 @@ def inflated_bytes(source: Path, shape: Shape) -> int:
     return (layer * shape.num_layers + shape.hidden_size + ends) * inflation.dtype.itemsize
 
 
-def _roomy(folders: list[Path], num_bytes: int) -> Path:
-    """The first of the folders on whose disk there is room; they are made. Raises OSError where there is none."""
-    free: list[str] = []
+def _roomy(folders: list[Path], num_bytes: int) -> tuple[Path, Path | None]:
+    """The first of the folders on whose disk there is room, and None; else the one with the most room, and where the
+    shards go that it has none for. Folders around them are made. Raises OSError where there is no room at all."""
+    free: dict[Path, int] = {}
     for folder in folders:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        free_bytes = shutil.disk_usage(folder.parent).free
-        if free_bytes > num_bytes * _SLACK:
-            return folder
-        free.append(f"{folder.parent} has {free_bytes / 2**30:.1f}")
-    raise OSError(errno.ENOSPC, f"{folders[0].name} needs {num_bytes / 2**30:.1f} GiB; {', '.join(free)}")
+        free[folder] = shutil.disk_usage(folder.parent).free
+        if free[folder] > num_bytes * _SLACK:
+            return folder, None
+    disks = {_device_of(folder.parent) for folder in folders}
+    most, *others = sorted(folders, key=lambda folder: -free[folder])
+    if others and len(disks) == len(folders) and sum(free.values()) - len(disks) * _SHARD_ROOM > num_bytes * _SLACK:
+        return most, others[0].parent / f"{most.name}-rest"
+    found = ", ".join(f"{folder.parent} has {bytes_ / 2**30:.1f}" for folder, bytes_ in free.items())
+    raise OSError(errno.ENOSPC, f"{folders[0].name} needs {num_bytes / 2**30:.1f} GiB; {found}")
 
 
-def write_inflated(source: Path, shape: Shape, folder: Path, device: str = "cpu") -> None:
+def _device_of(folder: Path) -> int:
+    return folder.stat().st_dev
+
+
+def _remove_unfinished(folder: Path) -> None:
+    """Remove what processes that were killed have left of a checkpoint."""
+    for left in folder.parent.glob(f".{folder.name}-*"):
+        pid = left.name.removeprefix(f".{folder.name}-").partition("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def write_inflated(source: Path, shape: Shape, folder: Path, device: str = "cpu", rest: Path | None = None) -> None:
     """Write an inflated checkpoint, with its source's tokenizer. Weights come to the CPU a shard at a time.
+
+    ``rest``: where shards go that the folder's disk has no room for; the folder has links to them.
 
     Raises InflationImpossible.
     """
@@ -94,7 +118,7 @@ def write_inflated(source: Path, shape: Shape, folder: Path, device: str = "cpu"
     for file in sorted(source.glob("*.safetensors")):
         weights |= load_file(file, device=device)
     inflation = Inflation(json.loads((source / "config.json").read_text()), weights, shape, _SEED)
-    writer = _ShardWriter(folder)
+    writer = _ShardWriter(folder, rest)
     for part in inflation.parts():
         writer.add(part)
     writer.close()
@@ -107,8 +131,8 @@ def write_inflated(source: Path, shape: Shape, folder: Path, device: str = "cpu"
 class _ShardWriter:
     """Collects tensors, and writes them whenever they fill a shard."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, rest: Path | None) -> None:
+        self._folder, self._rest = folder, rest
         self._pending: Tensors = {}
         self._file_of: dict[str, str] = {}
         self._num_shards = 0
@@ -134,10 +158,18 @@ class _ShardWriter:
             return
         self._num_shards += 1
         name = f"model-{self._num_shards:05}.safetensors"
-        save_file(self._pending, self._folder / name, metadata={"format": "pt"})
+        save_file(self._pending, self._place_for(name), metadata={"format": "pt"})
         self._file_of |= dict.fromkeys(self._pending, name)
         self._total_bytes += sum(tensor.nbytes for tensor in self._pending.values())
         self._pending = {}
+
+    def _place_for(self, name: str) -> Path:
+        num_bytes = sum(tensor.nbytes for tensor in self._pending.values())
+        if self._rest is None or shutil.disk_usage(self._folder).free > num_bytes + _SHARD_ROOM:
+            return self._folder / name
+        self._rest.mkdir(parents=True, exist_ok=True)
+        (self._folder / name).symlink_to(self._rest / name)
+        return self._rest / name
 
 
 def num_parameters(folder: Path) -> int:

@@ -28,9 +28,11 @@ def versions() -> dict[str, str]:
 def _revision() -> str:
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent
-        ).stdout.strip()
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+        except FileNotFoundError:  # a copy of the checkout may be on a machine without git
+            return ""
+        return done.stdout.strip()
 
     commit = git("rev-parse", "--short", "HEAD") or "unknown"
     return f"{commit}, changed" if git("status", "--porcelain", "--untracked-files=no") else commit

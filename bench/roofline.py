@@ -93,14 +93,18 @@ class Step:
     num_flops: int
 
 
+def _sizes(of: str | Model) -> Model:
+    return MODELS[of] if isinstance(of, str) else of
+
+
 @cache
-def step_of(name: str, num_rows: int, context: int = CONTEXT) -> Step:
-    """Count a step of a model. Cost: a pass on the meta device."""
-    model = MODELS[name]
+def step_of(of: str | Model, num_rows: int, context: int = CONTEXT) -> Step:
+    """Count a step of a model, one of ``MODELS`` or another. Cost: a pass on the meta device."""
+    model = _sizes(of)
     geometries = [LayerGeometry(model.kv_heads, model.head_dim, model.head_dim)] * model.layers
     batch = meta_batch(num_rows, context)
     kv_cache = KVCache(geometries, 2, 16, torch.bfloat16, torch.device("meta"))
-    decoder = _decoder(name)
+    decoder = _decoder(model)
     with torch.inference_mode(), LaunchCounter() as counter:
         decoder(batch, kv_cache)
     moved = sum(num_bytes for _, num_bytes in counter.operations)
@@ -112,8 +116,7 @@ def step_of(name: str, num_rows: int, context: int = CONTEXT) -> Step:
 
 
 @cache
-def _decoder(name: str) -> DeviceDecoder:
-    model = MODELS[name]
+def _decoder(model: Model) -> DeviceDecoder:
     config = LlamaConfig(
         hidden_size=model.hidden,
         intermediate_size=model.intermediate,
@@ -135,12 +138,12 @@ def _num_weights(model: Model) -> int:
     return model.layers * (attention + 3 * model.hidden * model.intermediate) + model.hidden * model.vocab
 
 
-def step_s(name: str, num_rows: int, gpu: Gpu, num_ranks: int = 1) -> float:
+def step_s(of: str | Model, num_rows: int, gpu: Gpu, num_ranks: int = 1) -> float:
     """Seconds that a step keeps the GPUs busy."""
-    step = step_of(name, num_rows)
+    step = step_of(of, num_rows)
     of_memory = step.num_bytes / num_ranks / (gpu.bandwidth * BANDWIDTH_SHARE)
     of_arithmetic = step.num_flops / num_ranks / (gpu.flops * COMPUTE_SHARE)
-    collectives = 2 * MODELS[name].layers * ALL_REDUCE_S if num_ranks > 1 else 0.0
+    collectives = 2 * _sizes(of).layers * ALL_REDUCE_S if num_ranks > 1 else 0.0
     return max(of_memory, of_arithmetic) + step.num_kernels * KERNEL_START_S + collectives
 
 
@@ -149,7 +152,7 @@ def fits(names: tuple[str, ...], gpu: Gpu, num_ranks: int = 1) -> bool:
     return sum(2 * _num_weights(MODELS[name]) for name in names) / num_ranks <= 0.9 * gpu.memory
 
 
-def speed_up(draft: str, target: str, num_ranks: int, gpu: Gpu, acceptance: float) -> tuple[float, int]:
+def speed_up(draft: str | Model, target: str | Model, num_ranks: int, gpu: Gpu, acceptance: float) -> tuple[float, int]:
     """Tokens per second with a chain of drafted tokens over plain decoding, at the best length, and that length.
 
     The draft runs before each step, not beside it; ``acceptance`` is the share accepted of tokens after accepted ones.

@@ -4,20 +4,16 @@
     python -m bench.gpu_slot --dry            # the same steps, small, without a GPU
     python -m bench.gpu_slot --again attention --only attention
 
-Each step is a process of its own: one that crashes or hangs costs its own time only. What it found is written at once,
-and told again at the end, beside what is aimed at (``aims.py``). What ``--wheels`` names (made by
-``python -m bench.gpu_slot.wheels``) is unpacked first; no network is needed.
+Each step is a process of its own: one that crashes or hangs costs its own time only. What it finds is written as it
+finds it, and told again at the end, beside what is aimed at (``aims.py``) and what is predicted (``predicted.py``).
+What ``--wheels`` names (made by ``python -m bench.gpu_slot.wheels``) is unpacked first; no network is needed.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -27,21 +23,23 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_slot.aims import beside_aims
+from bench.gpu_slot.aims import beside_aims, beside_predictions
+from bench.gpu_slot.results import DRY, EARLIER
+from bench.gpu_slot.running import Written, end_left_behind, run_process
 
 LIMIT_S = 570.0
-EARLIER = Path("bench/results/gpu-slot.json")
 LEAST_S = 10.0
 """No step is begun with less time than this."""
 # In this order, with the seconds that a step may take.
 STEPS = {
     "versions": 120,
     "exactness": 90,
-    "attention": 120,
+    "selftest": 90,
+    "attention": 150,
     "sanitizer": 120,
-    "bitwise": 120,
+    "bitwise": 180,
     "graph": 90,
-    "products": 60,
+    "products": 120,
     "steps": 180,
     "draft": 90,
     "served": 120,
@@ -52,23 +50,24 @@ STEPS = {
     "loaded": 300,
     "inflated_32b": 500,
 }
-_MOST_OUTPUT = 4000
+LEAST_OF_S = {"steps": 60.0, "gaps": 60.0, "inflated": 150.0, "loaded": 120.0, "inflated_32b": 240.0}
+"""Of those that find nothing in less: they are left to the next slot, and what follows them may be begun."""
 _MOST_TOLD = 1500
 """Characters per step on the terminal, whose end may be all that comes back; the file has everything."""
-_LEAVING_S = 5.0
-"""For a step that was killed to be gone; one that the driver holds may never be."""
 
 State = dict[str, dict[str, Any]]
-RunStep = Callable[[str, float], dict[str, Any]]
+RunStep = Callable[[str, float, Callable[[Written], None]], dict[str, Any]]
 
 
 def run_slot(state: State, names: Sequence[str], run: RunStep, save: Callable[[State], None], limit_s: float) -> State:
-    """Run what has not succeeded, in order, saving after each step; what does not fit into the time is left.
+    """Run what has not succeeded, in order, saving whenever a step has found something; what does not fit into the
+    time is left. What a step has found that did not succeed is kept beside what it finds when it is tried again.
 
     Args:
         state: results by step: of earlier slots.
         names: of the steps.
-        run: runs a step within some seconds; returns its result, whose ``status`` is ok, failed or timeout.
+        run: runs a step within some seconds; tells what it has written so far; returns its result, whose ``status``
+            is ok, failed or timeout.
         save: keeps the state.
         limit_s: for all.
     """
@@ -77,58 +76,41 @@ def run_slot(state: State, names: Sequence[str], run: RunStep, save: Callable[[S
         if state.get(name, {}).get("status") == "ok":
             continue
         left_s = end_s - time.monotonic()
-        if left_s < LEAST_S:
-            break
-        state[name] = {"status": "running"}
-        save(state)  # a machine that is taken away shows which step it was
+        if left_s < LEAST_OF_S.get(name, LEAST_S):
+            continue
+        kept = _kept(state.get(name, {}))
+
+        def tell(result: Mapping[str, Any], name: str = name, kept: Mapping[str, Any] = kept) -> None:
+            state[name] = {**result, **kept}
+            save(state)
+
+        tell({"status": "running"})  # a machine that is taken away shows which step it was
         began_s = time.monotonic()
-        state[name] = run(name, min(left_s, STEPS.get(name, left_s)))
-        state[name]["seconds"] = round(time.monotonic() - began_s, 1)
-        save(state)
+        result = run(name, min(left_s, STEPS.get(name, left_s)), lambda written: tell({"status": "running", **written}))
+        kept = {} if result["status"] == "ok" else kept
+        tell({**result, "seconds": round(time.monotonic() - began_s, 1)}, kept=kept)
     return state
 
 
-def run_process(name: str, timeout_s: float, dry: bool, environment: Mapping[str, str]) -> dict[str, Any]:
-    """Run one step as a process; whatever happens to it is a result."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as file, tempfile.TemporaryFile() as log:
-        command = [sys.executable, "-m", "bench.gpu_slot.steps", name, "--out", file.name, *(["--dry"] if dry else [])]
-        # To a file, and not to a pipe, whose end whatever a step has left behind would keep open.
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(environment),
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            status = "ok" if process.wait(timeout_s) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            status = "timeout"
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # what the step started, too
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LEAVING_S)
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _MOST_OUTPUT))
-        output = log.read().decode(errors="replace")
-        found = Path(file.name).read_text()
-    result: dict[str, Any] = {"status": status, "found": _parsed(found)}
-    if status != "ok":
-        result["output"] = output
-    return result
-
-
-def _parsed(text: str) -> Any:
-    """What a step wrote; None where it was stopped before or while it did."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+def _kept(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """What earlier tries of a step have found, the last one's in place of those before."""
+    found = {"gpu": entry.get("gpu"), "found": entry["found"]} if entry.get("found") else entry.get("earlier")
+    return {"earlier": found} if found else {}
 
 
 def unpack(wheels: Path, folder: Path) -> None:
-    """Unpack an archive of ``bench.gpu_slot.wheels``, or a folder of wheels, which are zip files, for PYTHONPATH."""
+    """Unpack an archive of ``bench.gpu_slot.wheels``, or a folder of wheels, which are zip files, for PYTHONPATH.
+
+    Raises ``FileNotFoundError`` where there is neither: without them steps fail one after the other.
+    """
     if wheels.is_file():
         with tarfile.open(wheels) as archive:
             archive.extractall(folder, filter="data")
         return
-    for wheel in sorted(wheels.glob("*.whl")):
+    found = sorted(wheels.glob("*.whl"))
+    if not found:
+        raise FileNotFoundError(f"{wheels} is no archive, and no folder of wheels")
+    for wheel in found:
         with zipfile.ZipFile(wheel) as archive_of_one:
             archive_of_one.extractall(folder)
 
@@ -138,10 +120,19 @@ def distributions() -> list[dict[str, str]]:
     return [{"name": each.name, "version": each.version} for each in metadata.distributions()]
 
 
-def found_so_far(out: Path, earlier: Path) -> State:
-    """The results of ``out`` if it is there, else those of ``earlier``, else none."""
+def told(name: str, result: Mapping[str, Any]) -> str:
+    """A step's result for the terminal: what it found, and of one that did not succeed how it ended."""
+    lines = [f"{name}: {result['status']}, {json.dumps(result.get('found'))}"[:_MOST_TOLD]]
+    if output := result.get("output"):
+        lines.append(output[-_MOST_TOLD:])
+    return "\n".join(lines)
+
+
+def found_so_far(out: Path, earlier: Path, dry: bool) -> State:
+    """The results of ``out`` if it is there, else those of ``earlier``, else none: small steps on a CPU leave nothing
+    out of a slot on a GPU, nor the other way round."""
     found: State = next((json.loads(path.read_text()) for path in (out, earlier) if path.exists()), {})
-    return found
+    return found if found.get("machine", {}).get("dry", dry) == dry else {}
 
 
 def main() -> int:
@@ -152,12 +143,13 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--again", nargs="*", choices=list(STEPS), default=[], help="forget what these found")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S)
-    parser.add_argument("--out", type=Path, default=EARLIER)
+    parser.add_argument("--out", type=Path, help=f"default: {EARLIER}, or {DRY} of a dry slot")
     parser.add_argument("--earlier", type=Path, default=EARLIER, help="what to go on from, where --out is not there")
     parser.add_argument("--wheels", type=Path, help="to unpack and put before all others: an archive or a folder")
     options = parser.parse_args()
-    state = found_so_far(options.out, options.earlier)
-    state["machine"] = {"status": "ok", "found": {"distributions": distributions()}}
+    out: Path = options.out or (DRY if options.dry else EARLIER)
+    state = found_so_far(out, options.earlier, options.dry)
+    state["machine"] = {"status": "ok", "dry": options.dry, "found": {"distributions": distributions()}}
     for name in options.again:
         state.pop(name, None)
     environment = dict(os.environ)
@@ -171,22 +163,24 @@ def main() -> int:
     environment.setdefault("HF_HUB_OFFLINE", "1")  # nothing is fetched; without a network to try takes its time
     if options.dry:
         environment["TRITON_INTERPRET"] = "1"
+    else:
+        end_left_behind()  # by a slot that was killed: it would share the GPU with what is measured
 
     def save(state: State) -> None:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = options.out.with_suffix(".tmp")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        temporary = out.with_suffix(".tmp")
         temporary.write_text(json.dumps(state, indent=1))
-        temporary.replace(options.out)
+        temporary.replace(out)
 
-    def run(name: str, timeout_s: float) -> dict[str, Any]:
+    def run(name: str, timeout_s: float, tell: Callable[[Written], None]) -> dict[str, Any]:
         print(f"{name}: at most {timeout_s:.0f} s", flush=True)
-        result = run_process(name, timeout_s, options.dry, environment)
-        print(json.dumps({name: result})[:_MOST_TOLD], flush=True)
+        result = run_process(name, timeout_s, options.dry, environment, tell)
+        print(told(name, result), flush=True)
         return result
 
     run_slot(state, options.only, run, save, options.limit_s - (time.monotonic() - began_s))
     if not options.dry:
-        print("\n".join(beside_aims(state)), flush=True)
+        print("\n".join([*beside_aims(state), *beside_predictions(state)]), flush=True)
     left = [name for name in options.only if state.get(name, {}).get("status") != "ok"]
     print(f"left: {', '.join(left) or 'nothing'}", flush=True)
     return int(bool(left))

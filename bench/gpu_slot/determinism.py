@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
 from bench.gpu_slot import models
-from bench.gpu_slot.models import Found, Place, chain_rows
+from bench.gpu_slot.models import Found, Place, SlotModel, chain_rows
 from specdec.engine.cuda.cuts import device_cuts
 from specdec.engine.cuda.products import ProductTiles, ordered_linear, product_tiles
 from specdec.engine.drawing.adjustments import Adjustments
@@ -21,6 +24,8 @@ from specdec.engine.sampling.logit_processors import (
 )
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.sampling_params import SamplingParams
+
+_MORE_THAN_CACHED_BYTES = 256 << 20
 
 
 def num_cuts_that_differ(place: Place, logits: torch.Tensor) -> int:
@@ -63,51 +68,84 @@ def num_adjusted_that_differ(place: Place, logits: torch.Tensor) -> int:
 def bitwise(place: Place) -> Found:
     """In how many rows logits differ when the same tokens are computed in chunks of other sizes, or in a tree.
 
-    Raises where one differs with row-invariant products.
+    8B's prefill attends in one pass over all splits there, and its smaller steps by parts that are folded. Raises where
+    a row differs with row-invariant products.
     """
-    length = 24 if place.dry else 512
     found: Found = {}
-    for kind in ("fast", "deterministic"):
-        model = models.make("1b", place, 64 if place.dry else 1024, row_invariant=kind == "deterministic")
-        whole = model.decoder(model.rows(0, length), model.cache)
-        for rows in (1, 2, 7) if place.dry else (1, 2, 7, 8, 16, 64):
-            starts = range(0, length - rows + 1, max(rows, length // 8))
-            differing = 0
-            for start in starts:
-                part = model.decoder(model.rows(start, rows), model.cache)
-                differing += int((part != whole[start : start + rows]).any(1).sum())
-            found[f"{kind}: rows in chunks of {rows} that differ from one prefill"] = [differing, rows * len(starts)]
-        rows, start = (5, length - 8) if place.dry else (64, length - 64)
-        chain = chain_rows(rows)
-        tree = model.decoder(model.tree(start, rows), model.cache)
-        expected = whole[start : start + len(chain) + 1]
-        differing = int((tree[[0, *chain]] != expected).any(1).sum())
-        found[f"{kind}: rows in a tree of {rows} that differ from one prefill"] = [differing, len(expected)]
-        place.keep(found)
-        # The interpreter's own products go by the number of rows.
-        if kind == "deterministic" and not place.dry and any(found[name][0] for name in found if kind in name):
-            raise AssertionError(found)
-        del model, whole
+    for shape, length in (("1b", 24),) if place.dry else (("1b", 1536), ("8b", 4608)):
+        for kind in ("fast", "deterministic"):
+            model = models.make(shape, place, length + 16, row_invariant=kind == "deterministic")
+            differing = _differing_rows(place, model, length)
+            found |= {f"{kind}: rows in {name} that differ, {shape}": counts for name, counts in differing.items()}
+            place.keep(found)
+            # The interpreter's own products go by the number of rows.
+            if kind == "deterministic" and not place.dry and any(counts[0] for counts in differing.values()):
+                raise AssertionError(found)
+            del model
     return found
 
 
+def _differing_rows(place: Place, model: SlotModel, length: int) -> dict[str, list[int]]:
+    """Rows that differ from those of a prefill in the longest chunks, and how many were compared, by how they were
+    computed otherwise: the last ones of a sequence."""
+    most, other = (24, 10) if place.dry else (512, 384)
+    whole = _prefilled(model, length, most)
+    first = length - most
+    found = {}
+    replays = models.replays_of(place, model)
+    for rows in (1, 2, 7) if place.dry else (1, 2, 7, 8, 16, 64):
+        starts = range(first, length - rows + 1, max(rows, most // 8))
+        for how, compute in (("", model.decoder), (", replayed", replays)):
+            differing = 0
+            for start in starts:
+                part = compute(model.rows(start, rows), model.cache)
+                differing += int((part != whole[start - first : start - first + rows]).any(1).sum())
+            found[f"chunks of {rows}{how}"] = [differing, rows * len(starts)]
+    cut = _prefilled(model, length, other)  # of all that comes before, too
+    found[f"a prefill in chunks of {other}"] = [int((cut != whole[most - len(cut) :]).any(1).sum()), len(cut)]
+    rows = 5 if place.dry else 64
+    chain, start = chain_rows(rows), length - (8 if place.dry else rows)
+    expected = whole[start - first : start - first + len(chain) + 1]
+    for how, compute in (("", model.decoder), (", replayed", replays)):
+        tree = compute(model.tree(start, rows), model.cache)
+        found[f"a tree of {rows}{how}"] = [int((tree[[0, *chain]] != expected).any(1).sum()), len(expected)]
+    return found
+
+
+def _prefilled(model: SlotModel, length: int, chunk: int) -> torch.Tensor:
+    """Logits of the last chunk of a sequence that is computed from its first token on."""
+    logits = torch.empty(0)
+    for start in range(0, length, chunk):
+        logits = model.decoder(model.rows(start, min(chunk, length - start)), model.cache)
+    return logits
+
+
 def products(place: Place) -> Found:
-    """Times of row-invariant products with several tiles beside torch's; raises where tiles change a bit."""
+    """Times of row-invariant products with several tiles beside torch's; raises where tiles change a bit.
+
+    Weights take turns, so that none is in a GPU's cache when it is read.
+    """
     sizes = ((48, 64),) if place.dry else ((4096, 6144), (4096, 28672), (14336, 4096), (4096, 128256))
     found: Found = {}
     for num_inputs, num_outputs in sizes:
-        weight = torch.randn(num_outputs, num_inputs, device=place.device).to(place.dtype)
+        num_weights = 2 if place.dry else -(-_MORE_THAN_CACHED_BYTES // (2 * num_inputs * num_outputs))
+        weights = torch.randn(num_weights, num_outputs, num_inputs, device=place.device, dtype=place.dtype)
+        turns = itertools.cycle(weights.unbind(0))
+
+        def in_turn(product: Callable[..., torch.Tensor], rows: torch.Tensor, *rest: Any) -> torch.Tensor:
+            return product(rows, next(turns), *rest)  # noqa: B023 - called before the loop goes on
+
         for num_rows in (1, 8) if place.dry else (1, 8, 64, 512):
-            rows = torch.randn(num_rows, num_inputs, device=place.device).to(place.dtype)
+            rows = torch.randn(num_rows, num_inputs, device=place.device, dtype=place.dtype)
             label = f"{num_rows} x {num_inputs} x {num_outputs}"
-            found[f"{label}, torch ms"] = place.device_ms(partial(linear, rows, weight))
+            found[f"{label}, torch ms"] = place.device_ms(partial(in_turn, linear, rows))
             chosen = product_tiles(num_rows, num_outputs, place.dtype)
-            expected = ordered_linear(rows, weight)
+            expected = ordered_linear(rows, weights[0])
             place.keep(found)
             for tiles in (chosen, *_other_tiles(num_rows, chosen.block_k)):
                 name = f"{label}, {tiles.block_m} x {tiles.block_n}, {tiles.num_stages} stages, {tiles.num_warps} warps"
-                found[f"{name} ms"] = place.device_ms(partial(ordered_linear, rows, weight, None, tiles))
-                if not place.dry and not torch.equal(ordered_linear(rows, weight, None, tiles), expected):
+                found[f"{name} ms"] = place.device_ms(partial(in_turn, ordered_linear, rows, None, tiles))
+                if not place.dry and not torch.equal(ordered_linear(rows, weights[0], None, tiles), expected):
                     raise AssertionError({**found, "other bits": name})
     return found
 

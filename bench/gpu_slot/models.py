@@ -15,13 +15,17 @@ from transformers import LlamaConfig
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
+from specdec.engine.cuda.buckets import BucketedSteps, CudaCapture
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
 
 Found = dict[str, Any]
 """What a step found, as JSON has it."""
+COPIES = "copies, TB/s"
+"""A figure of steps whose times go by it."""
 BLOCK_SIZE = 16
-_REPEATS = 20
+_REPEATS, _ROUNDS = 20, 5
+_COPIED_BYTES = 1 << 30
 _HELD_UP_CYCLES = 40_000_000
 """20 ms of a GPU at 2 GHz."""
 _DEPTHS = 8
@@ -69,19 +73,29 @@ class Place:
         return round(statistics.median(times) * 1000, 4)
 
     def device_ms(self, run: Callable[[], object]) -> float:
-        """What a call takes of the device alone: many are launched while it is held up, so that it waits for none."""
+        """What a call takes of the device alone, the median of rounds: of each, many are launched while the device is
+        held up, so that it waits for none."""
         if self.device.type != "cuda":
             return self.median_ms(run)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(3):
             run()
-        torch.cuda._sleep(_HELD_UP_CYCLES)
-        begin.record()
-        for _ in range(_REPEATS):
-            run()
-        end.record()
-        self.synchronize()
-        return round(float(begin.elapsed_time(end)) / _REPEATS, 4)
+        times_ms = []
+        for _ in range(_ROUNDS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_HELD_UP_CYCLES)
+            begin.record()
+            for _ in range(_REPEATS):
+                run()
+            end.record()
+            self.synchronize()
+            times_ms.append(float(begin.elapsed_time(end)) / _REPEATS)
+        return round(statistics.median(times_ms), 4)
+
+    def copy_tb_per_s(self) -> float:
+        """What copies on the device move, bytes that are read and written both counted."""
+        source = torch.empty(_COPIED_BYTES // (1000 if self.dry else 1), dtype=torch.uint8, device=self.device)
+        target = torch.empty_like(source)
+        return round(2 * source.nbytes / self.device_ms(lambda: target.copy_(source)) / 1e9, 3)
 
 
 @dataclass(slots=True)
@@ -112,26 +126,31 @@ class SlotModel:
         )
 
     def tree(self, start: int, num_rows: int, context_len: int | None = None) -> Batch:
-        """The token at ``start`` and a tree below it, all logits wanted. The sequence goes on in ``chain_rows``; at
-        each depth other tokens stand beside its."""
-        batch, chain = self.rows(start, num_rows, context_len), chain_rows(num_rows)
-        width = chain[1] - chain[0] if len(chain) > 1 else 1
-        nodes = [divmod(row, width) for row in range(num_rows - 1)]
-        depths = [0, *(above + 1 for above, _ in nodes)]
-        paths = [[], *([*chain[:above], 1 + above * width + place] for above, place in nodes)]
-        device = self.cache.device
-        positions = start + torch.tensor(depths, device=device)
-        others = torch.tensor([0, *(place for _, place in nodes)], device=device)
-        ends = torch.tensor([0, *itertools.accumulate(map(len, paths))], dtype=torch.int32)
-        slots = torch.tensor([start + row for path in paths for row in path], dtype=torch.int32)
-        return replace(
-            batch,
-            input_ids=(positions * 7919 + others) % self.vocab_size,
-            position_ids=positions,
-            context_lens=torch.full_like(batch.context_lens, start + 1),
-            path_offsets=ends.to(device),
-            path_slots=slots.to(device),
-        )
+        """The token at ``start`` and a tree below it, as ``tree_of`` has it."""
+        batch = tree_of(self.rows(start, num_rows, context_len), start)
+        others = torch.arange(num_rows, device=self.cache.device)
+        others[chain_rows(num_rows)] = 0
+        return replace(batch, input_ids=(batch.position_ids * 7919 + others) % self.vocab_size)
+
+
+def tree_of(batch: Batch, start: int) -> Batch:
+    """The rows of one sequence from ``start`` on as a tree: the first one is its root. The sequence goes on in
+    ``chain_rows``; at each depth others stand beside its row."""
+    num_rows, device = batch.input_ids.shape[0], batch.input_ids.device
+    chain = chain_rows(num_rows)
+    width = chain[1] - chain[0] if len(chain) > 1 else 1
+    nodes = [divmod(row, width) for row in range(num_rows - 1)]
+    paths = [[], *([*chain[:above], 1 + above * width + place] for above, place in nodes)]
+    depths = torch.tensor([0, *(above + 1 for above, _ in nodes)], device=device)
+    ends = torch.tensor([0, *itertools.accumulate(map(len, paths))], dtype=torch.int32)
+    slots = torch.tensor([start + row for path in paths for row in path], dtype=torch.int32)
+    return replace(
+        batch,
+        position_ids=start + depths,
+        context_lens=torch.full_like(batch.context_lens, start + 1),
+        path_offsets=ends.to(device),
+        path_slots=slots.to(device),
+    )
 
 
 def chain_rows(num_rows: int) -> list[int]:
@@ -152,4 +171,30 @@ def make(name: str, place: Place, max_len: int, *, row_invariant: bool = False) 
     options = [AttentionOptions(head_dim**-0.5)] * config.num_hidden_layers
     decoder = DeviceDecoder(model, geometries, options, max_len, row_invariant=row_invariant)
     cache = KVCache(geometries, -(-max_len // BLOCK_SIZE) + 1, BLOCK_SIZE, place.dtype, place.device)
+    for store in (*cache.keys, *cache.values):
+        store.normal_()  # a device is faster with zeros
     return SlotModel(decoder, cache, config.vocab_size, weight_bytes)
+
+
+def replays_of(place: Place, model: SlotModel) -> BucketedSteps:
+    """The model's steps in buckets; without a GPU a replay runs the step again."""
+    steps = BucketedSteps(model.decoder, CudaCapture() if place.device.type == "cuda" else _Rerun())
+    steps.serve(model.cache)
+    return steps
+
+
+class _Rerun:
+    """``Capture`` without a GPU."""
+
+    def held_bytes(self) -> int:
+        """Nothing is kept."""
+        return 0
+
+    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+        """What was captured is run again."""
+        logits = run()
+
+        def replay() -> None:
+            logits.copy_(run())
+
+        return replay, logits

@@ -7,8 +7,47 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from bench.gpu_slot.models import Found, Place
+
+if TYPE_CHECKING:
+    from bench.inflate import Shape
+
+_BESIDE_BYTES = 8 << 30
+"""Of a GPU, beside weights: KV caches, captured steps, what libraries keep, of both services."""
+_MOST_KEPT = 6000
+"""Characters of what a command says."""
+
+
+def selftest(place: Place) -> Found:
+    """The shipped target as an engine loads it, in each dtype, fast and deterministic: what computes it then.
+
+    Raises where the GPU's decoder is not what does: it has failed its self-test, whose error the log tells.
+    """
+    from specdec.cli.local.plan import shipped_model
+    from specdec.engine.model.runner import ModelRunner
+    from specdec.engine.settings import EngineSettings
+
+    found: Found = {}
+    dtypes: tuple[Literal["float32", "float16", "bfloat16"], ...] = ("float32", "float16", "bfloat16")
+    for dtype in dtypes[:1] if place.dry else dtypes:
+        for is_deterministic in (False, True):
+            settings = EngineSettings(
+                model=shipped_model("target"),
+                device=str(place.device),
+                dtype=dtype,
+                deterministic=is_deterministic,
+                num_blocks=64,
+            )
+            runner = ModelRunner.load(settings)
+            found[f"{dtype}{', deterministic' if is_deterministic else ''}"] = runner.numerics_id
+            place.keep(found)
+            if not place.dry and "decoder" not in runner.numerics_id:
+                raise AssertionError(found)
+    return found
 
 
 def served(place: Place) -> Found:
@@ -33,33 +72,70 @@ def gaps(place: Place) -> Found:
 def inflated(place: Place) -> Found:
     """An enlarged pair served with and without speculation, beside transformers' own: speeds, and whose tokens differ.
 
-    Its weights are written to disk first, 20 GB; a slot that is too short for it leaves it to the next.
+    Its weights are written to disk first, 17 GiB; a slot that is too short for it leaves it to the next.
     """
     only = ["--only", "systems", "--systems", "transformers", "--batch", "1", "--prompts", "2", "--peer-tokens", "5"]
-    return _bench(place, "gpu-8b", *only)
+    return _bench(place, "gpu-8b", 2, *only)
 
 
 def loaded(place: Place) -> Found:
     """The same pair with several streams at once, and what passes between the steps of the target."""
-    return _bench(place, "gpu-8b", "--only", "decode", "--batch", "2" if place.dry else "1,8,32", "--prompts", "2")
+    return _bench(place, "gpu-8b", 1, "--only", "decode", "--batch", "2" if place.dry else "1,8,32", "--prompts", "2")
 
 
 def inflated_32b(place: Place) -> Found:
-    """A pair whose target has 32 B parameters, one stream; 64 GB are written to disk first."""
-    return _bench(place, "gpu-32b", "--only", "decode", "--batch", "1", "--prompts", "1")
+    """A pair whose target has 32 B parameters, one stream; 62 GiB are written to disk first."""
+    return _bench(place, "gpu-32b", 1, "--only", "decode", "--batch", "1", "--prompts", "1")
 
 
-def _bench(place: Place, pair: str, *arguments: str) -> Found:
+def _bench(place: Place, pair: str, num_copies: int, *arguments: str) -> Found:
+    """The report of ``bench``, and what is predicted of its pair, which is on the GPU so many times at once.
+
+    Raises ``MemoryError`` where that does not fit, before anything is made.
+    """
+    if not place.dry:
+        _check_fits(pair, num_copies, torch.cuda.get_device_properties(place.device).total_memory)
     where = ["--pair", "shipped", "--device", "cpu"] if place.dry else ["--pair", pair, "--device", "cuda"]
     sizes = ["--repeats", "1", "--max-tokens", "16" if place.dry else "96", "--temperature", "0,1"]
     with tempfile.TemporaryDirectory() as folder:
         found = _told("bench", *where, *sizes, *arguments, "--no-check", "--results", folder)
         (results,) = Path(folder).glob("*.json")
-        return {**found, "results": json.loads(results.read_text())}
+        found["results"] = json.loads(results.read_text())
+    decoded = found["results"].get("decode")
+    if decoded and not place.dry:
+        from bench.gpu_slot.predicted import predicted_speed_ups
+
+        target, draft = _shapes(pair)
+        found["predicted"] = predicted_speed_ups(torch.cuda.get_device_name(place.device), target, draft, decoded)
+    return found
+
+
+def _shapes(pair: str) -> tuple[Shape, Shape]:
+    from bench.pairs import DRAFTS, PAIRS, TARGETS
+
+    target, draft = PAIRS[pair]
+    return TARGETS[target], DRAFTS[draft]
+
+
+def _check_fits(pair: str, num_copies: int, memory_bytes: int) -> None:
+    from bench.checkpoints import inflated_bytes
+    from specdec.cli.local.plan import shipped_model
+
+    shapes = zip(("target", "draft"), _shapes(pair), strict=True)
+    weights = sum(inflated_bytes(Path(shipped_model(role)), shape) for role, shape in shapes) * num_copies
+    if weights + _BESIDE_BYTES > memory_bytes:
+        needed, there = (weights + _BESIDE_BYTES) / 2**30, memory_bytes / 2**30
+        raise MemoryError(f"{pair} needs {needed:.0f} GiB of a GPU, and this one has {there:.0f}")
 
 
 def _told(module: str, *arguments: str) -> Found:
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return {"output": done.stdout[-6000:].splitlines()}
+    """What a command says, which is told on as it comes: of one that takes too long that is all that is known."""
+    command = [sys.executable, "-m", module, *arguments]
+    lines: list[str] = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line.rstrip("\n"))
+    if process.returncode:
+        raise RuntimeError(f"{module} ended with {process.returncode}")
+    return {"output": "\n".join(lines)[-_MOST_KEPT:].splitlines()}

@@ -20,23 +20,31 @@ from specdec.engine.drawing.adjustments import Adjustments
 
 _ERROR_CODE = "9"
 _USUAL_FOLDER = "/usr/local/cuda/bin"
+_UNKNOWN = "Device not supported"
+"""What the tool says of devices that it cannot watch, as those of some virtual machines."""
 
 
 def sanitizer(place: Place) -> Found:
     """Small steps under compute-sanitizer, which fails what reads or writes outside of its tensors; where it is not
-    installed they run unwatched, and the result says so."""
+    installed, or does not know the device, they run unwatched, and the result says so."""
     tool = shutil.which("compute-sanitizer", path=os.pathsep.join([os.environ.get("PATH", ""), _USUAL_FOLDER]))
     watch = [] if place.dry or tool is None else [tool, "--error-exitcode", _ERROR_CODE]
-    done = subprocess.run(
+    done = _run(watch, place)
+    if watch and _UNKNOWN in done.stdout + done.stderr:
+        watch, done = [], _run([], place)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-3000:] + done.stderr[-1000:])
+    return {"watched": bool(watch), "output": done.stdout[-1000:].splitlines()}
+
+
+def _run(watch: list[str], place: Place) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [*watch, sys.executable, "-m", __name__, place.device.type],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # so that each tensor has bounds of its own
         check=False,
     )
-    if done.returncode:
-        raise RuntimeError(done.stdout[-3000:] + done.stderr[-1000:])
-    return {"watched": bool(watch), "output": done.stdout[-1000:].splitlines()}
 
 
 @torch.inference_mode()

@@ -1,10 +1,11 @@
 """Which wheels a slot must carry for a machine without a network, in one archive, and whether that is small enough.
 
-    python -m bench.gpu_slot.wheels dist/gpu-wheels --has pip-list.json
+    python -m bench.gpu_slot.wheels dist/gpu-wheels
 
 Wanted is all that targets, drafts and coordinators need without TLS, in the versions that are installed here; not what
 the machine has in a version that will do, and never torch, triton and what they bring, which it has. What a machine has
-pip lists, or a slot's results say. The archive and the checkout travel together.
+pip lists (``--has``), or the last slot's results say; before the first one it is ``EXPECTED``. The archive and the
+checkout travel together.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from bench.gpu_slot.results import EARLIER
+
 MOST_BYTES = 64 << 20
 """Of the archive and the checkout."""
 ARCHIVE = "wheels.tar.xz"
@@ -31,6 +34,17 @@ _EXTRAS = ("engine",)
 _LEFT_OUT = ("torch", "triton", "nvidia-", "cuda-", "cryptography")
 _ENOUGH = {"transformers": SpecifierSet(">=5.17"), "tokenizers": SpecifierSet(">=0.23")}
 """What a slot on one GPU does ran with these as well, on a CPU; a release is not tested with them."""
+EXPECTED = {
+    "accelerate": "1.15.0",
+    "huggingface-hub": "1.33.0",
+    "numpy": "2.5.2",
+    "safetensors": "0.8.0",
+    "tokenizers": "0.23.2",
+    "torch": "2.11.0",
+    "transformers": "5.17.0",
+    "triton": "3.6.0",
+}
+"""Of a machine that no slot has been on."""
 _NEWEST_GLIBC = 39
 """Of wheels that the machine can load: 2.39."""
 
@@ -66,6 +80,14 @@ def wanted(has: Mapping[str, str], python_version: str = "3.12") -> dict[str, st
     return dict(sorted(chosen.items()))
 
 
+def known(has: Path | None, earlier: Path) -> dict[str, str]:
+    """Versions by name of what the machine has: by a list, else by the last slot's results, else as expected."""
+    if has is not None:
+        return installed(has)
+    is_real = earlier.exists() and not json.loads(earlier.read_text()).get("machine", {"dry": True}).get("dry", False)
+    return installed(earlier) if is_real else EXPECTED
+
+
 def installed(path: Path) -> dict[str, str]:
     """Versions by name, of pip's list or of a slot's results."""
     listed = json.loads(path.read_text())
@@ -97,8 +119,9 @@ def pack(folder: Path, archive: Path) -> None:
 
 
 def checkout_bytes() -> int:
-    """Bytes of the files that this checkout keeps."""
-    listed = subprocess.run(["git", "ls-files", "-z"], capture_output=True, check=True).stdout.split(b"\0")
+    """Bytes of the files of this checkout that git does not ignore."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = set(subprocess.run(command, capture_output=True, check=True).stdout.split(b"\0"))
     return sum(os.path.getsize(path) for path in listed if path and os.path.exists(path))
 
 
@@ -110,7 +133,7 @@ def main() -> int:
     parser.add_argument("--python", default="3.12", help="its version of Python")
     parser.add_argument("--list", action="store_true", help="say what is wanted, and download nothing")
     options = parser.parse_args()
-    chosen = wanted(installed(options.has) if options.has else {}, options.python)
+    chosen = wanted(known(options.has, EARLIER), options.python)
     pins = [f"{name}=={version}" for name, version in chosen.items()]
     if options.list:
         print("\n".join(pins))
@@ -124,12 +147,14 @@ def main() -> int:
     subprocess.run([*command, *tags, "--dest", str(options.folder), *pins], check=True)
     archive = options.folder / ARCHIVE
     pack(options.folder, archive)
+    beside_bytes = checkout_bytes()
     try:
-        size = check_size(archive, checkout_bytes())
+        size = check_size(archive, beside_bytes)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"{len(pins)} wheels, {size / 2**20:.1f} MiB, in {archive}")
+    left = (MOST_BYTES - size - beside_bytes) / 2**20
+    print(f"{len(pins)} wheels, {size / 2**20:.1f} MiB, in {archive}; {left:.1f} MiB are left beside the checkout")
     return 0
 
 

@@ -75,7 +75,11 @@ class DeviceDecoder:
         head = head.local if isinstance(head, GatheredLinear) else head
         self._head: Weight = (head.weight.detach(), _detached(head.bias))
         self._tables = rotary_tables(decoder.rotary_emb, max_model_len, self._embedding.device)
-        self._layers = [_taken(layer, group) for layer in decoder.layers]
+        self._layers: list[_Layer] = []
+        for layer in decoder.layers:
+            self._layers.append(_taken(layer, group))
+            if self._embedding.is_cuda:
+                torch.cuda.empty_cache()  # of what was joined: the next layer's need not fit there, nor others' wait
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """See ``StepModel``. Cost: nine launches a layer, ten where splits are folded apart, and some ten a pass; with

@@ -24,6 +24,7 @@ from specdec.engine.checkpoints.files import (
 from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
+from specdec.engine.model.allocation import allocated_one_by_one
 from specdec.engine.model.gate import check_config, longrope_limit
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
@@ -194,15 +195,16 @@ def _read_model(
     elif device.type == "cuda":
         placed["device_map"] = {"": device}  # tensor by tensor: the host need not hold the whole model
     try:
-        read: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            trust_remote_code=settings.trust_remote_code,
-            output_loading_info=True,
-            **placed,
-        )
+        with allocated_one_by_one():
+            read: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
+                output_loading_info=True,
+                **placed,
+            )
     except (ValueError, OSError, KeyError, RuntimeError, ImportError) as error:  # a format's package may be missing
         raise ModelLoadError(f"{settings.model} could not be loaded: {error}") from error
     model: PreTrainedModel = read[0]

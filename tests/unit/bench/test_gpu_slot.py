@@ -6,15 +6,28 @@ import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, distributions, found_so_far, run_process, run_slot, unpack
-from bench.gpu_slot.aims import AIMS, Aim, beside_aims
-from bench.gpu_slot.streams import _median
-from bench.gpu_slot.wheels import ARCHIVE, check_size, checkout_bytes, installed, pack, wanted
+from bench.gpu_slot.__main__ import LIMIT_S, STEPS, State, distributions, found_so_far, run_slot, told, unpack
+from bench.gpu_slot.models import Place
+from bench.gpu_slot.running import Written, end_left_behind, run_process
+from bench.gpu_slot.watched import sanitizer
+from bench.gpu_slot.wheels import (
+    ARCHIVE,
+    EXPECTED,
+    check_size,
+    checkout_bytes,
+    installed,
+    known,
+    pack,
+    wanted,
+)
+from bench.report import versions
 
 ROOT = Path(__file__).resolve().parents[3]
 DRY = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
@@ -28,7 +41,7 @@ class Slot:
         self.ran: list[tuple[str, float]] = []
         monkeypatch.setattr("bench.gpu_slot.__main__.time.monotonic", lambda: self.now_s)
 
-    def run(self, name: str, timeout_s: float) -> dict[str, Any]:
+    def run(self, name: str, timeout_s: float, tell: Callable[[Written], None]) -> dict[str, Any]:
         self.ran.append((name, timeout_s))
         self.now_s += min(self.seconds[name], timeout_s)
         return {"status": "ok" if self.seconds[name] <= timeout_s else "timeout"}
@@ -44,7 +57,7 @@ def test_a_second_slot_goes_on_with_what_is_left(monkeypatch: pytest.MonkeyPatch
     assert slot.ran == [("versions", 70), ("exactness", 65)]  # 5 s are left, in which nothing is begun
     assert "attention" not in state
     run_slot(json.loads(slot.saved[-1]), names, slot.run, slot.save, 570)
-    assert slot.ran[2:] == [("attention", 120)]
+    assert slot.ran[2:] == [("attention", 150)]
     assert json.loads(slot.saved[-1])["attention"] == {"status": "ok", "seconds": 50}
 
 
@@ -66,12 +79,32 @@ def test_a_slot_stops_by_itself_at_nine_and_a_half_minutes(monkeypatch: pytest.M
 def test_what_was_running_when_the_machine_was_taken_away_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     slot = Slot(monkeypatch, versions=1)
 
-    def taken_away(name: str, timeout_s: float) -> dict[str, Any]:
+    def taken_away(name: str, timeout_s: float, tell: Callable[[Written], None]) -> dict[str, Any]:
+        tell({"gpu": "H", "found": {"a": 1}})
         raise SystemExit
 
     with pytest.raises(SystemExit):
         run_slot({}, ["versions"], taken_away, slot.save, 570)
-    assert json.loads(slot.saved[-1]) == {"versions": {"status": "running"}}
+    assert json.loads(slot.saved[1]) == {"versions": {"status": "running"}}
+    assert json.loads(slot.saved[-1]) == {"versions": {"status": "running", "gpu": "H", "found": {"a": 1}}}
+
+
+def test_what_a_step_found_before_is_kept_until_it_succeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    slot = Slot(monkeypatch, steps=1000)
+    before = {"gpu": "H", "found": {"a": 1}}
+    state = run_slot({"steps": {"status": "timeout", **before}}, ["steps"], slot.run, slot.save, 570)
+    assert state["steps"] == {"status": "timeout", "seconds": 180, "earlier": before}
+    slot.seconds["steps"] = 1
+    state = run_slot(state, ["steps"], slot.run, slot.save, 570)
+    assert state["steps"] == {"status": "ok", "seconds": 1}
+
+
+def test_a_step_that_cannot_be_done_in_the_time_left_is_left_and_a_short_one_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slot = Slot(monkeypatch, inflated=1, trace=1)
+    state = run_slot({}, ["inflated", "trace"], slot.run, slot.save, 100)
+    assert list(state) == ["trace"]
 
 
 def test_a_step_runs_without_a_gpu_and_says_what_it_found() -> None:
@@ -79,12 +112,24 @@ def test_a_step_runs_without_a_gpu_and_says_what_it_found() -> None:
     assert result["status"] == "ok", result
     differing = dict.fromkeys((f"{what}_that_differ" for what in ("tokens", "scores", "cuts", "adjusted")), 0)
     assert result["found"] == {"tokens": 12} | differing
+    assert result["gpu"] is None
 
 
 def test_every_kind_of_kernel_runs_where_a_sanitizer_would_watch_it() -> None:
     result = run_process("sanitizer", 200, True, DRY)
     assert result["status"] == "ok", result
     assert result["found"]["watched"] is False
+
+
+def test_small_steps_run_unwatched_where_the_sanitizer_does_not_know_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho '========= Error: Device not supported'\nexit 9\n")
+    tool.chmod(0o755)
+    for name, value in {**DRY, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    assert sanitizer(Place(torch.device("cpu"), dry=False)) == {"watched": False, "output": []}
 
 
 def test_a_step_that_fails_says_why() -> None:
@@ -121,6 +166,20 @@ def test_what_a_machine_has_is_taken_from_a_slots_results_or_from_pip(tmp_path: 
     assert not wanted(found, "3.11")  # this machine lacks nothing
 
 
+def test_what_a_machine_has_is_what_the_last_slot_found_or_what_is_expected(tmp_path: Path) -> None:
+    earlier, own = tmp_path / "slot.json", tmp_path / "pip.json"
+    assert known(None, earlier) == EXPECTED
+    assert {"grpcio", "protobuf", "pydantic"} < set(wanted(EXPECTED))
+    assert not {"transformers", "tokenizers", "numpy"} & set(wanted(EXPECTED))
+    machine = {"found": {"distributions": [{"name": "NumPy", "version": "1"}]}}
+    earlier.write_text(json.dumps({"machine": {**machine, "dry": True}}))
+    assert known(None, earlier) == EXPECTED
+    earlier.write_text(json.dumps({"machine": {**machine, "dry": False}}))
+    assert known(None, earlier) == {"numpy": "1"}
+    own.write_text("[]")
+    assert known(own, earlier) == {}
+
+
 def test_steps_before_those_that_serve_need_no_packages_of_services() -> None:
     code = "import sys, bench.gpu_slot.steps; sys.exit('grpc' in sys.modules or 'prometheus_client' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], env=DRY, check=True)
@@ -148,67 +207,95 @@ def test_carried_wheels_are_found_before_what_is_installed(tmp_path: Path, is_pa
     assert (tmp_path / "site" / "one" / "__init__.py").read_text() == "NAME = 'one'"
 
 
-def test_what_a_step_leaves_behind_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fake_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Gives the code that runs in place of a step; the fourth of its arguments is the file to write to."""
     step = tmp_path / "bench" / "gpu_slot" / "steps.py"
     step.parent.mkdir(parents=True)
-    step.write_text(
-        "import pathlib, subprocess, sys\n"
+    monkeypatch.chdir(tmp_path)
+
+    def write(code: str) -> None:
+        step.write_text(code)
+
+    return write
+
+
+def test_what_a_step_leaves_behind_holds_nobody_up_and_is_ended(fake_step: Callable[[str], None]) -> None:
+    fake_step(
+        "import json, pathlib, subprocess, sys\n"
         "left = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
-        "pathlib.Path(sys.argv[3]).write_text(str(left.pid))\n"
+        "pathlib.Path(sys.argv[3]).write_text(json.dumps({'gpu': None, 'found': left.pid}))\n"
     )
-    monkeypatch.chdir(tmp_path)
     result = run_process("versions", 60, False, {**os.environ, "PYTHONPATH": ""})
-    os.kill(result["found"], signal.SIGKILL)
     assert result["status"] == "ok"
+    assert is_gone(result["found"])
 
 
-def test_what_a_step_found_before_it_failed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = tmp_path / "bench" / "gpu_slot" / "steps.py"
-    step.parent.mkdir(parents=True)
-    step.write_text(
-        "import pathlib, sys\npathlib.Path(sys.argv[3]).write_text('{\"a\": 1}')\nraise SystemExit('why')\n"
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, collected or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_what_a_slot_that_was_killed_left_behind_can_be_ended() -> None:
+    mark = f"test-{os.getpid()}"
+    with subprocess.Popen(["sleep", "600"], env={**os.environ, "SPECDEC_SLOT_STEP": f"{mark}-1"}) as left:
+        end_left_behind(mark)
+    assert left.returncode == -signal.SIGKILL
+
+
+def test_what_a_step_found_before_it_failed_is_kept(fake_step: Callable[[str], None]) -> None:
+    fake_step(
+        "import pathlib, sys\n"
+        'pathlib.Path(sys.argv[3]).write_text(\'{"found": {"a": 1}}\')\n'
+        "raise SystemExit('why')\n"
     )
-    monkeypatch.chdir(tmp_path)
     result = run_process("versions", 60, False, {**os.environ, "PYTHONPATH": ""})
     assert result == {"status": "failed", "found": {"a": 1}, "output": "why\n"}
 
 
+def test_what_a_step_finds_is_told_while_it_runs(fake_step: Callable[[str], None]) -> None:
+    fake_step(
+        "import pathlib, signal, sys\n"
+        'pathlib.Path(sys.argv[3]).write_text(\'{"found": {"a": 1}}\')\n'
+        "signal.sigwait({signal.SIGTERM})\n"
+    )
+    seen: list[Written] = []
+    result = run_process("versions", 3, False, {**os.environ, "PYTHONPATH": ""}, seen.append)
+    assert seen == [{"found": {"a": 1}}]
+    assert result["status"] == "timeout"
+
+
+def test_a_step_that_failed_is_told_with_the_end_of_what_it_said() -> None:
+    shown = told("steps", {"status": "failed", "found": {"a": 1}, "output": f"{'x' * 5000}\nthe reason"})
+    assert shown.startswith('steps: failed, {"a": 1}\n')
+    assert shown.endswith("the reason")
+    assert len(shown) < 4000
+
+
 def test_a_slot_that_writes_elsewhere_goes_on_from_earlier_results(tmp_path: Path) -> None:
     out, earlier = tmp_path / "out.json", tmp_path / "earlier.json"
-    assert found_so_far(out, earlier) == {}
+    assert found_so_far(out, earlier, dry=False) == {}
     earlier.write_text('{"versions": {"status": "ok"}}')
-    assert found_so_far(out, earlier) == {"versions": {"status": "ok"}}
+    assert found_so_far(out, earlier, dry=False) == {"versions": {"status": "ok"}}
     out.write_text("{}")
-    assert found_so_far(out, earlier) == {}
+    assert found_so_far(out, earlier, dry=False) == {}
 
 
-def test_figures_are_told_beside_what_is_aimed_at() -> None:
-    told = beside_aims(
-        {
-            "steps": {"found": {"8b: 1 rows at 1024, graph ms": 4.0, "8b: tree of 64 at 1024, graph ms": 6.0}},
-            "draft": {"found": None},
-            "loaded": {"found": {"results": {"decode": [{"batch": 1, "speedup": {"median": 3.5}}]}}},
-            "bitwise": {"found": {"fast: rows in chunks of 1": [3, 8], "deterministic: rows in chunks of 1": [0, 8]}},
-        }
-    )
-    assert told[:3] == [
-        "8B, 1 row at 1k, ms: 4 (aim: at most 4.7): met",
-        "8B, tree of 8 rows at 1k, ms: not measured (aim: at most 5; step steps)",
-        "8B, tree of 64 rows over 1 row: 1.5 (aim: at most 1.3): MISSED",
-    ]
-    assert "1B, 8 drafted tokens, ms: not measured (aim: at most 7; step draft)" in told
-    assert "8B served, speculation over plain, 1 stream: 3.5 (aim: at least 3): met" in told
-    assert "8B served, speculation over plain, 32 streams: not measured (aim: at least 0.97; step loaded)" in told
-    assert "deterministic, rows whose logits differ: 0 (aim: at most 0): met" in told
+def test_a_dry_slot_leaves_a_real_one_nothing_done(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    out.write_text('{"machine": {"dry": true}, "versions": {"status": "ok"}}')
+    assert found_so_far(out, out, dry=False) == {}
+    assert "versions" in found_so_far(out, out, dry=True)
 
 
-@pytest.mark.parametrize("aim", AIMS, ids=lambda aim: aim.what)
-def test_every_aim_is_measured_by_a_step(aim: Aim) -> None:
-    assert aim.step in STEPS
+def test_wheels_that_are_not_there_end_the_slot_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="is no archive, and no folder of wheels"):
+        unpack(tmp_path / "wheels.tar.xz", tmp_path)
 
 
-def test_a_median_is_that_of_what_was_counted_in_between() -> None:
-    before, after = {1e-4: 5.0, 2e-4: 9.0, float("inf"): 9.0}, {1e-4: 6.0, 2e-4: 13.0, float("inf"): 13.0}
-    assert _median(before, after) == pytest.approx(1e-4 + 1e-4 / 3)
-    assert _median(after, after) is None
-    assert _median({}, {}) is None
+def test_results_say_what_they_are_of_on_a_machine_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert versions()["specdec"] == "unknown"

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,9 +97,61 @@ def test_how_large_a_checkpoint_will_be_is_known_before_it_is_made(tmp_path: Pat
 
 def test_a_checkpoint_goes_where_there_is_room(tmp_path: Path) -> None:
     first, second = tmp_path / "one" / "tiny", tmp_path / "two" / "tiny"
-    assert _roomy([first, second], 1 << 20) == first
+    assert _roomy([first, second], 1 << 20) == (first, None)
     with pytest.raises(OSError, match=r"tiny needs 1048576\.0 GiB; .*one has [\d.]+, .*two has"):
         _roomy([first, second], 1 << 50)
+
+
+def test_shards_that_one_disk_has_no_room_for_lie_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.checkpoints._SHARD_BYTES", 40_000)
+    monkeypatch.setattr("bench.checkpoints._SHARD_ROOM", 0)
+    source, rest = write_source(tmp_path / "source"), tmp_path / "rest"
+    (folder := tmp_path / "tiny").mkdir()
+    free = iter([1 << 20, 1 << 20])
+
+    def usage(_folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=next(free, 0))
+
+    monkeypatch.setattr("bench.checkpoints.shutil.disk_usage", usage)
+    write_inflated(source, LARGER, folder, rest=rest)
+    shards = sorted(folder.glob("*.safetensors"))
+    assert 0 < sum(shard.is_symlink() for shard in shards) < len(shards)
+    assert all(shard.resolve().parent == rest for shard in shards if shard.is_symlink())
+    assert check_sameness(source, folder, PROMPTS, num_tokens=8).holds
+
+
+def test_two_disks_together_have_room_where_neither_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = tmp_path / "one" / "tiny", tmp_path / "two" / "tiny"
+    free = {first.parent: 45 << 30, second.parent: 50 << 30}
+
+    def usage(folder: Path) -> SimpleNamespace:
+        return SimpleNamespace(free=free[folder])
+
+    def device_of(folder: Path) -> int:
+        return list(free).index(folder) if are_apart else 0
+
+    monkeypatch.setattr("bench.checkpoints.shutil.disk_usage", usage)
+    monkeypatch.setattr("bench.checkpoints._device_of", device_of)
+    are_apart = True
+    assert _roomy([first, second], 60 << 30) == (second, first.parent / "tiny-rest")
+    with pytest.raises(OSError, match="needs 94"):
+        _roomy([first, second], 94 << 30)
+    are_apart = False
+    with pytest.raises(OSError, match="needs 60"):
+        _roomy([first, second], 60 << 30)
+
+
+def test_what_a_killed_process_left_of_a_checkpoint_is_removed(tmp_path: Path) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    source = write_source(tmp_path / "source")
+    folder = inflated(source, LARGER, "tiny", cache=tmp_path)
+    left, ours = (tmp_path / f".{folder.name}-{pid}-x" for pid in (ended.pid, os.getpid()))
+    for each in (left, ours):
+        each.mkdir()
+    shutil.rmtree(folder)
+    assert inflated(source, LARGER, "tiny", cache=tmp_path) == folder
+    assert (left.exists(), ours.exists()) == (False, True)
 
 
 def test_weights_of_half_precision_are_kept_to_the_bit(tmp_path: Path) -> None:

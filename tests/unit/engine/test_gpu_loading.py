@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, modeling_utils
 from transformers.distributed import utils as distributed_utils
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
@@ -26,6 +28,29 @@ def test_random_weights_are_made_on_the_device_that_runs_them() -> None:
     places = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
     assert places == {"meta"}
     assert model.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_weights_are_not_cut_from_memory_that_transformers_takes_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def ahead(*_args: object, **_kwargs: object) -> None:
+        calls.append("ahead")
+
+    monkeypatch.setattr(modeling_utils, "caching_allocator_warmup", ahead)
+    read = AutoModelForCausalLM.from_pretrained
+
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        return read(*args, **kwargs, device_map={"": "cpu"})
+
+    directory = str(save_tiny_model("llama", tmp_path))
+    placed(directory)
+    assert calls == ["ahead"]  # else transformers does it elsewhere
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", placed)
+    load_model(EngineSettings(model=directory, device="cpu"))
+    placed(directory)
+    assert calls == ["ahead", "ahead"]
 
 
 def test_random_weights_touch_the_generator_of_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
