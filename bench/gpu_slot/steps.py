@@ -27,8 +27,9 @@ from bench.gpu_slot.determinism import (
 from bench.gpu_slot.models import Found, Place, SlotModel
 from bench.gpu_slot.services import failover, gaps, inflated, inflated_32b, loaded, served
 from bench.gpu_slot.watched import sanitizer
-from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps, CudaCapture
+from specdec.engine.cuda.buckets import ROW_BUCKETS, BucketedSteps
 from specdec.engine.cuda.cuts import cut_parameters, launch_cuts
+from specdec.engine.cuda.passes import CudaCapture
 from specdec.engine.cuda.sampling import device_perturbed_top, launch_top, row_parameters
 from specdec.engine.drawing.adjustments import Adjustments
 from specdec.engine.drawing.device import DeviceDrawing
