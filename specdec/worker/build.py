@@ -20,6 +20,7 @@ from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.device_choice import is_on_gpu
 from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.compiling import compile_draws
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
@@ -83,6 +84,7 @@ def build_engine(
     max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
     scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len)
     sampler = Sampler(runner.vocab_size, runner.device)
+    compile_draws(sampler, runner.num_logits)
     grammars = _grammars(runner)
     identity = pb.ModelIdentity(
         name=settings.served_name,

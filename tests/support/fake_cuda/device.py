@@ -83,7 +83,8 @@ class FakeDevice(TorchDispatchMode):
         """Copies."""
         self.num_waits = 0
         """How often the host waited for a stream."""
-        self.num_allocated = 0
+        self.num_allocated = self.num_held = 0
+        """Bytes that were ever given out, and those that were not given back."""
         self._pinned: set[int] = set()
 
     @contextlib.contextmanager
@@ -170,13 +171,17 @@ class FakeDevice(TorchDispatchMode):
     def _allocated(self, backing: torch.Tensor, content: torch.Tensor | None = None) -> DeviceTensor:
         """New memory, with whatever is in it."""
         backing = backing.clone() if content is not None else backing
-        memory = Memory(backing.untyped_storage(), self.current, self.current.capturing)
+        memory = Memory(backing.untyped_storage(), self.current, self.current.capturing, self._freed)
         if content is None:
             spoil(memory.store)
         self.num_allocated += memory.store.nbytes()
+        self.num_held += memory.store.nbytes()
         if self.current.capturing is not None:
             self.current.capturing.owns(memory)
         return DeviceTensor(backing, memory)
+
+    def _freed(self, num_bytes: int) -> None:
+        self.num_held -= num_bytes
 
     def _copied(self, source: torch.Tensor, kwargs: dict[str, Any], *, to_cuda: bool) -> torch.Tensor:
         non_blocking = bool(kwargs.pop("non_blocking", False))

@@ -24,13 +24,17 @@ class Memory:
     stream by then.
     """
 
-    def __init__(self, store: torch.UntypedStorage, stream: Stream, graph: Graph | None) -> None:
-        """``graph``: of whose pool it is."""
+    def __init__(
+        self, store: torch.UntypedStorage, stream: Stream, graph: Graph | None, on_free: Callable[[int], None]
+    ) -> None:
+        """``graph``: of whose pool it is; ``on_free`` is told how many bytes are given back."""
         self.store = store
         self.stream = stream
         self.graph = graph
+        self._on_free = on_free
 
     def __del__(self) -> None:
+        self._on_free(self.store.nbytes())
         if self.graph is None:
             self.stream.todo.append(lambda store=self.store: spoil(store))
 

@@ -13,11 +13,13 @@ import torch
 
 from specdec.engine.batch import Batch, build_batch
 from specdec.engine.cuda import buckets
+from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.compiling import compile_draws
 from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.sampler import Sampler
@@ -28,7 +30,7 @@ from specdec.engine.settings import EngineSettings
 from specdec.sampling_params import SamplingParams
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.engine.triton_device import DEVICE
-from tests.support.fake_cuda.device import FakeDevice
+from tests.support.fake_cuda.device import FakeDevice, unwrapped
 from tests.support.fake_cuda.install import fake_cuda
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real one")
@@ -97,10 +99,12 @@ def test_a_step_reads_and_gives_what_it_did_when_it_was_launched_however_late_it
     third = gpu.runner.launch(batch_of(gpu, {1: PROMPTS[1], 2: PROMPTS[2], 0: PROMPTS[0]}))
     assert not third.is_done()
     assert second.gap_s() is None
+    while not third.is_done():
+        assert unwrapped(third.logits()).isnan().any(), "nothing is there yet"
+    assert not unwrapped(third.logits()).isnan().any(), "looked at without waiting"
     torch.testing.assert_close(first.logits().cpu(), torch.cat([expected[0], expected[1]]))
     torch.testing.assert_close(second.logits().cpu(), expected[2])
     torch.testing.assert_close(third.logits().cpu(), torch.cat([expected[1], expected[2], expected[0]]))
-    assert third.is_done()
     assert second.gap_s() == 1e-3
 
 
@@ -127,6 +131,45 @@ def test_a_step_is_one_copy_to_the_device_and_its_tokens_one_wait_whatever_adjus
     tokens = sampler.sample(masked_logits(gpu.runner.launch(batch).logits(), masks), contexts)
     assert tokens == expected
     assert (device.num_to_host - before[0], device.num_waits - before[1]) == (1, 1)
+
+
+def compiled_for(counter: LaunchCounter) -> set[tuple[Any, ...]]:
+    """What Triton compiles a kernel for: its constants, and what it makes of integers."""
+    return {
+        (
+            each.name,
+            tuple(each.constants.items()),
+            tuple((number == 1, number % 16 == 0) for number in each.arguments if isinstance(number, int)),
+        )
+        for each in counter.launches
+    }
+
+
+def test_what_draws_tokens_is_compiled_before_the_first_request(gpu: Gpu) -> None:
+    sampler = Sampler(gpu.runner.vocab_size, gpu.runner.device)
+    with LaunchCounter() as before:
+        compile_draws(sampler, gpu.runner.num_logits)
+    asked: list[list[dict[str, Any]]] = [PLAIN, ADJUSTED, HARD]
+    asked += [[{"top_k": 3}] * 3, [{"top_p": 0.7}, *PLAIN[:2]], [{"min_p": 0.1}, {"top_k": 4}, {"top_p": 0.2}]]
+    logits = torch.zeros(3, gpu.runner.num_logits, device="cuda:0")
+    with LaunchCounter() as later:
+        for many in asked:
+            sampler.sample(logits, [row.context for row in rows_of([1, 1, 1], many)])
+    assert len(later.launches) > 60
+    assert compiled_for(later) <= compiled_for(before)
+
+
+def test_steady_steps_leave_no_memory_behind_and_take_the_same(gpu: Gpu) -> None:
+    device, sampler = gpu.device, Sampler(gpu.runner.vocab_size, gpu.runner.device)
+    rows = [row.context for row in rows_of([1, 1, 1], [HARD[1], HARD[0], PLAIN[2]])]
+    prefill(gpu, PROMPTS[0], 0)
+    taken = []
+    for _ in range(4):
+        before = device.num_allocated
+        sampler.sample(gpu.runner.launch(batch_of(gpu, dict(enumerate(PROMPTS)))).logits(), rows)
+        taken.append((device.num_allocated - before, device.num_held))
+    assert taken[1] == taken[2] == taken[3]
+    assert taken[1][0] > 0
 
 
 def rows_of(rounds: list[int], many: list[dict[str, Any]]) -> list[DrawRow]:
