@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +13,13 @@ import pytest
 import torch
 
 from specdec.engine.batch import Batch, build_batch
+from specdec.engine.block_pool import BlockPool
 from specdec.engine.cuda import buckets
 from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.drawing import device as drawing_module
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
+from specdec.engine.engine import Engine
 from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.compiling import compile_draws
@@ -24,7 +27,7 @@ from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.engine.scheduler import ScheduledItem, ScheduledStep
+from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
 from specdec.sampling_params import SamplingParams
@@ -36,6 +39,7 @@ from tests.support.fake_cuda.install import fake_cuda
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real one")
 
 BLOCK_SIZE, BLOCKS_EACH, NUM_TOP = 4, 8, 3
+ROWS = (1, 4)
 PROMPTS = [[5, 6, 7], [9], [3, 1, 4, 1, 5]]
 
 
@@ -45,21 +49,29 @@ class Gpu(NamedTuple):
     drawing: DeviceDrawing
 
 
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
-    model = save_tiny_model("llama", tmp_path_factory.mktemp("model"))
+def warm_runner(architecture: str, folder: Path, patch: pytest.MonkeyPatch) -> ModelRunner:
+    """Of one layer, with few captured steps."""
+    model = save_tiny_model(architecture, folder)
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    layers = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    config |= {layers: 1, "layer_types": (config.get("layer_types") or ["full_attention"])[:1]}
+    (model / "config.json").write_text(json.dumps(config))
+    patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the device is one thread's
+    patch.setattr(buckets, "ROW_BUCKETS", ROWS)
+    patch.setattr(runner_module, "_WARMUP_ROWS", (2,))
     settings = EngineSettings(
         model=str(model), device="cuda:0", dtype="float32", block_size=BLOCK_SIZE, num_blocks=3 * BLOCKS_EACH
     )
+    runner = ModelRunner.load(settings)
+    runner.warmup()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gpu]:
     with pytest.MonkeyPatch.context() as patch, fake_cuda() as device:
-        patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the device is one thread's
-        patch.setattr(buckets, "ROW_BUCKETS", (1, 4))
-        patch.setattr(runner_module, "_WARMUP_ROWS", (2,))
         patch.setattr(drawing_module, "ROUND_BUCKETS", (2, 3))
-        runner = ModelRunner.load(settings)
-        runner.warmup()
+        runner = warm_runner("llama", tmp_path_factory.mktemp("model"), patch)
         assert runner.replayed is not None
         sampler = Sampler(runner.vocab_size, runner.device)
         yield Gpu(device, runner, DeviceDrawing(*runner.replayed, runner.vocab_size, runner.max_model_len, sampler))
@@ -89,7 +101,56 @@ def prefill(gpu: Gpu, token_ids: list[int], line: int) -> torch.Tensor:
 
 def test_a_model_is_loaded_proved_and_captured(gpu: Gpu) -> None:
     assert "float32/cuda/triton-decoder" in gpu.runner.numerics_id
-    assert gpu.runner.row_edges == (1, 4)
+    assert gpu.runner.row_edges == ROWS
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["gemma2", *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt2", "gpt_neox", "opt", "phi3"))],
+)
+def test_modules_of_transformers_wait_for_nothing_inside_a_captured_step(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_cuda():
+        runner = warm_runner(architecture, tmp_path, monkeypatch)
+        assert "triton-attention" in runner.numerics_id
+        assert runner.row_edges == ROWS, "and what is replayed is what they compute"
+
+
+def greedy(gpu: Gpu, num_steps: int, *, is_launched: bool, freed_at: int | None) -> dict[str, list[int]]:
+    """Tokens of sequences, of which one may be freed while a step is under way and another added then."""
+    pool = BlockPool(3 * BLOCKS_EACH, BLOCK_SIZE)
+    engine = Engine(gpu.runner, pool, Scheduler(pool, 64, 8, 40))
+    engine.launch_pass = gpu.runner.launch if is_launched else None
+    sampler = Sampler(gpu.runner.vocab_size, gpu.runner.device)
+    params = SamplingParams(max_tokens=100, seed=3, temperature=0.0)
+    names = ["stays", "goes", "comes"]
+    present = {name: engine.add(PROMPTS[i], num_prompt_tokens=len(PROMPTS[i])) for i, name in enumerate(names[:2])}
+    for number in range(num_steps):
+        assert engine.launch()
+        if number == freed_at:
+            assert engine.is_done() is not is_launched
+            engine.free(present.pop("goes"))
+            present["comes"] = engine.add(PROMPTS[2], num_prompt_tokens=len(PROMPTS[2]))
+        output = engine.collect()
+        contexts = [RowContext(params, len(item.seq.token_ids), 1) for item in output.items]
+        rows = torch.tensor([item.rows.start for item in output.items]).to("cuda:0", non_blocking=True)
+        tokens = sampler.sample(output.logits.index_select(0, rows), contexts)
+        for item, token in zip(output.items, tokens, strict=True):
+            assert token is not None
+            engine.append(item.seq, [token])
+    return {name: list(seq.token_ids) for name, seq in present.items()}
+
+
+def test_who_comes_and_goes_while_a_step_is_under_way_changes_nobodys_tokens(gpu: Gpu) -> None:
+    found = greedy(gpu, 4, is_launched=True, freed_at=1)
+    undisturbed = greedy(gpu, 4, is_launched=False, freed_at=None)
+    assert found["stays"] == undisturbed["stays"]
+    expected = list(PROMPTS[2])
+    while len(expected) < len(found["comes"]):
+        expected.append(int(prefill(gpu, expected, 2)[0, :131].argmax()))
+    assert found["comes"] == expected
+    assert len(expected) == len(PROMPTS[2]) + 2
 
 
 def test_a_step_reads_and_gives_what_it_did_when_it_was_launched_however_late_it_is(gpu: Gpu) -> None:
