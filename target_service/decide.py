@@ -84,7 +84,9 @@ def decide(
     if not rows:
         return [], []
     masks, faults = _masks(candidates, firsts, contexts, filling)
-    needed = masked_logits(logits if rows == list(range(len(logits))) else logits[rows], masks)
+    if rows != list(range(len(logits))):
+        logits = logits.index_select(0, torch.tensor(rows).to(logits.device, non_blocking=True))
+    needed = masked_logits(logits, masks)
     tokens = sampler.sample(needed, contexts)
     decisions: list[Decision] = []
     undecided: list[Undecided] = []

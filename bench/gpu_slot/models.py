@@ -15,7 +15,8 @@ from transformers import LlamaConfig
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
-from specdec.engine.cuda.buckets import BucketedSteps, CudaCapture
+from specdec.engine.cuda.buckets import BucketedSteps
+from specdec.engine.cuda.passes import CudaCapture
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
 

@@ -223,11 +223,12 @@ def to_device(
     if torch.device(device).type == "cpu":
         return [torch.from_numpy(array) for array in wide], [torch.from_numpy(array) for array in narrow]
     packed = torch.from_numpy(np.concatenate([*(array.view(np.int32) for array in wide), *narrow]))
-    return _unpacked(packed.to(device, non_blocking=True), [len(each) for each in wide], [len(each) for each in narrow])
+    return unpacked(packed.to(device, non_blocking=True), [len(each) for each in wide], [len(each) for each in narrow])
 
 
-def _unpacked(
+def unpacked(
     packed: torch.Tensor, wide_lens: list[int], narrow_lens: list[int]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Views of a copy of int32 words: first so many int64 numbers of each array, then int32 ones."""
     num_wide = 2 * sum(wide_lens)
     return packed[:num_wide].view(torch.int64).split(wide_lens), packed[num_wide:].split(narrow_lens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -55,11 +56,15 @@ class LeadingRunner:
 
     def _sent(self, batch: Batch) -> Batch:
         """The batch on this rank's device, after the others were told of it."""
+        if self._runner.device.type == "cpu":
+            # The residual stream is the same on all ranks: only this one's is handed out.
+            self._send(forward_frame(replace(batch, tap=None)))
+            return batch
+        # What is tapped is a part of a captured step: all ranks capture it at the same time, or their collectives,
+        # which a capture runs more than once, do not meet.
         frame = forward_frame(batch)
         self._send(frame)
-        if self._runner.device.type == "cpu":
-            return batch
-        tap = batch.tap  # the residual stream is the same on all ranks: this one's is handed out
+        tap = batch.tap
         batch = batch_of(frame, self._runner.device)
         batch.tap = tap
         return batch

@@ -79,11 +79,11 @@ class KVCache:
 
     @torch.inference_mode()
     def copy_slots(self, src: Sequence[int], dst: Sequence[int]) -> None:
-        """Copy physical slots ``src[i] -> dst[i]`` in all layers; all are read before any is written."""
+        """Copy physical slots ``src[i] -> dst[i]`` in all layers; all are read before any is written. Cost: one copy to
+        the device, which nobody waits for, and a kernel or two for each layer that is stored apart."""
         if not src:
             return
-        sources = torch.tensor(src, dtype=torch.int64, device=self.device)
-        targets = torch.tensor(dst, dtype=torch.int64, device=self.device)
+        sources, targets = torch.tensor([src, dst], dtype=torch.int64).to(self.device, non_blocking=True).unbind(0)
         source_block, source_offset = sources // self.block_size, sources % self.block_size
         target_block, target_offset = targets // self.block_size, targets % self.block_size
         for store in self._stores:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -41,7 +41,10 @@ class Capture(Protocol):
     """Captures steps, and says what memory they keep."""
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """Capture a function of no arguments; returns what replays it, and the tensor that it then fills."""
+        """Capture a function of no arguments; returns what replays it, and the tensor that it then fills.
+
+        What the function uses must live as long as the replay is used, which does not hold it.
+        """
 
     def held_bytes(self) -> int:
         """Memory that captured steps have taken so far."""
@@ -277,36 +280,3 @@ class BucketedSteps:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(name)
         return graph
-
-
-class CudaCapture:
-    """Captures CUDA graphs, which share their memory: what one has computed is gone when another is replayed."""
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-        self._stream: Any = None  # one for all: libraries keep a workspace for each that they have seen
-        self._held_bytes = 0
-
-    def held_bytes(self) -> int:
-        """See ``Capture``."""
-        return self._held_bytes
-
-    def __call__(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-        """See ``Capture``. After two runs in which kernels are compiled and libraries set up."""
-        stream = self._stream = self._stream or torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # as the capture does: what those runs leave behind would hide what it takes
-        before = torch.cuda.memory_reserved()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may ask the device for something meanwhile, as NCCL's does.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            logits = run()
-        self._held_bytes += max(0, torch.cuda.memory_reserved() - before)
-        return graph.replay, logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections import OrderedDict
@@ -37,8 +38,8 @@ _USE_MARGIN = 1.5
 _PREPARED_ROWS = (8, 4, 2, 1)
 _MOST_GRAPHS = 64
 _MOST_WIDE_ROWS = 32
-"""Of a graph that keeps several bytes for each row and token: one whose rows' logits are adjusted, or whose draws are
-sparse. Chosen, not measured."""
+"""Of a graph with several bytes per row and token: of adjusted logits, or of sparse draws. Chosen, not measured."""
+_logger = logging.getLogger(__name__)
 
 
 class _Key(NamedTuple):
@@ -62,6 +63,8 @@ class _Graph:
     cuts: CutKinds | None
     adjustments: Adjustments | None
     is_sparse: bool
+    batch: Batch
+    """Of the passes: a graph has the addresses of its tensors, and does not hold them."""
     drawn: torch.Tensor
     """[draws, rows, 2, num_top] int32, of which the caller fills the first; what is drawn is first in each."""
     replay: Callable[[], None]
@@ -247,7 +250,8 @@ class DeviceDrawing:
             try:
                 graph = self._captured(key)
             except RuntimeError:
-                self._can_capture = False  # what captures has said why
+                _logger.exception("several tokens could not be captured in one graph: they are drawn one by one")
+                self._can_capture = False
                 return None
             self._graphs[key] = graph
             if len(self._graphs) > _MOST_GRAPHS:
@@ -258,8 +262,7 @@ class DeviceDrawing:
 
     def _captured(self, key: _Key) -> _Graph:
         num_rows, width, num_draws, num_top, cuts, is_adjusted, is_sparse = key
-        cache, device = self._cache, self._cache.device
-        spare_block = cache.num_blocks - 1
+        cache, device, spare_block = self._cache, self._cache.device, self._cache.num_blocks - 1
         batch = empty_batch((num_rows, 1), device, spare_block, cache.block_size)
         batch.row_seq = torch.arange(num_rows, dtype=torch.int32, device=device)
         batch.path_slots = batch.path_slots[:0]  # without paths, attention needs no programs for them
@@ -272,12 +275,13 @@ class DeviceDrawing:
         if is_adjusted and self._adjustments is None:
             self._adjustments = Adjustments(_MOST_WIDE_ROWS, self._vocab_size, device)
         adjustments = self._adjustments if is_adjusted else None
-        graph = _Graph(state, cuts, adjustments, is_sparse, drawn, lambda: None, drawn)
-        graph.replay, graph.results = self._steps.capture(lambda: self._rounds(graph, batch, parts))
+        graph = _Graph(state, cuts, adjustments, is_sparse, batch, drawn, lambda: None, drawn)
+        graph.replay, graph.results = self._steps.capture(lambda: self._rounds(graph, parts))
         return graph
 
-    def _rounds(self, graph: _Graph, batch: Batch, parts: GraphParts) -> torch.Tensor:
+    def _rounds(self, graph: _Graph, parts: GraphParts) -> torch.Tensor:
         """Compute what was drawn and draw again, to the end."""
+        batch = graph.batch
         for number in range(len(graph.drawn) - 1):
             if graph.adjustments is not None:
                 graph.adjustments.count(graph.drawn[number])

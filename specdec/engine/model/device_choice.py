@@ -87,7 +87,8 @@ def with_replays(step_model: StepModel, cache: KVCache) -> Replays | None:
     """What runs a model on a GPU, with small steps as CUDA graphs; the last block of the cache is theirs."""
     if cache.device.type != "cuda":
         return None
-    from specdec.engine.cuda.buckets import BucketedSteps, CudaCapture
+    from specdec.engine.cuda.buckets import BucketedSteps
+    from specdec.engine.cuda.passes import CudaCapture
 
     steps = BucketedSteps(step_model, CudaCapture())
     steps.serve(cache)

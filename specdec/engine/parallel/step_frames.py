@@ -1,6 +1,6 @@
 """How the leading rank tells the others what to run: frames of plain integers, of one fixed layout.
 
-A frame is eight little-endian 64-bit integers - kind, payload size in bytes, then the sizes that the kind needs - and a
+A frame is nine little-endian 64-bit integers - kind, payload size in bytes, then the sizes that the kind needs - and a
 payload of integers: all 64-bit ones first, then all 32-bit ones. Nothing in it is code or names code.
 """
 
@@ -14,10 +14,11 @@ from enum import IntEnum
 
 import torch
 
-from specdec.engine.batch import Batch
+from specdec.engine.batch import Batch, unpacked
+from specdec.engine.tap import HiddenTap
 
-_HEADER = struct.Struct("<8q")
-_NUM_SIZES = 6
+_HEADER = struct.Struct("<9q")
+_NUM_SIZES = 7
 _MOST_PAYLOAD_BYTES = 1 << 30
 """A thousand rows with contexts of a million tokens take less."""
 _WIDE = ("input_ids", "position_ids", "slot_mapping", "logits_indices")
@@ -57,40 +58,39 @@ class StepFrame:
 
 def forward_frame(batch: Batch) -> StepFrame:
     """The frame of a batch whose tensors are on the CPU. Cost: one copy of some kilobytes."""
+    tap_ids = () if batch.tap is None else batch.tap.layer_ids
     sizes = (
         batch.input_ids.shape[0],
         batch.logits_indices.shape[0],
         batch.path_slots.shape[0],
         *batch.block_tables.shape,
         batch.num_seqs,
+        len(tap_ids),
     )
     payload = bytearray()
     for name in (*_WIDE, *_NARROW):
         payload += getattr(batch, name).contiguous().numpy().tobytes()
+    payload += struct.pack(f"<{len(tap_ids)}i", *tap_ids)
     return StepFrame(StepKind.FORWARD, sizes, payload)
 
 
 def batch_of(frame: StepFrame, device: torch.device) -> Batch:
-    """The batch of a forward frame, on a device: two copies if that is not the CPU. Raises ``BadFrame``."""
-    num_rows, num_logits, num_path_slots, num_tables, num_blocks, num_seqs = frame.sizes
+    """The batch of a forward frame, on a device: one copy, which nobody waits for, if that is not the CPU.
+
+    Raises ``BadFrame``.
+    """
+    num_rows, num_logits, num_path_slots, num_tables, num_blocks, num_seqs, num_taps = frame.sizes
     wide_sizes = [num_rows, num_rows, num_rows, num_logits]
-    narrow_sizes = [num_rows, num_rows, num_rows + 1, num_path_slots, num_tables * num_blocks]
+    narrow_sizes = [num_rows, num_rows, num_rows + 1, num_path_slots, num_tables * num_blocks, num_taps]
     _check_sizes(frame, 8 * sum(wide_sizes) + 4 * sum(narrow_sizes))
     if num_seqs != num_tables:
         raise BadFrame(f"{num_tables} block tables for {num_seqs} sequences")
-    wide = torch.frombuffer(frame.payload, dtype=torch.int64, count=sum(wide_sizes))
-    narrow = torch.frombuffer(
-        frame.payload, dtype=torch.int32, count=sum(narrow_sizes), offset=wide.numel() * wide.element_size()
-    )
-    tensors = dict(
-        zip(
-            (*_WIDE, *_NARROW),
-            [*wide.to(device).split(wide_sizes), *narrow.to(device).split(narrow_sizes)],
-            strict=True,
-        )
-    )
+    packed = torch.frombuffer(frame.payload, dtype=torch.int32)
+    wide, (*narrow, _) = unpacked(packed.to(device, non_blocking=True), wide_sizes, narrow_sizes)
+    tensors = dict(zip((*_WIDE, *_NARROW), [*wide, *narrow], strict=True))
     tensors["block_tables"] = tensors["block_tables"].view(num_tables, num_blocks)
-    return Batch(**tensors, num_seqs=num_seqs)
+    tap_ids = struct.unpack(f"<{num_taps}i", frame.payload[len(frame.payload) - 4 * num_taps :])
+    return Batch(**tensors, num_seqs=num_seqs, tap=HiddenTap(tap_ids) if tap_ids else None)
 
 
 def copies_frame(kind: StepKind, sources: Sequence[int], targets: Sequence[int]) -> StepFrame:

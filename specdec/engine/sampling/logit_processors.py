@@ -79,10 +79,10 @@ def _add_bias_(logits: Tensor, rows: Sequence[RowContext]) -> None:
     vocab_size = logits.shape[1]
     index, within = _flat_index([(r, params.bias_token_ids) for r, params in biased_rows], vocab_size)
     bias = np.concatenate([np.frombuffer(params.bias_values, dtype=np.float32) for _, params in biased_rows])[within]
-    flat_index = torch.from_numpy(index).to(logits.device)
+    flat_index = torch.from_numpy(index).to(logits.device, non_blocking=True)
     flat = logits.view(-1)
     values = flat[flat_index]
-    flat[flat_index] = _saturated(values + torch.from_numpy(bias).to(logits.device), values)
+    flat[flat_index] = _saturated(values + torch.from_numpy(bias).to(logits.device, non_blocking=True), values)
 
 
 def _flat_index(
@@ -113,11 +113,11 @@ def _penalize_(logits: Tensor, rows: Sequence[RowContext]) -> None:
         return
     device = logits.device
     # [N] each, N = distinct tokens of all rows together
-    flat_index = torch.from_numpy(np.concatenate(index_parts)).to(device)
-    seen = torch.from_numpy(np.concatenate(seen_parts)).to(device)
-    num_output = torch.from_numpy(np.concatenate(output_parts)).to(device)
+    flat_index = torch.from_numpy(np.concatenate(index_parts)).to(device, non_blocking=True)
+    seen = torch.from_numpy(np.concatenate(seen_parts)).to(device, non_blocking=True)
+    num_output = torch.from_numpy(np.concatenate(output_parts)).to(device, non_blocking=True)
     table = np.repeat(np.array(penalties, dtype=np.float32), sizes, axis=0)
-    repetition, presence, frequency = torch.from_numpy(table).to(device).unbind(1)
+    repetition, presence, frequency = torch.from_numpy(table).to(device, non_blocking=True).unbind(1)
 
     flat = logits.view(-1)
     values = flat[flat_index]
@@ -151,7 +151,7 @@ def _hold_back_(logits: Tensor, rows: Sequence[RowContext]) -> None:
         if not row.must_end and row.params.holds_back(row.position - row.num_prompt_tokens)
     ]
     if held_back:
-        flat_index = torch.from_numpy(_flat_index(held_back, logits.shape[1])[0]).to(logits.device)
+        flat_index = torch.from_numpy(_flat_index(held_back, logits.shape[1])[0]).to(logits.device, non_blocking=True)
         flat = logits.view(-1)
         values = flat[flat_index]
         flat[flat_index] = torch.where(values < math.inf, -math.inf, values)

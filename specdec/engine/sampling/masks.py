@@ -24,11 +24,12 @@ def masked_logits(logits: Tensor, masks: Mapping[int, npt.NDArray[np.uint32]]) -
     """
     if not masks:
         return logits
-    rows = torch.tensor(list(masks), device=logits.device)
-    words = torch.from_numpy(np.stack(list(masks.values())).view(np.int32)).to(logits.device)  # [M, W]
-    bits = (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=logits.device)) & 1  # [M, W, 32]
+    device = logits.device
+    rows = torch.tensor(list(masks)).to(device, non_blocking=True)
+    words = torch.from_numpy(np.stack(list(masks.values())).view(np.int32)).to(device, non_blocking=True)  # [M, W]
+    bits = (words.unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=device)) & 1  # [M, W, 32]
     num_known = min(32 * words.shape[1], logits.shape[1])
-    forbidden = torch.ones((len(masks), logits.shape[1]), dtype=torch.bool, device=logits.device)
+    forbidden = torch.ones((len(masks), logits.shape[1]), dtype=torch.bool, device=device)
     forbidden[:, :num_known] = bits.flatten(1)[:, :num_known] == 0
     masked = logits.clone(memory_format=torch.contiguous_format)
     masked[rows] = masked[rows].masked_fill_(forbidden, -math.inf)

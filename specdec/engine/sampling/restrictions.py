@@ -23,7 +23,7 @@ def keep_allowed_(logits: Tensor, allowed: Sequence[tuple[int, array[int]]]) -> 
     """
     for row, token_ids in allowed:
         ids = np.frombuffer(token_ids, dtype=np.int64)
-        kept = torch.from_numpy(ids[(ids >= 0) & (ids < logits.shape[1])]).to(logits.device)
+        kept = torch.from_numpy(ids[(ids >= 0) & (ids < logits.shape[1])]).to(logits.device, non_blocking=True)
         values = logits[row, kept]
         logits[row] = torch.where(logits[row] < math.inf, -math.inf, logits[row])
         logits[row, kept] = values
@@ -38,7 +38,7 @@ def ban_(logits: Tensor, banned: Sequence[tuple[int, Collection[int]]]) -> None:
     """
     for row, token_ids in banned:
         ids = torch.tensor([i for i in sorted(token_ids) if i < logits.shape[1]], dtype=torch.int64)
-        ids = ids.to(logits.device)
+        ids = ids.to(logits.device, non_blocking=True)
         values = logits[row, ids]
         banned_values = torch.where(values < math.inf, -math.inf, values)
         logits[row, ids] = banned_values

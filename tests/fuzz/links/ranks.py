@@ -25,7 +25,7 @@ from specdec.engine.parallel.step_frames import (
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import Complaints, require
 
-_HEADER_WORDS = 8
+_HEADER_WORDS = 9
 _NUMBERS = (0, 1, -1, 2, 3, 7, 8, 64, 2**20, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63))
 _CPU = torch.device("cpu")
 _PATIENCE_S = 10.0

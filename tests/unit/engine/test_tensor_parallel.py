@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from transformers import GptOssConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeCo
 
 from specdec.engine.batch import Batch, build_batch
 from specdec.engine.errors import ModelNotSupported
+from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.loader import check_tensor_parallel
+from specdec.engine.model.runner import ModelRunner
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.parallel.step_frames import (
     LeaderGone,
@@ -25,6 +28,7 @@ from specdec.engine.parallel.step_frames import (
     receive_frame,
 )
 from specdec.engine.settings import EngineSettings
+from specdec.engine.tap import HiddenTap
 from specdec.engine.tree import TokenTree
 from specdec.worker.ranks import share_cores
 from tests.support.engine.exact_runner import make_engine
@@ -142,6 +146,36 @@ def test_a_batch_arrives_as_it_was_sent(num_nodes: int) -> None:
             assert theirs.is_contiguous(), name
 
 
+class Noting:
+    """What runs a rank's passes on a device, and only notes their batches."""
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.batches: list[Batch] = []
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.batches.append(batch)
+        return torch.zeros(0)
+
+
+@pytest.mark.parametrize(("device", "told"), [("meta", (-1, 2)), ("cpu", None)])
+def test_all_ranks_of_a_device_that_captures_steps_compute_what_is_tapped_and_one_hands_it_out(
+    device: str, told: tuple[int, ...] | None
+) -> None:
+    """A captured step is another one with a tap, and ranks must capture alike; a CPU captures nothing."""
+    runner, batch = Noting(device), a_batch(0)
+    batch.tap = HiddenTap((-1, 2))
+    here, there = socket.socketpair()
+    with here, there:
+        LeadingRunner(cast(ModelRunner, runner), [here]).forward(batch)
+        received = batch_of(receive_frame(there), torch.device("cpu"))
+    assert (None if received.tap is None else received.tap.layer_ids) == told
+    assert torch.equal(received.input_ids, batch.input_ids)
+    [own] = runner.batches
+    assert own.tap is batch.tap
+    assert own.input_ids.device == runner.device
+
+
 def test_frames_of_every_kind_follow_each_other_on_one_connection() -> None:
     here, there = socket.socketpair()
     with there:
@@ -162,7 +196,7 @@ def test_frames_of_every_kind_follow_each_other_on_one_connection() -> None:
 def test_a_frame_of_no_known_kind_is_refused() -> None:
     here, there = socket.socketpair()
     with here, there:
-        here.sendall(bytes([9]) + bytes(63))
+        here.sendall(bytes([9]) + bytes(71))
         with pytest.raises(ValueError, match="9 is not a valid StepKind"):
             receive_frame(there)
 

@@ -1,0 +1,233 @@
+"""Tensors of the device, and what torch does with them: operations are put into a stream, with what they will give."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from tests.support.fake_cuda.streams import Graph, Memory, Stream, spoil
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+META = torch.device("meta")
+_EMPTY = (aten.empty.memory_format, aten.empty_strided.default)
+_WAITS = (aten._local_scalar_dense.default, aten.nonzero.default, aten.is_nonzero.default, aten.equal.default)
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor that says that it is on a GPU; its numbers are in one on the CPU, some time later."""
+
+    backing: torch.Tensor
+    memory: Memory
+
+    @staticmethod
+    def __new__(cls, backing: torch.Tensor, memory: Memory) -> DeviceTensor:
+        """A view of the memory, as ``backing`` is one of its store."""
+        with torch.inference_mode(False):  # whose tensors torch does not let be detached by what is in Python
+            made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
+                cls,
+                backing.shape,
+                strides=backing.stride(),
+                storage_offset=backing.storage_offset(),
+                dtype=backing.dtype,
+                device=CUDA,
+            )
+        made.backing, made.memory = backing, memory
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What reads a tensor's numbers without asking for a copy of them asks for one."""
+        if func in (torch.Tensor.tolist, torch.Tensor.numpy):
+            return func(args[0].cpu())
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError(f"{func} outside of its FakeDevice")
+
+
+def unwrapped(value: Any) -> Any:
+    """The backing of a tensor of the device, anything else as it is."""
+    return value.backing if isinstance(value, DeviceTensor) else value
+
+
+def _without_numbers(func: Any, flat: list[Any], spec: Any) -> Any:
+    """What an operation gives, on the meta device."""
+    metas = [each.to("meta") if isinstance(each, torch.Tensor) else each for each in map(unwrapped, flat)]
+    args, kwargs = tree_unflatten([META if isinstance(each, torch.device) else each for each in metas], spec)
+    return func(*args, **kwargs)
+
+
+class FakeDevice(TorchDispatchMode):
+    """One GPU, for one thread: what is made on ``cuda:0`` while this is entered is its own.
+
+    Copies from the host take what is there when they are called, unless it is pinned; those to the host wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.default = Stream()
+        self.num_to_host = self.num_to_device = 0
+        """Copies."""
+        self.num_waits = 0
+        """How often the host waited for a stream."""
+        self.num_allocated = self.num_held = 0
+        """Bytes that were ever given out, and those that were not given back."""
+        self._pinned: set[int] = set()
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """As torch.cuda.stream."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def put_launch(self, name: str, launch: Callable[..., None], arguments: Sequence[Any]) -> None:
+        """A kernel that is not torch's, over the backings of its arguments."""
+        self._note(name, arguments)
+        backings = [unwrapped(each) for each in arguments]
+        self.current.put(lambda: launch(*backings))
+
+    def wait(self) -> None:
+        """The host waits for the current stream."""
+        self.num_waits += 1
+        self.current.synchronize()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Put one operation into the current stream; what is the host's alone is done."""
+        kwargs = dict(kwargs or {})
+        flat, spec = tree_flatten((args, kwargs))
+        is_ours = any(isinstance(each, DeviceTensor) for each in flat)
+        device = kwargs.get("device")
+        to_cuda = device is not None and torch.device(device).type == "cuda"
+        if kwargs.get("pin_memory") or func is aten._pin_memory.default:
+            return self._pinned_one(func, args, kwargs)
+        if not is_ours and not to_cuda:
+            return func(*args, **kwargs)
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        if func is aten._to_copy.default and (not is_ours or not (to_cuda or device is None)):
+            return self._copied(args[0], kwargs, to_cuda=to_cuda)
+        if func is aten.copy_.default and not all(isinstance(each, DeviceTensor) for each in args[:2]):
+            return self._copied_into(args[0], args[1], bool(kwargs.get("non_blocking") or any(args[2:])))
+        if to_cuda:
+            kwargs["device"] = torch.device("cpu")
+        if func in _EMPTY or func.overloadpacket in (aten.empty_like, aten.new_empty, aten.new_empty_strided):
+            return self._allocated(func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs)))
+        flat, spec = tree_flatten((args, kwargs))
+        if func.is_view:
+            memory = next(each.memory for each in flat if isinstance(each, DeviceTensor))
+            made = func(*tree_map(unwrapped, args), **kwargs)
+            return tree_map(lambda view: DeviceTensor(view, memory), made)
+        if func in _WAITS:
+            self.num_to_host += 1
+            self.wait()
+            found = func(*tree_map(unwrapped, args), **kwargs)
+            return self._allocated(found, found) if isinstance(found, torch.Tensor) else found
+        if func is aten.where.self and any(type(each) is torch.Tensor for each in flat):
+            self.num_to_device += 1  # a number that it takes is not a kernel's argument, but copied
+            self.wait()
+        self._note(str(func), flat)
+        return self._put(func, flat, spec)
+
+    def _put(self, func: Any, flat: list[Any], spec: Any) -> Any:
+        own_args, own_kwargs = tree_unflatten(flat, spec)
+        args, kwargs = tree_unflatten([unwrapped(each) for each in flat], spec)
+        named = dict(zip((each.name for each in func._schema.arguments), own_args, strict=False)) | own_kwargs
+        written = [
+            named[each.name]
+            for each in func._schema.arguments
+            if each.alias_info is not None and each.alias_info.is_write and each.name in named
+        ]
+        if written:
+            self.current.put(lambda: func(*args, **kwargs))
+            return written[0] if len(written) == 1 else tuple(written)
+        given, given_spec = tree_flatten(_without_numbers(func, flat, spec))
+        made = [self._allocated(torch.empty_strided(each.shape, each.stride(), dtype=each.dtype)) for each in given]
+        targets = [each.backing for each in made]
+
+        def run() -> None:
+            for target, result in zip(targets, tree_flatten(func(*args, **kwargs))[0], strict=True):
+                target.copy_(result)
+
+        self.current.put(run)
+        return tree_unflatten(made, given_spec)
+
+    def _allocated(self, backing: torch.Tensor, content: torch.Tensor | None = None) -> DeviceTensor:
+        """New memory, with whatever is in it."""
+        backing = backing.clone() if content is not None else backing
+        memory = Memory(backing.untyped_storage(), self.current, self.current.capturing, self._freed)
+        if content is None:
+            spoil(memory.store)
+        self.num_allocated += memory.store.nbytes()
+        self.num_held += memory.store.nbytes()
+        if self.current.capturing is not None:
+            self.current.capturing.owns(memory)
+        return DeviceTensor(backing, memory)
+
+    def _freed(self, num_bytes: int) -> None:
+        self.num_held -= num_bytes
+
+    def _copied(self, source: torch.Tensor, kwargs: dict[str, Any], *, to_cuda: bool) -> torch.Tensor:
+        non_blocking = bool(kwargs.pop("non_blocking", False))
+        if not to_cuda:
+            self.num_to_host += 1
+            self.wait()
+            copied: torch.Tensor = aten._to_copy.default(unwrapped(source), **kwargs)
+            return copied
+        kwargs["device"] = torch.device("cpu")
+        made = self._allocated(torch.empty_like(aten._to_copy.default(source, **kwargs)))
+        self._copied_into(made, source, non_blocking)
+        return made
+
+    def _copied_into(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
+        host = source if isinstance(target, DeviceTensor) else target
+        if source.dim() == 0 and host is source and isinstance(target, DeviceTensor) and target.dim() > 0:
+            source = source.clone()  # as a kernel's argument
+            self.current.put(lambda: target.backing.copy_(source))
+            return target
+        is_late = non_blocking and host.untyped_storage()._cdata in self._pinned
+        if not is_late:
+            self.current.refuse_while_capturing()
+        if isinstance(target, DeviceTensor):
+            self.num_to_device += 1
+            taken, place = source if is_late else source.clone(), target.backing
+            self.current.put(lambda: place.copy_(taken))
+            if not non_blocking:
+                self.wait()
+            return target
+        self.num_to_host += 1
+        taken = unwrapped(source)
+        self.current.put(lambda: target.copy_(taken))
+        if not is_late:
+            self.wait()
+        return target
+
+    def _pinned_one(self, func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+        kwargs.pop("pin_memory", None)
+        made: torch.Tensor = args[0].clone() if func is aten._pin_memory.default else func(*args, **kwargs)
+        self._pinned.add(made.untyped_storage()._cdata)
+        return made
+
+    def _note(self, name: str, values: Sequence[Any]) -> None:
+        graph: Graph | None = self.current.capturing
+        for each in values if graph is not None else ():
+            if isinstance(each, DeviceTensor):
+                graph.takes(each.memory, name)
+            elif isinstance(each, torch.Tensor) and each.dim() > 0:
+                self.current.refuse_while_capturing()

@@ -1,0 +1,123 @@
+"""Puts the device where torch.cuda and Triton's interpreter look for one."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime import interpreter
+
+from tests.support.fake_cuda.device import DeviceTensor, FakeDevice
+from tests.support.fake_cuda.streams import Event, Graph, Stream
+
+
+@contextlib.contextmanager
+def fake_cuda() -> Iterator[FakeDevice]:
+    """A GPU, until the end of the block; all that is left to do is done then."""
+    _load_guard()
+    device = FakeDevice()
+    lifted = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes what is on a GPU on the CPU, and copies it
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            _install(device, patch)
+            with device:
+                yield device
+            device.default.run()
+    finally:
+        torch._C._set_only_lift_cpu_tensors(lifted)
+
+
+@functools.cache
+def _load_guard() -> None:
+    """Once and for all. Skips the test where nothing compiles it."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    torch_folder = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        library = str(Path(folder) / "guard.so")
+        source = str(Path(__file__).with_name("guard.cpp"))
+        options = ["-std=c++20", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", f"-L{torch_folder / 'lib'}"]
+        subprocess.run([compiler, *options, source, "-o", library, "-lc10"], check=True)
+        ctypes.CDLL(library)
+
+
+def _install(device: FakeDevice, patch: pytest.MonkeyPatch) -> None:
+    def made_graph(keep_graph: bool = False) -> Graph:
+        graph = Graph(keep_graph)
+        graph.current = lambda: device.current
+        return graph
+
+    @contextlib.contextmanager
+    def captured(graph: Graph, pool: Any = None, stream: Stream | None = None, **_: Any) -> Iterator[None]:
+        device.wait()
+        stream = stream or Stream()
+        outer = device.current
+        device.current, stream.capturing = stream, graph
+        try:
+            yield
+        finally:
+            stream.capturing = None
+            if graph.is_lost:  # what torch raises before it goes back to the stream before, and ends what is below
+                stuck.append(pool)
+                raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+            graph.spoil()
+            graphs.append(graph)
+            device.current = outer
+
+    def empty_cache() -> None:
+        if stuck:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    def end_allocation(index: int, pool: Any) -> None:
+        if pool not in stuck:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        stuck.remove(pool)
+
+    graphs: list[Graph] = []
+    stuck: list[Any] = []  # pools of captures that have failed
+    patch.setattr(torch._C, "_cuda_endAllocateToPool", end_allocation)
+    for name, value in {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "set_device": lambda index: None,
+        "current_device": lambda: 0,
+        "get_device_name": lambda index=None: "NVIDIA Fake",
+        "get_device_capability": lambda index=None: (9, 0),
+        "synchronize": lambda index=None: device.wait(),
+        "empty_cache": empty_cache,
+        "memory_reserved": lambda index=None: sum(graph.num_bytes for graph in graphs),
+        "memory_allocated": lambda index=None: 0,
+        "max_memory_allocated": lambda index=None: 0,
+        "reset_peak_memory_stats": lambda index=None: None,
+        "mem_get_info": lambda index=None: (78 << 30, 80 << 30),
+        "current_stream": lambda index=None: device.current,
+        "set_stream": lambda stream: setattr(device, "current", stream),
+        "stream": device.on,
+        "graph_pool_handle": lambda: (0, 1),
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": made_graph,
+        "graph": captured,
+    }.items():
+        patch.setattr(torch.cuda, name, value)
+    launch = interpreter.GridExecutor.__call__
+
+    def launched(self: Any, *arguments: Any, **constants: Any) -> None:
+        if not any(isinstance(each, DeviceTensor) for each in arguments):
+            launch(self, *arguments, **constants)
+            return
+        device.put_launch(self.fn.__name__, lambda *backings: launch(self, *backings, **constants), arguments)
+
+    patch.setattr(interpreter.GridExecutor, "__call__", launched)
