@@ -15,7 +15,7 @@ from torch import nn
 
 from specdec.engine.errors import ModelLoadError
 
-_PICKLED = ("medusa_lm_head.pt", "pytorch_model.bin")
+PICKLED = ("medusa_lm_head.pt", "pytorch_model.bin")
 _NAMED = 8
 """Most tensors that a refusal names."""
 
@@ -53,9 +53,9 @@ def read_head_files(directory: str | Path) -> HeadFiles:
     for file in files:
         tensors |= read_tensors(file)
     if not files:
-        pickled = next((path / name for name in _PICKLED if (path / name).is_file()), None)
+        pickled = next((path / name for name in PICKLED if (path / name).is_file()), None)
         if pickled is None:
-            raise HeadRefused(f"{path}: it has neither *.safetensors nor {' nor '.join(_PICKLED)}")
+            raise HeadRefused(f"{path}: it has neither *.safetensors nor {' nor '.join(PICKLED)}")
         tensors = _unpickle(pickled)
     return HeadFiles(path, config, tensors)
 

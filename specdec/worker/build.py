@@ -26,6 +26,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
 from specdec.grammar.compiler import GrammarCompiler
 from specdec.grammar.source import CONSTRAINTS_ID
+from specdec.heads.footprint import footprint
 from specdec.heads.target import HeadTarget
 from specdec.message_sizes import most_entry_bytes, opening_bytes
 from specdec.rpc.bridge.frames import EnginePort, FrameKind
@@ -75,8 +76,10 @@ def build_engine(
         ModelNotSupported, ModelLoadError: with a reason for people.
         EngineError: no message would hold a session that fills the context.
     """
-    runner = ModelRunner.load(settings, None if ranks is None else ranks.join())
-    row_s = runner.warmup(captures=not _awaits_heads(settings))
+    awaited = _heads_of(settings)
+    runner = ModelRunner.load(settings, None if ranks is None else ranks.join(), footprint(awaited))
+    # With heads steps hand out hidden states: those are captured when it is known which.
+    row_s = runner.warmup(captures=ranks is not None or not awaited)
     max_batch_tokens = most_rows(settings, row_s)
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
@@ -126,11 +129,10 @@ def build_engine(
     )
 
 
-def _awaits_heads(settings: TargetSettings | DraftSettings) -> bool:
-    """Whether steps will hand out hidden states, to heads that are loaded on top of this engine."""
-    if not isinstance(settings, TargetSettings) or settings.tensor_parallel_size > 1:
-        return False
-    return any(isinstance(each, HeadOptions) for each in settings.drafters)
+def _heads_of(settings: TargetSettings | DraftSettings) -> list[HeadOptions]:
+    """What will be loaded on top of this engine, and read its hidden states."""
+    drafters = settings.drafters if isinstance(settings, TargetSettings) else ()
+    return [each for each in drafters if isinstance(each, HeadOptions)]
 
 
 def _drawing(runner: ModelRunner, sampler: Sampler) -> Drawing | None:

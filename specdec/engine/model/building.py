@@ -20,7 +20,7 @@ from specdec.engine.model.device_choice import (
 )
 from specdec.engine.model.fused import FusedDecoder, is_fusable
 from specdec.engine.model.gate import refusing
-from specdec.engine.model.kv_budget import CudaMemory, affordable_kv_bytes
+from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaMemory, affordable_kv_bytes
 from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.probe import Probe, ProbeLog, tolerance
@@ -59,18 +59,19 @@ class BuiltModel:
     """Those of the CPU, where there are any."""
 
 
-def build_model(settings: EngineSettings, group: RankGroup | None) -> BuiltModel:
+def build_model(settings: EngineSettings, group: RankGroup | None, beside: Beside = NOTHING) -> BuiltModel:
     """Load a model, choose what computes it, prove that it can be paged, and allocate its KV cache; of a group, this
     rank's part. See ``ModelRunner.load``.
     """
-    return _Builder(settings, group).build()
+    return _Builder(settings, group, beside).build()
 
 
 class _Builder:
     """The stages of loading: dense reference, kernels, gate, fusion, cache."""
 
-    def __init__(self, settings: EngineSettings, group: RankGroup | None) -> None:
+    def __init__(self, settings: EngineSettings, group: RankGroup | None, beside: Beside) -> None:
         self._settings = settings
+        self._beside = beside
         self._group = group
         self._loaded = load_model(settings, group)
         loaded = self._loaded
@@ -230,16 +231,21 @@ class _Builder:
 
     def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry], num_spare_blocks: int) -> KVCache:
         settings, loaded = self._settings, self._loaded
-        num_blocks = settings.num_blocks or self._num_blocks_for_budget(step_model, geometries)
+        reserved = CAPTURE_BYTES if num_spare_blocks else 0  # rows of padding are those of captured steps
+        num_blocks = settings.num_blocks or self._num_blocks_for_budget(step_model, geometries, reserved)
         if self._group is not None:
             num_blocks = self._group.smallest(num_blocks)  # one block table serves all ranks
         return KVCache(geometries, num_blocks + num_spare_blocks, settings.block_size, loaded.dtype, loaded.device)
 
-    def _num_blocks_for_budget(self, step_model: StepModel, geometries: list[LayerGeometry]) -> int:
+    def _num_blocks_for_budget(
+        self, step_model: StepModel, geometries: list[LayerGeometry], reserved_bytes: int
+    ) -> int:
         settings, loaded = self._settings, self._loaded
         block_bytes = sum(g.num_elements for g in geometries) * settings.block_size * loaded.dtype.itemsize
         budget = settings.kv_cache_memory_bytes
         if budget is None and loaded.device.type == "cuda":
+            reserved_bytes += self._beside.weight_bytes(loaded.num_logits, loaded.hidden_size, loaded.dtype)
+            block_bytes += self._beside.elements_per_token * settings.block_size * loaded.dtype.itemsize
             budget = affordable_kv_bytes(
                 CudaMemory(loaded.device),
                 step_model,
@@ -251,6 +257,7 @@ class _Builder:
                 dtype=loaded.dtype,
                 device=loaded.device,
                 memory_fraction=settings.gpu_memory_fraction,
+                reserved_bytes=reserved_bytes,
             )
         budget = _CPU_KV_BYTES if budget is None else budget
         most_useful = settings.max_batch_seqs * (-(-loaded.max_model_len // settings.block_size) + 4)

@@ -1,6 +1,7 @@
 """How much of a GPU's memory the KV cache may take: what the weights and the largest step leave free."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,9 +9,29 @@ import torch
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.batch import Batch
 
+CAPTURE_BYTES = 1 << 30  # of specdec.engine.cuda.buckets: what steps that are captured at the start may hold
 _FREE_SHARE = 0.9
 _SAMPLED_ROWS = 64  # rows that the sampler takes at once on a GPU
 _BYTES_PER_SAMPLED_LOGIT = 64  # top-p: scores sorted with their ids, and integer weights with their sums
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What takes memory of the device later, beside the KV cache: drafters over hidden states."""
+
+    num_bytes: int = 0
+    """Of weights."""
+    num_embeddings: int = 0
+    """Copies of the model's embedding or output layer."""
+    elements_per_token: int = 0
+    """Keys and values that are kept for each token of the KV cache."""
+
+    def weight_bytes(self, num_logits: int, hidden_size: int, dtype: torch.dtype) -> int:
+        """Of all but keys and values, for a model of these sizes."""
+        return self.num_bytes + self.num_embeddings * num_logits * hidden_size * dtype.itemsize
+
+
+NOTHING = Beside()
 
 
 class DeviceMemory(Protocol):
@@ -70,12 +91,13 @@ def affordable_kv_bytes(
     dtype: torch.dtype,
     device: torch.device,
     memory_fraction: float | None = None,
+    reserved_bytes: int = 0,
 ) -> int:
     """Bytes for the KV cache, after one pass of ``num_rows`` rows with the logits of all has shown what a step needs.
 
-    A tenth of what is left stays free; the answer may be negative. With ``memory_fraction`` it is left of that share of
-    the device, which this process shall not exceed. Cost: that pass, over a small cache of its own, which counts as
-    part of it.
+    A tenth of what is left stays free, besides ``reserved_bytes``; the answer may be negative. With ``memory_fraction``
+    it is left of that share of the device, which this process shall not exceed. Cost: that pass, over a small cache of
+    its own, which counts as part of it.
     """
     batch, num_blocks = largest_batch(num_rows, max_model_len, block_size, device)
     of_pass = memory.peak_bytes(lambda: forward(batch, KVCache(geometries, num_blocks, block_size, dtype, device)))
@@ -83,7 +105,7 @@ def affordable_kv_bytes(
     free = memory.free_bytes()
     if memory_fraction is not None:
         free = min(free, int(memory_fraction * memory.total_bytes()) - memory.own_bytes())
-    return int((free - of_pass - of_sampling) * _FREE_SHARE)
+    return int((free - of_pass - of_sampling - reserved_bytes) * _FREE_SHARE)
 
 
 def largest_batch(num_rows: int, max_model_len: int, block_size: int, device: torch.device) -> tuple[Batch, int]:

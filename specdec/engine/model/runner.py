@@ -15,6 +15,7 @@ from specdec.engine.model.beside import SkippingPass, prompt_rows
 from specdec.engine.model.building import BuiltModel, build_model
 from specdec.engine.model.device_choice import Replays
 from specdec.engine.model.fused import FusedDecoder
+from specdec.engine.model.kv_budget import NOTHING, Beside
 from specdec.engine.model.probe import Probe, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.tapping import check_layer_ids, check_pass
@@ -66,14 +67,15 @@ class ModelRunner:
         self._captured_taps: set[tuple[int, ...]] = set()
 
     @classmethod
-    def load(cls, settings: EngineSettings, group: RankGroup | None = None) -> "ModelRunner":
+    def load(cls, settings: EngineSettings, group: RankGroup | None = None, beside: Beside = NOTHING) -> "ModelRunner":
         """Load a model, prove that it can be paged, and allocate its KV cache: this rank's part of each, in a group.
+        On a GPU the cache leaves room for what is ``beside`` it.
 
         Raises ``ModelNotSupported`` where the gate refuses the model, ``ModelLoadError`` where files, memory
         or a demanded guarantee are missing. Sets ATen's threads for the whole process: 1 on CPU float32,
         whose kernels bring their own.
         """
-        return cls(settings, build_model(settings, group))
+        return cls(settings, build_model(settings, group, beside))
 
     @property
     def numerics_id(self) -> str:

@@ -116,7 +116,7 @@ def test_the_cache_gets_what_the_largest_step_leaves() -> None:
         passes.append((len(batch.input_ids), len(batch.logits_indices), cache.num_blocks))
         return torch.zeros(0)
 
-    def budget(num_rows: int, num_logits: int, memory_fraction: float | None = None) -> int:
+    def budget(num_rows: int, num_logits: int, memory_fraction: float | None = None, reserved: int = 0) -> int:
         return affordable_kv_bytes(
             Memory(),
             forward,
@@ -128,11 +128,13 @@ def test_the_cache_gets_what_the_largest_step_leaves() -> None:
             dtype=torch.float32,
             device=torch.device("cpu"),
             memory_fraction=memory_fraction,
+            reserved_bytes=reserved,
         )
 
     assert budget(8, 1000, 1.0) == budget(8, 1000)  # no more than is free
     assert budget(8, 1000, 0.25) == int((500_000_000 - 300_000_000 - 100_000_000 - 8 * 1000 * 64) * 0.9)
     assert budget(8, 1000, 0.1) < 0
+    assert budget(8, 1000, reserved=10_000_000) == int((890_000_000 - 8 * 1000 * 64) * 0.9)
     passes.clear()
     assert budget(8, 1000) == int((900_000_000 - 8 * 1000 * 64) * 0.9)
     # 512 rows are sampled in turns.

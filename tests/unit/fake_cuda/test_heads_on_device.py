@@ -1,0 +1,183 @@
+"""Heads over hidden states where a GPU is played: captured passes offer what the CPU's offer, and wait once a level."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec.drafters.interface import Context, Offer, Room
+from specdec.drafters.options import DFlashOptions, Eagle3Options, EagleOptions, HeadOptions, PEagleOptions
+from specdec.engine.batch import build_batch
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.cuda import buckets
+from specdec.engine.engine import Engine
+from specdec.engine.model import runner as runner_module
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.logit_processors import RowContext
+from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
+from specdec.engine.sequence import Sequence
+from specdec.engine.settings import EngineSettings
+from specdec.engine.tap import HiddenTap
+from specdec.heads.methods.registry import load_head
+from specdec.heads.replays import HeadReplays
+from specdec.heads.session import Features, Head, HeadAsk
+from specdec.heads.target import HeadTarget
+from specdec.sampling_params import SamplingParams
+from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.support.engine.triton_device import DEVICE
+from tests.support.fake_cuda.device import FakeDevice
+from tests.support.fake_cuda.install import fake_cuda
+from tests.support.heads import checkpoints
+from tests.support.heads.checkpoints import Sizes
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="there is a real one")
+
+BLOCK_SIZE, NUM_BLOCKS, WIDTH, DEPTH = 4, 24, 64, 3
+TAP = (0, 1)
+SIZES = Sizes(vocab=VOCAB_SIZE, target=WIDTH, draft=70)
+HEADS: dict[str, tuple[type[HeadOptions], Callable[[], tuple[dict[str, Any], checkpoints.Tensors]]]] = {
+    "eagle": (EagleOptions, lambda: checkpoints.eagle(Sizes(vocab=VOCAB_SIZE, target=WIDTH, width=WIDTH))),
+    "eagle3": (Eagle3Options, lambda: checkpoints.eagle3(SIZES, norm_output=True, fc_norm=True)),
+    "peagle": (PEagleOptions, lambda: checkpoints.peagle(SIZES)),
+    "dflash": (DFlashOptions, lambda: checkpoints.dflash(SIZES)),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevice]:
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the device is one thread's
+    monkeypatch.setattr(buckets, "ROW_BUCKETS", (4, 16))
+    monkeypatch.setattr(runner_module, "_WARMUP_ROWS", (2,))
+    with fake_cuda() as device:
+        yield device
+
+
+def target_of(model: Path, device: str) -> HeadTarget:
+    settings = EngineSettings(
+        model=str(model), device=device, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS
+    )
+    runner = ModelRunner.load(settings)
+    runner.warmup(captures=False)
+    pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+    engine = Engine(runner, pool, Scheduler(pool, 64, 8, 40))
+    return HeadTarget(runner, engine, Sampler(runner.vocab_size, runner.device))
+
+
+class Life:
+    """Sessions that commit what a generator says, and what a head offers before each step."""
+
+    def __init__(self, head: Head, target: HeadTarget) -> None:
+        self._head, self._device = head, target.runner.device
+        self._generator = torch.Generator().manual_seed(4)
+        lengths = (7, 2)
+        self._tokens = [self._drawn(length + 1) for length in lengths]
+        self._sessions = [head.open(Context([], length)) for length in lengths]
+        self._starts = [0, 0]
+        self.offers: list[list[Offer | None]] = []
+
+    def _drawn(self, number: int) -> list[int]:
+        return torch.randint(1, VOCAB_SIZE, (number,), generator=self._generator).tolist()
+
+    def step(self, *, temperature: float, is_chain: bool = False) -> None:
+        asks = []
+        for line, (session, tokens) in enumerate(zip(self._sessions, self._tokens, strict=True)):
+            start, end = self._starts[line], len(tokens) - 1
+            blocks = array("i", range(line * 10, line * 10 + 10))
+            seq = Sequence(seq_id=line, token_ids=tokens, num_prompt_tokens=2, block_ids=blocks)
+            self._head.forget(seq, start, end)
+            states = torch.randn(end - start, len(self._head.layer_ids), WIDTH, generator=self._generator)
+            session.take(seq, Features(start, states.to(self._device), tokens[start + 1 : end + 1]))
+            params = SamplingParams(max_tokens=99, seed=line, temperature=temperature)
+            row = RowContext(params, len(tokens), 2)
+            asks.append(HeadAsk(session, row, Room(16, DEPTH, is_chain), is_chain, seq))
+        self.offers.append(self._head.draft(asks))
+        for line, tokens in enumerate(self._tokens):
+            self._starts[line] = len(tokens) - 1
+            tokens += self._drawn(1 + line * 2)
+
+
+def load(name: str, folder: Path, target: HeadTarget) -> Head:
+    kind, make = HEADS[name]
+    files = checkpoints.save(folder, *make())
+    layer_ids = {} if name == "eagle" else {"layer_ids": TAP}
+    options = {"num_speculative_tokens": DEPTH, "speculative_eagle_topk": 2, **layer_ids}
+    return load_head(kind(model=str(files), **options), target)  # type: ignore[arg-type]
+
+
+def live(life: Life) -> list[list[Offer | None]]:
+    for temperature in (1.0, 0.0, 0.8):
+        life.step(temperature=temperature)
+    life.step(temperature=1.0, is_chain=True)
+    return life.offers
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_captured_passes_offer_what_those_of_a_cpu_offer(
+    name: str, model: Path, device: FakeDevice, tmp_path: Path
+) -> None:
+    on_cpu, on_device = target_of(model, "cpu"), target_of(model, "cuda:0")
+    expected = live(Life(load(name, tmp_path / "cpu", on_cpu), on_cpu))
+    head: Any = load(name, tmp_path / "device", on_device)
+    head.prepare()
+    replays = head.passes._replays
+    assert isinstance(replays, HeadReplays)
+    num_prepared = len(replays._graphs)
+    assert num_prepared >= 2 * len(head.kinds)
+    found = live(Life(head, on_device))
+    assert replays._can_capture
+    for ours, theirs in zip(found, expected, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one is not None
+            assert other is not None
+            assert (one.token_ids, one.parents) == (other.token_ids, other.parents)
+            assert one.scores == pytest.approx(other.scores, rel=1e-3)
+
+
+def test_a_level_is_two_copies_to_the_device_and_one_wait(model: Path, device: FakeDevice, tmp_path: Path) -> None:
+    target = target_of(model, "cuda:0")
+    head = load("eagle3", tmp_path, target)
+    head.prepare()
+    life = Life(head, target)
+    life.step(temperature=1.0)
+    before = device.num_to_device, device.num_to_host, device.num_waits
+    life.step(temperature=1.0)
+    after = device.num_to_device, device.num_to_host, device.num_waits
+    states = 2  # of the test's own
+    num_to_device, num_to_host, num_waits = (now - then for now, then in zip(after, before, strict=True))
+    assert num_to_host == DEPTH, "tokens of a level"
+    assert num_waits - states <= DEPTH
+    assert num_to_device - states == 1 + 2 * DEPTH - 1, "committed tokens, then rows and draws of each level"
+
+
+def test_steps_with_a_tap_are_captured_before_the_first_request(model: Path, device: FakeDevice) -> None:
+    runner = target_of(model, "cuda:0").runner
+    assert runner.replays is not None
+    replays: Any = runner.replays
+    assert replays.num_graphs == 0
+    runner.capture_steps(TAP)
+    num_graphs = replays.num_graphs
+    assert num_graphs == 2
+    runner.capture_steps(TAP)
+    tokens = [5, 6, 7, 8]
+    seq = Sequence(seq_id=0, token_ids=tokens, num_prompt_tokens=4, block_ids=array("i", range(4)))
+    told = []
+    for forward in (runner.forward, lambda batch: replays.forward(batch, runner._cache)):
+        batch, _ = build_batch(ScheduledStep([ScheduledItem(seq, 0, 4, 0, completes=True)]), BLOCK_SIZE, runner.device)
+        batch.tap = HiddenTap(TAP)
+        logits = forward(batch)
+        assert batch.tap.states is not None
+        told.append((logits.cpu(), batch.tap.states.cpu()))
+    for ours, theirs in zip(*told, strict=True):
+        assert torch.equal(ours, theirs)
+    assert replays.num_graphs == num_graphs, "none was captured for the step"
