@@ -15,6 +15,7 @@ from enum import IntEnum
 import torch
 
 from specdec.engine.batch import Batch
+from specdec.engine.tap import HiddenTap
 
 _HEADER = struct.Struct("<8q")
 _NUM_SIZES = 6
@@ -56,28 +57,34 @@ class StepFrame:
 
 
 def forward_frame(batch: Batch) -> StepFrame:
-    """The frame of a batch whose tensors are on the CPU. Cost: one copy of some kilobytes."""
+    """The frame of a batch whose tensors are on the CPU, with the ids of its tap. Cost: one copy of some kilobytes."""
+    layer_ids = () if batch.tap is None else batch.tap.layer_ids
     sizes = (
         batch.input_ids.shape[0],
         batch.logits_indices.shape[0],
         batch.path_slots.shape[0],
         *batch.block_tables.shape,
-        batch.num_seqs,
+        len(layer_ids),
     )
     payload = bytearray()
     for name in (*_WIDE, *_NARROW):
         payload += getattr(batch, name).contiguous().numpy().tobytes()
+    payload += struct.pack(f"<{len(layer_ids)}i", *layer_ids)
     return StepFrame(StepKind.FORWARD, sizes, payload)
 
 
 def batch_of(frame: StepFrame, device: torch.device) -> Batch:
-    """The batch of a forward frame, on a device: two copies if that is not the CPU. Raises ``BadFrame``."""
-    num_rows, num_logits, num_path_slots, num_tables, num_blocks, num_seqs = frame.sizes
+    """The batch of a forward frame, on a device: two copies if that is not the CPU. Raises ``BadFrame``.
+
+    It has a tap of its own where the one that was sent had: a captured step with a tap is another one than without, and
+    to capture it runs its collectives, which all ranks must do alike.
+    """
+    num_rows, num_logits, num_path_slots, num_tables, num_blocks, num_tapped = frame.sizes
     wide_sizes = [num_rows, num_rows, num_rows, num_logits]
     narrow_sizes = [num_rows, num_rows, num_rows + 1, num_path_slots, num_tables * num_blocks]
-    _check_sizes(frame, 8 * sum(wide_sizes) + 4 * sum(narrow_sizes))
-    if num_seqs != num_tables:
-        raise BadFrame(f"{num_tables} block tables for {num_seqs} sequences")
+    num_bytes = 8 * sum(wide_sizes) + 4 * sum(narrow_sizes)
+    _check_sizes(frame, num_bytes + 4 * num_tapped)
+    layer_ids = struct.unpack_from(f"<{num_tapped}i", frame.payload, num_bytes)
     wide = torch.frombuffer(frame.payload, dtype=torch.int64, count=sum(wide_sizes))
     narrow = torch.frombuffer(
         frame.payload, dtype=torch.int32, count=sum(narrow_sizes), offset=wide.numel() * wide.element_size()
@@ -90,7 +97,7 @@ def batch_of(frame: StepFrame, device: torch.device) -> Batch:
         )
     )
     tensors["block_tables"] = tensors["block_tables"].view(num_tables, num_blocks)
-    return Batch(**tensors, num_seqs=num_seqs)
+    return Batch(**tensors, num_seqs=num_tables, tap=HiddenTap(layer_ids) if layer_ids else None)
 
 
 def copies_frame(kind: StepKind, sources: Sequence[int], targets: Sequence[int]) -> StepFrame:

@@ -25,6 +25,7 @@ from specdec.engine.parallel.step_frames import (
     receive_frame,
 )
 from specdec.engine.settings import EngineSettings
+from specdec.engine.tap import FINAL, HiddenTap
 from specdec.engine.tree import TokenTree
 from specdec.worker.ranks import share_cores
 from tests.support.engine.exact_runner import make_engine
@@ -133,6 +134,7 @@ def test_a_batch_arrives_as_it_was_sent(num_nodes: int) -> None:
         here.sendall(forward_frame(sent).encode())
         received = batch_of(receive_frame(there), torch.device("cpu"))
     assert received.num_seqs == sent.num_seqs == 2
+    assert received.tap is None
     assert bool(sent.path_slots.numel()) == (num_nodes == 5)
     for name in Batch.__dataclass_fields__:
         ours, theirs = getattr(sent, name), getattr(received, name)
@@ -140,6 +142,14 @@ def test_a_batch_arrives_as_it_was_sent(num_nodes: int) -> None:
             assert ours.dtype == theirs.dtype, name
             assert torch.equal(ours, theirs), name
             assert theirs.is_contiguous(), name
+
+
+def test_a_batch_arrives_with_a_tap_of_the_same_layers() -> None:
+    sent = a_batch(5)
+    sent.tap = HiddenTap((FINAL, 0, 2))
+    received = batch_of(forward_frame(sent), torch.device("cpu"))
+    assert received.tap == HiddenTap((FINAL, 0, 2))
+    assert torch.equal(received.block_tables, sent.block_tables)
 
 
 def test_frames_of_every_kind_follow_each_other_on_one_connection() -> None:
