@@ -116,7 +116,8 @@ def attend(
     is_whole = plan.num_splits == 1 or num_parts * geometry.value_dim * 4 > _MOST_PART_BYTES
     peaks = totals = parts = out
     if not is_whole:
-        peaks, totals = torch.empty(2, num_parts, dtype=torch.float32, device=query.device).unbind(0)
+        # Of whole sixteens of bytes: where the second one begins must not be a reason to compile kernels anew.
+        peaks, totals = torch.empty(2, -(-num_parts // 4) * 4, dtype=torch.float32, device=query.device).unbind(0)
         parts = torch.empty(num_parts, geometry.value_dim, dtype=torch.float32, device=query.device)
     sinks = out if options.sinks is None else options.sinks
     common: dict[str, Any] = {
