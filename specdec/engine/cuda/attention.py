@@ -50,12 +50,14 @@ class LaunchShape:
 def launch_shape(num_heads: int, geometry: LayerGeometry, dtype: torch.dtype) -> LaunchShape:
     """The tiles for a layer. Matrix products of a row are the same instructions whatever the number of rows."""
     group = num_heads // geometry.num_kv_heads
-    rows = max(1, min(_TILE_ROWS, _TILE_QUERIES // group))
     widest = max(geometry.key_dim, geometry.value_dim)
+    is_wide_float = dtype == torch.float32 and widest > 64  # without matrix instructions products take more registers
+    rows = max(1, min(_TILE_ROWS, _TILE_QUERIES // (2 if is_wide_float else 1) // group))
+    block_n = 64 if 64 < widest <= 128 else 32
     return LaunchShape(
         rows_per_tile=rows,
         block_m=max(_MIN_DOT, power_of_two(rows * group)),
-        block_n=64 if 64 < widest <= 128 and dtype != torch.float32 else 32,
+        block_n=16 if is_wide_float else block_n,
         block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
         block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
         num_warps=4 if widest <= 128 else 8,

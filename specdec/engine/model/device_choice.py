@@ -18,7 +18,7 @@ from specdec.engine.model.ragged import StepModel
 from specdec.engine.parallel.rank_group import RankGroup
 
 _MAX_HEAD_DIM = 256  # of specdec.engine.cuda.attention
-_KERNELS_VERSION = 1  # raised with every change of a kernel that may change a bit
+_KERNELS_VERSION = 2  # raised with every change of a kernel that may change a bit
 
 
 def is_on_gpu(device: torch.device) -> bool:
