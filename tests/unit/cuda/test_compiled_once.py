@@ -89,6 +89,8 @@ def test_no_number_of_rows_and_no_context_has_kernels_of_its_own(row_invariant: 
     if row_invariant:
         expected["product_kernel"] = 2 * 5  # of few rows and of many: four of layers, and the logits
     assert compiled(counter.launches) == expected
+    contracted = {launch.name for launch in counter.launches if launch.options.get("enable_fp_fusion", True)}
+    assert not contracted & {"attention_kernel", "fold_kernel", "product_kernel"}  # their sums are made in two ways
 
 
 def test_no_number_of_rows_has_kernels_of_its_own_that_cut_and_draw() -> None:
