@@ -64,6 +64,8 @@ SHAPES = {
     "1B": Shape(32, 8, 64),
     "0.5B": Shape(14, 2, 64),
     "wide heads": Shape(16, 8, 256),
+    "8B float32": Shape(32, 8, 128, torch.float32),
+    "wide heads float32": Shape(16, 8, 256, torch.float32),
 }
 
 
@@ -85,6 +87,8 @@ class Compiled:
     """For products of tiles, as PTX names them: a row's bits depend on which one it is."""
     copies_ahead: int
     """Loads of sixteen bytes that a loop begins some rounds before it needs them."""
+    sum_layouts: tuple[str, ...]
+    """Of tiles [M, N] whose lines are summed, as Triton spreads them over threads: it is the order of the sums."""
 
 
 def meta_batch(num_rows: int, context_len: int, block_size: int = 16) -> Batch:
@@ -153,9 +157,13 @@ def launches_of(shape: Shape) -> dict[str, list[Launch]]:
         torch.empty(8, number, dim, dtype=shape.dtype, device=_META)
         for number in (heads, shape.num_kv_heads, shape.num_kv_heads)
     )
+    short = meta_batch(8, 256)
     batch, kernel = meta_batch(8, 4096), TritonAttention()
     norms, tables = (torch.empty(2, dim, dtype=shape.dtype, device=_META), torch.empty(2, 64, dim // 2, device=_META))
     qkv = torch.empty(8, (heads + 2 * shape.num_kv_heads) * dim, dtype=shape.dtype, device=_META)
+    with LaunchCounter() as counter:
+        kernel(query, key, value, 0, ForwardContext(short, cache, kernel), options)
+    found["window, softcap, sinks"] = counter.launches
     with LaunchCounter() as counter:
         kernel(query, key, value, 0, ForwardContext(batch, cache, kernel), options)
         padded, of_rows = empty_batch((8, 256), _META, 3, 16), torch.empty(2, 8, dtype=torch.int32, device=_META)
@@ -209,7 +217,19 @@ def compile_launch(launch: Launch, shape: str, variant: str, architecture: int) 
         code_bytes=len(cubin),
         instructions=tuple(sorted(set(_PRODUCT.findall(compiled.asm["ptx"])))),
         copies_ahead=len(_AHEAD.findall(compiled.asm["ptx"])),
+        sum_layouts=_sum_layouts(compiled.asm["ttgir"]),
     )
+
+
+def _sum_layouts(ttgir: str) -> tuple[str, ...]:
+    """Layouts of the tiles that a kernel sums line by line, with their names resolved."""
+    names = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
+    found = set()
+    for reduction in ttgir.split('"tt.reduce"')[1:]:
+        body, _, signature = reduction.partition("}) : (tensor<")
+        if "arith.addf" in body and (match := re.match(r"(\d+x\d+xf\d+), (#.*?)>\) ->", signature)):
+            found.add(f"{match[1]} {re.sub(r'#[a-z]+[0-9]*', lambda name: names.get(name[0], name[0]), match[2])}")
+    return tuple(sorted(found))
 
 
 def _is_same(launch: Launch, other: Launch) -> bool:

@@ -18,7 +18,7 @@ FINAL = -1
 
 @dataclass(slots=True)
 class HiddenTap:
-    """What one pass hands out, rank 0 alone where there are several."""
+    """What one pass hands out; of several ranks each gathers it, and rank 0's is used."""
 
     layer_ids: tuple[int, ...]
     """Ids as above, each once."""

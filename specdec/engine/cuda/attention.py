@@ -53,12 +53,14 @@ class LaunchShape:
 def launch_shape(num_heads: int, geometry: LayerGeometry, dtype: torch.dtype) -> LaunchShape:
     """The tiles for a layer. Matrix products of a row are the same instructions whatever the number of rows."""
     group = num_heads // geometry.num_kv_heads
-    rows = max(1, min(_TILE_ROWS, _TILE_QUERIES // group))
     widest = max(geometry.key_dim, geometry.value_dim)
+    is_wide_float = dtype == torch.float32 and widest > 64  # without matrix instructions products take more registers
+    rows = max(1, min(_TILE_ROWS, _TILE_QUERIES // (2 if is_wide_float else 1) // group))
+    block_n = 64 if widest <= 128 and dtype != torch.float32 else 32
     return LaunchShape(
         rows_per_tile=rows,
         block_m=max(_MIN_DOT, power_of_two(rows * group)),
-        block_n=64 if widest <= 128 and dtype != torch.float32 else 32,
+        block_n=16 if is_wide_float else block_n,
         block_k=max(_MIN_DOT, power_of_two(geometry.key_dim)),
         block_v=max(_MIN_DOT, power_of_two(geometry.value_dim)),
         num_warps=4 if widest <= 64 else 8,
@@ -124,7 +126,8 @@ def attend(
     )
     peaks = totals = parts = out
     if not is_whole:
-        peaks, totals = torch.empty(2, num_parts, dtype=torch.float32, device=query.device).unbind(0)
+        # Of whole sixteens of bytes: where the second one begins must not be a reason to compile kernels anew.
+        peaks, totals = torch.empty(2, -(-num_parts // 4) * 4, dtype=torch.float32, device=query.device).unbind(0)
         parts = torch.empty(num_parts, geometry.value_dim, dtype=torch.float32, device=query.device)
     sinks = out if options.sinks is None else options.sinks
     common: dict[str, Any] = {

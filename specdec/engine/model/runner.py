@@ -114,7 +114,7 @@ class ModelRunner:
         """
         check_layer_ids(layer_ids, self.num_layers)
         if self.settings.tensor_parallel_size > 1:
-            return  # a pass would need all ranks; what they run is transformers' modules, whose layers were found
+            return  # a pass would need all ranks; what they run has its layers as the config counts them
         probe = Probe(self.vocab_size, self.max_model_len, self.block_size, self.device)
         cache = KVCache(self._cache.geometries, probe.num_blocks, self.block_size, self.dtype, self.device)
         batch = probe.batch(probe.prefix_rows(2))

@@ -57,7 +57,7 @@ class StepFrame:
 
 
 def forward_frame(batch: Batch) -> StepFrame:
-    """The frame of a batch whose tensors are on the CPU. Cost: one copy of some kilobytes."""
+    """The frame of a batch whose tensors are on the CPU, with the ids of its tap. Cost: one copy of some kilobytes."""
     tap_ids = () if batch.tap is None else batch.tap.layer_ids
     sizes = (
         batch.input_ids.shape[0],

@@ -100,17 +100,19 @@ def ragged_rows(
     dtype: torch.dtype = torch.float32,
     max_len: int = 100,
     geometries: tuple[LayerGeometry, ...] = (LayerGeometry(2, 16, 16), LayerGeometry(3, 24, 8), LayerGeometry(6, 5, 3)),
+    num_heads: int = NUM_HEADS,
+    most_nodes: int = 5,
 ) -> RaggedRows:
-    """One to three sequences, each with some last tokens to compute and a tree of up to five nodes below them."""
+    """One to three sequences, each with some last tokens to compute and a tree of some nodes below them."""
     geometry = draw(st.sampled_from(geometries))
-    block_size = draw(st.sampled_from((1, 5, 8, 16)))
+    block_size = draw(st.sampled_from((1, 5, 8, 16, 32, 64)))
     sequences = []
     for _ in range(draw(st.integers(1, 3))):
         length = draw(st.integers(1, max_len))
         num_new = draw(st.integers(1, min(length, 18)))
-        parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, 5)))]
+        parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, most_nodes)))]
         sequences.append((length, num_new, parents))
-    return lay_out(sequences, geometry, block_size, dtype, device, draw(st.integers(0, 1000)))
+    return lay_out(sequences, geometry, block_size, dtype, device, draw(st.integers(0, 1000)), num_heads)
 
 
 def lay_out(
@@ -120,6 +122,7 @@ def lay_out(
     dtype: torch.dtype,
     device: str,
     seed: int,
+    num_heads: int = NUM_HEADS,
 ) -> RaggedRows:
     """Rows of sequences: (tokens, how many of them are new, parents of the nodes below the last one, -1 for it)."""
     generator = torch.Generator().manual_seed(seed)
@@ -177,7 +180,7 @@ def lay_out(
     return RaggedRows(
         batch,
         cache,
-        random(num_rows, NUM_HEADS, geometry.key_dim),
+        random(num_rows, num_heads, geometry.key_dim),
         random(num_rows, geometry.num_kv_heads, geometry.key_dim),
         random(num_rows, geometry.num_kv_heads, geometry.value_dim),
     )

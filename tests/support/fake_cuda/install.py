@@ -27,6 +27,8 @@ def fake_cuda() -> Iterator[FakeDevice]:
     device = FakeDevice()
     lifted = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor makes what is on a GPU on the CPU, and copies it
+    overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter's type says where it is
     try:
         with pytest.MonkeyPatch.context() as patch:
             _install(device, patch)
@@ -35,6 +37,7 @@ def fake_cuda() -> Iterator[FakeDevice]:
             device.default.run()
     finally:
         torch._C._set_only_lift_cpu_tensors(lifted)
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
 
 
 @functools.cache

@@ -5,10 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import triton
 
+PAGE = Path(__file__).resolve().parents[3] / "bench" / "results" / "cubins.md"
 SOURCES = sorted((Path(__file__).resolve().parents[3] / "specdec" / "engine" / "cuda").glob("*_kernels.py"))
 
 
@@ -23,10 +26,37 @@ def compiled(*arguments: str) -> list[dict[str, object]]:
 
 def check_products(rows: list[dict[str, object]]) -> None:
     """Ordered products take one matrix instruction, whatever the number of rows and the width."""
-    products = [row for row in rows if row["kernel"] == "product_kernel"]
+    products = [row for row in rows if row["kernel"] == "product_kernel" and "float32" not in str(row["shape"])]
     assert {row["variant"] for row in products} == {"deterministic, 8 rows", "deterministic, 512 rows"}
     instructions = {str(row["instructions"]) for row in products}
     assert instructions == {"['mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32']"}
+
+
+def check_sums(rows: list[dict[str, object]]) -> None:
+    """Attention sums a tile's weights in one order, whether a tile is shared by rows or a row's own, and whether a
+    program takes all splits or one: a compiler that spread such tiles otherwise in one place would round otherwise."""
+    layouts: dict[tuple[object, object], set[object]] = defaultdict(set)
+    for row in rows:
+        if row["kernel"] == "attention_kernel":
+            layouts[row["shape"], row["architecture"]] |= {*row["sum_layouts"]}  # type: ignore[misc]
+    assert layouts
+    assert [name for name, found in layouts.items() if len(found) != 1] == []
+
+
+def check_page(rows: list[dict[str, object]]) -> None:
+    """The page has the registers and the shared memory of what needs the most of each kernel's sizes."""
+    page = PAGE.read_text()
+    if f"as Triton {triton.__version__} compiles them" not in page:
+        pytest.skip("the page is of another Triton")
+    most: dict[tuple[object, ...], dict[str, object]] = {}
+    for row in rows:
+        name = row["kernel"], row["shape"], row["variant"], row["architecture"]
+        if name not in most or most[name]["registers"] <= row["registers"]:  # type: ignore[operator]
+            most[name] = row
+    lines = {tuple(cell.strip() for cell in line.split("|")[1:8]) for line in page.splitlines()}
+    columns = ("kernel", "shape", "variant", "architecture", "registers", "spilled_bytes", "shared_bytes")
+    missing = {tuple(str(row[column]) for column in columns) for row in most.values()} - lines
+    assert missing == set(), "python -m bench.cubins --markdown bench/results/cubins.md"
 
 
 def test_the_kernels_of_an_8b_model_fit_into_the_registers_of_hopper() -> None:
@@ -37,6 +67,8 @@ def test_the_kernels_of_an_8b_model_fit_into_the_registers_of_hopper() -> None:
     check_products(rows)
     # A loop that waits for each tile of keys, and then for each of values, reads a fraction of what memory gives.
     assert all(row["copies_ahead"] for row in rows if row["kernel"] in ("attention_kernel", "product_kernel"))
+    check_sums(rows)
+    check_page(rows)
 
 
 @pytest.mark.long
@@ -44,3 +76,5 @@ def test_all_kernels_fit_into_the_registers_of_every_architecture() -> None:
     rows = compiled()
     assert {row["architecture"] for row in rows} == {"sm_80", "sm_90", "sm_100"}
     check_products(rows)
+    check_sums(rows)
+    check_page(rows)

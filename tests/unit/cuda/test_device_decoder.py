@@ -84,6 +84,28 @@ def test_a_step_of_an_8b_model_launches_at_most_ten_kernels_a_layer(
     assert 0 < per_pass <= 12, counter.operations[-20:]
 
 
+@pytest.mark.parametrize(("context_len", "per_layer"), [(256, 9), (4096, 10)])
+@torch.inference_mode()
+def test_a_deterministic_step_has_no_kernel_more_and_none_of_the_librarys_products(
+    context_len: int, per_layer: int
+) -> None:
+    layers, geometry = 2, LayerGeometry(8, 128, 128)
+    config = LlamaConfig(**{**LLAMA_8B.to_dict(), "num_hidden_layers": layers})
+    decoder = DeviceDecoder(
+        random_model(config, torch.bfloat16, META), [geometry] * layers, [AttentionOptions(128**-0.5)] * layers, 8192,
+        row_invariant=True,
+    )  # fmt: skip
+    batch, num_blocks = largest_batch(8, 8192, 16, META)
+    batch.block_tables = torch.empty(1, context_len // 16, dtype=torch.int32, device=META)
+    cache = KVCache([geometry] * layers, num_blocks, 16, torch.bfloat16, META)
+    with LaunchCounter() as counter:
+        decoder(batch, cache)
+    names = [name for name, _ in counter.operations]
+    assert names.count("product_kernel") == 4 * layers + 1
+    assert not {"mm", "addmm", "linear", "matmul", "bmm", "all_reduce_"} & set(names)
+    assert 0 < len(names) - per_layer * layers <= 12, names
+
+
 @torch.inference_mode()
 def test_a_step_of_one_row_moves_little_besides_the_weights(decoder_of_8b: DeviceDecoder) -> None:
     batch, num_blocks = largest_batch(1, 8192, 16, META)

@@ -22,6 +22,7 @@ EXAMPLES = settings(
 SMALL_SPLIT = 64
 OPTIONS = [
     AttentionOptions(0.3),
+    AttentionOptions(0.3, sliding_window=1),
     AttentionOptions(0.3, sliding_window=5),
     AttentionOptions(0.3, sliding_window=70),
     AttentionOptions(0.3, softcap=2.0),
@@ -47,6 +48,32 @@ def test_rows_attend_as_the_tiled_kernel_has_them(rows: RaggedRows, options: Att
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache.keys[0], expected_cache.keys[0], rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(cache.values[0], expected_cache.values[0], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("dim", "num_kv_heads", "group", "most_part_bytes"),
+    [(64, 1, 16, 1 << 26), (80, 2, 1, 0), (96, 1, 7, 1 << 26), (128, 2, 8, 0), (256, 1, 4, 1 << 26)],
+)
+@settings(EXAMPLES, max_examples=3)
+@given(data=st.data())
+def test_heads_and_groups_of_any_model_attend_as_the_tiled_kernel_has_them(
+    dim: int,
+    num_kv_heads: int,
+    group: int,
+    most_part_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
+    data: st.DataObject,
+) -> None:
+    monkeypatch.setattr(attention, "SPLIT", SMALL_SPLIT)
+    monkeypatch.setattr(attention, "_MOST_PART_BYTES", most_part_bytes)
+    num_heads, geometry = num_kv_heads * group, LayerGeometry(num_kv_heads, dim, dim)
+    drawn = ragged_rows(DEVICE, max_len=80, geometries=(geometry,), num_heads=num_heads, most_nodes=12)
+    rows, window = data.draw(drawn), data.draw(st.sampled_from((None, 1, 7, 40)))
+    sinks = torch.linspace(-2, 2, num_heads, device=DEVICE)
+    options = AttentionOptions(dim**-0.5, sliding_window=window, sinks=data.draw(st.sampled_from((None, sinks))))
+    expected, _ = rows.run(TiledAttention(), options)
+    got, _ = rows.run(TritonAttention(), options)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @EXAMPLES

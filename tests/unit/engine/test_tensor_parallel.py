@@ -28,7 +28,7 @@ from specdec.engine.parallel.step_frames import (
     receive_frame,
 )
 from specdec.engine.settings import EngineSettings
-from specdec.engine.tap import HiddenTap
+from specdec.engine.tap import FINAL, HiddenTap
 from specdec.engine.tree import TokenTree
 from specdec.worker.ranks import share_cores
 from tests.support.engine.exact_runner import make_engine
@@ -137,6 +137,7 @@ def test_a_batch_arrives_as_it_was_sent(num_nodes: int) -> None:
         here.sendall(forward_frame(sent).encode())
         received = batch_of(receive_frame(there), torch.device("cpu"))
     assert received.num_seqs == sent.num_seqs == 2
+    assert received.tap is None
     assert bool(sent.path_slots.numel()) == (num_nodes == 5)
     for name in Batch.__dataclass_fields__:
         ours, theirs = getattr(sent, name), getattr(received, name)
@@ -174,6 +175,14 @@ def test_all_ranks_of_a_device_that_captures_steps_compute_what_is_tapped_and_on
     [own] = runner.batches
     assert own.tap is batch.tap
     assert own.input_ids.device == runner.device
+
+
+def test_a_batch_arrives_with_a_tap_of_the_same_layers() -> None:
+    sent = a_batch(5)
+    sent.tap = HiddenTap((FINAL, 0, 2))
+    received = batch_of(forward_frame(sent), torch.device("cpu"))
+    assert received.tap == HiddenTap((FINAL, 0, 2))
+    assert torch.equal(received.block_tables, sent.block_tables)
 
 
 def test_frames_of_every_kind_follow_each_other_on_one_connection() -> None:

@@ -35,7 +35,6 @@ from specdec.heads.parts import dense_attention
 from specdec.heads.serial import SerialHead
 from specdec.heads.session import Head, HeadAsk
 from target_service.pacing.expectations import Expectations
-from tests.support.engine.captures import Captures
 from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
 from tests.support.heads import checkpoints
 from tests.support.heads.checkpoints import Sizes
@@ -101,18 +100,21 @@ def check(head: Any, model: PreTrainedModel, tokens: list[int], offer: Offer) ->
     return len(parents)
 
 
-@pytest.fixture(params=[False, True], ids=["as-they-are", "replayed"])
-def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Captures | None:
-    """Heads' passes are replayed, by these; None: they are run as they are."""
-    monkeypatch.setattr(Expectations, "is_worth_asking", lambda *_: True)  # whatever the clock says
-    return replayed_heads(monkeypatch) if request.param else None
-
-
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    ("name", "is_replayed"),
+    [*((name, False) for name in HEADS), ("eagle3.1", True), ("peagle", True), ("dflash", True)],
+)
 @torch.inference_mode()
 def test_offers_are_those_of_the_whole_text_computed_afresh(
-    name: str, captures: Captures | None, pair: LocalPair, model: PreTrainedModel, tmp_path: Path
+    name: str,
+    is_replayed: bool,
+    pair: LocalPair,
+    model: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Expectations, "is_worth_asking", lambda *_: True)  # whatever the clock says
+    captures = replayed_heads(monkeypatch) if is_replayed else None
     kind, make = HEADS[name]
     more = {"topk": TOP_K} if kind is MedusaOptions else {"speculative_eagle_topk": TOP_K}
     options = kind(model=str(checkpoints.save(tmp_path, *make())), **more)  # type: ignore[call-arg]
@@ -145,13 +147,13 @@ def test_offers_are_those_of_the_whole_text_computed_afresh(
     head.draft = kept
     for _ in range(2):  # the second time prompts are in the prefix cache
         for body in opens.values():
-            body.cache_salt = f"{name} {captures is not None}".encode()
+            body.cache_salt = f"{name} {is_replayed}".encode()
         outcomes = pair.run(opens, use_draft=False)
         assert pair.verifier.panel.names == ["prediction", options.method]
         for key, outcome in outcomes.items():
             assert outcome.token_ids == plain[key].token_ids
             assert outcome.num_of("prediction", "num_accepted") > 5
     assert sum(check(head, model, tokens, offer) for tokens, offer in offered) > 60
-    if captures is not None and kind is not MedusaOptions:
+    if captures is not None:
         assert captures.num_replayed > 20
     assert all(outcome.verdicts[0].num_cached_tokens > 0 for key, outcome in outcomes.items() if key != "2")

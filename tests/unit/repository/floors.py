@@ -35,7 +35,7 @@ FLOORS = {
     "specdec.heads": """
         checkpoint parts session
         cache config vocabulary
-        passes
+        footprint passes
         drawing replays
         target
         cached
