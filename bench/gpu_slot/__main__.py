@@ -42,6 +42,7 @@ STEPS = {
     "products": 120,
     "steps": 180,
     "draft": 90,
+    "heads": 60,
     "served": 120,
     "failover": 120,
     "gaps": 150,

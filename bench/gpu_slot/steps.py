@@ -21,6 +21,7 @@ from bench.gpu_slot.determinism import (
     num_cuts_that_differ,
     products,
 )
+from bench.gpu_slot.heads import heads
 from bench.gpu_slot.models import Found, Place
 from bench.gpu_slot.services import failover, gaps, inflated, inflated_32b, loaded, selftest, served
 from bench.gpu_slot.timing import draft, steps
@@ -128,6 +129,7 @@ STEPS: dict[str, Callable[[Place], Found]] = {
         products,
         steps,
         draft,
+        heads,
         served,
         failover,
         gaps,
