@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import glob
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +42,8 @@ class DevicePlan:
 # Of what the weights leave free on a GPU that a target and a draft share. The rest is for activations, graphs and CUDA.
 TARGET_KV_SHARE = 0.65
 DRAFT_KV_SHARE = 0.15
+_MOST_ASKING_S = 60.0
+"""For a GPU's free memory: torch is imported, and the GPU set up, which takes seconds."""
 
 
 def device_kind(wish: str) -> str:
@@ -133,11 +137,22 @@ def count_gpus() -> int:
 
 
 def free_gpu_bytes(gpu: int) -> int:
-    """Return the free memory of a GPU."""
-    import torch
+    """Return the free memory of a GPU; raises ValueError where it does not tell.
 
-    free, _total = torch.cuda.mem_get_info(gpu)
-    return free
+    Another process asks: whoever does holds some hundred MiB of the GPU for as long as it lives, and would be on it
+    before NVIDIA MPS is, which such a process keeps out.
+    """
+    code = f"import torch; print(torch.cuda.mem_get_info({gpu})[0])"
+    try:
+        asked = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_MOST_ASKING_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"GPU {gpu} does not say in {_MOST_ASKING_S:g} s what memory is free") from error
+    if asked.returncode:
+        reason = asked.stderr.strip().splitlines()[-1:] or [f"exit code {asked.returncode}"]
+        raise ValueError(f"GPU {gpu} does not say what memory is free: {reason[0]}")
+    return int(asked.stdout)
 
 
 def weights_bytes(model: str) -> int:

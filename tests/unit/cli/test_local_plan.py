@@ -89,6 +89,19 @@ def test_more_ranks_than_gpus_are_an_error() -> None:
         devices.plan_devices("cuda", 2, [4])
 
 
+def test_free_memory_is_asked_for_by_a_process_that_is_gone_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asks a GPU is on it from then on: before MPS, and with some hundred MiB of it."""
+    torch = tmp_path / "torch.py"
+    torch.write_text("class cuda:\n    mem_get_info = staticmethod(lambda gpu: (1000 * gpu + 7, 1))\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert devices.free_gpu_bytes(3) == 3007
+    torch.write_text("class cuda:\n    def mem_get_info(gpu):\n        raise RuntimeError('CUDA error: 101')\n")
+    with pytest.raises(ValueError, match=r"GPU 1 does not say what memory is free: RuntimeError: CUDA error: 101"):
+        devices.free_gpu_bytes(1)
+
+
 def test_services_on_gpus_have_their_devices_budgets_and_all_cores_of_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.cli.local.plan.count_gpus", lambda: 3)
     monkeypatch.setattr("specdec.cli.local.plan.free_gpu_bytes", lambda gpu: (gpu + 1) * 2**30)
