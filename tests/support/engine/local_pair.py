@@ -106,13 +106,8 @@ class LocalPair:
         draft_recorder = DraftRecorder(DraftMetrics(CollectorRegistry()))
         self.draft_host: SessionHost[DraftSession] = self._host(self.draft_port, DRAFT_WIRE, self.draft_built)
         self.drafter: Any = self._make_drafter(draft_recorder)
-        self.draft = EngineWorker(
-            self.draft_port,
-            DRAFT_WIRE,
-            self.draft_built.info,
-            self.draft_host,
-            self.drafter,  # type: ignore[arg-type]
-        )
+        info = self.draft_built.info
+        self.draft = EngineWorker(self.draft_port, DRAFT_WIRE, info, self.draft_host, self.drafter)  # type: ignore[arg-type]
         self.target_registry = CollectorRegistry()
         recorder = TargetRecorder(TargetMetrics(self.target_registry))
         self.target_host: SessionHost[TargetSession] = self._host(self.target_port, TARGET_WIRE, self.target_built)
@@ -132,8 +127,8 @@ class LocalPair:
             self.target_host,
             self.verifier,  # type: ignore[arg-type]
         )
-        for worker in (self.draft, self.target):
-            worker.most_taking_s = math.inf  # what takes part in a step is not for a busy machine to say
+        # What takes part in a step is not for a busy machine to say.
+        self.draft.most_taking_s = self.target.most_taking_s = math.inf
         self.opens: dict[str, pb.OpenSession] = {}
         self.epochs: dict[str, int] = {}
         self.outcomes: dict[str, Outcome] = {}

@@ -1,7 +1,5 @@
 """Several ranks with a GPU's decoder, as far as Triton's interpreter and gloo can show it."""
 
-import socket
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,11 @@ from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.batch import Batch
 from specdec.engine.cuda.buckets import BucketedSteps
-from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.kv_budget import largest_batch
 from specdec.engine.model.loader import random_model
 from specdec.engine.model.runner import ModelRunner
-from specdec.engine.parallel.step_frames import batch_of, receive_frame
+from specdec.engine.parallel.step_frames import batch_of, forward_frame
 from specdec.engine.tap import FINAL, HiddenTap
 from tests.support.engine import paged_scenarios as play
 from tests.support.engine.captures import Captures
@@ -71,16 +68,14 @@ def test_what_one_rank_captures_all_do(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path)
     leader, follower = (ModelRunner.load(engine_settings(folder)) for _ in range(2))
     of_leader, of_follower = CountedSteps(leader), CountedSteps(follower)
-    here, there = socket.socketpair()
-    with closing(there), closing(here):
-        leading = LeadingRunner(leader, [here])
-        for layer_ids in ((), (FINAL,), (0, 2), (FINAL,), ()):
-            batch, _ = largest_batch(3, 64, leader.block_size, torch.device("cpu"))
-            batch.tap = HiddenTap(layer_ids) if layer_ids else None
-            leading.forward(batch)
-            assert batch.tap is None or batch.tap.states is not None
-            follower.forward(batch_of(receive_frame(there), follower.device))
-            assert of_leader.num_runs == of_follower.num_runs
+    for layer_ids in ((), (FINAL,), (0, 2), (FINAL,), ()):
+        batch, _ = largest_batch(3, 64, leader.block_size, torch.device("cpu"))
+        batch.tap = HiddenTap(layer_ids) if layer_ids else None
+        sent = forward_frame(batch)  # what ranks on GPUs are told (tests/unit/engine/test_tensor_parallel.py)
+        leader.forward(batch)
+        assert batch.tap is None or batch.tap.states is not None
+        follower.forward(batch_of(sent, follower.device))
+        assert of_leader.num_runs == of_follower.num_runs
     assert of_leader.num_runs > 5
 
 
