@@ -21,10 +21,10 @@ pytestmark = [
     pytest.mark.usefixtures("ordered_products"),
 ]
 
-TOKENS = play.random_tokens(18, 5, VOCAB_SIZE)
+TOKENS = play.random_tokens(13, 5, VOCAB_SIZE)
 WRONG = play.random_tokens(4, 6, VOCAB_SIZE)
 OTHERS = [play.random_tokens(3 + 5 * i, 10 + i, VOCAB_SIZE) for i in range(2)]
-PROMPT = 12
+PROMPT = 7
 
 
 def load(architecture: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: object) -> ModelRunner:

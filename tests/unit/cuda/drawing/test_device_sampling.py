@@ -19,7 +19,7 @@ from specdec.sampling_params import SamplingParams
 from tests.support.engine.extreme_rows import Batch, batches
 from tests.support.engine.triton_device import DEVICE
 
-EXAMPLES = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXAMPLES = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def keys_of(num_rows: int) -> list[int]:
