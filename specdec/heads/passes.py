@@ -23,7 +23,11 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One kind of pass over rows that attend. No operation of it may depend on data."""
+    """One kind of pass over rows that attend. No operation of it may depend on data.
+
+    `compute` refers to modules, and not to the head that has it: in a cycle one that was exchanged would keep its
+    memory until somebody looks for cycles, and one of the start for good, as what is there then is left out of that.
+    """
 
     name: str
     """Its own among those of a head."""
@@ -34,7 +38,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """One kind of pass in which rows know nothing of one another."""
+    """One kind of pass in which rows know nothing of one another; the same holds for it."""
 
     name: str
     state_shape: tuple[int, ...]

@@ -76,22 +76,23 @@ class SerialHead(CachedHead):
         for)."""
         super().__init__(name, capabilities, layer_ids, target, cache, vocabulary)
         self.model = model
-        taps, width = (len(layer_ids), target.runner.hidden_size), model.width
-        self._entering = Pass("entering", taps, self._entered)
-        self._level = Pass("level", (width,), self._carried)
-        self._logits = Projection("logits", (width,), lambda hidden: self.vocabulary.spread(model.logits(hidden)))
+        taps, width, vocabulary = (len(layer_ids), target.runner.hidden_size), model.width, self.vocabulary
+
+        def entered(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+            return model.run(model.fuse(states), rows.token_ids, rows.positions, attend)
+
+        def carried(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+            return model.run(model.carry(states), rows.token_ids, rows.positions, attend)
+
+        self._entering = Pass("entering", taps, entered)
+        self._level = Pass("level", (width,), carried)
+        self._logits = Projection("logits", (width,), lambda hidden: vocabulary.spread(model.logits(hidden)))
         self.kinds = self._entering, self._level, self._logits
-        self._depth, self._top_k, self._num_nodes = depth, top_k, num_nodes
+        self.top_k, self._depth, self._num_nodes = top_k, depth, num_nodes
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
         """An entry is of a token's features and the token after it."""
         return self.passes.run(self._entering, taken.states, taken.rows)
-
-    def _entered(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
-        return self.model.run(self.model.fuse(states), rows.token_ids, rows.positions, attend)
-
-    def _carried(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
-        return self.model.run(self.model.carry(states), rows.token_ids, rows.positions, attend)
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[HeadAsk]) -> list[Offer | None]:
@@ -100,7 +101,7 @@ class SerialHead(CachedHead):
         drafts: dict[int, _Draft] = {}
         for index, (ask, base) in enumerate(zip(asks, self.bases(asks), strict=True)):
             if base is not None:
-                tree = GrowingTree(self.room(ask), 1 if ask.is_chain else self._top_k)
+                tree = GrowingTree(self.room(ask), 1 if ask.is_chain else self.top_k)
                 drafts[index] = _Draft(ask, base, tree, {-1: base.last}, {-1: []})
         if drafts:
             self._grow(list(drafts.values()))
@@ -128,7 +129,7 @@ class SerialHead(CachedHead):
         hidden = torch.stack([draft.hidden[node] for draft, node in level])
         logits = self.passes.project(self._logits, hidden)
         rows = [after(draft.ask.row, draft.tree.path(node)) for draft, node in level]
-        return choose(self.target.sampler, logits, rows, self._top_k)
+        return choose(self.target.sampler, logits, rows, self.top_k)
 
     def _compute(self, level: Sequence[tuple[_Draft, int]], drafts: Sequence[_Draft], first_slot: int) -> None:
         """Hidden states of nodes, each over its own path."""

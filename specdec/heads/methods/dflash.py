@@ -105,20 +105,22 @@ class DFlash(CachedHead):
         self._depth = self._block - self._first if depth is None else min(depth, self._block - self._first)
         self.top_k = top_k
         taps, width = (len(layer_ids), target.runner.hidden_size), model.lm_head.in_features
-        self._entering = Pass("entering", taps, self._entered)
+        vocabulary = self.vocabulary
+
+        def entered(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+            context = model.context(states)
+            for layer in range(len(model.layers)):
+                cache.write(layer, rows.slots, *model.entries(layer, context, rows.positions))
+            return rows.token_ids
+
+        self._entering = Pass("entering", taps, entered)
         self._blocks = Pass("blocks", (width,), lambda states, rows, attend: model.run(states, rows.positions, attend))
-        self._logits = Projection("logits", (width,), lambda rows: self.vocabulary.spread(model.lm_head(rows)))
+        self._logits = Projection("logits", (width,), lambda rows: vocabulary.spread(model.lm_head(rows)))
         self.kinds = self._entering, self._blocks
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
         """An entry is of a token's features alone. A draft goes on from the token after the last one."""
         return self.passes.run(self._entering, taken.states, taken.rows)
-
-    def _entered(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
-        context = self.model.context(states)
-        for layer in range(len(self.model.layers)):
-            self.cache.write(layer, rows.slots, *self.model.entries(layer, context, rows.positions))
-        return rows.token_ids
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[HeadAsk]) -> list[Offer | None]:

@@ -52,22 +52,23 @@ class PEagle(CachedHead):
         self.model = model
         self._mask_token_id = mask_token_id
         self._mask_state = model.fuse(mask_hidden[None])  # [1, H]
-        self._depth, self._top_k = depth, top_k
-        taps = len(layer_ids), target.runner.hidden_size
-        self._entering = Pass("entering", taps, self._entered)
-        self._masks = Pass("masks", (model.width,), self._masked)
-        self._logits = Projection("logits", (model.width,), lambda rows: self.vocabulary.spread(model.logits(rows)))
+        self._depth, self.top_k = depth, top_k
+        taps, vocabulary = (len(layer_ids), target.runner.hidden_size), self.vocabulary
+
+        def entered(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+            return model.run(model.fuse(states), rows.token_ids, rows.positions, attend)
+
+        def masked(states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
+            return model.run(states, rows.token_ids, rows.positions, attend)
+
+        self._entering = Pass("entering", taps, entered)
+        self._masks = Pass("masks", (model.width,), masked)
+        self._logits = Projection("logits", (model.width,), lambda rows: vocabulary.spread(model.logits(rows)))
         self.kinds = self._entering, self._masks, self._logits
 
     def take_in(self, taken: TakenIn) -> torch.Tensor:
         """As EAGLE-3."""
         return self.passes.run(self._entering, taken.states, taken.rows)
-
-    def _entered(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
-        return self.model.run(self.model.fuse(states), rows.token_ids, rows.positions, attend)
-
-    def _masked(self, states: torch.Tensor, rows: LaidOut, attend: Attend) -> torch.Tensor:
-        return self.model.run(states, rows.token_ids, rows.positions, attend)
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[HeadAsk]) -> list[Offer | None]:
@@ -80,7 +81,7 @@ class PEagle(CachedHead):
             some = known[first : first + at_once]
             hidden = self._hidden([base for _, base in some])  # [sessions, depth, H]
             logits = self.passes.project(self._logits, hidden.flatten(0, 1)).unflatten(0, (len(some), -1))
-            drawn = draw_slots(self.target.sampler, logits, [asks[i] for i, _ in some], self._top_k)
+            drawn = draw_slots(self.target.sampler, logits, [asks[i] for i, _ in some], self.top_k)
             for (i, _), offer in zip(some, drawn, strict=True):
                 offers[i] = offer
         return offers
