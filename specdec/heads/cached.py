@@ -10,6 +10,7 @@ import torch
 from specdec.drafters.interface import Capabilities, Context
 from specdec.engine.sequence import Sequence as EngineSequence
 from specdec.heads.cache import HeadCache, LaidOut, Rows
+from specdec.heads.drawing import warm_up
 from specdec.heads.passes import Pass, Projection
 from specdec.heads.session import HeadAsk, HeadSession
 from specdec.heads.target import HeadTarget
@@ -59,6 +60,8 @@ class CachedHead:
         self.passes = target.passes(cache)
         self.kinds: tuple[Pass | Projection, ...] = ()
         """Its passes that are worth capturing before the first request."""
+        self.top_k = 1
+        """Best tokens of a row that it looks for."""
 
     def open(self, context: Context) -> HeadSession:
         """Begin with a session."""
@@ -70,6 +73,7 @@ class CachedHead:
     def prepare(self) -> None:
         """See `Head`."""
         self.passes.prepare(self.kinds, self.target.runner.max_model_len)
+        warm_up(self.target.sampler, self.target.vocab_size, self.top_k)
 
     def forget(self, seq: EngineSequence, start: int, end: int) -> None:
         """See `Head`."""

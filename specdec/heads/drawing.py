@@ -15,6 +15,7 @@ import torch
 
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.sampler import RowContext, Sampler
+from specdec.sampling_params import SamplingParams
 
 Choices = list[tuple[int, float]]
 """Tokens, best first, each with an estimated probability that the target takes it after its parent."""
@@ -31,6 +32,18 @@ def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[RowContext], n
         list(zip([each.token_id for each in best], shares([each.score for each in best]), strict=True))[:num_choices]
         for best in drawn
     ]
+
+
+def warm_up(sampler: Sampler, num_logits: int, num_choices: int) -> None:
+    """Choose once, with cuts and without, where a compiler makes what chooses so many: no draft waits for it then.
+
+    `num_logits`: of a row.
+    """
+    if sampler.device.type == "cpu":
+        return
+    logits = torch.zeros(1, num_logits, device=sampler.device)
+    for params in (SamplingParams(max_tokens=1, seed=0), SamplingParams(max_tokens=1, seed=0, top_p=0.5)):
+        choose(sampler, logits, [RowContext(params, 1, 1)], num_choices)
 
 
 def without_noise(row: RowContext) -> RowContext:

@@ -71,12 +71,22 @@ class HeadReplays:
     def prepare(self, kinds: Iterable[Pass | Projection], max_len: int) -> None:
         """See `Replays`."""
         began_s, kinds = time.monotonic(), list(kinds)
-        for key in all_buckets(max_len, self._cache.block_size):
+        self._compile_others(kinds)
+        for key in all_buckets(min(max_len, self._cache.first_scratch_slot), self._cache.block_size):
             for each in kinds:
                 if key[0] not in _PREPARED_ROWS or not self._steps.has_room(time.monotonic() - began_s):
                     continue
                 self._graph_of(each, key[0], key if isinstance(each, Pass) else _NO_TABLES)
         _logger.info("head_captured", extra={"num": len(self._graphs), "seconds": round(time.monotonic() - began_s, 3)})
+
+    def _compile_others(self, kinds: Iterable[Pass | Projection]) -> None:
+        """Run what no capture does: what fills buckets, and attention over a single block, whose kernel is that of more
+        rows than are captured."""
+        for each in kinds:
+            if isinstance(each, Pass):
+                (states, rows), (_, static) = self._padding(each, (1, 1)), self._padding(each, (1, 1))
+                fill(static.batch, rows.batch, self._cache.spare_block, self._cache.block_size)
+                each.compute(states, rows, self._cache.attend(rows.batch))
 
     def _graph_of(self, each: Pass | Projection, num_rows: int, key: Key) -> _Graph | None:
         if not (self._can_capture and self._steps.row_edges):
@@ -97,15 +107,22 @@ class HeadReplays:
         return graph
 
     def _captured(self, each: Pass | Projection, num_rows: int, key: Key) -> _Graph:
-        device = self._cache.device
-        states = torch.zeros(num_rows, *each.state_shape, dtype=self._dtype, device=device)
         if isinstance(each, Projection):
-            project = each.compute
-            return _Graph(states, None, *self._steps.capture(lambda: project(states)))
+            hidden, project = self._states(each, num_rows), each.compute
+            return _Graph(hidden, None, *self._steps.capture(lambda: project(hidden)))
+        states, rows = self._padding(each, key)
+        compute, cache = each.compute, self._cache
+        return _Graph(states, rows, *self._steps.capture(lambda: compute(states, rows, cache.attend(rows.batch))))
+
+    def _padding(self, each: Pass, key: Key) -> tuple[torch.Tensor, LaidOut]:
+        """What a pass goes in with whose rows are padding only."""
+        device = self._cache.device
         batch = empty_batch(key, device, self._cache.spare_block, self._cache.block_size, PATH_SLOTS_PER_ROW)
-        positions = torch.zeros(num_rows, dtype=torch.int64, device=device)
-        rows, compute, cache = LaidOut(batch, positions), each.compute, self._cache
-        return _Graph(states, rows, *self._steps.capture(lambda: compute(states, rows, cache.attend(batch))))
+        positions = torch.zeros(key[0], dtype=torch.int64, device=device)
+        return self._states(each, key[0]), LaidOut(batch, positions)
+
+    def _states(self, each: Pass | Projection, num_rows: int) -> torch.Tensor:
+        return torch.zeros(num_rows, *each.state_shape, dtype=self._dtype, device=self._cache.device)
 
 
 def _replayed(graph: _Graph, states: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from specdec.drafters.interface import Capabilities, Context, Offer
 from specdec.drafters.options import MedusaOptions
 from specdec.engine.tap import FINAL
 from specdec.heads.checkpoint import HeadFiles, HeadRefused, fill, renamed
-from specdec.heads.drawing import Choices, without_noise
+from specdec.heads.drawing import Choices, warm_up, without_noise
 from specdec.heads.session import HeadAsk, HeadSession, StatelessHead
 from specdec.heads.slots import choose_slots, draw_slots
 from specdec.heads.target import HeadTarget
@@ -71,8 +71,12 @@ class Medusa(StatelessHead):
         self._target = target
         self._vocabulary = vocabulary.to(target.runner.device)
         self._depth = min(len(model), options.num_speculative_tokens or len(model))
-        self._top_k = options.topk
         self._choices = sorted(options.medusa_choices or (), key=lambda path: (len(path), path))
+        self._top_k = 1 + max(rank for path in self._choices for rank in path) if self._choices else options.topk
+
+    def prepare(self) -> None:
+        """See `Head`. Its one pass is a few products, which are launched as they are."""
+        warm_up(self._target.sampler, self._target.vocab_size, self._top_k)
 
     def open(self, context: Context) -> HeadSession:
         """Begin with a session."""
@@ -103,8 +107,7 @@ class Medusa(StatelessHead):
         logits = self._vocabulary.spread(logits.flatten(0, 1)).unflatten(0, (len(some), -1))
         sampler = self._target.sampler
         if self._choices:
-            width = 1 + max(rank for path in self._choices for rank in path)
-            slots = choose_slots(sampler, logits, some, width)
+            slots = choose_slots(sampler, logits, some, self._top_k)
             drawn = [self._static(ask, found) for ask, found in zip(some, slots, strict=True)]
         else:
             drawn = draw_slots(sampler, logits, some, self._top_k)

@@ -15,6 +15,7 @@ from specdec.drafters.options import DFlashOptions, Eagle3Options, HeadOptions
 from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.cuda import buckets
+from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.engine import Engine
 from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
@@ -75,10 +76,9 @@ def target_of(model: Path, device: str) -> HeadTarget:
 class Life:
     """Sessions that commit what a generator says, and what a head offers before each step."""
 
-    def __init__(self, head: Head, target: HeadTarget) -> None:
+    def __init__(self, head: Head, target: HeadTarget, lengths: tuple[int, int] = (7, 2)) -> None:
         self._head, self._device = head, target.runner.device
         self._generator = torch.Generator().manual_seed(4)
-        lengths = (7, 2)
         self._tokens = [self._drawn(length + 1) for length in lengths]
         self._sessions = [head.open(Context([], length)) for length in lengths]
         self._starts = [0, 0]
@@ -156,6 +156,24 @@ def test_a_level_is_two_copies_to_the_device_and_one_wait(model: Path, device: F
     assert num_to_host == DEPTH, "tokens of a level"
     assert num_waits - states <= DEPTH
     assert num_to_device - states == 1 + 2 * DEPTH - 1, "committed tokens, then rows and draws of each level"
+
+
+def compiled(counter: LaunchCounter) -> set[tuple[str, str]]:
+    return {(launch.name, f"{launch.constants} {launch.options}") for launch in counter.launches}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_no_draft_waits_for_a_kernel_to_be_compiled(name: str, model: Path, device: FakeDevice, tmp_path: Path) -> None:
+    target = target_of(model, "cuda:0")
+    head = load(name, tmp_path, target)
+    with LaunchCounter() as before:
+        head.prepare()
+    life = Life(head, target, lengths=(30, 2))  # of which the first is too long for a captured pass
+    with LaunchCounter() as since:
+        life.step(temperature=1.0)
+        life.step(temperature=0.0)
+    assert {name for name, _ in compiled(since)} >= {"fill_kernel", "draw_kernel"}
+    assert compiled(since) <= compiled(before)
 
 
 def test_steps_with_a_tap_are_captured_before_the_first_request(
