@@ -65,9 +65,6 @@ class Verifier:
     ) -> None:
         """`own_draft`: of `host`'s sessions, in this process; None: drafts are elsewhere."""
         self._own_draft = own_draft or OwnDraft(None, 0)
-        hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
-        self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation, row_edges=built.row_edges)
-        self.pacing.gate.computes_prompts = self._own_draft.is_there
         self._host = host
         self._engine = built.engine
         self._sampler = built.sampler
@@ -89,6 +86,10 @@ class Verifier:
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
         self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, built.heads)
         """The drafters of its own; they may be changed while sessions run."""
+        hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
+        # With heads it is known only now which steps are captured, and whether that went well.
+        self.pacing = Pacing(hold_off_ms, is_gated=settings.adaptive_speculation, row_edges=built.row_edges)
+        self.pacing.gate.computes_prompts = self._own_draft.is_there
         self._swap = DrafterSwap(self.panel, host.answers, self._on_drafters, settings.load_timeout_s)
         host.answers.handler = self._swap
         self._intake = ProposalIntake(host, recorder)

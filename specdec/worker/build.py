@@ -62,8 +62,12 @@ class BuiltEngine:
     """What runs the model in this process; None where none runs."""
     mask_token_id: int | None = None
     """Of a draft that says several tokens in one pass: what stands for one that is not known yet."""
-    row_edges: tuple[int, ...] = ()
-    """Numbers of rows, rising, that steps are padded to: rows up to the next one are free; empty where none are."""
+
+    @property
+    def row_edges(self) -> tuple[int, ...]:
+        """Numbers of rows, rising, that steps are padded to: rows up to the next one are free; empty where none are,
+        as after captures that failed, which with heads come later than this is built."""
+        return () if self.model is None else self.model.row_edges
 
 
 def build_engine(
@@ -124,9 +128,7 @@ def build_engine(
         engine.launch_pass = steps.launch
     heads = HeadTarget(runner, engine, sampler)
     verify_s = row_s * max_batch_tokens
-    return BuiltEngine(
-        engine, sampler, info, verify_s, drawing, grammars, heads, runner, mask_token_id, runner.row_edges
-    )
+    return BuiltEngine(engine, sampler, info, verify_s, drawing, grammars, heads, runner, mask_token_id)
 
 
 def _heads_of(settings: TargetSettings | DraftSettings) -> list[HeadOptions]:

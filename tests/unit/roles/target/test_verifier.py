@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 from google.rpc import code_pb2
 
 from specdec.v1 import common_pb2 as pb
-from tests.support.engine.local_pair import chain, open_session
+from target_service.proposals.head_desk import HeadDesk
+from tests.support.engine.local_pair import LocalPair, chain, open_session
 from tests.support.engine.targets import PROMPT, a_session
 from tests.support.engine.worker_client import WorkerClient, fields_of, reason_of
 
@@ -190,3 +194,14 @@ def test_a_reopened_session_describes_no_prefill_token(client: WorkerClient, tru
     assert [t for verdict in verdicts for t in verdict.token_ids] == truth[24:28]
     assert verdicts[0].origins == [pb.ORIGIN_DECODE]
     assert verdicts[-1].finish_reason == pb.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize("edges", [(4, 8), ()], ids=["captured", "what heads need could not be captured"])
+def test_rows_are_free_up_to_what_steps_are_really_padded_to(
+    edges: tuple[int, ...], loaded_pair: LocalPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replays = SimpleNamespace(row_edges=(4, 8))
+    monkeypatch.setattr(loaded_pair.target_built.model, "replays", replays)
+    monkeypatch.setattr(HeadDesk, "prepare", lambda self: setattr(replays, "row_edges", edges))
+    loaded_pair.reset()
+    assert loaded_pair.verifier.pacing.step_time.edges == edges
