@@ -63,8 +63,8 @@ class EngineSettings(BaseModel):
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         ge=1,
-        description="KV budget of each rank; null: 1 GiB on CPU; on CUDA 90 % of what the weights and the "
-        "largest step leave free.",
+        description="KV budget of each rank; null: 1 GiB on CPU; on CUDA 90 % of what the weights, the largest step, "
+        "captured steps and configured heads leave free.",
     )
     gpu_memory_fraction: float | None = Field(
         default=None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -20,6 +20,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
 from specdec.engine.leading_runner import LeadingRunner
 from specdec.engine.model.device_choice import is_on_gpu
+from specdec.engine.model.kv_budget import CAPTURE_BYTES, Beside
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
@@ -62,6 +63,8 @@ class BuiltEngine:
     """What runs the model in this process; None where none runs."""
     mask_token_id: int | None = None
     """Of a draft that says several tokens in one pass: what stands for one that is not known yet."""
+    awaited_bytes: int = 0
+    """What heads, which are loaded after this, and captures that wait for them will take of the device's memory."""
 
     @property
     def row_edges(self) -> tuple[int, ...]:
@@ -71,17 +74,22 @@ class BuiltEngine:
 
 
 def build_engine(
-    settings: TargetSettings | DraftSettings, port: EnginePort | None = None, ranks: Ranks | None = None
+    settings: TargetSettings | DraftSettings,
+    port: EnginePort | None = None,
+    ranks: Ranks | None = None,
+    others_bytes: int = 0,
 ) -> BuiltEngine:
     """Load, prove and warm the model, together with the other ranks if there are any; send its tokenizer to the
-    servicer, if there is one.
+    servicer, if there is one. Of a GPU's memory its KV cache leaves `others_bytes` to others in this process.
 
     Raises:
         ModelNotSupported, ModelLoadError: with a reason for people.
         EngineError: no message would hold a session that fills the context.
     """
     awaited = _heads_of(settings)
-    runner = ModelRunner.load(settings, None if ranks is None else ranks.join(), footprint(awaited))
+    of_heads = footprint(awaited)
+    beside = replace(of_heads, num_bytes=of_heads.num_bytes + others_bytes)
+    runner = ModelRunner.load(settings, None if ranks is None else ranks.join(), beside)
     # With heads steps hand out hidden states: those are captured when it is known which.
     row_s = runner.warmup(captures=ranks is not None or not awaited)
     max_batch_tokens = most_rows(settings, row_s)
@@ -128,7 +136,23 @@ def build_engine(
         engine.launch_pass = steps.launch
     heads = HeadTarget(runner, engine, sampler)
     verify_s = row_s * max_batch_tokens
-    return BuiltEngine(engine, sampler, info, verify_s, drawing, grammars, heads, runner, mask_token_id)
+    return BuiltEngine(
+        engine,
+        sampler,
+        info,
+        verify_s,
+        drawing,
+        grammars,
+        heads,
+        runner,
+        mask_token_id,
+        awaited_bytes=_awaited_bytes(runner, of_heads) if awaited else 0,
+    )
+
+
+def _awaited_bytes(runner: ModelRunner, of_heads: Beside) -> int:
+    weights = of_heads.weight_bytes(runner.num_logits, runner.hidden_size, runner.dtype)
+    return weights + of_heads.cache_bytes(runner.num_blocks * runner.block_size, runner.dtype) + CAPTURE_BYTES
 
 
 def _heads_of(settings: TargetSettings | DraftSettings) -> list[HeadOptions]:

@@ -35,14 +35,14 @@ def build_own_draft(
     host: SessionHost[TargetSession], target: BuiltEngine, settings: DraftSettings, recorder: DraftRecorder
 ) -> tuple[OwnDraft, pb.ModelIdentity]:
     """Load a draft for a target's sessions, and tell what it is. What the target has compiled of constraints it finds
-    compiled.
+    compiled, and what the target's heads will take of a GPU's memory it leaves to them.
 
     Raises:
         ModelNotSupported, ModelLoadError: with a reason for people; it cannot be loaded, or shares too few tokens with
             the target.
     """
     try:
-        built = build_engine(settings)
+        built = build_engine(settings, others_bytes=target.awaited_bytes)
     except EngineError as error:
         raise type(error)(f"own_draft: {error}") from error
     if built.info.identity.tokenizer_digest != target.info.identity.tokenizer_digest:

@@ -245,7 +245,7 @@ class _Builder:
         budget = settings.kv_cache_memory_bytes
         if budget is None and loaded.device.type == "cuda":
             reserved_bytes += self._beside.weight_bytes(loaded.num_logits, loaded.hidden_size, loaded.dtype)
-            block_bytes += self._beside.elements_per_token * settings.block_size * loaded.dtype.itemsize
+            block_bytes += self._beside.cache_bytes(settings.block_size, loaded.dtype)
             budget = affordable_kv_bytes(
                 CudaMemory(loaded.device),
                 step_model,

@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV cache may take: what the weights and the largest step leave free."""
+"""How much of a GPU's memory the KV cache may take: what weights, the largest step, captures and heads leave free."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,10 @@ class Beside:
     def weight_bytes(self, num_logits: int, hidden_size: int, dtype: torch.dtype) -> int:
         """Of all but keys and values, for a model of these sizes."""
         return self.num_bytes + self.num_embeddings * num_logits * hidden_size * dtype.itemsize
+
+    def cache_bytes(self, num_tokens: int, dtype: torch.dtype) -> int:
+        """Of keys and values beside those of so many tokens."""
+        return self.elements_per_token * num_tokens * dtype.itemsize
 
 
 NOTHING = Beside()

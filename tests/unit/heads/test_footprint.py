@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from specdec.config import DraftSettings, TargetSettings
 from specdec.drafters.options import DFlashOptions, Eagle3Options, EagleOptions, HeadOptions, MedusaOptions
-from specdec.engine.model.kv_budget import NOTHING, Beside
+from specdec.engine.errors import ModelLoadError
+from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside
+from specdec.engine.model.runner import ModelRunner
 from specdec.heads.footprint import footprint
 from specdec.heads.methods.registry import load_head
 from specdec.heads.target import HeadTarget
+from specdec.worker.build import build_engine
+from target_service.proposals.own_draft import build_own_draft
 from tests.support.heads import checkpoints
 from tests.support.heads.checkpoints import Sizes, Tensors
 from tests.support.heads.targets import fixture_target
@@ -71,3 +76,27 @@ def test_several_heads_add_up_and_files_that_are_none_count_for_nothing(tmp_path
     assert footprint([]) == footprint([other]) == NOTHING
     twice, once = footprint([one, other, one]), footprint([one])
     assert twice == Beside(2 * once.num_bytes, 2 * once.num_embeddings, 2 * once.elements_per_token)
+
+
+def test_a_draft_in_the_same_process_leaves_to_heads_what_was_set_aside(
+    target: HeadTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded before them, and would have its KV cache take all that the target's has left."""
+    option = Eagle3Options(model=str(checkpoints.save(tmp_path, *checkpoints.eagle3(SIZES))), layer_ids=(1, 2, 3))
+    settings = TargetSettings(model=target.runner.settings.model, drafters=(option,), num_blocks=64, block_size=8)
+    built = build_engine(settings)
+    monkeypatch.setattr(HeadTarget, "place", lambda self, module: None)
+    head: Any = load_head(option, target)
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in head.model.parameters())
+    of_tokens = head.cache.num_bytes * 64 // (head.cache.spare_block + 1)  # what is drafted lies in slots beside theirs
+    assert CAPTURE_BYTES + weights + of_tokens <= built.awaited_bytes
+    asked: list[Beside] = []
+
+    def load(settings: object, group: object, beside: Beside) -> None:
+        asked.append(beside)
+        raise ModelLoadError("that is enough")
+
+    monkeypatch.setattr(ModelRunner, "load", load)
+    with pytest.raises(ModelLoadError, match="that is enough"):
+        build_own_draft(cast(Any, None), built, DraftSettings(model=settings.model), cast(Any, None))
+    assert asked == [Beside(built.awaited_bytes)]
