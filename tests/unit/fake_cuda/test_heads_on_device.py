@@ -16,6 +16,7 @@ from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.cuda import buckets
 from specdec.engine.cuda.launch import LaunchCounter
+from specdec.engine.cuda.passes import CudaCapture
 from specdec.engine.engine import Engine
 from specdec.engine.model import runner as runner_module
 from specdec.engine.model.runner import ModelRunner
@@ -25,6 +26,7 @@ from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import HiddenTap
+from specdec.heads import replays as replays_module
 from specdec.heads.methods.registry import load_head
 from specdec.heads.replays import HeadReplays
 from specdec.heads.session import Features, Head, HeadAsk
@@ -134,6 +136,45 @@ def test_captured_passes_offer_what_those_of_a_cpu_offer(
     assert num_prepared == 2 * len(head.kinds), "all in both buckets"
     found = live(Life(head, on_device))
     assert replays._can_capture
+    check_same(found, expected)
+
+
+def test_passes_that_are_too_large_and_captures_that_were_dropped_change_no_offer(
+    model: Path, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt has more rows than are captured, and deeper levels longer paths."""
+    monkeypatch.setattr(replays_module, "PATH_SLOTS_PER_ROW", 1)
+    monkeypatch.setattr(replays_module, "_MOST_GRAPHS", 2)
+    on_cpu, on_device = target_of(model, "cpu"), target_of(model, "cuda:0")
+    expected = live(Life(load("eagle3", tmp_path / "cpu", on_cpu), on_cpu, lengths=(30, 2)))
+    head: Any = load("eagle3", tmp_path / "device", on_device)
+    head.prepare()
+    found = live(Life(head, on_device, lengths=(30, 2)))
+    assert head.passes._replays._can_capture
+    assert len(head.passes._replays._graphs) == 2
+    check_same(found, expected)
+
+
+def test_where_capturing_fails_a_heads_passes_run_as_they_are_and_steps_are_replayed(
+    model: Path, device: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu, on_device = target_of(model, "cpu"), target_of(model, "cuda:0")
+    expected = live(Life(load("eagle3", tmp_path / "cpu", on_cpu), on_cpu))
+    head: Any = load("eagle3", tmp_path / "device", on_device)
+
+    def failing(capture: CudaCapture, run: Callable[[], torch.Tensor]) -> None:
+        run()
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(CudaCapture, "__call__", failing)
+    head.prepare()
+    found = live(Life(head, on_device))
+    assert not head.passes._replays._graphs
+    assert on_device.runner.row_edges
+    check_same(found, expected)
+
+
+def check_same(found: list[list[Offer | None]], expected: list[list[Offer | None]]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             assert one is not None
