@@ -22,14 +22,15 @@ from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 _T = TypeVar("_T")
 # Waits between attempts to connect; gRPC's own grow to two minutes, over which a coordinator that is back is not seen.
+# Shorter than the attempts of a call together: one that is back is found before another that goes has refused them all.
 _FIRST_RECONNECT_MS = 100
-_LONGEST_RECONNECT_MS = 2000
+_LONGEST_RECONNECT_MS = 1000
 
 # gRPC retries by itself what was refused or never reached a server, unless the server says that this is of no use
 # (see specdec.rpc.abort). A server that stops cuts off what it has not looked at, as CANCELLED. A stream is
 # retried only before its first chunk, so no token is ever delivered twice.
 RETRY_POLICY = {
-    "maxAttempts": 4,
+    "maxAttempts": 5,
     "initialBackoff": "0.1s",
     "maxBackoff": "2s",
     "backoffMultiplier": 2,
