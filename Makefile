@@ -23,6 +23,7 @@ CHAOS_ARGS ?=
 SOAK_ARGS ?=
 FUZZ_ARGS ?=
 GPU_SLOT_ARGS ?=
+ISA_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -124,7 +125,7 @@ test-again: $(STAMP)  ## Run the few tests that failed in the last "make test" t
 # The numerics as other CPUs have them: see the file.
 .PHONY: test-isa
 test-isa: $(STAMP)  ## Run the tests of numerics under each instruction set that this CPU has, and without kernels.
-	@$(BIN)/python -m tests.support.engine.isa_selections
+	@$(BIN)/python -m tests.support.engine.isa_selections $(ISA_ARGS)
 
 .PHONY: test-long
 test-long: $(STAMP) tools servers $(LONG_CLIENTS)  ## Run the tests that take minutes.
