@@ -23,9 +23,9 @@ from bench.plan import Plan
 from bench.prompts import held_out_prompts
 from bench.report import file_name, versions
 from bench.systems import compare, drafters
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.report import Report, machine
-from specdec.cli.up import stop_on_signals
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.report import Report, machine
+from specdec.commands.up.command import stop_on_signals
 
 RESULTS = Path(__file__).parent / "results"
 PARTS = ("decode", "systems", "steps", "sweep", "arrivals", "adversity", "drafters")

@@ -1,7 +1,7 @@
 """Requests that come when they come, whatever the server manages: an open loop, with and without speculation.
 
 Poisson arrivals at rising rates, until the server no longer keeps up, and bursts of requests at one moment; what TTFT
-and ITL are says `specdec.benchmark.streams`. Goodput counts requests that met both limits: the first token in time, and
+and ITL are says `specdec.commands.measuring.streams`. Goodput counts requests that met both limits: the first token in time, and
 on average no more than so long per token after it. A request that was refused, or has not ended `_LATE_S` after the
 last arrival, met nothing.
 """
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from bench.deployment import Deployment, running
 from bench.plan import Plan
 from bench.prompts import held_out_prompts
-from specdec.benchmark.figures import percentiles
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.report import Report
-from specdec.benchmark.requests import make_request, new_tenant
-from specdec.benchmark.streams import Stream, open_loop, poisson
-from specdec.benchmark.svg import Point, lines
-from specdec.benchmark.tables import Table
+from specdec.commands.measuring.figures import percentiles
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.report import Report
+from specdec.commands.measuring.requests import make_request, new_tenant
+from specdec.commands.measuring.streams import Stream, open_loop, poisson
+from specdec.commands.measuring.svg import Point, lines
+from specdec.commands.measuring.tables import Table
 
 FIRST_RATE, GROWTH, MOST_RATES = 0.5, 2.0, 10
 """Requests per second, without rates from the command line: doubled until saturation."""

@@ -37,7 +37,7 @@ from specdec.engine.model.device_decoder import DeviceDecoder
 from specdec.engine.model.loader import random_model
 from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 ARCHITECTURES = (80, 90, 100)
 _WARP = 32

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from bench.delay_proxy import DelayProxy
 from bench.pairs import Model, Pair
-from specdec.benchmark.progress import Progress
-from specdec.cli.local.cluster import Cluster
-from specdec.cli.local.cores import assign_cores, share_cores
-from specdec.cli.local.mps import shared_by_mps
-from specdec.cli.local.plan import LocalPlan, Placement, plan_services
-from specdec.cli.local.service_process import ServiceSpec
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.up.cluster import Cluster
+from specdec.commands.up.cores import assign_cores, share_cores
+from specdec.commands.up.mps import shared_by_mps
+from specdec.commands.up.plan import LocalPlan, Placement, plan_services
+from specdec.commands.up.service_process import ServiceSpec
 
 _LEAST_KV_BYTES = 1 << 30
 _KV_ITEM_BYTES = {"cpu": 4, "cuda": 2}

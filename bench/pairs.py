@@ -12,7 +12,7 @@ from typing import Any
 
 from bench.checkpoints import inflated, num_parameters
 from bench.inflate import Shape
-from specdec.cli.local.plan import shipped_model
+from specdec.commands.up.plan import shipped_model
 
 INFLATION = (
     "Inflated: a shipped model enlarged by layers, width, heads and MLP rows that contribute exactly zero, so that a "

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.pairs import Pair
-from specdec.benchmark.requests import Sampling
-from specdec.cli.local.plan import Placement
+from specdec.commands.measuring.requests import Sampling
+from specdec.commands.up.plan import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +24,7 @@ class Plan:
     max_tokens: int = 96
     repeats: int = 2
     rounds: int = 1
-    """Requests per place: 1, all begin together; more, a closed loop (`specdec.benchmark.closed_loop`)."""
+    """Requests per place: 1, all begin together; more, a closed loop (`specdec.commands.measuring.closed_loop`)."""
     batches: tuple[int, ...] = (1, 8)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     verify_mode: str = "coupled"

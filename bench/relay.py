@@ -31,8 +31,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specdec.benchmark.report import machine
-from specdec.cli.local.plan import shipped_model
+from specdec.commands.measuring.report import machine
+from specdec.commands.up.plan import shipped_model
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -223,7 +223,7 @@ def _system(step_ms: float, num_tokens: int, speculate: bool, num_streams: int) 
     ]  # fmt: skip
     with (
         _process([sys.executable, "-m", "bench.relay", *replica_command], cores[1:2]),
-        _process([sys.executable, "-m", "coordinator", *arguments], cores[:1]) as coordinator,
+        _process([sys.executable, "-m", "specdec.coordinator", *arguments], cores[:1]) as coordinator,
     ):
         for role in ("target", "draft") if speculate else ("target",):
             _wait_for(base_port, f'specdec_coordinator_replicas{{role="{role}",state="ready"}}', 1)

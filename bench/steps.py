@@ -21,11 +21,11 @@ import torch
 from bench.deployment import pinned
 from bench.pairs import Pair
 from bench.plan import Plan
-from specdec.benchmark.figures import spread
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.report import Report
-from specdec.benchmark.tables import Table
-from specdec.cli.local.cores import assign_cores
+from specdec.commands.measuring.figures import spread
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.report import Report
+from specdec.commands.measuring.tables import Table
+from specdec.commands.up.cores import assign_cores
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner

@@ -17,11 +17,11 @@ from bench.delay_proxy import DelayProxy
 from bench.deployment import Deployment, client_cores, running
 from bench.plan import Plan
 from bench.prompts import Prompt, held_out_prompts, prompts_of_length
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.report import Report
-from specdec.benchmark.requests import Sampling
-from specdec.benchmark.svg import Point, lines
-from specdec.benchmark.tables import Table
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.report import Report
+from specdec.commands.measuring.requests import Sampling
+from specdec.commands.measuring.svg import Point, lines
+from specdec.commands.measuring.tables import Table
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64)
 TEMPERATURES = (0.0, 0.7, 1.0)

@@ -28,18 +28,18 @@ import torch
 from rich.console import Console
 
 from bench.report import file_name, versions
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.prompts import read_prompts
-from specdec.benchmark.report import Report, machine
-from specdec.benchmark.tables import Table
-from specdec.shipped_pair import shipped_pair
-from specdec.training.acceptance import Acceptance, acceptance
-from specdec.training.continued import Asked, make_texts
-from specdec.training.job import Loaded, learn, load_target, make_trainee
-from specdec.training.losses import LOSSES
-from specdec.training.recipe import KINDS, Recipe
-from specdec.training.states import States, check_logits, record_states
-from specdec.training.worth import StepCosts, measured_costs, speeds
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.prompts import read_prompts
+from specdec.commands.measuring.report import Report, machine
+from specdec.commands.measuring.tables import Table
+from specdec.commands.shipped_pair import shipped_pair
+from specdec.commands.train.acceptance import Acceptance, acceptance
+from specdec.commands.train.continued import Asked, make_texts
+from specdec.commands.train.job import Loaded, learn, load_target, make_trainee
+from specdec.commands.train.losses import LOSSES
+from specdec.commands.train.recipe import KINDS, Recipe
+from specdec.commands.train.states import States, check_logits, record_states
+from specdec.commands.train.worth import StepCosts, measured_costs, speeds
 
 RESULTS = Path(__file__).parent / "results"
 TEMPERATURES = (1.0, 0.0)

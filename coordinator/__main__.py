@@ -1,4 +1,4 @@
-"""Runs a coordinator: `python -m coordinator --targets host:50052 --drafts host:50053`."""
+"""Runs a coordinator: `python -m specdec.coordinator --targets host:50052 --drafts host:50053`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 import sys
 from collections.abc import Sequence
 
-from coordinator.processes.supervisor import Supervisor
-from coordinator.service import run_coordinator
 from specdec.config import CoordinatorSettings, settings_or_exit
+from specdec.coordinator.processes.supervisor import Supervisor
+from specdec.coordinator.service import run_coordinator
 from specdec.telemetry import setup_logging
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m coordinator") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.coordinator") -> int:
     """Read the settings and serve until a signal; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     prefix = CoordinatorSettings.env_prefix

@@ -6,19 +6,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 
-from coordinator.decode_loop import DecodeLoop
-from coordinator.links.draft_link import DraftLink
-from coordinator.links.link_events import LinkSettings
-from coordinator.links.target_link import TargetLink
-from coordinator.recovery import DraftRecovery, TargetRecovery
-from coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
-from coordinator.replicas.registry_view import RegistryView
-from coordinator.replicas.roster import Roster
-from coordinator.tasks import end_tasks
 from specdec.config import CoordinatorSettings
-from specdec.rpc.channel import ReplicaChannel
-from specdec.rpc.tls import replica_tls_files
-from specdec.tls_files import TlsFiles
+from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.links.draft_link import DraftLink
+from specdec.coordinator.links.link_events import LinkSettings
+from specdec.coordinator.links.target_link import TargetLink
+from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
+from specdec.coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from specdec.coordinator.replicas.registry_view import RegistryView
+from specdec.coordinator.replicas.roster import Roster
+from specdec.coordinator.tasks import end_tasks
+from specdec.wire.channel import ReplicaChannel
+from specdec.wire.tls import replica_tls_files
+from specdec.wire.tls_files import TlsFiles
 
 
 class Connections:

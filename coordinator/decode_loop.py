@@ -19,18 +19,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from coordinator.finishing import Finisher
-from coordinator.journal import Journal
-from coordinator.observer import Observer
-from coordinator.sessions.client_stream import prompt_chunks
-from coordinator.sessions.drafting import DraftFault, DraftSide
-from coordinator.sessions.session import DraftHost, Session, TargetHost
-from coordinator.sessions.step_told import step_told
-from coordinator.sessions.table import SessionTable
-from coordinator.sessions.verdict_check import fault_of
-from coordinator.text.choice_output import Finish
-from specdec.message_sizes import MAX_PROPOSAL_BYTES
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.journal import Journal
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.sessions.client_stream import prompt_chunks
+from specdec.coordinator.sessions.drafting import DraftFault, DraftSide
+from specdec.coordinator.sessions.session import DraftHost, Session, TargetHost
+from specdec.coordinator.sessions.step_told import step_told
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.sessions.verdict_check import fault_of
+from specdec.coordinator.text.choice_output import Finish
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import MAX_PROPOSAL_BYTES
 
 _CREDIT_STEPS = 4
 """The target hears of credit each time a quarter of its window was taken, long before it runs out of it."""

@@ -5,14 +5,14 @@ Whichever comes first counts; what comes later does nothing.
 
 from __future__ import annotations
 
-from coordinator.observer import Observer
-from coordinator.sessions.session import Request, Session
-from coordinator.sessions.table import SessionTable
-from coordinator.sessions.tally import prediction_counts, total
-from coordinator.text.choice_output import Finish
-from specdec.rpc.errors import Cancelled, SpecdecError
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.sessions.session import Request, Session
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.sessions.tally import prediction_counts, total
+from specdec.coordinator.text.choice_output import Finish
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Cancelled, SpecdecError
 
 
 class Finisher:

@@ -10,29 +10,29 @@ from contextlib import asynccontextmanager
 import structlog
 from grpc import StatusCode
 
-from coordinator.decode_loop import DecodeLoop
-from coordinator.finishing import Finisher
-from coordinator.intake.admission import AdmissionQueue, Place
-from coordinator.intake.overload import SpeculationGate
-from coordinator.intake.planning import Caller, Plan, Planner
-from coordinator.intake.prompt_bytes import PromptBytes
-from coordinator.journal import Journal
-from coordinator.observer import Observer
-from coordinator.replay import replay
-from coordinator.replicas.fleet import Fleet
-from coordinator.sessions.client_stream import prompt_end
-from coordinator.sessions.prompt_logprobs import PromptProgress
-from coordinator.sessions.request_trace import RequestTracer
-from coordinator.sessions.session import Request, Session
-from coordinator.sessions.table import SessionTable
-from coordinator.sessions.target_side import TargetSide
-from coordinator.tenants.quotas import TenantLease, TenantLimits
-from specdec.drafters.options import DRAFT_MODEL
-from specdec.rpc.errors import Cancelled, NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
+from specdec.config.drafter_options import DRAFT_MODEL
+from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.intake.admission import AdmissionQueue, Place
+from specdec.coordinator.intake.overload import SpeculationGate
+from specdec.coordinator.intake.planning import Caller, Plan, Planner
+from specdec.coordinator.intake.prompt_bytes import PromptBytes
+from specdec.coordinator.journal import Journal
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.replay import replay
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.sessions.client_stream import prompt_end
+from specdec.coordinator.sessions.prompt_logprobs import PromptProgress
+from specdec.coordinator.sessions.request_trace import RequestTracer
+from specdec.coordinator.sessions.session import Request, Session
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.sessions.target_side import TargetSide
+from specdec.coordinator.tenants.quotas import TenantLease, TenantLimits
 from specdec.store.errors import RequestHeld, TooManyConcurrent
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Cancelled, NotReady, Overloaded, RequestExists, SpecdecError, Unavailable
 
 Write = Callable[[api.GenerateResponse], Awaitable[None]]
 _FAULTS = (StatusCode.INTERNAL, StatusCode.UNKNOWN, StatusCode.UNAVAILABLE, StatusCode.DATA_LOSS)

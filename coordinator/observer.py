@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from prometheus_client import Counter
 
-from coordinator.links.link_events import LinkState
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.sessions.session import Request, Session
+from specdec.coordinator.links.link_events import LinkState
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.sessions.session import Request, Session
 from specdec.store.guarded import OperationObserver, StateObserver
 from specdec.telemetry import CoordinatorMetrics
 from specdec.telemetry.coordinator_metrics import FALLBACK_CAUSES

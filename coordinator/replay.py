@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.finishing import Finisher
-from coordinator.intake.resume import HeldChoice
-from coordinator.sessions.session import Session
-from coordinator.text.choice_output import EndRules
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.intake.resume import HeldChoice
+from specdec.coordinator.sessions.session import Session
+from specdec.coordinator.text.choice_output import EndRules
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import InvalidRequest
 
 
 def replay(finisher: Finisher, session: Session, held: HeldChoice, max_model_len: int) -> bool:

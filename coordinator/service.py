@@ -12,46 +12,46 @@ import grpc
 import structlog
 from prometheus_client import CollectorRegistry
 
-from coordinator.connections import Connections
-from coordinator.decode_loop import DecodeLoop
-from coordinator.finishing import Finisher
-from coordinator.generation import Generator
-from coordinator.intake.admission import AdmissionQueue
-from coordinator.intake.conversions import Conversions
-from coordinator.intake.overload import SpeculationGate
-from coordinator.intake.planning import Planner
-from coordinator.intake.prompt_bytes import PromptBytes
-from coordinator.intake.tokenizing import TokenizingTurns
-from coordinator.intake.validation import Limits
-from coordinator.journal import Journal, JournalSettings
-from coordinator.observer import Observer
-from coordinator.recovery import DraftRecovery, TargetRecovery
-from coordinator.recovery.hedging import Hedging
-from coordinator.recovery.watchdog import Watchdog
-from coordinator.replicas.fleet import Fleet
-from coordinator.replicas.outliers import EjectionSettings
-from coordinator.replicas.prefix_map import SharedPrefixes
-from coordinator.replicas.registry_view import RegistryView
-from coordinator.replicas.router import PrefixRouter
-from coordinator.servicer import SERVICE_NAME, CoordinatorServicer
-from coordinator.sessions.request_trace import RequestTracer
-from coordinator.sessions.table import SessionTable
-from coordinator.tasks import end_tasks
-from coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFileInvalid
-from coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
-from coordinator.tenants.shared_quotas import SharedQuotas
 from specdec import __version__
-from specdec.backoff import Backoff
 from specdec.config import CoordinatorSettings
-from specdec.rpc.errors import NotReady
-from specdec.rpc.server import run_service
-from specdec.rpc.startup import StartupFailed
+from specdec.coordinator.connections import Connections
+from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.generation import Generator
+from specdec.coordinator.intake.admission import AdmissionQueue
+from specdec.coordinator.intake.conversions import Conversions
+from specdec.coordinator.intake.overload import SpeculationGate
+from specdec.coordinator.intake.planning import Planner
+from specdec.coordinator.intake.prompt_bytes import PromptBytes
+from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.validation import Limits
+from specdec.coordinator.journal import Journal, JournalSettings
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
+from specdec.coordinator.recovery.hedging import Hedging
+from specdec.coordinator.recovery.watchdog import Watchdog
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.replicas.outliers import EjectionSettings
+from specdec.coordinator.replicas.prefix_map import SharedPrefixes
+from specdec.coordinator.replicas.registry_view import RegistryView
+from specdec.coordinator.replicas.router import PrefixRouter
+from specdec.coordinator.servicer import SERVICE_NAME, CoordinatorServicer
+from specdec.coordinator.sessions.request_trace import RequestTracer
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.tasks import end_tasks
+from specdec.coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFileInvalid
+from specdec.coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
+from specdec.coordinator.tenants.shared_quotas import SharedQuotas
+from specdec.service.server import run_service
+from specdec.service.startup import StartupFailed
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics
 from specdec.telemetry.tracing import Tracing
-from specdec.tls_files import TlsFiles, TlsFilesBroken
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.backoff import Backoff
+from specdec.wire.errors import NotReady
+from specdec.wire.tls_files import TlsFiles, TlsFilesBroken
 
 _METHODS = {"standard": pb.REJECTION_SAMPLE_METHOD_STANDARD, "block": pb.REJECTION_SAMPLE_METHOD_BLOCK}
 _MODES = {"coupled": pb.VERIFY_MODE_COUPLED, "rejection": pb.VERIFY_MODE_REJECTION}
@@ -65,7 +65,7 @@ _log = structlog.get_logger(__name__)
 
 
 class CoordinatorService:
-    """A coordinator, as `specdec.rpc.server.run_service` runs it."""
+    """A coordinator, as `specdec.service.server.run_service` runs it."""
 
     name = "coordinator"
     grpc_names: Sequence[str] = (SERVICE_NAME,)
@@ -355,7 +355,7 @@ async def run_coordinator(
 ) -> int:
     """Run a coordinator in this process until a signal or a failure ends it; returns the exit code.
 
-    See `specdec.rpc.server.run_service` for the arguments.
+    See `specdec.service.server.run_service` for the arguments.
     """
     registry = CollectorRegistry()
     BuildInfo(registry, "coordinator")

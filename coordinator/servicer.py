@@ -11,24 +11,24 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from coordinator.generation import Generator
-from coordinator.intake.admission import AdmissionQueue
-from coordinator.intake.conversions import Conversions
-from coordinator.intake.planning import Caller
-from coordinator.intake.reading import read_request, receive_request
-from coordinator.intake.validation import Limits
-from coordinator.replicas.fleet import Fleet
-from coordinator.replicas.registry_view import RegistryView
-from coordinator.replicas.status import describe_replicas
-from coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
-from coordinator.tenants.quotas import Allowance
 from specdec import __version__
-from specdec.drafters.options import DRAFT_MODEL
-from specdec.rpc.abort import write_to
-from specdec.rpc.errors import InvalidRequest
+from specdec.config.drafter_options import DRAFT_MODEL
+from specdec.coordinator.generation import Generator
+from specdec.coordinator.intake.admission import AdmissionQueue
+from specdec.coordinator.intake.conversions import Conversions
+from specdec.coordinator.intake.planning import Caller
+from specdec.coordinator.intake.reading import read_request, receive_request
+from specdec.coordinator.intake.validation import Limits
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.replicas.registry_view import RegistryView
+from specdec.coordinator.replicas.status import describe_replicas
+from specdec.coordinator.tenants.api_keys import AUTHORIZATION_KEY, Authenticator
+from specdec.coordinator.tenants.quotas import Allowance
 from specdec.telemetry.tracing import TRACE_HEADERS
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.abort import write_to
+from specdec.wire.errors import InvalidRequest
 
 SERVICE_NAME = "specdec.v1.CoordinatorService"
 TENANT_KEY = "specdec-tenant"

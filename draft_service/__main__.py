@@ -1,14 +1,14 @@
-"""Runs a draft replica: `python -m draft_service --model ...`."""
+"""Runs a draft replica: `python -m specdec.draft_service --model ...`."""
 
 import sys
 from collections.abc import Sequence
 
-from draft_service.servicer import ROLE
 from specdec.config import DraftSettings, settings_or_exit
-from specdec.rpc.bridge.replica_service import run_replica
+from specdec.draft_service.servicer import ROLE
+from specdec.replica.bridge.replica_service import run_replica
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m draft_service") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.draft_service") -> int:
     """Runs until a signal ends it; returns the exit code: 0 drained and stopped, 1 failed, 2 bad settings."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = settings_or_exit(DraftSettings, arguments, env_prefix=DraftSettings.env_prefix, prog=prog)

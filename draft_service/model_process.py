@@ -6,19 +6,19 @@ from typing import Any
 
 from prometheus_client import REGISTRY
 
-from draft_service.wire import WIRE
 from specdec.config import DraftSettings
-from specdec.drafting.drafter import Drafter
-from specdec.drafting.metrics import DraftRecorder
+from specdec.draft_service.wire import WIRE
+from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.text.drafter import TextDrafter
 from specdec.drafting.translation.build import Translated, translate
 from specdec.engine.errors import ModelLoadError
-from specdec.rpc.bridge.frames import EnginePort
+from specdec.replica.bridge.frames import EnginePort
+from specdec.replica.worker.build import BuiltEngine, run_role
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.role import Role
 from specdec.telemetry import DraftMetrics
-from specdec.tls_files import TlsFilesBroken
-from specdec.worker.build import BuiltEngine, run_role
-from specdec.worker.host import SessionHost
-from specdec.worker.role import Role
+from specdec.wire.tls_files import TlsFilesBroken
 
 
 def run_model(port: EnginePort, settings: DraftSettings) -> None:
@@ -46,7 +46,7 @@ def _translated(built: BuiltEngine, settings: DraftSettings) -> Translated | Non
     """What stands between the draft and the target of the settings; None where nothing has to."""
     if settings.target is None:
         return None
-    from draft_service.target_facts import NoTargetFacts, ask_target  # gRPC, which engines do without mostly
+    from specdec.draft_service.target_facts import NoTargetFacts, ask_target  # gRPC, which engines do without mostly
 
     try:
         facts = ask_target(settings)

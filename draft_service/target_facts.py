@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
-from specdec.backoff import Backoff
 from specdec.config import DraftSettings
-from specdec.rpc.channel import open_channel
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2_grpc
+from specdec.wire.backoff import Backoff
+from specdec.wire.channel import open_channel
 
 _MAX_TOKENIZER_BYTES = 256 * 2**20
 _CALL_S = 30.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.config import DraftSettings
-from specdec.rpc.bridge.frames import EnginePort
+from specdec.replica.bridge.frames import EnginePort
 
 
 def run_engine(port: EnginePort, settings: DraftSettings) -> None:
@@ -12,11 +12,11 @@ def run_engine(port: EnginePort, settings: DraftSettings) -> None:
     Only one of the two is imported: torch is not there for drafters, and they call with gRPC, which engines do without.
     """
     if settings.drafters:
-        from draft_service.plain.process import run_plain
-        from draft_service.wire import WIRE
+        from specdec.draft_service.plain.process import run_plain
+        from specdec.draft_service.wire import WIRE
 
         run_plain(port, settings, WIRE)
     else:
-        from draft_service.model_process import run_model
+        from specdec.draft_service.model_process import run_model
 
         run_model(port, settings)

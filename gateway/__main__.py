@@ -1,4 +1,4 @@
-"""Runs a gateway: `python -m gateway --coordinators host:50051`."""
+"""Runs a gateway: `python -m specdec.gateway --coordinators host:50051`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Sequence
 
 import uvloop
 
-from specdec.grpc_polling import poll_in_one_thread
+from specdec.service.grpc_polling import poll_in_one_thread
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m gateway") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.gateway") -> int:
     """Read the settings and serve until a signal; returns the exit code."""
     poll_in_one_thread()  # before these import gRPC
-    from gateway.service import run_gateway
-    from gateway.settings import GatewaySettings
-    from specdec.settings_sources import settings_or_exit
+    from specdec.config.sources import settings_or_exit
+    from specdec.gateway.service import run_gateway
+    from specdec.gateway.settings import GatewaySettings
     from specdec.telemetry import setup_logging
 
     arguments = sys.argv[1:] if argv is None else argv

@@ -13,24 +13,24 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from gateway.api.answers import ChatCompletionChunk
-from gateway.api.chat import ChatRequest
-from gateway.api.completions import CompletionRequest
-from gateway.api.errors import ApiError
-from gateway.api.responses import ResponseEvent, ResponsesRequest
-from gateway.api.tokens import DetokenizeBody, TokenizeBody
-from gateway.parts import Parts
-from gateway.routes.answers import error_response
-from gateway.routes.chat import chat_routes
-from gateway.routes.completions import completion_routes
-from gateway.routes.models import model_routes
-from gateway.routes.operations import health_routes, metrics_routes
-from gateway.routes.output import as_api_error
-from gateway.routes.page import page_routes
-from gateway.routes.responses import response_routes
-from gateway.routes.tokens import token_routes
 from specdec import __version__
-from specdec.rpc.errors import SpecdecError
+from specdec.gateway.api.answers import ChatCompletionChunk
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.api.errors import ApiError
+from specdec.gateway.api.responses import ResponseEvent, ResponsesRequest
+from specdec.gateway.api.tokens import DetokenizeBody, TokenizeBody
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import error_response
+from specdec.gateway.routes.chat import chat_routes
+from specdec.gateway.routes.completions import completion_routes
+from specdec.gateway.routes.models import model_routes
+from specdec.gateway.routes.operations import health_routes, metrics_routes
+from specdec.gateway.routes.output import as_api_error
+from specdec.gateway.routes.page import page_routes
+from specdec.gateway.routes.responses import response_routes
+from specdec.gateway.routes.tokens import token_routes
+from specdec.wire.errors import SpecdecError
 
 _NO_NAMES: Mapping[str, str] = MappingProxyType({})
 _DESCRIBED: tuple[type[BaseModel], ...] = (

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 
-from gateway.http.body import BodyReader
-from gateway.settings import GatewaySettings
-from gateway.upstream.coordinators import Caller, Coordinators
-from gateway.upstream.health import Health
-from gateway.upstream.vocabulary import Vocabulary
+from specdec.gateway.http.body import BodyReader
+from specdec.gateway.settings import GatewaySettings
+from specdec.gateway.upstream.coordinators import Caller, Coordinators
+from specdec.gateway.upstream.health import Health
+from specdec.gateway.upstream.vocabulary import Vocabulary
 from specdec.telemetry import GatewayMetrics, VllmMetrics
 from specdec.v1 import coordinator_pb2 as api
 

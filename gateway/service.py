@@ -14,27 +14,27 @@ import socket
 import structlog
 from prometheus_client import CollectorRegistry
 
-from gateway.app import build_app, build_health_app
-from gateway.http.body import BodyLimits, BodyReader
-from gateway.http.edge import Edge
-from gateway.http.server import HttpServer
-from gateway.parts import Parts
-from gateway.routes.answers import error_response
-from gateway.settings import GatewaySettings
-from gateway.upstream.coordinators import Coordinators
-from gateway.upstream.health import Health
-from gateway.upstream.names import NameWatch
 from specdec import __version__
 from specdec.client import Client, ClientSettings
-from specdec.rpc.listening import bound_sockets
-from specdec.rpc.metrics_endpoint import metrics_endpoint
-from specdec.rpc.server import install_signals
-from specdec.rpc.startup import StartupFailed
-from specdec.rpc.tls import server_tls_files
-from specdec.rpc.tls_watch import INTERVAL_S, TlsWatch
+from specdec.gateway.app import build_app, build_health_app
+from specdec.gateway.http.body import BodyLimits, BodyReader
+from specdec.gateway.http.edge import Edge
+from specdec.gateway.http.server import HttpServer
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import error_response
+from specdec.gateway.settings import GatewaySettings
+from specdec.gateway.upstream.coordinators import Coordinators
+from specdec.gateway.upstream.health import Health
+from specdec.gateway.upstream.names import NameWatch
+from specdec.service.listening import bound_sockets
+from specdec.service.metrics_endpoint import metrics_endpoint
+from specdec.service.server import install_signals
+from specdec.service.startup import StartupFailed
+from specdec.service.tls_watch import INTERVAL_S, TlsWatch
 from specdec.telemetry import BuildInfo, GatewayMetrics, TlsMetrics, VllmMetrics
 from specdec.telemetry.tracing import Tracing
-from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
+from specdec.wire.tls import server_tls_files
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
 
 _log = structlog.get_logger(__name__)
 

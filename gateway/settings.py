@@ -1,4 +1,4 @@
-"""The settings of a gateway, read as those of the other services are (`specdec.settings_sources`)."""
+"""The settings of a gateway, read as those of the other services are (`specdec.config.sources`)."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
-from gateway.chat.parsing import check_names
-from gateway.chat.reasoning import REASONING_PARSERS
-from gateway.chat.tool_calls.families import TOOL_PARSERS
-from specdec.addresses import check_address
-from specdec.rpc.settings import WireSettings
+from specdec.gateway.chat.parsing import check_names
+from specdec.gateway.chat.reasoning import REASONING_PARSERS
+from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
+from specdec.service.settings import WireSettings
 from specdec.telemetry.tracing_settings import TracingSettings
+from specdec.wire.addresses import check_address
 
 
 def _split_commas(value: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Runs a target replica: `python -m target_service --model ...`."""
+"""Runs a target replica: `python -m specdec.target_service --model ...`."""
 
 import sys
 from collections.abc import Sequence
 
 from specdec.config import TargetSettings, settings_or_exit
-from specdec.rpc.bridge.replica_service import run_replica
-from target_service.servicer import ROLE
+from specdec.replica.bridge.replica_service import run_replica
+from specdec.target_service.servicer import ROLE
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m target_service") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.target_service") -> int:
     """Runs until a signal ends it; returns the exit code: 0 drained and stopped, 1 failed, 2 bad settings."""
     arguments = sys.argv[1:] if argv is None else argv
     settings = settings_or_exit(TargetSettings, arguments, env_prefix=TargetSettings.env_prefix, prog=prog)

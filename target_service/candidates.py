@@ -10,10 +10,10 @@ from specdec.engine.engine import Engine
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.outputs import ItemOutput, StepOutput
 from specdec.engine.tree import TokenTree
-from specdec.worker.host import SessionHost
-from target_service.admission.admission import Admission
-from target_service.decide import Candidate, Undecided
-from target_service.session import TargetSession
+from specdec.replica.worker.host import SessionHost
+from specdec.target_service.admission.admission import Admission
+from specdec.target_service.decide import Candidate, Undecided
+from specdec.target_service.session import TargetSession
 
 
 class CandidateReader:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from specdec.drafters.options import DRAFT_MODEL
+from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.engine import Engine
-from specdec.sampling_params import VerifyMode
+from specdec.replica.worker.host import SessionHost
+from specdec.target_service.decide import Decision
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.proposals.own_draft import OwnDraft
+from specdec.target_service.proposals.panel import DrafterPanel
+from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.records.trace import trace_verdict
+from specdec.target_service.session import TargetSession
+from specdec.target_service.verdicts import describe_drafters, make_verdict, pieces_of, tree_of
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.host import SessionHost
-from target_service.decide import Decision
-from target_service.pacing.pacing import Pacing
-from target_service.proposals.own_draft import OwnDraft
-from target_service.proposals.panel import DrafterPanel
-from target_service.records.metrics import TargetRecorder
-from target_service.records.trace import trace_verdict
-from target_service.session import TargetSession
-from target_service.verdicts import describe_drafters, make_verdict, pieces_of, tree_of
+from specdec.wire.sampling_params import VerifyMode
 
 
 class Commits:

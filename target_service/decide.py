@@ -7,20 +7,20 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.grammar.follower import MaskWords
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.block_verification import verify_block
 from specdec.engine.sampling.masks import masked_logits
 from specdec.engine.sampling.rejection import verify_token
 from specdec.engine.sampling.sampler import DraftSample, RowContext, Sampler
 from specdec.engine.tree import TokenTree
-from specdec.grammar.failure import GrammarError
-from specdec.grammar.follower import MaskWords
-from specdec.sampling_params import RejectionMethod, VerifyMode
+from specdec.target_service.logprobs import node_logprobs, position_logprobs
+from specdec.target_service.masks import MaskFilling
+from specdec.target_service.session import SessionState, TargetSession
+from specdec.target_service.tree.walk import Walk, walk_tree
 from specdec.v1 import common_pb2 as pb
-from target_service.logprobs import node_logprobs, position_logprobs
-from target_service.masks import MaskFilling
-from target_service.session import SessionState, TargetSession
-from target_service.tree.walk import Walk, walk_tree
+from specdec.wire.sampling_params import RejectionMethod, VerifyMode
 
 
 @dataclass(frozen=True, slots=True)

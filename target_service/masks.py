@@ -16,9 +16,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from specdec.constraints.grammar.follower import NodeMask
 from specdec.engine.tree import TokenTree
-from specdec.grammar.follower import NodeMask
-from target_service.session import TargetSession
+from specdec.target_service.session import TargetSession
 
 _WORTH_S = 3e-4
 """Waking a thread takes 20 to 100 us of the step."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch
 
-from specdec.message_sizes import position_bytes
+from specdec.target_service.logprobs import prompt_logprobs
 from specdec.v1 import common_pb2 as pb
-from target_service.logprobs import prompt_logprobs
+from specdec.wire.message_sizes import position_bytes
 
 _PART_OVERHEAD_BYTES = 64
 """What a part has besides its positions."""

@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.sequence import Sequence as EngineSequence
-from specdec.sampling_params import RejectionMethod, SamplingParams, VerifyMode
+from specdec.replica.worker.sessions import EngineSession
+from specdec.target_service.policy.gate_state import GateState
+from specdec.target_service.policy.hold_off import HoldOff, MissRecord
+from specdec.target_service.policy.marginal_gains import Asked
+from specdec.target_service.policy.source_records import OwnRecord
+from specdec.target_service.policy.urgency import urgency
+from specdec.target_service.prompt_logprobs import PromptLogprobs
+from specdec.target_service.tree.speculation_tree import ReadProposal, SpeculationTree
+from specdec.target_service.tree.walk import EndOfChoice
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.sessions import EngineSession
-from target_service.policy.gate_state import GateState
-from target_service.policy.hold_off import HoldOff, MissRecord
-from target_service.policy.marginal_gains import Asked
-from target_service.policy.source_records import OwnRecord
-from target_service.policy.urgency import urgency
-from target_service.prompt_logprobs import PromptLogprobs
-from target_service.tree.speculation_tree import ReadProposal, SpeculationTree
-from target_service.tree.walk import EndOfChoice
+from specdec.wire.sampling_params import RejectionMethod, SamplingParams, VerifyMode
 
 
 class SessionState(enum.Enum):

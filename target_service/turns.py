@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
-from target_service.pacing.pacing import Pacing
-from target_service.proposals.own_draft import OwnDraft
-from target_service.records.step_record import StepRecord
-from target_service.session import TargetSession
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.proposals.own_draft import OwnDraft
+from specdec.target_service.records.step_record import StepRecord
+from specdec.target_service.session import TargetSession
 
 _STARVED_S = 1.0
 """A session that has had no step for so long waits for its client."""

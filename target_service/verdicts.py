@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec.message_sizes import cut
+from specdec.replica.worker.clamping import microseconds, uint32
+from specdec.target_service.decide import Decision
+from specdec.target_service.proposals.part import DrafterStep
+from specdec.target_service.session import SessionState, TargetSession
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.clamping import microseconds, uint32
-from target_service.decide import Decision
-from target_service.proposals.part import DrafterStep
-from target_service.session import SessionState, TargetSession
+from specdec.wire.message_sizes import cut
 
 FORCED = "forced"
 """In place of a drafter's name, where a constraint allowed nothing else."""

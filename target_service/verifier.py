@@ -7,41 +7,41 @@ from collections.abc import Iterable
 from typing import Any
 
 from specdec.config import TargetSettings
+from specdec.constraints.grammar.awaited import POLL_S
+from specdec.constraints.grammar.failure import GrammarError
 from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
-from specdec.grammar.awaited import POLL_S
-from specdec.grammar.failure import GrammarError
+from specdec.replica.worker.build import BuiltEngine
+from specdec.replica.worker.clamping import microseconds
+from specdec.replica.worker.errors import constraint_failure, non_finite_logits
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
+from specdec.replica.worker.opening import check_room
+from specdec.replica.worker.sessions import Owner
+from specdec.target_service.admission.admission import Admission
+from specdec.target_service.admission.opening import new_session, sources_of
+from specdec.target_service.candidates import CandidateReader
+from specdec.target_service.commits import Commits
+from specdec.target_service.decide import Candidate, Decision, Undecided, decide
+from specdec.target_service.masks import MaskFilling, worth_a_thread_s
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.policy.gate_state import Phase
+from specdec.target_service.proposals.gathering import Gathering
+from specdec.target_service.proposals.intake import ProposalIntake
+from specdec.target_service.proposals.own_draft import OwnDraft
+from specdec.target_service.proposals.panel import DrafterPanel
+from specdec.target_service.proposals.swap import POLL_S as SWAP_POLL_S
+from specdec.target_service.proposals.swap import DrafterSwap
+from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.records.progress import describe_progress, due_for_progress
+from specdec.target_service.records.recording import StepRecording
+from specdec.target_service.records.step_record import StepObserver, StepRecord
+from specdec.target_service.records.trace import trace_end, trace_preemptions
+from specdec.target_service.session import SessionState, TargetSession
+from specdec.target_service.turns import Turns
+from specdec.target_service.verdicts import end_position
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.build import BuiltEngine
-from specdec.worker.clamping import microseconds
-from specdec.worker.errors import constraint_failure, non_finite_logits
-from specdec.worker.host import SessionHost
-from specdec.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
-from specdec.worker.opening import check_room
-from specdec.worker.sessions import Owner
-from target_service.admission.admission import Admission
-from target_service.admission.opening import new_session, sources_of
-from target_service.candidates import CandidateReader
-from target_service.commits import Commits
-from target_service.decide import Candidate, Decision, Undecided, decide
-from target_service.masks import MaskFilling, worth_a_thread_s
-from target_service.pacing.pacing import Pacing
-from target_service.policy.gate_state import Phase
-from target_service.proposals.gathering import Gathering
-from target_service.proposals.intake import ProposalIntake
-from target_service.proposals.own_draft import OwnDraft
-from target_service.proposals.panel import DrafterPanel
-from target_service.proposals.swap import POLL_S as SWAP_POLL_S
-from target_service.proposals.swap import DrafterSwap
-from target_service.records.metrics import TargetRecorder
-from target_service.records.progress import describe_progress, due_for_progress
-from target_service.records.recording import StepRecording
-from target_service.records.step_record import StepObserver, StepRecord
-from target_service.records.trace import trace_end, trace_preemptions
-from target_service.session import SessionState, TargetSession
-from target_service.turns import Turns
-from target_service.verdicts import end_position
 
 _BESIDE_SHARE = 0.75
 """For so much of a step's expected time frames are taken while a device computes it: sampling is to be launched before

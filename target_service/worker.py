@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec.config import TargetSettings
-from specdec.rpc.bridge.frames import EnginePort
+from specdec.replica.bridge.frames import EnginePort
 
 
 def run_engine(port: EnginePort, settings: TargetSettings) -> None:
@@ -12,11 +12,11 @@ def run_engine(port: EnginePort, settings: TargetSettings) -> None:
     Only one of the two is imported: a target behind an endpoint needs no torch.
     """
     if settings.api is not None:
-        from target_service.api.process import run_api
-        from target_service.processes.wire import WIRE
+        from specdec.target_service.api.process import run_api
+        from specdec.target_service.processes.wire import WIRE
 
         run_api(port, settings, settings.api, WIRE)
     else:
-        from target_service.processes.model import run_model
+        from specdec.target_service.processes.model import run_model
 
         run_model(port, settings)

@@ -23,7 +23,7 @@ from specdec.engine.sampling.logit_processors import (
     temperature_scores,
 )
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 _MORE_THAN_CACHED_BYTES = 256 << 20
 

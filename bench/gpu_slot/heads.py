@@ -12,18 +12,18 @@ import torch
 
 from bench.gpu_slot import models
 from bench.gpu_slot.models import BLOCK_SIZE, COPIES, Found, Place
-from specdec.drafters.interface import Room
+from specdec.drafting.heads.cache import HeadCache
+from specdec.drafting.heads.config import HeadConfig, read_config
+from specdec.drafting.heads.methods.eagle3 import CAPABILITIES, Eagle3Model
+from specdec.drafting.heads.serial import SerialHead
+from specdec.drafting.heads.session import Features, HeadAsk, HeadSession
+from specdec.drafting.heads.target import HeadTarget
+from specdec.drafting.heads.vocabulary import DraftVocabulary
+from specdec.drafting.interface import Room
 from specdec.engine.cuda.buckets import BucketedSteps
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.engine.sequence import Sequence as EngineSequence
-from specdec.heads.cache import HeadCache
-from specdec.heads.config import HeadConfig, read_config
-from specdec.heads.methods.eagle3 import CAPABILITIES, Eagle3Model
-from specdec.heads.serial import SerialHead
-from specdec.heads.session import Features, HeadAsk, HeadSession
-from specdec.heads.target import HeadTarget
-from specdec.heads.vocabulary import DraftVocabulary
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 _TAPS = (2, 16, 29)
 _COMMITTED = 3

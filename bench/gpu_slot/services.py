@@ -27,7 +27,7 @@ def selftest(place: Place) -> Found:
 
     Raises where the GPU's decoder is not what does: it has failed its self-test, whose error the log tells.
     """
-    from specdec.cli.local.plan import shipped_model
+    from specdec.commands.up.plan import shipped_model
     from specdec.engine.model.runner import ModelRunner
     from specdec.engine.settings import EngineSettings
 
@@ -52,7 +52,7 @@ def selftest(place: Place) -> Found:
 
 def served(place: Place) -> Found:
     """The demo: the shipped pair behind all three services, compared with plain decoding."""
-    return _told("specdec.cli.main", "demo")
+    return _told("specdec.commands.main", "demo")
 
 
 def failover(place: Place) -> Found:
@@ -119,7 +119,7 @@ def _shapes(pair: str) -> tuple[Shape, Shape]:
 
 def _check_fits(pair: str, num_copies: int, memory_bytes: int) -> None:
     from bench.checkpoints import inflated_bytes
-    from specdec.cli.local.plan import shipped_model
+    from specdec.commands.up.plan import shipped_model
 
     shapes = zip(("target", "draft"), _shapes(pair), strict=True)
     weights = sum(inflated_bytes(Path(shipped_model(role)), shape) for role, shape in shapes) * num_copies

@@ -15,10 +15,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.gpu_slot import models
 from bench.gpu_slot.models import Found, Place
 from bench.prompts import held_out_prompts
-from specdec.benchmark.requests import Sampling, make_request, run_group
-from specdec.cli.local.cluster import Cluster, free_port
-from specdec.cli.local.plan import LocalPlan, plan_services, shipped_model
 from specdec.client import Client, Completion
+from specdec.commands.measuring.requests import Sampling, make_request, run_group
+from specdec.commands.up.cluster import Cluster, free_port
+from specdec.commands.up.plan import LocalPlan, plan_services, shipped_model
 from specdec.v1 import coordinator_pb2 as api
 
 _GAP = "specdec_target_device_gap_seconds_bucket"

@@ -18,7 +18,7 @@ from specdec.engine.drawing.adjustments import Adjustments
 from specdec.engine.drawing.device import DeviceDrawing
 from specdec.engine.drawing.rows import DrawRow, DrawRule
 from specdec.engine.sampling.sampler import Sampler
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 LEAST_CONTEXT = 8
 """Where attention costs a step next to nothing."""

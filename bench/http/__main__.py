@@ -29,10 +29,10 @@ from rich.console import Console
 
 from bench import report
 from bench.http.clients import Timed, over_grpc, over_http
-from specdec.benchmark.report import Report, machine
-from specdec.benchmark.tables import Table
-from specdec.cli.local.cluster import free_port
 from specdec.client import Client
+from specdec.commands.measuring.report import Report, machine
+from specdec.commands.measuring.tables import Table
+from specdec.commands.up.cluster import free_port
 
 _PATIENCE_S = 30.0
 _SPREAD_S = 2.0
@@ -118,7 +118,14 @@ def main(
     num_tokens, interval_s = round(seconds * rate), 1 / rate
     upstream_port, port = free_port(), free_port()
     address = f"127.0.0.1:{upstream_port}"
-    serve = ["-m", "gateway", f"--coordinators={address}", f"--port={port}", "--host=127.0.0.1", "--log-level=warning"]
+    serve = [
+        "-m",
+        "specdec.gateway",
+        f"--coordinators={address}",
+        f"--port={port}",
+        "--host=127.0.0.1",
+        "--log-level=warning",
+    ]
     facts = {**machine([clients, core]), "versions": report.versions(), "tokens_per_s": rate, "load": os.getloadavg()}
     told = Report(pair="no models: a scripted coordinator", facts=facts, console=Console())
     with (

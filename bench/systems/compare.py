@@ -23,13 +23,13 @@ from bench.plan import Plan
 from bench.prompts import Prompt, held_out_prompts
 from bench.systems import llama_cpp, served, transformers_peer, vllm
 from bench.systems.system import LeftOut, Outcome, System
-from specdec.benchmark.figures import spread
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.report import Report
-from specdec.benchmark.requests import Sampling, make_request
-from specdec.benchmark.svg import Point, bars
-from specdec.benchmark.tables import Table
 from specdec.client import Client
+from specdec.commands.measuring.figures import spread
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.report import Report
+from specdec.commands.measuring.requests import Sampling, make_request
+from specdec.commands.measuring.svg import Point, bars
+from specdec.commands.measuring.tables import Table
 
 NEAR_TIES = {"cpu": 1e-4, "cuda": 0.25}
 """float32; bfloat16, whose logits from 16 on are 0.125 apart."""

@@ -17,13 +17,13 @@ from bench.decode import TokensDiffer
 from bench.deployment import Deployment, running
 from bench.plan import Plan
 from bench.systems.workloads import Task, workloads
-from specdec.benchmark.figures import spread
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.report import Report
-from specdec.benchmark.requests import Sampling, make_request, new_tenant
-from specdec.benchmark.tables import Table
 from specdec.client import Completion
-from specdec.shipped_pair import shipped_head
+from specdec.commands.measuring.figures import spread
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.report import Report
+from specdec.commands.measuring.requests import Sampling, make_request, new_tenant
+from specdec.commands.measuring.tables import Table
+from specdec.commands.shipped_pair import shipped_head
 
 EVERY = ("ngram", "suffix", "prediction", "token_recycling")
 DEAR = ("lookahead", "layer_skip")

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 from bench.prompts import Prompt
 from bench.systems.system import Clock, LeftOut, Outcome
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.requests import Sampling
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.requests import Sampling
 
 _HOST = "127.0.0.1"
 _START_S, _STOP_S, _ANSWER_S = 300.0, 10.0, 600.0

@@ -13,9 +13,9 @@ from bench.prompts import Prompt
 from bench.systems.gguf_file import gguf_of
 from bench.systems.http_peer import HttpPeer, start_server
 from bench.systems.system import LeftOut
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.requests import Sampling
-from specdec.cli.local.cluster import free_port
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.requests import Sampling
+from specdec.commands.up.cluster import free_port
 
 _PROMPT_TOKENS = 512
 

@@ -18,8 +18,8 @@ from bench.deployment import Deployment, running
 from bench.plan import Plan
 from bench.prompts import Prompt
 from bench.systems.system import Outcome
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.requests import Sampling, run_group
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.requests import Sampling, run_group
 
 SPECULATION, PLAIN, ALL_CORES = "specdec, speculation", "specdec, plain", "specdec, plain, all cores"
 TOGETHER = "specdec, together"

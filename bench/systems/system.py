@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from bench.prompts import Prompt
-from specdec.benchmark.requests import Sampling
+from specdec.commands.measuring.requests import Sampling
 
 
 class LeftOut(Exception):

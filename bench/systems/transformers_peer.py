@@ -13,8 +13,8 @@ from typing import Any
 from bench.plan import Plan
 from bench.prompts import Prompt
 from bench.systems.system import LeftOut, Outcome
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.requests import Sampling
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.requests import Sampling
 
 _LINE_BYTES = 1 << 24
 _METHODS = {"generate": "transformers, generate", "assisted": "transformers, assisted",

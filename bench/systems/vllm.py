@@ -12,9 +12,9 @@ from bench.plan import Plan
 from bench.prompts import Prompt
 from bench.systems.http_peer import HttpPeer, start_server
 from bench.systems.system import LeftOut
-from specdec.benchmark.progress import Progress
-from specdec.benchmark.requests import Sampling
-from specdec.cli.local.cluster import free_port
+from specdec.commands.measuring.progress import Progress
+from specdec.commands.measuring.requests import Sampling
+from specdec.commands.up.cluster import free_port
 
 _KV_GB = "1"
 _PROMPT_TOKENS = 512

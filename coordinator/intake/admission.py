@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from coordinator.intake.fair_queue import FairQueue
-from coordinator.intake.line import Claim, Waiter
-from specdec.rpc.errors import Overloaded
+from specdec.coordinator.intake.fair_queue import FairQueue
+from specdec.coordinator.intake.line import Claim, Waiter
+from specdec.wire.errors import Overloaded
 
 _LEAST_RETRY_S = 0.1
 """Asking more often would cost more than it gains."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.text.tokenizer import TextTokenizer
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import InvalidRequest
 
 _MOST_BEHIND = 3
 """Tokens of layout that a template may put between the end of an empty think section and the answer."""

@@ -6,9 +6,9 @@ import json
 import math
 from typing import Any
 
-from coordinator.text.chat_template import Conversation
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.text.chat_template import Conversation
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 
 _MOST_VALUES = 100_000
 """In all JSON of a conversation: what it takes in memory and time goes by these rather than by its bytes."""

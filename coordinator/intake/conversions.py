@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from coordinator.intake.prompt import PromptReader
-from coordinator.intake.prompt_bytes import PromptBytes
-from coordinator.intake.tokenizing import TokenizingTurns
-from coordinator.intake.validation import Limits, check_detokenized
-from coordinator.replicas.fleet import Fleet
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.intake.prompt import PromptReader
+from specdec.coordinator.intake.prompt_bytes import PromptBytes
+from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.validation import Limits, check_detokenized
+from specdec.coordinator.replicas.fleet import Fleet
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 
 _INLINE_TOKENS = 1024
 """Their text takes two milliseconds; more would hold up the other streams of this event loop."""

@@ -12,7 +12,7 @@ import heapq
 from dataclasses import dataclass, field
 from itertools import islice
 
-from coordinator.intake.line import Claim, Line, Waiter
+from specdec.coordinator.intake.line import Claim, Line, Waiter
 
 _LEAST_SWEEP_TENANTS = 1024
 """Without API keys clients name their tenants, so there may be any number of them."""

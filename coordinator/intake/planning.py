@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from coordinator.intake.constraint_start import resolve_start
-from coordinator.intake.line import Claim
-from coordinator.intake.prompt import PromptReader
-from coordinator.intake.resume import (
+from specdec.coordinator.intake.constraint_start import resolve_start
+from specdec.coordinator.intake.line import Claim
+from specdec.coordinator.intake.prompt import PromptReader
+from specdec.coordinator.intake.resume import (
     HeldChoice,
     check_params,
     check_resume_token,
@@ -22,9 +22,9 @@ from coordinator.intake.resume import (
     planned_terms,
     prompt_logprobs_start,
 )
-from coordinator.intake.sizes import check_opening, check_resumable
-from coordinator.intake.tokenizing import TokenizingTurns
-from coordinator.intake.validation import (
+from specdec.coordinator.intake.sizes import check_opening, check_resumable
+from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.validation import (
     CheckedSampling,
     CheckedSpeculation,
     Limits,
@@ -34,19 +34,19 @@ from coordinator.intake.validation import (
     check_speculation,
     resolve_max_tokens,
 )
-from coordinator.journal import Journal
-from coordinator.replicas.fleet import Fleet
-from coordinator.replicas.served_model import ServedModel
-from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.prompt_logprobs import MOST_JOINED_BYTES
-from coordinator.sessions.request_trace import RequestTrace
-from coordinator.sessions.session import Request
-from coordinator.tenants.quotas import Allowance
-from specdec.message_sizes import opening_bytes, position_bytes, tokens_bytes
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.journal import Journal
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.replicas.served_model import ServedModel
+from specdec.coordinator.sessions.client_stream import ClientStream
+from specdec.coordinator.sessions.prompt_logprobs import MOST_JOINED_BYTES
+from specdec.coordinator.sessions.request_trace import RequestTrace
+from specdec.coordinator.sessions.session import Request
+from specdec.coordinator.tenants.quotas import Allowance
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
+from specdec.wire.message_sizes import opening_bytes, position_bytes, tokens_bytes
 
 _EXPECTED_OUTPUT_TOKENS = 256
 """What a choice is taken to use before it has ended, if it may use more: what it did use is told then."""

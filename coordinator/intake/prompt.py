@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.intake.conversation import read_conversation
-from coordinator.intake.tokenizing import TokenizingTurns
-from coordinator.intake.validation import (
+from specdec.coordinator.intake.conversation import read_conversation
+from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.validation import (
     CheckedSampling,
     Limits,
     check_num_messages,
@@ -18,11 +18,11 @@ from coordinator.intake.validation import (
     check_prompt_bytes,
     check_prompt_length,
 )
-from coordinator.text.bad_words import bad_word_sequences
-from coordinator.text.request_templates import check_request_template
-from coordinator.text.tokenizer import TextTokenizer
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.text.bad_words import bad_word_sequences
+from specdec.coordinator.text.request_templates import check_request_template
+from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 
 _INLINE_BYTES = 8192
 """More would hold up the other streams of this event loop; for less, a thread costs more than it saves."""

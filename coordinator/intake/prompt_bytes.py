@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from specdec.rpc.errors import Overloaded
+from specdec.wire.errors import Overloaded
 
 _RETRY_S = 1.0
 """When room will be free is not known; a second is cheap to wait and cheap to be asked for again."""

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError, Message
 
-from specdec.rpc.errors import DeadlineExceeded, InvalidRequest
-from specdec.rpc.reading.message_parts import TooManyParts, check_parts, find_invalid_utf8
+from specdec.wire.errors import DeadlineExceeded, InvalidRequest
+from specdec.wire.reading.message_parts import TooManyParts, check_parts, find_invalid_utf8
 
 _MessageT = TypeVar("_MessageT", bound=Message)
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
-from specdec.rpc.errors import DataLoss, InvalidRequest
 from specdec.store.interface import JournalRecord
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import DataLoss, InvalidRequest
 
 _DIGEST_BYTES = 32
 """Of SHA-256."""

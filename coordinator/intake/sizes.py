@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from coordinator.intake.validation import CheckedSampling
-from specdec.message_sizes import tokens_bytes
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.intake.validation import CheckedSampling
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
+from specdec.wire.message_sizes import tokens_bytes
 
 _Parts = Literal["logit_bias", "allowed_token_ids", "bad_words", "stop_token_ids", "constraint"]
 _RESUME_CHOICE_BYTES = 32

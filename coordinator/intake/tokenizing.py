@@ -8,8 +8,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from coordinator.intake.admission import AdmissionQueue
-from coordinator.intake.line import Claim
+from specdec.coordinator.intake.admission import AdmissionQueue
+from specdec.coordinator.intake.line import Claim
 
 _T = TypeVar("_T")
 _NUM_THREADS = 2

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from coordinator.tenants.quotas import Allowance
-from coordinator.text.bad_words import check_bad_words
-from coordinator.text.choice_output import ChoiceOutput
-from coordinator.text.detokenizer import DetokenizerFactory
-from specdec.constraint_limits import fault_of
-from specdec.drafters.options import DRAFT_MODEL, DRAFTER_NAMES
-from specdec.rpc.errors import InvalidRequest
-from specdec.sampling_limits import (
+from specdec.config.drafter_options import DRAFT_MODEL, DRAFTER_NAMES
+from specdec.constraints.limits import fault_of
+from specdec.coordinator.tenants.quotas import Allowance
+from specdec.coordinator.text.bad_words import check_bad_words
+from specdec.coordinator.text.choice_output import ChoiceOutput
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
+from specdec.wire.sampling_limits import (
     LOGIT_BIAS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_CACHE_SALT_BYTES,
@@ -20,8 +22,6 @@ from specdec.sampling_limits import (
     RANGES,
     leaves_no_token,
 )
-from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
 
 _MAX_REQUEST_ID_BYTES = 256
 """It is part of keys in the store, and of each session's id on the wire."""

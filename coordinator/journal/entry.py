@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from coordinator.sessions.session import Request
+from specdec.coordinator.sessions.session import Request
 from specdec.store.interface import JournalRecord, JournalWrite, Lease, NewRequest, StoreLimits
 
 _log = structlog.get_logger(__name__)

@@ -19,9 +19,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from coordinator.journal.entry import JournalEntry
-from coordinator.journal.upkeep import BATCH_TOKENS, JournalSettings, Upkeep
-from coordinator.sessions.session import Request, Session
+from specdec.coordinator.journal.entry import JournalEntry
+from specdec.coordinator.journal.upkeep import BATCH_TOKENS, JournalSettings, Upkeep
+from specdec.coordinator.sessions.session import Request, Session
 from specdec.store.errors import LimitExceeded, StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, Begun, JournalRecord, Lease, NewRequest, RequestKey

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 import structlog
 
-from coordinator.journal.endings import Endings
-from coordinator.journal.entry import JournalEntry
-from coordinator.sessions.session import Request
-from coordinator.tasks import end_tasks
+from specdec.coordinator.journal.endings import Endings
+from specdec.coordinator.journal.entry import JournalEntry
+from specdec.coordinator.sessions.session import Request
+from specdec.coordinator.tasks import end_tasks
 from specdec.store.errors import LimitExceeded, RequestHeld, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, JournalWrite, Lease

@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from specdec.rpc.errors import Unavailable
-from specdec.rpc.reading.message_parts import MOST_PARTS, TooManyParts, check_parts
 from specdec.v1 import draft_pb2
+from specdec.wire.errors import Unavailable
+from specdec.wire.reading.message_parts import MOST_PARTS, TooManyParts, check_parts
 
 _METHOD = f"/{draft_pb2.DESCRIPTOR.services_by_name['DraftService'].full_name}/Draft"
 

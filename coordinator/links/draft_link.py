@@ -7,16 +7,16 @@ from typing import Protocol, Self
 
 import grpc
 
-from coordinator.links.bounded_call import BoundedCall
-from coordinator.links.link_events import LinkEvents, LinkSettings
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.links.wire import Call
-from coordinator.sessions.drafting import DraftSide
-from coordinator.sessions.session import Session
-from specdec.rpc.channel import ReplicaChannel
-from specdec.rpc.reading.parsing import parsing
+from specdec.coordinator.links.bounded_call import BoundedCall
+from specdec.coordinator.links.link_events import LinkEvents, LinkSettings
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.links.wire import Call
+from specdec.coordinator.sessions.drafting import DraftSide
+from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc
+from specdec.wire.channel import ReplicaChannel
+from specdec.wire.reading.parsing import parsing
 
 _MOST_STRAYS = 4096
 _MOST_STRAYS_PER_SESSION = 4

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from coordinator.links.stream_end import EndOfStream
-from coordinator.sessions.session import Session
+from specdec.coordinator.links.stream_end import EndOfStream
+from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 
 Link = TypeVar("Link", contravariant=True)

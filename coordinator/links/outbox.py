@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Generic
 
-from coordinator.links.wire import EntryT
-from specdec.message_sizes import MAX_STREAM_FRAME_BYTES, cut, frame_bytes, most_entry_bytes
+from specdec.coordinator.links.wire import EntryT
+from specdec.wire.message_sizes import MAX_STREAM_FRAME_BYTES, cut, frame_bytes, most_entry_bytes
 
 _MAX_QUEUED_ENTRIES = 16_384
 """Some turns' worth for thousands of sessions: a replica that reads never lets as many gather."""

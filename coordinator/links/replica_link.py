@@ -7,16 +7,16 @@ from typing import Generic, Self
 
 import structlog
 
-from coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
-from coordinator.links.replica_stream import ReplicaStream
-from coordinator.links.stream_end import describe, end_of
-from coordinator.links.wire import EntryT, RequestT, ResultT, Wire
-from coordinator.sessions.session import Session
-from specdec.drafters.options import DRAFTER_NAMES
-from specdec.message_sizes import ENTRY_OVERHEAD_BYTES, frame_bytes, most_bytes
-from specdec.rpc.channel import ReplicaChannel
-from specdec.rpc.errors import IncompatibleReplica
+from specdec.config.drafter_options import DRAFTER_NAMES
+from specdec.coordinator.links.link_events import LinkEvents, LinkSettings, LinkState
+from specdec.coordinator.links.replica_stream import ReplicaStream
+from specdec.coordinator.links.stream_end import describe, end_of
+from specdec.coordinator.links.wire import EntryT, RequestT, ResultT, Wire
+from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.channel import ReplicaChannel
+from specdec.wire.errors import IncompatibleReplica
+from specdec.wire.message_sizes import ENTRY_OVERHEAD_BYTES, frame_bytes, most_bytes
 
 _EXPECTED_STATES = (LinkState.CONNECTING, LinkState.READY, LinkState.DRAINING)
 _log = structlog.get_logger(__name__)

@@ -13,15 +13,15 @@ from typing import Generic, Protocol, cast
 import grpc
 import structlog
 
-from coordinator.links.link_events import LinkSettings
-from coordinator.links.outbox import EntryTooLarge, Outbox
-from coordinator.links.stream_end import NOT_HANDED_ON, StreamEnd, engine_end_in, error_of
-from coordinator.links.wire import Call, EntryT, Frame, RequestT, ResultT, ResultT_contra, Wire
-from specdec.backoff import Backoff
-from specdec.rpc.channel import ReplicaChannel
-from specdec.rpc.errors import SpecdecError, Unavailable
-from specdec.rpc.reading.parsing import parsed
+from specdec.coordinator.links.link_events import LinkSettings
+from specdec.coordinator.links.outbox import EntryTooLarge, Outbox
+from specdec.coordinator.links.stream_end import NOT_HANDED_ON, StreamEnd, engine_end_in, error_of
+from specdec.coordinator.links.wire import Call, EntryT, Frame, RequestT, ResultT, ResultT_contra, Wire
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.backoff import Backoff
+from specdec.wire.channel import ReplicaChannel
+from specdec.wire.errors import SpecdecError, Unavailable
+from specdec.wire.reading.parsing import parsed
 
 _MOST_FIRST_WAITS_IN_NEED = 5
 """Sessions wait for this very replica: its stream is tried often."""

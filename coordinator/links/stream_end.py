@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import grpc
 from google.protobuf.message import DecodeError
 
-from specdec.rpc.error_details import STATUS_KEY, rich_status
-from specdec.rpc.errors import SpecdecError, Unavailable, from_rpc_error
-from specdec.session_keys import session_key, split_keys
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.error_details import STATUS_KEY, rich_status
+from specdec.wire.errors import SpecdecError, Unavailable, from_rpc_error
+from specdec.wire.session_keys import session_key, split_keys
 
 _Result = TypeVar("_Result")
 CONNECTION_LOST = "CONNECTION_LOST"

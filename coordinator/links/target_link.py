@@ -8,16 +8,16 @@ from typing import Protocol, Self
 
 import grpc
 
-from coordinator.links.link_events import LinkEvents, LinkSettings
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.links.wire import Call
-from coordinator.sessions.session import Request, Session
-from specdec.message_sizes import most_entry_bytes
-from specdec.rpc.channel import ReplicaChannel
-from specdec.rpc.errors import IncompatibleReplica
-from specdec.rpc.reading.parsing import parsed, parsing
+from specdec.coordinator.links.link_events import LinkEvents, LinkSettings
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.links.wire import Call
+from specdec.coordinator.sessions.session import Request, Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
+from specdec.wire.channel import ReplicaChannel
+from specdec.wire.errors import IncompatibleReplica
+from specdec.wire.message_sizes import most_entry_bytes
+from specdec.wire.reading.parsing import parsed, parsing
 
 _TOKENIZER_PATIENCE = 4
 """Times as long as for one answer: a tokenizer is some megabytes, in several pieces."""

@@ -100,7 +100,7 @@ class Wire(Protocol[RequestT, EntryT]):
         """The first frame."""
 
     def frame(self, entries: Sequence[EntryT]) -> RequestT:
-        """Every other frame: these entries, and little besides (see `specdec.message_sizes.frame_bytes`)."""
+        """Every other frame: these entries, and little besides (see `specdec.wire.message_sizes.frame_bytes`)."""
 
     def close_entry(self, session_id: str, epoch: int, reason: str) -> EntryT:
         """The entry that ends a session."""

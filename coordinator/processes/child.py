@@ -15,12 +15,12 @@ from pathlib import Path
 import structlog
 from pydantic import SecretStr
 
-from coordinator.processes.child_main import SERVING_LINE, ChildInstructions
-from specdec.addresses import join_address
 from specdec.config import CoordinatorSettings
-from specdec.rpc.listening import bound_sockets
-from specdec.rpc.startup import StartupFailed
+from specdec.coordinator.processes.child_main import SERVING_LINE, ChildInstructions
+from specdec.service.listening import bound_sockets
+from specdec.service.startup import StartupFailed
 from specdec.telemetry import forget_gauges
+from specdec.wire.addresses import join_address
 
 _log = structlog.get_logger(__name__)
 
@@ -54,7 +54,7 @@ class CoordinatorProcess:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "coordinator.processes.child_main", str(self.index)),
+                *(sys.executable, "-m", "specdec.coordinator.processes.child_main", str(self.index)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=environment,

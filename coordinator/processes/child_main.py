@@ -1,4 +1,4 @@
-"""One of several coordinator processes: `python -m coordinator.processes.child_main INDEX`.
+"""One of several coordinator processes: `python -m specdec.coordinator.processes.child_main INDEX`.
 
 Started by `CoordinatorProcess`. Reads its instructions from standard input, and says on standard output that it serves.
 The argument is for people who list processes.
@@ -14,9 +14,9 @@ import signal
 import sys
 from typing import Any, TypedDict
 
-from coordinator.service import run_coordinator
 from specdec.config import CoordinatorSettings
-from specdec.parent_process import die_with_parent
+from specdec.coordinator.service import run_coordinator
+from specdec.service.parent_process import die_with_parent
 from specdec.telemetry import enable_multiprocess_metrics, setup_logging
 
 SERVING_LINE = b"serving\n"

@@ -1,4 +1,4 @@
-"""Several coordinator processes behind one port: `python -m coordinator --num-processes 4 --redis-url ...`.
+"""Several coordinator processes behind one port: `python -m specdec.coordinator --num-processes 4 --redis-url ...`.
 
 A coordinator is one event loop, so one process uses one core. The kernel spreads *connections* over the processes
 that listen on a shared port (SO_REUSEPORT). The supervisor serves no calls itself:
@@ -27,17 +27,17 @@ import structlog
 from prometheus_client import CollectorRegistry
 from pydantic import SecretStr
 
-from coordinator.processes.child import CoordinatorProcess, reserved_port
-from coordinator.servicer import SERVICE_NAME
 from specdec import __version__
-from specdec.backoff import Backoff
 from specdec.config import CoordinatorSettings
-from specdec.rpc.metrics_endpoint import metrics_endpoint
-from specdec.rpc.readiness import Readiness, plaintext_health
-from specdec.rpc.server import install_signals
-from specdec.rpc.startup import StartupFailed
+from specdec.coordinator.processes.child import CoordinatorProcess, reserved_port
+from specdec.coordinator.servicer import SERVICE_NAME
+from specdec.service.metrics_endpoint import metrics_endpoint
+from specdec.service.readiness import Readiness, plaintext_health
+from specdec.service.server import install_signals
+from specdec.service.startup import StartupFailed
 from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
-from specdec.tls_files import TlsFilesBroken
+from specdec.wire.backoff import Backoff
+from specdec.wire.tls_files import TlsFilesBroken
 
 _METRICS_NAME = "supervisor"
 _MAX_HOST_CHARS = 40

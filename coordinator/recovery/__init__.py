@@ -16,7 +16,7 @@ draft is slow             a session has a second one for a while, and the faster
 `targets.py` and `drafts.py` take the events of each role's links; `moves.py` opens sessions again, there or elsewhere.
 """
 
-from coordinator.recovery.drafts import DraftRecovery
-from coordinator.recovery.targets import TargetRecovery
+from specdec.coordinator.recovery.drafts import DraftRecovery
+from specdec.coordinator.recovery.targets import TargetRecovery
 
 __all__ = ["DraftRecovery", "TargetRecovery"]

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 import structlog
 
-from coordinator.links.draft_link import DraftLink
-from coordinator.links.link_events import LinkState
-from coordinator.links.stream_end import Ending, EndOfStream
-from coordinator.observer import Observer
-from coordinator.recovery.hedging import Hedging
-from coordinator.recovery.session_errors import note_failure
-from coordinator.replicas.acceptance import AcceptanceRecord, Judgement
-from coordinator.replicas.fleet import Fleet
-from coordinator.sessions.drafting import DraftFault, DraftSide
-from coordinator.sessions.session import DraftHost, Session
-from coordinator.sessions.table import SessionTable
-from specdec.backoff import Backoff
-from specdec.rpc.errors import internal_error
+from specdec.coordinator.links.draft_link import DraftLink
+from specdec.coordinator.links.link_events import LinkState
+from specdec.coordinator.links.stream_end import Ending, EndOfStream
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.recovery.hedging import Hedging
+from specdec.coordinator.recovery.session_errors import note_failure
+from specdec.coordinator.replicas.acceptance import AcceptanceRecord, Judgement
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.sessions.drafting import DraftFault, DraftSide
+from specdec.coordinator.sessions.session import DraftHost, Session
+from specdec.coordinator.sessions.table import SessionTable
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.backoff import Backoff
+from specdec.wire.errors import internal_error
 
 _MOST_DRAFT_FAILURES = 6
 """In a session; after so many no draft is tried until one comes up. The last wait is 16 times the first."""

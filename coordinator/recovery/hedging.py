@@ -15,13 +15,13 @@ from statistics import median
 
 import structlog
 
-from coordinator.links.draft_link import DraftLink
-from coordinator.observer import Observer
-from coordinator.replicas.fleet import Fleet
-from coordinator.replicas.load import is_strained
-from coordinator.sessions.drafting import DraftSide
-from coordinator.sessions.session import Session
-from coordinator.sessions.table import SessionTable
+from specdec.coordinator.links.draft_link import DraftLink
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.replicas.load import is_strained
+from specdec.coordinator.sessions.drafting import DraftSide
+from specdec.coordinator.sessions.session import Session
+from specdec.coordinator.sessions.table import SessionTable
 
 _RACE_ANSWERS = 8
 """Of the second draft, after which the faster one is kept; before its first proposal it has the prompt to compute."""

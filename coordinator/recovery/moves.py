@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 import structlog
 
-from coordinator.finishing import Finisher
-from coordinator.links.target_link import TargetLink
-from coordinator.observer import Observer
-from coordinator.recovery.quarantine import Quarantine
-from coordinator.replicas.fleet import Fleet
-from coordinator.sessions.session import Session, TargetHost
-from coordinator.sessions.table import SessionTable
-from specdec.backoff import Backoff
-from specdec.rpc.errors import SpecdecError, Unavailable
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.links.target_link import TargetLink
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.recovery.quarantine import Quarantine
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.sessions.session import Session, TargetHost
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.wire.backoff import Backoff
+from specdec.wire.errors import SpecdecError, Unavailable
 
 _log = structlog.get_logger(__name__)
 

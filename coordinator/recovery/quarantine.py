@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable
 
 import structlog
 
-from coordinator.links.stream_end import Ending, EndOfStream
-from coordinator.recovery.trials import Trials
-from coordinator.sessions.session import Request, Session, TargetHost
+from specdec.coordinator.links.stream_end import Ending, EndOfStream
+from specdec.coordinator.recovery.trials import Trials
+from specdec.coordinator.sessions.session import Request, Session, TargetHost
 
 _LOSSES_OF_A_SUSPECT = 3
 """Targets that are killed from outside, frozen or cut off say nothing of their requests; this many in turn do."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import structlog
 from google.rpc import code_pb2
 
-from coordinator.sessions.session import Session, SessionHost
-from specdec.rpc.error_details import details_of
+from specdec.coordinator.sessions.session import Session, SessionHost
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.error_details import details_of
 
 _FATAL = frozenset({code_pb2.INVALID_ARGUMENT, code_pb2.UNIMPLEMENTED, code_pb2.DEADLINE_EXCEEDED})
 _NO_FAULT = frozenset({code_pb2.OUT_OF_RANGE, code_pb2.RESOURCE_EXHAUSTED, code_pb2.DEADLINE_EXCEEDED})

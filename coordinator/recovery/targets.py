@@ -7,19 +7,20 @@ from collections.abc import Sequence
 
 import structlog
 
-from coordinator.finishing import Finisher
-from coordinator.links.link_events import LinkState
-from coordinator.links.stream_end import Ending, EndOfStream
-from coordinator.links.target_link import TargetLink
-from coordinator.observer import Observer
-from coordinator.recovery.drafts import DraftRecovery
-from coordinator.recovery.moves import TargetMoves
-from coordinator.recovery.session_errors import note_failure
-from coordinator.replicas.fleet import Fleet
-from coordinator.sessions.session import Session
-from coordinator.sessions.table import SessionTable
-from specdec.backoff import Backoff
-from specdec.rpc.errors import (
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.links.link_events import LinkState
+from specdec.coordinator.links.stream_end import Ending, EndOfStream
+from specdec.coordinator.links.target_link import TargetLink
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.recovery.drafts import DraftRecovery
+from specdec.coordinator.recovery.moves import TargetMoves
+from specdec.coordinator.recovery.session_errors import note_failure
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.sessions.session import Session
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.v1 import common_pb2 as pb
+from specdec.wire.backoff import Backoff
+from specdec.wire.errors import (
     Cancelled,
     FailedPrecondition,
     Internal,
@@ -29,7 +30,6 @@ from specdec.rpc.errors import (
     from_status,
     internal_error,
 )
-from specdec.v1 import common_pb2 as pb
 
 _log = structlog.get_logger(__name__)
 

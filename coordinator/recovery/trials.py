@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from coordinator.sessions.session import Request, Session, TargetHost
+from specdec.coordinator.sessions.session import Request, Session, TargetHost
 
 _PAUSE_S = 0.5
 """From a death until those are opened who were there: twice the time between two beats of an engine."""

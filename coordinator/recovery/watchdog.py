@@ -14,11 +14,11 @@ import time
 
 import structlog
 
-from coordinator.recovery.moves import TargetMoves
-from coordinator.replicas.fleet import Fleet
-from coordinator.sessions.session import Session, TargetHost
-from coordinator.sessions.table import SessionTable
-from specdec.rpc.errors import Unavailable
+from specdec.coordinator.recovery.moves import TargetMoves
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.sessions.session import Session, TargetHost
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.wire.errors import Unavailable
 
 _LOOKS = 6
 """Per stall bound: a stall is found at most a sixth of it too late."""

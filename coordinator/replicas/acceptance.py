@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from coordinator.sessions.drafting import DraftSide
-from coordinator.sessions.session import Session
+from specdec.coordinator.sessions.drafting import DraftSide
+from specdec.coordinator.sessions.session import Session
 
 _SESSION_STEPS = 64
 """Verified in one session with nothing accepted: it goes on without a draft for a while."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.sessions.session import Request
+from specdec.coordinator.sessions.session import Request
 from specdec.v1 import common_pb2 as pb
 
 _MOST_TEXT_BYTES = 1024

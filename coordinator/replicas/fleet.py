@@ -9,21 +9,21 @@ from typing import TypeVar
 
 import structlog
 
-from coordinator.links.draft_link import DraftLink
-from coordinator.links.link_events import LinkState
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.links.target_link import TargetLink
-from coordinator.replicas.compatibility import difference, may_serve, unsound
-from coordinator.replicas.load import has_room, has_spare, is_idle, weight, with_room
-from coordinator.replicas.outliers import EjectionSettings
-from coordinator.replicas.router import PrefixRouter, block_digests
-from coordinator.replicas.served_model import ServedModel
-from coordinator.replicas.standings import Standings
-from coordinator.sessions.session import DraftHost, Request, Session, SessionHost, TargetHost
-from coordinator.text.tokenizer import TextTokenizer, read_tokenizer
-from specdec.message_sizes import most_entry_bytes
-from specdec.rpc.errors import FailedPrecondition, IncompatibleReplica, ModelNotFound, NoTarget, NotReady
+from specdec.coordinator.links.draft_link import DraftLink
+from specdec.coordinator.links.link_events import LinkState
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.links.target_link import TargetLink
+from specdec.coordinator.replicas.compatibility import difference, may_serve, unsound
+from specdec.coordinator.replicas.load import has_room, has_spare, is_idle, weight, with_room
+from specdec.coordinator.replicas.outliers import EjectionSettings
+from specdec.coordinator.replicas.router import PrefixRouter, block_digests
+from specdec.coordinator.replicas.served_model import ServedModel
+from specdec.coordinator.replicas.standings import Standings
+from specdec.coordinator.sessions.session import DraftHost, Request, Session, SessionHost, TargetHost
+from specdec.coordinator.text.tokenizer import TextTokenizer, read_tokenizer
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import FailedPrecondition, IncompatibleReplica, ModelNotFound, NoTarget, NotReady
+from specdec.wire.message_sizes import most_entry_bytes
 
 _MOST_NOTICES = 8
 """There may be hundreds of drafts, and a notice is for people."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.links.replica_link import ReplicaLink
 
 _TOKENS_OF_A_SESSION = 2048
 """So many prompt tokens that wait weigh as much as one session that decodes."""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import structlog
 
-from coordinator.replicas.discovery import Endpoint
-from specdec.addresses import check_address
+from specdec.coordinator.replicas.discovery import Endpoint
 from specdec.store.announcer import AnnouncedState
 from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import ReplicaRecord, Store
+from specdec.wire.addresses import check_address
 
 _log = structlog.get_logger(__name__)
 _DIALLED = frozenset({AnnouncedState.READY, AnnouncedState.DRAINING})

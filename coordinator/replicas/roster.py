@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 
 import structlog
 
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.replicas.discovery import Endpoint
 
 _GOODBYE_S = 1.0
 """For how long a replica is waited for that does not read to the end."""

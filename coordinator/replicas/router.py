@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 
-from coordinator.replicas.prefix_map import SharedPrefixes
+from specdec.coordinator.replicas.prefix_map import SharedPrefixes
 
 _BLOCK_TOKENS = 32
 """A prefix is known to so many tokens; twice the length of a replica's block, for half the digests."""

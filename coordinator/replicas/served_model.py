@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from coordinator.text.tokenizer import TextTokenizer
+from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import common_pb2 as pb
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from coordinator.links.link_events import LinkState
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
+from specdec.coordinator.links.link_events import LinkState
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
 
 _STATES = {
     Standing.TRUSTED: LinkState.READY,

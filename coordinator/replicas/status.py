@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from coordinator.replicas.compatibility import unsound
-from coordinator.replicas.fleet import Fleet
-from coordinator.replicas.registry_view import RegistryView
-from specdec.message_sizes import ENTRY_OVERHEAD_BYTES
+from specdec.coordinator.replicas.compatibility import unsound
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.message_sizes import ENTRY_OVERHEAD_BYTES
 
 _MOST_REPLICA_BYTES = 2 * 2**20
 """Some 5000 replicas; half of what clients take unless they say otherwise."""

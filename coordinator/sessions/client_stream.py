@@ -6,11 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from coordinator.text.detokenizer import DetokenizerFactory
-from specdec.message_sizes import cut, text_pieces
-from specdec.rpc.errors import SpecdecError
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import SpecdecError
+from specdec.wire.message_sizes import cut, text_pieces
 
 _MOST_MERGED_TOKENS = 64
 """A chunk stays small: a write is charged and credited as a whole, and a client sees it as a whole."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from coordinator.sessions.hosts import DraftHost
+from specdec.coordinator.sessions.hosts import DraftHost
 
 _SLOW_STEPS = 16
 """A draft is slow when it has been late for so many steps, each step in time making up for two of them: one that is

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from specdec.message_sizes import position_bytes
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import position_bytes
 
 _WINDOW_BYTES = 512 * 1024
 """What a target may send ahead of what the client took, some 2000 positions of 20 alternatives: so much waits for a

@@ -18,10 +18,10 @@ from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, Status
 from opentelemetry.trace import set_span_in_context as context_of
 from opentelemetry.util.types import AttributeValue
 
-from specdec.rpc.errors import SpecdecError
 from specdec.telemetry.tracing import Tracing, log_fields, traceparent_of
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import SpecdecError
 
 _SPAN_NAMES = {"target": "verify session", "draft": "draft session"}
 # For a server only these are errors of its own (OpenTelemetry's conventions for gRPC).

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from coordinator.sessions import hosts
-from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.drafting import Drafting
-from coordinator.sessions.request_trace import RequestResult, RequestTrace
-from coordinator.sessions.tally import SpeculationTally, total
-from coordinator.sessions.target_side import TargetSide
-from coordinator.text.choice_output import ChoiceOutput, Finish
-from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.coordinator.sessions import hosts
+from specdec.coordinator.sessions.client_stream import ClientStream
+from specdec.coordinator.sessions.drafting import Drafting
+from specdec.coordinator.sessions.request_trace import RequestResult, RequestTrace
+from specdec.coordinator.sessions.tally import SpeculationTally, total
+from specdec.coordinator.sessions.target_side import TargetSide
+from specdec.coordinator.text.choice_output import ChoiceOutput, Finish
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 

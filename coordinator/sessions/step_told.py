@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coordinator.sessions.session import Session
+from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 
-from coordinator.sessions.session import Request, Session
+from specdec.coordinator.sessions.session import Request, Session
 from specdec.store.interface import RequestKey
 
 

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.sessions.hosts import TargetHost
-from coordinator.sessions.prompt_logprobs import PromptProgress
+from specdec.coordinator.sessions.hosts import TargetHost
+from specdec.coordinator.sessions.prompt_logprobs import PromptProgress
 from specdec.v1 import common_pb2 as pb
 
 _MOST_DOWNS = 3

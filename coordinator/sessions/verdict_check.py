@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.sessions.session import Session
-from coordinator.sessions.step_told import tree_fault
+from specdec.coordinator.sessions.session import Session
+from specdec.coordinator.sessions.step_told import tree_fault
 from specdec.v1 import common_pb2 as pb
 
 _ENDS = (pb.FINISH_REASON_UNSPECIFIED, pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH)

@@ -21,8 +21,8 @@ import structlog
 import yaml
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
 
-from coordinator.tenants.quotas import Allowance, QuotaRate
-from specdec.rpc.errors import NotReady, PermissionDenied, Unauthenticated
+from specdec.coordinator.tenants.quotas import Allowance, QuotaRate
+from specdec.wire.errors import NotReady, PermissionDenied, Unauthenticated
 
 AUTHORIZATION_KEY = "authorization"
 """Request metadata: `Bearer KEY`."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specdec.rpc.errors import Overloaded, RequestExists
+from specdec.wire.errors import Overloaded, RequestExists
 
 CONCURRENCY_RETRY_S = 1.0
 """When one of a tenant's requests ends is not known; a second is cheap to wait and cheap to be asked for again."""

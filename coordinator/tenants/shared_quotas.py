@@ -6,8 +6,8 @@ import asyncio
 
 import structlog
 
-from coordinator.tasks import end_tasks
-from coordinator.tenants.quotas import QuotaRate, TokenQuotas, quota_exceeded
+from specdec.coordinator.tasks import end_tasks
+from specdec.coordinator.tenants.quotas import QuotaRate, TokenQuotas, quota_exceeded
 from specdec.store.errors import StoreError, StoreUnavailable
 from specdec.store.guarded import GuardedStore
 

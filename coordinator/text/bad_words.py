@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from specdec.rpc.errors import InvalidRequest
-from specdec.sampling_limits import MAX_BAD_WORD_BYTES, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+from specdec.wire.errors import InvalidRequest
+from specdec.wire.sampling_limits import MAX_BAD_WORD_BYTES, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 _FIELD = "sampling.bad_words"
 

@@ -14,8 +14,8 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
-from coordinator.text.content_format import ContentFormats, fit_content
-from specdec.rpc.errors import InvalidRequest, SpecdecError
+from specdec.coordinator.text.content_format import ContentFormats, fit_content
+from specdec.wire.errors import InvalidRequest, SpecdecError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_RENDER_S = 10.0

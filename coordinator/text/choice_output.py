@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.text.detokenizer import Detokenizer
-from coordinator.text.stop_strings import StopMatch, StopStringScanner
+from specdec.coordinator.text.detokenizer import Detokenizer
+from specdec.coordinator.text.stop_strings import StopMatch, StopStringScanner
 from specdec.v1 import common_pb2 as pb
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specdec.rpc.errors import InvalidRequest
+from specdec.wire.errors import InvalidRequest
 
 _PROBE = "What this part says."
 _USER = "user"

@@ -6,8 +6,8 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from coordinator.text.chat_template import ChatTemplate
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.text.chat_template import ChatTemplate
+from specdec.wire.errors import InvalidRequest
 
 FIELD = "messages.chat_template"
 MOST_TEMPLATE_BYTES = 64 * 1024

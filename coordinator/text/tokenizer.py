@@ -9,12 +9,12 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from coordinator.text.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, template_sources
-from coordinator.text.detokenizer import DetokenizerFactory
-from coordinator.text.request_templates import RequestTemplates
-from specdec.chat_template_files import with_chat_template
-from specdec.rpc.errors import IncompatibleReplica, InvalidRequest
+from specdec.coordinator.text.chat_template import SPECIAL_TOKEN_NAMES, ChatTemplate, template_sources
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
+from specdec.coordinator.text.request_templates import RequestTemplates
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.chat_template_files import with_chat_template
+from specdec.wire.errors import IncompatibleReplica, InvalidRequest
 
 
 class TextTokenizer:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 
-from draft_service.plain.session import PlainSession
 from specdec.config import DraftSettings
-from specdec.drafters.interface import Context
-from specdec.sampling_params import VerifyMode
+from specdec.draft_service.plain.session import PlainSession
+from specdec.drafting.interface import Context
+from specdec.replica.worker.opening import check_open, sampling_params, verify_mode
+from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.opening import check_open, sampling_params, verify_mode
-from specdec.worker.sessions import Owner
+from specdec.wire.sampling_params import VerifyMode
 
 
 def new_session(

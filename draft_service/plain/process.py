@@ -5,23 +5,23 @@ from __future__ import annotations
 import structlog
 from prometheus_client import REGISTRY
 
-from draft_service.plain.recorder import PlainRecorder
-from draft_service.plain.role import PlainDrafting
-from draft_service.plain.session import PlainSession
-from draft_service.target_facts import NoTargetFacts, TargetFacts, ask_target
 from specdec import __version__
 from specdec.config import DraftSettings
-from specdec.drafters.interface import Drafter
-from specdec.drafters.openai_api.drafter import OpenAiApi
-from specdec.drafters.options import OpenAiApiOptions
-from specdec.drafters.registry import make_drafter
-from specdec.rpc.bridge.frames import EnginePort
+from specdec.config.drafter_options import OpenAiApiOptions
+from specdec.draft_service.plain.recorder import PlainRecorder
+from specdec.draft_service.plain.role import PlainDrafting
+from specdec.draft_service.plain.session import PlainSession
+from specdec.draft_service.target_facts import NoTargetFacts, TargetFacts, ask_target
+from specdec.drafting.endpoints.drafter import OpenAiApi
+from specdec.drafting.interface import Drafter
+from specdec.drafting.registry import make_drafter
+from specdec.replica.bridge.frames import EnginePort
+from specdec.replica.worker.entry import make_host, report_fatal, serve
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.role import Wire
 from specdec.telemetry import DraftMetrics
-from specdec.tls_files import TlsFilesBroken
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.entry import make_host, report_fatal, serve
-from specdec.worker.host import SessionHost
-from specdec.worker.role import Wire
+from specdec.wire.tls_files import TlsFilesBroken
 
 
 def run_plain(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:

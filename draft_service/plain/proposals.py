@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.drafters.growing import ROOT, GrowingOffer
-from specdec.drafters.interface import Offer, Room
+from specdec.drafting.interface import Offer, Room
+from specdec.drafting.lookup.growing import ROOT, GrowingOffer
 from specdec.v1 import common_pb2 as pb
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specdec.drafters.openai_api.ledger import Ledger
+from specdec.drafting.endpoints.ledger import Ledger
 from specdec.telemetry import DraftMetrics
 from specdec.v1 import common_pb2 as pb
 

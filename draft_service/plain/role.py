@@ -13,19 +13,19 @@ from typing import Any
 import structlog
 from google.rpc import code_pb2
 
-from draft_service.plain.opening import new_session
-from draft_service.plain.proposals import Named, main_chain, make_proposal, merged, named
-from draft_service.plain.recorder import PlainRecorder
-from draft_service.plain.session import Part, PlainSession
 from specdec.config import DraftSettings
-from specdec.drafters.interface import Drafter, Room
-from specdec.drafters.openai_api.drafter import ApiSession, OpenAiApi
-from specdec.sampling_params import VerifyMode
+from specdec.draft_service.plain.opening import new_session
+from specdec.draft_service.plain.proposals import Named, main_chain, make_proposal, merged, named
+from specdec.draft_service.plain.recorder import PlainRecorder
+from specdec.draft_service.plain.session import Part, PlainSession
+from specdec.drafting.endpoints.drafter import ApiSession, OpenAiApi
+from specdec.drafting.interface import Drafter, Room
+from specdec.replica.worker.errors import SessionFailure, invalid
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.opening import check_room
+from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import SessionFailure, invalid
-from specdec.worker.host import SessionHost
-from specdec.worker.opening import check_room
-from specdec.worker.sessions import Owner
+from specdec.wire.sampling_params import VerifyMode
 
 _POLL_S = 0.004
 """How often it is looked whether an endpoint has said something."""

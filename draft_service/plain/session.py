@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.drafters.interface import Context, SessionDrafter
-from specdec.sampling_params import VerifyMode
-from specdec.worker.sessions import EngineSession
+from specdec.drafting.interface import Context, SessionDrafter
+from specdec.replica.worker.sessions import EngineSession
+from specdec.wire.sampling_params import VerifyMode
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from gateway.api.fields import (
+from specdec.gateway.api.fields import (
     UNSUPPORTED_IN_ALL,
     ChatTemplateText,
     Count,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel, Field
 
-from specdec.rpc import errors as rpc
-from specdec.rpc.errors import SpecdecError
+from specdec.wire import errors as rpc
+from specdec.wire.errors import SpecdecError
 
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from specdec.sampling_limits import LOGIT_BIAS, MAX_CACHE_SALT_BYTES, MAX_LOGPROBS, RANGES, Range
+from specdec.wire.sampling_limits import LOGIT_BIAS, MAX_CACHE_SALT_BYTES, MAX_LOGPROBS, RANGES, Range
 
 MAX_REQUEST_ID_CHARS = 128
 _MOST_COUNT = 2**32 - 1

@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 import pydantic
 
-from gateway.api.errors import ApiError, invalid, unsupported
-from gateway.api.fields import RequestModel
+from specdec.gateway.api.errors import ApiError, invalid, unsupported
+from specdec.gateway.api.fields import RequestModel
 
 M = TypeVar("M", bound=RequestModel)
 _MOST_SHOWN_CHARS = 100

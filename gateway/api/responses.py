@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from gateway.api.fields import (
+from specdec.gateway.api.fields import (
     CacheSalt,
     Empty,
     Items,

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from gateway.api.fields import ChatTemplateText, Documents, EmptyObject, Items, Messages, RequestModel, TokenId
+from specdec.gateway.api.fields import ChatTemplateText, Documents, EmptyObject, Items, Messages, RequestModel, TokenId
 
 
 class TokenizeBody(RequestModel):

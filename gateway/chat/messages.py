@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.client import chat_messages
-from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
-from gateway.chat.messages import ToolChoice
-from gateway.chat.reasoning import make_reasoning_parser
-from gateway.chat.tool_calls.families import make_tool_parser
-from gateway.chat.tool_calls.llama3 import Llama3JsonParser
+from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
+from specdec.gateway.chat.messages import ToolChoice
+from specdec.gateway.chat.reasoning import make_reasoning_parser
+from specdec.gateway.chat.tool_calls.families import make_tool_parser
+from specdec.gateway.chat.tool_calls.llama3 import Llama3JsonParser
 
 
 def make_message_parser(

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TypeAlias
 
-from gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
-from gateway.chat.markers import may_become, split_at_marker
-from gateway.chat.tool_calls.harmony import HarmonyParser
+from specdec.gateway.chat.deltas import MessageDelta, PlainParser, StreamingParser
+from specdec.gateway.chat.markers import may_become, split_at_marker
+from specdec.gateway.chat.tool_calls.harmony import HarmonyParser
 
 
 @dataclass(frozen=True, slots=True)

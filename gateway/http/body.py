@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from gateway.api.errors import ApiError, invalid
-from gateway.api.fields import RequestModel
-from gateway.api.problems import validated
+from specdec.gateway.api.errors import ApiError, invalid
+from specdec.gateway.api.fields import RequestModel
+from specdec.gateway.api.problems import validated
 
 M = TypeVar("M", bound=RequestModel)
 _MOST_DEPTH = 64

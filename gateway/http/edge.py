@@ -14,9 +14,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api.errors import SERVER_ERROR, ApiError
-from gateway.upstream.coordinators import Metadata
-from gateway.upstream.health import Health
+from specdec.gateway.api.errors import SERVER_ERROR, ApiError
+from specdec.gateway.upstream.coordinators import Metadata
+from specdec.gateway.upstream.health import Health
 from specdec.telemetry import GatewayMetrics
 from specdec.telemetry.tracing import Tracing, traceparent_of
 

@@ -13,8 +13,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.errors import SERVER_ERROR, ApiError
-from gateway.http.connected import while_connected
+from specdec.gateway.api.errors import SERVER_ERROR, ApiError
+from specdec.gateway.http.connected import while_connected
 
 DONE = b"data: [DONE]\n\n"
 _LAST_WORDS_S = 0.5

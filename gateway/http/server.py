@@ -12,8 +12,8 @@ from typing import Any
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway.http.protocol import protocol_class
-from specdec.tls_files import TlsFiles
+from specdec.gateway.http.protocol import protocol_class
+from specdec.wire.tls_files import TlsFiles
 
 _BACKLOG = 1024
 _KEEP_ALIVE_S = 75

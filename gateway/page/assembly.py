@@ -34,7 +34,7 @@ def assembled() -> Page:
 
 
 def _source(name: str) -> str:
-    return files("gateway.page").joinpath("files", name).read_text("utf-8")
+    return files("specdec.gateway.page").joinpath("files", name).read_text("utf-8")
 
 
 def _policy(script: str, style: str) -> str:

@@ -8,7 +8,7 @@ import orjson
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from gateway.api.errors import ApiError, ErrorAnswer
+from specdec.gateway.api.errors import ApiError, ErrorAnswer
 
 
 class JsonResponse(Response):

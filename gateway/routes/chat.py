@@ -8,23 +8,23 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.answers import ChatCompletion, ChatCompletionChunk
-from gateway.api.chat import ChatRequest
-from gateway.http.connected import while_connected
-from gateway.http.events import Begun, EventStream, begun
-from gateway.parts import Parts
-from gateway.routes.answers import JsonResponse, body_of, errors, streams
-from gateway.routes.output import new_id, output, stream_error, whole_output
-from gateway.translation.chat_answer import ChatEvents, ChatWhole
-from gateway.translation.chat_request import (
+from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.http.connected import while_connected
+from specdec.gateway.http.events import Begun, EventStream, begun
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
+from specdec.gateway.routes.output import new_id, output, stream_error, whole_output
+from specdec.gateway.translation.chat_answer import ChatEvents, ChatWhole
+from specdec.gateway.translation.chat_request import (
     CHAT_FIELD_NAMES,
     chat_constraint_names,
     chat_to_generate,
     echoed,
     parsers,
 )
-from gateway.translation.head import Head
-from gateway.upstream.coordinators import Caller
+from specdec.gateway.translation.head import Head
+from specdec.gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
 

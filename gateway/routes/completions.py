@@ -11,25 +11,25 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.answers import TextCompletion
-from gateway.api.completions import CompletionRequest
-from gateway.http.connected import while_connected
-from gateway.http.events import Event, EventStream, begun
-from gateway.parts import Parts
-from gateway.routes.answers import JsonResponse, body_of, errors, streams
-from gateway.routes.merging import all_of, merged
-from gateway.routes.output import WholeOutput, new_id, output, stream_error, whole_output
-from gateway.translation.completion_answer import (
+from specdec.gateway.api.answers import TextCompletion
+from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.http.connected import while_connected
+from specdec.gateway.http.events import Event, EventStream, begun
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
+from specdec.gateway.routes.merging import all_of, merged
+from specdec.gateway.routes.output import WholeOutput, new_id, output, stream_error, whole_output
+from specdec.gateway.translation.completion_answer import (
     KIND,
     CompletionEvents,
     CompletionWhole,
     PromptTold,
     completion_usage,
 )
-from gateway.translation.completion_request import COMPLETION_FIELD_NAMES, completion_to_generate
-from gateway.translation.constraint import constraint_names
-from gateway.translation.head import Head
-from gateway.upstream.coordinators import Caller
+from specdec.gateway.translation.completion_request import COMPLETION_FIELD_NAMES, completion_to_generate
+from specdec.gateway.translation.constraint import constraint_names
+from specdec.gateway.translation.head import Head
+from specdec.gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
 

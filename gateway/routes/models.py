@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.api.answers import ModelCard, ModelList
-from gateway.api.errors import ApiError
-from gateway.parts import Parts
-from gateway.routes.answers import JsonResponse, errors
+from specdec.gateway.api.answers import ModelCard, ModelList
+from specdec.gateway.api.errors import ApiError
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import JsonResponse, errors
 from specdec.v1 import coordinator_pb2 as api
 
 

@@ -8,11 +8,11 @@ from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import Response
 
-from gateway.api.answers import VersionAnswer
-from gateway.api.errors import SERVER_ERROR, ApiError, ErrorAnswer
-from gateway.parts import Parts
-from gateway.routes.answers import JsonResponse
 from specdec import __version__
+from specdec.gateway.api.answers import VersionAnswer
+from specdec.gateway.api.errors import SERVER_ERROR, ApiError, ErrorAnswer
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import JsonResponse
 
 _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {"model": ErrorAnswer, "description": "It is leaving, or no coordinator serves."}

@@ -9,15 +9,15 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gateway.api.errors import SERVER_ERROR, ApiError, from_specdec
-from gateway.parts import Parts
-from gateway.translation.chat_answer import ChoiceOutput
-from gateway.translation.logprobs import ids_in
-from gateway.upstream.coordinators import Caller
-from gateway.upstream.vocabulary import TokenTexts
 from specdec.client import Completion
-from specdec.rpc.errors import SpecdecError, internal_error
+from specdec.gateway.api.errors import SERVER_ERROR, ApiError, from_specdec
+from specdec.gateway.parts import Parts
+from specdec.gateway.translation.chat_answer import ChoiceOutput
+from specdec.gateway.translation.logprobs import ids_in
+from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import SpecdecError, internal_error
 
 T = TypeVar("T")
 Translate = Callable[[api.GenerateResponse, TokenTexts], T]

@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from gateway.page.assembly import Page, assembled
+from specdec.gateway.page.assembly import Page, assembled
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/html": {"schema": {"type": "string"}}}},

@@ -11,19 +11,19 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.errors import ApiError
-from gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
-from gateway.http.connected import while_connected
-from gateway.http.events import Event, EventStream, begun, framed_by_name
-from gateway.parts import Parts
-from gateway.routes.answers import JsonResponse, body_of, errors, streams
-from gateway.routes.output import new_id, output, stream_error
-from gateway.translation.chat_request import CHAT_FIELD_NAMES, parsers
-from gateway.translation.head import Head
-from gateway.translation.response_answer import ResponseEvents
-from gateway.translation.response_request import response_to_chat, response_to_generate
-from gateway.upstream.coordinators import Caller
-from gateway.upstream.vocabulary import TokenTexts
+from specdec.gateway.api.errors import ApiError
+from specdec.gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
+from specdec.gateway.http.connected import while_connected
+from specdec.gateway.http.events import Event, EventStream, begun, framed_by_name
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors, streams
+from specdec.gateway.routes.output import new_id, output, stream_error
+from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, parsers
+from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.response_answer import ResponseEvents
+from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
+from specdec.gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 
 _CONSTRAINT_NAMES = {"constraint": "text.format", "constraint.json_schema": "text.format.schema"}

@@ -7,13 +7,19 @@ from types import MappingProxyType
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from gateway.api.errors import invalid
-from gateway.api.tokens import DetokenizeAnswer, DetokenizeBody, TokenizeAnswer, TokenizeBody, TokenizerInfoAnswer
-from gateway.chat.messages import to_chat_messages
-from gateway.http.connected import while_connected
-from gateway.parts import Parts
-from gateway.routes.answers import JsonResponse, body_of, errors
-from gateway.upstream.coordinators import Caller
+from specdec.gateway.api.errors import invalid
+from specdec.gateway.api.tokens import (
+    DetokenizeAnswer,
+    DetokenizeBody,
+    TokenizeAnswer,
+    TokenizeBody,
+    TokenizerInfoAnswer,
+)
+from specdec.gateway.chat.messages import to_chat_messages
+from specdec.gateway.http.connected import while_connected
+from specdec.gateway.parts import Parts
+from specdec.gateway.routes.answers import JsonResponse, body_of, errors
+from specdec.gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
 _TOKENIZE_NAMES = MappingProxyType(

@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from gateway.api.chat import ChatRequest
-from gateway.api.errors import invalid, unsupported
-from gateway.chat import reasoning, tool_calls
-from gateway.chat.deltas import StreamingParser
-from gateway.chat.messages import ToolChoice, check_tools, to_chat_messages
-from gateway.chat.parsing import make_message_parser
-from gateway.translation.constraint import constraint_names
-from gateway.translation.forced_calls import calls_schema, is_forced
-from gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.errors import invalid, unsupported
+from specdec.gateway.chat import reasoning, tool_calls
+from specdec.gateway.chat.deltas import StreamingParser
+from specdec.gateway.chat.messages import ToolChoice, check_tools, to_chat_messages
+from specdec.gateway.chat.parsing import make_message_parser
+from specdec.gateway.translation.constraint import constraint_names
+from specdec.gateway.translation.forced_calls import calls_schema, is_forced
+from specdec.gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.api.completions import CompletionRequest
-from gateway.translation.chat_answer import ChoiceOutput
-from gateway.translation.completion_request import tells_prompt_logprobs
-from gateway.translation.endings import finish_reason, stop_reason
-from gateway.translation.head import Head
-from gateway.translation.logprobs import CompletionLogprobs, joined, prompt_logprobs
-from gateway.translation.origins import OriginCounter
-from gateway.translation.steps import steps_told
-from gateway.translation.usage import metrics_of, usage_of, usage_so_far
-from gateway.upstream.vocabulary import TokenTexts
+from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.translation.chat_answer import ChoiceOutput
+from specdec.gateway.translation.completion_request import tells_prompt_logprobs
+from specdec.gateway.translation.endings import finish_reason, stop_reason
+from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from specdec.gateway.translation.origins import OriginCounter
+from specdec.gateway.translation.steps import steps_told
+from specdec.gateway.translation.usage import metrics_of, usage_of, usage_so_far
+from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import coordinator_pb2 as api
 
 KIND = "text_completion"

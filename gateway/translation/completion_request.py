@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from gateway.api.completions import CompletionRequest, Prompt
-from gateway.api.errors import invalid
-from gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
+from specdec.gateway.api.completions import CompletionRequest, Prompt
+from specdec.gateway.api.errors import invalid
+from specdec.gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
 from specdec.v1 import coordinator_pb2 as api
 
 COMPLETION_FIELD_NAMES = MappingProxyType(

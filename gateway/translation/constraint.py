@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import orjson
 
-from gateway.api.errors import invalid
-from gateway.api.fields import (
+from specdec.gateway.api.errors import invalid
+from specdec.gateway.api.fields import (
     JsonObjectFormat,
     JsonSchemaFormat,
     SamplingFields,

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from gateway.chat.messages import ToolChoice, named_function
+from specdec.gateway.chat.messages import ToolChoice, named_function
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _DATA = frozenset({"const", "default", "enum", "examples"})

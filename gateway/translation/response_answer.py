@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.api.responses import ResponsesRequest
-from gateway.chat.deltas import MessageDelta, StreamingParser
-from gateway.translation.head import Head
-from gateway.translation.logprobs import chat_logprobs
-from gateway.translation.origins import OriginCounter
-from gateway.translation.steps import steps_told
-from gateway.translation.usage import metrics_of
-from gateway.upstream.vocabulary import TokenTexts
+from specdec.gateway.api.responses import ResponsesRequest
+from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
+from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.logprobs import chat_logprobs
+from specdec.gateway.translation.origins import OriginCounter
+from specdec.gateway.translation.steps import steps_told
+from specdec.gateway.translation.usage import metrics_of
+from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from gateway.api.chat import ChatRequest
-from gateway.api.errors import ApiError, invalid, unsupported
-from gateway.api.fields import JsonSchema, JsonSchemaFormat, ResponseFormat
-from gateway.api.responses import ResponseSchema, ResponsesRequest
-from gateway.translation.chat_request import chat_to_generate
-from specdec.rpc.errors import InvalidRequest
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.errors import ApiError, invalid, unsupported
+from specdec.gateway.api.fields import JsonSchema, JsonSchemaFormat, ResponseFormat
+from specdec.gateway.api.responses import ResponseSchema, ResponsesRequest
+from specdec.gateway.translation.chat_request import chat_to_generate
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 
 _INDEX = re.compile(r"messages\[(\d+)\]")
 _SAME_NAMES = (

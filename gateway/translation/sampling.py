@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from types import MappingProxyType
 
-from gateway.api.errors import invalid
-from gateway.api.fields import SamplingFields, Speculation
-from gateway.translation.constraint import constraint_of
+from specdec.gateway.api.errors import invalid
+from specdec.gateway.api.fields import SamplingFields, Speculation
+from specdec.gateway.translation.constraint import constraint_of
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 

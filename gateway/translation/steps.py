@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gateway.translation.logprobs import LEAST
-from gateway.upstream.vocabulary import TokenTexts
+from specdec.gateway.translation.logprobs import LEAST
+from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 

@@ -13,8 +13,8 @@ import structlog
 from google.protobuf.message import Message
 
 from specdec.client import Client, ResumePolicy, generate_resuming
-from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Unavailable
 
 _AVOID_S = 2.0
 """A coordinator that did not answer is asked last for so long."""
@@ -97,7 +97,7 @@ class Coordinators:
 
 
 class Caller:
-    """Calls of one caller. Every method raises the typed errors of `specdec.rpc.errors`."""
+    """Calls of one caller. Every method raises the typed errors of `specdec.wire.errors`."""
 
     def __init__(self, turns: _Turns, metadata: Metadata, on_failover: Callable[[], None]) -> None:
         self._turns = turns

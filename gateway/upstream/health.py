@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from gateway.upstream.coordinators import Coordinators
+from specdec.gateway.upstream.coordinators import Coordinators
 
 _BELIEVED_S = 0.5
 """Probes are many, and each answer takes a call of every coordinator."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.upstream.coordinators import Caller
+from specdec.gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024

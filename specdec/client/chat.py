@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.rpc.errors import InvalidRequest
 from specdec.v1 import coordinator_pb2
+from specdec.wire.errors import InvalidRequest
 
 
 def chat_messages(

@@ -16,9 +16,9 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from specdec.rpc.errors import FailedPrecondition, Internal, InvalidRequest, from_rpc_error
-from specdec.rpc.reading.parsing import parsed, parsing
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
+from specdec.wire.errors import FailedPrecondition, Internal, InvalidRequest, from_rpc_error
+from specdec.wire.reading.parsing import parsed, parsing
 
 _T = TypeVar("_T")
 # Waits between attempts to connect; gRPC's own grow to two minutes, over which a coordinator that is back is not seen.
@@ -27,7 +27,7 @@ _FIRST_RECONNECT_MS = 100
 _LONGEST_RECONNECT_MS = 1000
 
 # gRPC retries by itself what was refused or never reached a server, unless the server says that this is of no use
-# (see specdec.rpc.abort). A server that stops cuts off what it has not looked at, as CANCELLED. A stream is
+# (see specdec.wire.abort). A server that stops cuts off what it has not looked at, as CANCELLED. A stream is
 # retried only before its first chunk, so no token is ever delivered twice.
 RETRY_POLICY = {
     "maxAttempts": 5,
@@ -140,7 +140,7 @@ class Client:
     """Calls coordinators. Use as an async context manager, inside one event loop.
 
     `address` is host:port, or a gRPC name with several addresses, such as dns:///coordinators:50051.
-    Every method raises the typed errors of `specdec.rpc.errors`.
+    Every method raises the typed errors of `specdec.wire.errors`.
     """
 
     def __init__(self, address: str, settings: ClientSettings | None = None) -> None:

@@ -10,10 +10,10 @@ from typing import Protocol
 
 import structlog
 
-from specdec.backoff import Backoff
 from specdec.client.client import Completion
-from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.backoff import Backoff
+from specdec.wire.errors import Unavailable
 
 _SPREAD = (0.5, 1.0)
 _log = structlog.get_logger(__name__)

@@ -17,10 +17,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.client.client import ClientSettings, Completion, as_sent, check_started
 from specdec.client.resuming import ResumePolicy, Resumption
-from specdec.rpc.errors import Cancelled, Unavailable, from_rpc_error
-from specdec.rpc.reading.parsing import parsed, parsing
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
+from specdec.wire.errors import Cancelled, Unavailable, from_rpc_error
+from specdec.wire.reading.parsing import parsed, parsing
 
 _T = TypeVar("_T")
 
@@ -40,7 +40,7 @@ class ChunkStream(Iterator[api.GenerateResponse]):
         return self
 
     def __next__(self) -> api.GenerateResponse:
-        """Return the next chunk. Raises the typed errors of `specdec.rpc.errors`."""
+        """Return the next chunk. Raises the typed errors of `specdec.wire.errors`."""
         if self._running.is_ended:
             raise Cancelled("the stream is closed")
         return next(self._chunks)

@@ -1,8 +1,8 @@
 """The settings of the three services, and how they are read: flags, SPECDEC_* environment, a file, defaults.
 
-    python -m target_service --model models/target --num-threads 2
-    SPECDEC_TARGET_MODEL=models/target python -m target_service
-    python -m target_service --config target.yaml
+    python -m specdec.target_service --model models/target --num-threads 2
+    SPECDEC_TARGET_MODEL=models/target python -m specdec.target_service
+    python -m specdec.target_service --config target.yaml
 
 A flag wins over the environment, the environment over the file, the file over the default.
 """
@@ -10,8 +10,8 @@ A flag wins over the environment, the environment over the file, the file over t
 from specdec.config.coordinator import CoordinatorSettings
 from specdec.config.draft import DraftSettings
 from specdec.config.replica import ReplicaSettings
+from specdec.config.sources import load_settings, settings_or_exit
 from specdec.config.target import TargetSettings
-from specdec.settings_sources import load_settings, settings_or_exit
 
 __all__ = [
     "CoordinatorSettings",

@@ -13,10 +13,10 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from specdec.addresses import Address
 from specdec.config.replica import RejectionMethodName, VerifyModeName
-from specdec.rpc.settings import ClientSettings, ServiceSettings, WireSettings
-from specdec.sampling_limits import MAX_LOGPROBS
+from specdec.service.settings import ClientSettings, ServiceSettings, WireSettings
+from specdec.wire.addresses import Address
+from specdec.wire.sampling_limits import MAX_LOGPROBS
 
 # Room for "-63".
 _MAX_SHARED_OWNER_CHARS = 61

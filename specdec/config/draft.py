@@ -12,10 +12,10 @@ from pydantic import (
 )
 from pydantic_settings import NoDecode
 
-from specdec.addresses import Address
+from specdec.config.drafter_options import ServiceOptions, check_drafters, read_drafters
 from specdec.config.replica import ReplicaSettings
-from specdec.drafters.options import ServiceOptions, check_drafters, read_drafters
-from specdec.rpc.settings import ClientSettings
+from specdec.service.settings import ClientSettings
+from specdec.wire.addresses import Address
 
 HeterogeneousVocab = Literal["auto", "intersection", "text"]
 

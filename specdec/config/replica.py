@@ -10,7 +10,7 @@ from pydantic import (
 )
 
 from specdec.engine.settings import EngineSettings
-from specdec.rpc.settings import ReplicaServiceSettings
+from specdec.service.settings import ReplicaServiceSettings
 
 VerifyModeName = Literal["coupled", "rejection"]
 RejectionMethodName = Literal["standard", "block"]

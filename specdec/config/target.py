@@ -17,9 +17,9 @@ from pydantic import (
 from pydantic_settings import NoDecode
 
 from specdec.config.draft import DraftSettings
+from specdec.config.drafter_options import DrafterOptions, check_drafters, read_drafters
+from specdec.config.endpoint_options import ApiTargetOptions
 from specdec.config.replica import ReplicaSettings
-from specdec.drafters.options import DrafterOptions, check_drafters, read_drafters
-from specdec.endpoints.options import ApiTargetOptions
 
 _SAME_FOR_OWN_DRAFT = (
     "device", "native", "self_test", "max_sessions", "max_batch_seqs",

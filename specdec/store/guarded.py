@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import structlog
 
-from specdec.backoff import Backoff
 from specdec.store.errors import RequestHeld, StoreUnavailable, TooManyConcurrent
 from specdec.store.interface import (
     Appended,
@@ -21,7 +20,8 @@ from specdec.store.interface import (
     RequestKey,
     Store,
 )
-from specdec.tls_files import TlsFiles
+from specdec.wire.backoff import Backoff
+from specdec.wire.tls_files import TlsFiles
 
 _Result = TypeVar("_Result")
 _BACKOFF = Backoff(first_s=0.25, longest_s=10.0, spread=(0.5, 1.0))

@@ -28,7 +28,7 @@ from specdec.store.keys import StoreKeys, escape
 from specdec.store.packing import TOKEN_BYTES, pack_tokens
 from specdec.store.records import decode_record, decode_replica, encode_replica
 from specdec.store.scripts import Script
-from specdec.tls_files import TlsFiles
+from specdec.wire.tls_files import TlsFiles
 
 # Operations that ask Redis at the same time, hence also connections (to each node of a cluster); others wait.
 MAX_CONCURRENT_OPERATIONS = 32

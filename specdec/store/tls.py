@@ -11,7 +11,7 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.connection import RedisSSLContext, SSLConnection
 
 from specdec.store.errors import StoreUrlError
-from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
 
 
 def redis_tls_files(ca_file: Path | None, cert_file: Path | None, key_file: Path | None) -> TlsFiles:

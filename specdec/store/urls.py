@@ -20,7 +20,7 @@ from specdec.store.interface import StoreLimits
 from specdec.store.keys import DEFAULT_PREFIX, StoreKeys
 from specdec.store.redis_store import RedisStore
 from specdec.store.tls import follow_files, redis_tls_files
-from specdec.tls_files import TlsFiles
+from specdec.wire.tls_files import TlsFiles
 
 SCHEMES = ("redis", "rediss", "redis+sentinel", "rediss+sentinel", "redis+cluster", "rediss+cluster")
 REDIS_PORT = 6379

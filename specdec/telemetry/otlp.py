@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from specdec import __version__
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsMaterial, client_context
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsMaterial, client_context
 
 
 class Pipeline:

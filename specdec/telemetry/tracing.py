@@ -2,7 +2,7 @@
 
 Spans are queued by whoever ends them and exported by a thread of their own, so neither a slow nor an absent collector
 holds anything up; what the queue cannot take is dropped. Only servicers and coordinators have one: an engine process
-sends what it knows of a session to its servicer (`specdec.worker.trace`), which turns it into spans.
+sends what it knows of a session to its servicer (`specdec.replica.worker.trace`), which turns it into spans.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.tls_files import TlsFiles
 from specdec.v1 import trace_pb2
+from specdec.wire.tls_files import TlsFiles
 
 if TYPE_CHECKING:
     from specdec.telemetry.otlp import Pipeline

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from specdec.constraints.grammar.awaited import AwaitedGrammars
+from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.engine import Engine
 from specdec.engine.errors import EngineError
 from specdec.engine.sequence import Sequence
-from specdec.grammar.awaited import AwaitedGrammars
-from specdec.grammar.compiler import GrammarCompiler
+from specdec.replica.worker.errors import invalid
+from specdec.replica.worker.sessions import EngineSessionTable
+from specdec.target_service.admission.forks import Forks, may_fork
+from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import invalid
-from specdec.worker.sessions import EngineSessionTable
-from target_service.admission.forks import Forks, may_fork
-from target_service.session import TargetSession
 
 
 class Admission:

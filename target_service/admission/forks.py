@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from target_service.session import SessionState, TargetSession
+from specdec.target_service.session import SessionState, TargetSession
 
 
 class Forks:

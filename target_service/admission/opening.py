@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from specdec.config import TargetSettings
-from specdec.drafters.options import DRAFT_MODEL
+from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.sampling_params import VerifyMode
+from specdec.replica.worker.opening import check_open, check_prediction, rejection_method, sampling_params, verify_mode
+from specdec.replica.worker.sessions import Owner
+from specdec.target_service.prompt_logprobs import PromptLogprobs
+from specdec.target_service.session import SessionTimes, TargetSession
+from specdec.target_service.tree.speculation_tree import SpeculationTree
+from specdec.target_service.tree.walk import EndOfChoice
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.opening import check_open, check_prediction, rejection_method, sampling_params, verify_mode
-from specdec.worker.sessions import Owner
-from target_service.prompt_logprobs import PromptLogprobs
-from target_service.session import SessionTimes, TargetSession
-from target_service.tree.speculation_tree import SpeculationTree
-from target_service.tree.walk import EndOfChoice
+from specdec.wire.sampling_params import VerifyMode
 
 
 def new_session(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.endpoints.calls import ApiFault
-from specdec.sampling_params import SamplingParams
+from specdec.drafting.endpoints.calls import ApiFault
+from specdec.wire.sampling_params import SamplingParams
 
 _ID = "token_id:"
 

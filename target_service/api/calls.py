@@ -9,9 +9,9 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from specdec.endpoints.calls import ApiFault, Endpoint, complete
-from specdec.sampling_params import SamplingParams
-from target_service.api.answers import greedy_body, greedy_tokens, next_token, sampled_body
+from specdec.drafting.endpoints.calls import ApiFault, Endpoint, complete
+from specdec.target_service.api.answers import greedy_body, greedy_tokens, next_token, sampled_body
+from specdec.wire.sampling_params import SamplingParams
 
 _ANSWER_BYTES = 2**20
 _ANSWER_BYTES_PER_TOKEN = 1024

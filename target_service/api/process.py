@@ -10,22 +10,22 @@ from pathlib import Path
 from prometheus_client import REGISTRY
 
 from specdec import __version__
-from specdec.backoff import Backoff
 from specdec.config import TargetSettings
-from specdec.endpoints.calls import ApiFault, ApiRefused, Endpoint, read_endpoint
-from specdec.endpoints.options import ApiTargetOptions
+from specdec.config.endpoint_options import ApiTargetOptions
+from specdec.drafting.endpoints.calls import ApiFault, ApiRefused, Endpoint, read_endpoint
 from specdec.engine.checkpoints.files import TokenizerFiles, find_model_files, read_eos_token_ids, read_tokenizer
 from specdec.engine.errors import ModelLoadError
-from specdec.rpc.bridge.frames import EnginePort, FrameKind
-from specdec.sampling_params import SamplingParams
+from specdec.replica.bridge.frames import EnginePort, FrameKind
+from specdec.replica.worker.entry import make_host, report_fatal, serve
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.role import Wire
+from specdec.target_service.api.calls import Block
+from specdec.target_service.api.role import ApiTarget
+from specdec.target_service.api.session import ApiSession
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.entry import make_host, report_fatal, serve
-from specdec.worker.host import SessionHost
-from specdec.worker.role import Wire
-from target_service.api.calls import Block
-from target_service.api.role import ApiTarget
-from target_service.api.session import ApiSession
+from specdec.wire.backoff import Backoff
+from specdec.wire.sampling_params import SamplingParams
 
 _PROBE = (5, 6, 7, 8)
 _MISSING = {

@@ -12,20 +12,20 @@ from typing import Any
 import structlog
 from google.rpc import code_pb2
 
-from specdec.backoff import Backoff
 from specdec.config import TargetSettings
-from specdec.endpoints.calls import ApiFault, Endpoint
-from specdec.endpoints.options import ApiTargetOptions
+from specdec.config.endpoint_options import ApiTargetOptions
+from specdec.drafting.endpoints.calls import ApiFault, Endpoint
+from specdec.replica.worker.clamping import microseconds
+from specdec.replica.worker.errors import SessionFailure, invalid
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.opening import check_open, check_room, sampling_params
+from specdec.replica.worker.sessions import Owner
+from specdec.target_service.api.calls import Block
+from specdec.target_service.api.session import ApiSession
+from specdec.target_service.tree.walk import EndOfChoice
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.clamping import microseconds
-from specdec.worker.errors import SessionFailure, invalid
-from specdec.worker.host import SessionHost
-from specdec.worker.opening import check_open, check_room, sampling_params
-from specdec.worker.sessions import Owner
-from target_service.api.calls import Block
-from target_service.api.session import ApiSession
-from target_service.tree.walk import EndOfChoice
+from specdec.wire.backoff import Backoff
 
 _POLL_S = 0.002
 _PROGRESS_S = 1.0

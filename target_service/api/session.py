@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
-from specdec.sampling_params import SamplingParams
+from specdec.replica.worker.sessions import EngineSession
+from specdec.target_service.tree.walk import EndOfChoice
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.sessions import EngineSession
-from target_service.tree.walk import EndOfChoice
+from specdec.wire.sampling_params import SamplingParams
 
 _MOST_BYTES = 64 * 2**10
 _MOST_NODES = 64

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
 
-from specdec.drafters.options import DRAFT_MODEL
+from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.tree import ROOT
-from specdec.sampling_params import VerifyMode
-from target_service.policy.marginal_gains import Asked, Left, MarginalGains
-from target_service.policy.source_records import SourceRecords
-from target_service.policy.verify_policy import AcceptanceCalibration
-from target_service.session import TargetSession
-from target_service.tree.speculation_tree import Node
-from target_service.tree.walk import Walk
+from specdec.target_service.policy.marginal_gains import Asked, Left, MarginalGains
+from specdec.target_service.policy.source_records import SourceRecords
+from specdec.target_service.policy.verify_policy import AcceptanceCalibration
+from specdec.target_service.session import TargetSession
+from specdec.target_service.tree.speculation_tree import Node
+from specdec.target_service.tree.walk import Walk
+from specdec.wire.sampling_params import VerifyMode
 
 _RATE_WEIGHT = 0.05
 """Of one step in the mean rate of tokens."""

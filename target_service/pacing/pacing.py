@@ -6,10 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from specdec.v1 import common_pb2 as pb
-from target_service.pacing.expectations import Expectations, most_accepted
-from target_service.policy.gate import SpeculationGate
-from target_service.policy.hold_off import (
+from specdec.target_service.pacing.expectations import Expectations, most_accepted
+from specdec.target_service.policy.gate import SpeculationGate
+from specdec.target_service.policy.hold_off import (
     DEPTHS,
     DraftLatency,
     Episode,
@@ -19,10 +18,11 @@ from target_service.policy.hold_off import (
     kind_of,
     pays_for_all,
 )
-from target_service.policy.step_time import StepTimeModel
-from target_service.policy.verify_policy import select_nodes
-from target_service.session import SessionState, TargetSession
-from target_service.tree.walk import Walk
+from specdec.target_service.policy.step_time import StepTimeModel
+from specdec.target_service.policy.verify_policy import select_nodes
+from specdec.target_service.session import SessionState, TargetSession
+from specdec.target_service.tree.walk import Walk
+from specdec.v1 import common_pb2 as pb
 
 _MAX_FITTED_ROWS = 128
 """Prefill chunks would bend the line that decodes and verifications lie on."""

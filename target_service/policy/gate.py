@@ -26,11 +26,11 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from target_service.policy.gate_account import Account
-from target_service.policy.gate_state import FIRST_GAIN, Gains, GateState, Phase
-from target_service.policy.probing import PROBE_STEPS, Probing
-from target_service.policy.references import References, Settling
-from target_service.policy.step_costs import StepCosts
+from specdec.target_service.policy.gate_account import Account
+from specdec.target_service.policy.gate_state import FIRST_GAIN, Gains, GateState, Phase
+from specdec.target_service.policy.probing import PROBE_STEPS, Probing
+from specdec.target_service.policy.references import References, Settling
+from specdec.target_service.policy.step_costs import StepCosts
 
 _GAIN_WEIGHT = 1 / 32
 """Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
-from target_service.policy.step_costs import band_of
+from specdec.target_service.policy.step_costs import band_of
 
 FIRST_GAIN = 0.5
 """Of a session of whose kind nothing is known."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from target_service.policy.step_time import StepTimeModel
+from specdec.target_service.policy.step_time import StepTimeModel
 
 _WEIGHT = 0.1
 _MOST_SURPRISE = 4.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from target_service.policy.gate_state import GateState
+from specdec.target_service.policy.gate_state import GateState
 
 PROBE_STEPS = 16
 """Of a probe, at most."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from target_service.policy.step_costs import StepCosts, band_of
+from specdec.target_service.policy.step_costs import StepCosts, band_of
 
 _NUM_STEPS, _LEAD = 8, 2
 """Of a reference; the first ones still meet drafts at work."""

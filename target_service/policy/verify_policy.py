@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from target_service.policy.step_time import StepTimeModel
+from specdec.target_service.policy.step_time import StepTimeModel
 
 
 def select_nodes(

@@ -5,16 +5,16 @@ from __future__ import annotations
 from prometheus_client import REGISTRY
 
 from specdec.config import TargetSettings
-from specdec.drafting.metrics import DraftRecorder
-from specdec.rpc.bridge.frames import EnginePort
+from specdec.drafting.role.metrics import DraftRecorder
+from specdec.replica.bridge.frames import EnginePort
+from specdec.replica.worker.build import BuiltEngine, run_role
+from specdec.replica.worker.host import SessionHost
+from specdec.target_service.processes.wire import WIRE
+from specdec.target_service.proposals.own_draft import build_own_draft
+from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.session import TargetSession
+from specdec.target_service.verifier import Verifier
 from specdec.telemetry import DraftMetrics, TargetMetrics
-from specdec.worker.build import BuiltEngine, run_role
-from specdec.worker.host import SessionHost
-from target_service.processes.wire import WIRE
-from target_service.proposals.own_draft import build_own_draft
-from target_service.records.metrics import TargetRecorder
-from target_service.session import TargetSession
-from target_service.verifier import Verifier
 
 
 def run_model(port: EnginePort, settings: TargetSettings) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from specdec.drafters.interface import DrawReader
-from target_service.decide import Decision
-from target_service.proposals.deadline import Deadline, Overdue
-from target_service.proposals.part import DrafterPart
-from target_service.session import TargetSession
+from specdec.drafting.interface import DrawReader
+from specdec.target_service.decide import Decision
+from specdec.target_service.proposals.deadline import Deadline, Overdue
+from specdec.target_service.proposals.part import DrafterPart
+from specdec.target_service.session import TargetSession
 
 
 def tell_drawn(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec.drafting.heads.session import Features
 from specdec.engine.outputs import ItemOutput, StepOutput
-from specdec.heads.session import Features
-from target_service.decide import Decision
-from target_service.session import TargetSession
+from specdec.target_service.decide import Decision
+from specdec.target_service.session import TargetSession
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from specdec.drafters.options import DRAFT_MODEL
-from specdec.sampling_params import VerifyMode
-from specdec.worker.host import SessionHost
-from target_service.pacing.expectations import most_accepted, note_asked
-from target_service.pacing.pacing import Pacing
-from target_service.proposals.intake import ProposalIntake
-from target_service.proposals.legal import drop_illegal, hang_forced
-from target_service.proposals.own_draft import OwnDraft
-from target_service.proposals.panel import DrafterPanel
-from target_service.records.metrics import TargetRecorder
-from target_service.session import SessionState, TargetSession
+from specdec.config.drafter_options import DRAFT_MODEL
+from specdec.replica.worker.host import SessionHost
+from specdec.target_service.pacing.expectations import most_accepted, note_asked
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.proposals.intake import ProposalIntake
+from specdec.target_service.proposals.legal import drop_illegal, hang_forced
+from specdec.target_service.proposals.own_draft import OwnDraft
+from specdec.target_service.proposals.panel import DrafterPanel
+from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.session import SessionState, TargetSession
+from specdec.wire.sampling_params import VerifyMode
 
 
 class Gathering:

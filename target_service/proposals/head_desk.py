@@ -6,24 +6,24 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from specdec.drafters.interface import Drafter, Room
-from specdec.drafters.options import HeadOptions, LayerSkipOptions
+from specdec.config.drafter_options import HeadOptions, LayerSkipOptions
+from specdec.drafting.heads.checkpoint import HeadRefused
+from specdec.drafting.heads.methods.registry import load_head
+from specdec.drafting.heads.session import Head, HeadAsk, HeadSession
+from specdec.drafting.heads.target import HeadTarget
+from specdec.drafting.interface import Drafter, Room
+from specdec.drafting.layer_skip.drafter import LayerSkip, make_layer_skip
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.tap import joined
-from specdec.heads.checkpoint import HeadRefused
-from specdec.heads.methods.registry import load_head
-from specdec.heads.session import Head, HeadAsk, HeadSession
-from specdec.heads.target import HeadTarget
-from specdec.layer_skip.drafter import LayerSkip, make_layer_skip
-from specdec.sampling_params import VerifyMode
-from target_service.decide import Decision
-from target_service.pacing.expectations import note_asked
-from target_service.policy.marginal_gains import Left
-from target_service.proposals.deadline import Deadline, Overdue
-from target_service.proposals.features import computed
-from target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
-from target_service.session import TargetSession
+from specdec.target_service.decide import Decision
+from specdec.target_service.pacing.expectations import note_asked
+from specdec.target_service.policy.marginal_gains import Left
+from specdec.target_service.proposals.deadline import Deadline, Overdue
+from specdec.target_service.proposals.features import computed
+from specdec.target_service.proposals.part import DrafterPart, DrafterStep, PanelRecorder
+from specdec.target_service.session import TargetSession
+from specdec.wire.sampling_params import VerifyMode
 
 MOST_CALL_S = 10.0
 """Of CPU time of all threads that a call for all sessions may take: what runs in native code ends by itself."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from google.protobuf.message import DecodeError
 
-from specdec.sampling_params import RejectionMethod
+from specdec.replica.worker.errors import SessionFailure, invalid
+from specdec.replica.worker.host import SessionHost
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.proposals.legal import drop_illegal
+from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.session import TargetSession
+from specdec.target_service.tree.speculation_tree import ReadProposal
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import SessionFailure, invalid
-from specdec.worker.host import SessionHost
-from target_service.pacing.pacing import Pacing
-from target_service.proposals.legal import drop_illegal
-from target_service.records.metrics import TargetRecorder
-from target_service.session import TargetSession
-from target_service.tree.speculation_tree import ReadProposal
+from specdec.wire.sampling_params import RejectionMethod
 
 _MOST_BYTES = 64 * 2**10
 """To read more would hold up the steps of all sessions. The largest proposal that is one has 64 nodes, each with a

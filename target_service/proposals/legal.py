@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from specdec.engine.tree import ROOT
-from specdec.sampling_params import VerifyMode
-from target_service.session import TargetSession
-from target_service.tree.speculation_tree import Node
+from specdec.target_service.session import TargetSession
+from specdec.target_service.tree.speculation_tree import Node
+from specdec.wire.sampling_params import VerifyMode
 
 
 def drop_illegal(session: TargetSession) -> None:

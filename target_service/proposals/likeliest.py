@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from specdec.drafters.interface import Context, Drafter
+from specdec.drafting.interface import Context, Drafter
 from specdec.engine.tree import ROOT
-from specdec.sampling_params import VerifyMode
-from target_service.decide import Decision
-from target_service.proposals.deadline import Deadline, Overdue
-from target_service.proposals.part import DrafterPart, Known, PanelRecorder
+from specdec.target_service.decide import Decision
+from specdec.target_service.proposals.deadline import Deadline, Overdue
+from specdec.target_service.proposals.part import DrafterPart, Known, PanelRecorder
+from specdec.wire.sampling_params import VerifyMode
 
 
 def tell_likeliest(

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from specdec.config import DraftSettings
-from specdec.drafters.options import DRAFT_MODEL
-from specdec.drafting.local import Appetite, LocalDraft
-from specdec.drafting.metrics import DraftRecorder
+from specdec.config.drafter_options import DRAFT_MODEL
+from specdec.drafting.role.local import Appetite, LocalDraft
+from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.translation.build import translate
 from specdec.engine.errors import EngineError, ModelLoadError
+from specdec.replica.worker.build import BuiltEngine, build_engine
+from specdec.replica.worker.host import SessionHost
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.build import BuiltEngine, build_engine
-from specdec.worker.host import SessionHost
-from target_service.pacing.pacing import Pacing
-from target_service.session import TargetSession
 
 _COST_WEIGHT = 1 / 16
 """Of one call in the mean time that they take."""

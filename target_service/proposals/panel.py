@@ -19,32 +19,32 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import structlog
 import torch
 
-from specdec.drafters.interface import Context, Drafter, OfNoUse, Room
-from specdec.drafters.options import DrafterOptions, HeadOptions, LayerSkipOptions
-from specdec.drafters.registry import make_drafter
+from specdec.config.drafter_options import DrafterOptions, HeadOptions, LayerSkipOptions
+from specdec.drafting.heads.target import HeadTarget
+from specdec.drafting.interface import Context, Drafter, OfNoUse, Room
+from specdec.drafting.registry import make_drafter
 from specdec.engine.errors import TapRefused
 from specdec.engine.outputs import StepOutput
 from specdec.engine.tree import ROOT
-from specdec.heads.target import HeadTarget
-from specdec.sampling_params import VerifyMode
-from target_service.decide import Decision
-from target_service.pacing.expectations import most_accepted, note_asked
-from target_service.pacing.pacing import Pacing
-from target_service.policy.source_records import OwnRecord
-from target_service.policy.step_time import StepTimeModel
-from target_service.proposals.deadline import Deadline, Overdue
-from target_service.proposals.drawn import tell_drawn
-from target_service.proposals.head_desk import Due, HeadDesk
-from target_service.proposals.likeliest import tell_likeliest
-from target_service.proposals.part import DrafterPart, DrafterStep, Known, PanelRecorder
-from target_service.proposals.turns import Turns
-from target_service.proposals.window import charge_windows
-from target_service.session import SessionState, TargetSession
-from target_service.tree.speculation_tree import Node
+from specdec.target_service.decide import Decision
+from specdec.target_service.pacing.expectations import most_accepted, note_asked
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.policy.source_records import OwnRecord
+from specdec.target_service.policy.step_time import StepTimeModel
+from specdec.target_service.proposals.deadline import Deadline, Overdue
+from specdec.target_service.proposals.drawn import tell_drawn
+from specdec.target_service.proposals.head_desk import Due, HeadDesk
+from specdec.target_service.proposals.likeliest import tell_likeliest
+from specdec.target_service.proposals.part import DrafterPart, DrafterStep, Known, PanelRecorder
+from specdec.target_service.proposals.turns import Turns
+from specdec.target_service.proposals.window import charge_windows
+from specdec.target_service.session import SessionState, TargetSession
+from specdec.target_service.tree.speculation_tree import Node
+from specdec.wire.sampling_params import VerifyMode
 
 MOST_CALL_S = 0.25
 """Of CPU time that one call may take: a thousand times what it should."""
-_log = structlog.get_logger("specdec.worker")
+_log = structlog.get_logger("specdec.replica.worker")
 
 
 class DrafterPanel:

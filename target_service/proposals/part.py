@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specdec.drafters.interface import Context, SessionDrafter
-from target_service.session import TargetSession
+from specdec.drafting.interface import Context, SessionDrafter
+from specdec.target_service.session import TargetSession
 
 _MOST_INTERVAL = 64
 """Steps between two calls of a drafter that brings nothing."""

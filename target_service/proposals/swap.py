@@ -15,19 +15,19 @@ import structlog
 from google.protobuf.message import DecodeError
 from google.rpc import code_pb2
 
-from specdec.drafters.interface import Drafter, OfNoUse
-from specdec.drafters.options import DrafterOptions, HeadOptions, parse_drafters
+from specdec.config.drafter_options import DrafterOptions, HeadOptions, parse_drafters
+from specdec.drafting.interface import Drafter, OfNoUse
 from specdec.engine.errors import ModelLoadError
-from specdec.rpc.bridge.engine_answers import EngineAnswers
+from specdec.replica.bridge.engine_answers import EngineAnswers
+from specdec.replica.worker.errors import SessionFailure, invalid
+from specdec.target_service.proposals.panel import DrafterPanel
 from specdec.v1 import target_pb2
-from specdec.worker.errors import SessionFailure, invalid
-from target_service.proposals.panel import DrafterPanel
 
 POLL_S = 0.02
 """While heads are loaded an idle loop looks again after so long."""
 _MOST_CHARS = 800
 """Of what is said about a refusal."""
-_log = structlog.get_logger("specdec.worker")
+_log = structlog.get_logger("specdec.replica.worker")
 
 
 class _Load:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from specdec.drafters.interface import Room
-from target_service.pacing.expectations import Expectations
-from target_service.policy.marginal_gains import Left
-from target_service.proposals.part import DrafterPart
-from target_service.session import TargetSession
+from specdec.drafting.interface import Room
+from specdec.target_service.pacing.expectations import Expectations
+from specdec.target_service.policy.marginal_gains import Left
+from specdec.target_service.proposals.part import DrafterPart
+from specdec.target_service.session import TargetSession
 
 _COST_WEIGHT = 1 / 64
 """Of one call in the mean time that they take."""

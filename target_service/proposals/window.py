@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from target_service.decide import Decision
-from target_service.policy.step_time import StepTimeModel
-from target_service.proposals.part import DrafterPart
-from target_service.session import TargetSession
-from target_service.tree.speculation_tree import SpeculationTree
+from specdec.target_service.decide import Decision
+from specdec.target_service.policy.step_time import StepTimeModel
+from specdec.target_service.proposals.part import DrafterPart
+from specdec.target_service.session import TargetSession
+from specdec.target_service.tree.speculation_tree import SpeculationTree
 
 
 def charge_windows(

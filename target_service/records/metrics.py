@@ -8,16 +8,16 @@ from typing import Generic, TypeVar
 
 import prometheus_client
 
-from specdec.drafters.options import DRAFT_MODEL
+from specdec.config.drafter_options import DRAFT_MODEL
+from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.outputs import EngineStats
-from specdec.grammar.compiler import GrammarCompiler
+from specdec.replica.worker.engine_gauges import EngineGauges
+from specdec.target_service.policy.payoff import Payoff
+from specdec.target_service.records.step_record import StepRecord
+from specdec.target_service.session import TargetSession
+from specdec.target_service.tree.speculation_tree import SpeculationTree
 from specdec.telemetry import Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.engine_gauges import EngineGauges
-from target_service.policy.payoff import Payoff
-from target_service.records.step_record import StepRecord
-from target_service.session import TargetSession
-from target_service.tree.speculation_tree import SpeculationTree
 
 _ORIGINS: dict[int, str] = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
 _FINISH = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in pb.FinishReason.items()}

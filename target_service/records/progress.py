@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
-from target_service.session import TargetSession
 
 PROGRESS_INTERVAL_S = 1.0
 """Without a verdict for so long, a session's owner is told; then each time after as long again."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from target_service.policy.payoff import Payoff, PayoffMeter
-from target_service.policy.step_time import StepTimeModel
-from target_service.records.metrics import TargetRecorder
-from target_service.records.step_record import StepRecord
+from specdec.target_service.policy.payoff import Payoff, PayoffMeter
+from specdec.target_service.policy.step_time import StepTimeModel
+from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.records.step_record import StepRecord
 
 
 class StepRecording:

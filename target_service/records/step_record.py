@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from specdec.engine.outputs import StepOutput
-from target_service.decide import Decision
-from target_service.policy.gate import SpeculationGate
-from target_service.policy.gate_state import GateState
-from target_service.session import SessionState, TargetSession
+from specdec.target_service.decide import Decision
+from specdec.target_service.policy.gate import SpeculationGate
+from specdec.target_service.policy.gate_state import GateState
+from specdec.target_service.session import SessionState, TargetSession
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from specdec.replica.worker.trace import SessionTrace
+from specdec.target_service.records.step_record import StepRecord
+from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.trace import SessionTrace
-from target_service.records.step_record import StepRecord
-from target_service.session import TargetSession
 
 
 def trace_verdict(trace: SessionTrace, verdict: pb.Verdict) -> None:

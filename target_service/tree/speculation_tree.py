@@ -21,12 +21,12 @@ from functools import cache
 
 from google.rpc import code_pb2
 
-from specdec.drafters.options import DRAFT_MODEL, SERVICE_DRAFTER_NAMES
+from specdec.config.drafter_options import DRAFT_MODEL, SERVICE_DRAFTER_NAMES
 from specdec.engine.errors import TreeError
 from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution
 from specdec.engine.tree import MAX_TREE_NODES, ROOT, TokenTree, check_tree
+from specdec.replica.worker.errors import SessionFailure, invalid
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import SessionFailure, invalid
 
 DEFAULT_SCORE = 0.7
 """Estimated acceptance of a node whose proposal carries no score."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specdec.engine.tree import ROOT, TokenTree
-from specdec.sampling_params import SamplingParams
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import aclosing
 
 from specdec.client import Client, Completion, generate_resuming
-from specdec.rpc.errors import Overloaded, SpecdecError, Unavailable
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Overloaded, SpecdecError, Unavailable
 from tests.adversary.fleet import Fleet
 from tests.adversary.progress import Progress
 from tests.adversary.verdict import Verdict

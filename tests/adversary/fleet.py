@@ -15,8 +15,8 @@ import grpc
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
-from specdec.cli.local.service_process import ServiceProcess
+from specdec.commands.up.cluster import RoleSettings, free_port, service_spec
+from specdec.commands.up.service_process import ServiceProcess
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from tests.adversary.proxy_process import ProxyProcess
@@ -29,7 +29,7 @@ HOST = "127.0.0.1"
 START_S = 300.0
 RESTART_S = 1.0
 """From a service's end to its restart, unless a fault says otherwise: what Kubernetes takes at first."""
-ENGINE_MODULE = "specdec.rpc.bridge.engine_child"
+ENGINE_MODULE = "specdec.replica.bridge.engine_child"
 Say = Callable[[str], None]
 
 

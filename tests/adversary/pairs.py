@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from specdec.cli.local.plan import shipped_model
+from specdec.commands.up.plan import shipped_model
 from tests.adversary.fleet import FleetSettings
 from tests.adversary.topology import Topology
 from tests.adversary.workload import Sizes

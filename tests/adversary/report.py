@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import versions
-from specdec.benchmark.report import machine
+from specdec.commands.measuring.report import machine
 from tests.adversary.chaos import ChaosResult
 from tests.adversary.recovery import markdown, table
 

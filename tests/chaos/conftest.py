@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster, free_port
+from specdec.commands.up.cluster import Cluster, free_port
 from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import CREDIT_WINDOW, HOLD_OFF_MS, ROLES, start_again, thaw
 from tests.support.services.model_pair import ModelPair

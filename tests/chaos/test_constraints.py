@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.up.cluster import Cluster
 from tests.support.services.faults import Reading, held_back, make_request, start_again
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from tests.support.services.faults import (
     HOLD_OFF_MS,

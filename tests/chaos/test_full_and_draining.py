@@ -10,11 +10,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
-from specdec.rpc.errors import Overloaded, Unavailable, from_rpc_error
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2_grpc
+from specdec.wire.errors import Overloaded, Unavailable, from_rpc_error
 from tests.support.services.faults import (
     CREDIT_WINDOW,
     Reading,

@@ -7,9 +7,9 @@ import contextlib
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
-from specdec.rpc.errors import InvalidRequest
+from specdec.commands.up.cluster import Cluster
+from specdec.wire.errors import InvalidRequest
 from tests.support.services.faults import Reading, eventually, make_request, plain, scrape
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

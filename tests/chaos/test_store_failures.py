@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import pytest
 
-from specdec.backoff import Backoff
-from specdec.cli.local.cluster import free_port
+from specdec.commands.up.cluster import free_port
 from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import (
@@ -28,6 +27,7 @@ from specdec.store.keys import StoreKeys
 from specdec.store.redis_store import MAX_CONCURRENT_OPERATIONS
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1.common_pb2 import GetReplicaInfoResponse
+from specdec.wire.backoff import Backoff
 from tests.support.servers.redis_server import RedisServer, redis_cluster
 from tests.support.services.faults import eventually
 

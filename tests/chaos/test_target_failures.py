@@ -9,8 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.local.cluster import Cluster
-from specdec.rpc.errors import Unavailable
+from specdec.commands.up.cluster import Cluster
+from specdec.wire.errors import Unavailable
 from tests.support.services.engine_processes import engine_of
 from tests.support.services.faults import (
     CREDIT_WINDOW,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.local.cluster import HOST, Cluster, free_port
 from specdec.client import Client
+from specdec.commands.up.cluster import HOST, Cluster, free_port
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.faults import addresses_of, another, eventually, make_request, plain

@@ -11,9 +11,9 @@ import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.cli.local.cluster import Cluster
-from specdec.rpc.errors import FailedPrecondition, InvalidRequest
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import FailedPrecondition, InvalidRequest
 from tests.support.extreme_sampling import bias_cases, cases
 from tests.support.services.faults import all_blocks_free
 from tests.support.services.peer import MAX_TOKENS, PROMPT, WIRES, Peer, open_session

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec.cli.local.cluster import free_port
+from specdec.commands.up.cluster import free_port
 from tests.chart.rendered import Document, component
 from tests.support.services.faults import eventually
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from gateway.settings import GatewaySettings
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.gateway.settings import GatewaySettings
 from tests.chart.toggles import toggle_cases
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,11 +15,11 @@ import pytest
 import typer.main
 from prometheus_client import CollectorRegistry
 
-from coordinator.servicer import SERVICE_NAME
-from specdec.cli.app import app
-from specdec.cli.connection import API_KEY_VARIABLE
-from specdec.cli.local.cluster import MODULES
+from specdec.commands.app import app
+from specdec.commands.connection import API_KEY_VARIABLE
+from specdec.commands.up.cluster import MODULES
 from specdec.config import CoordinatorSettings, load_settings
+from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import draft_pb2, target_pb2
 from tests.chart.rendered import (

@@ -17,7 +17,7 @@ import yaml
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from specdec.cli.app import app
+from specdec.commands.app import app
 from tests.chart.rendered import CASES, CHART, ROOT, Render
 
 _PARAM = re.compile(r"(?m)^\s*## @param (\S+) (.+)$")

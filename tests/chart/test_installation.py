@@ -20,7 +20,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import SecretStr
 
-from specdec.cli.local.cluster import free_port
+from specdec.commands.up.cluster import free_port
 from specdec.store.urls import RedisOptions, connect
 from tests.chart.redis_process import started, until_up
 from tests.chart.rendered import ROOT, SETTINGS, WITH_REDIS, Document, Render, component, containers

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from specdec.tuning.advice import Advice
-from specdec.tuning.prediction import Choice
-from specdec.tuning.settings_files import Deployment, chart_file
+from specdec.commands.tune.advice import Advice
+from specdec.commands.tune.prediction import Choice
+from specdec.commands.tune.settings_files import Deployment, chart_file
 from tests.chart.rendered import CHART, Helm, containers
 
 PLACE = Deployment(target_model="t", draft_model="d", device="cpu", target_cores=(0, 1), draft_cores=(2,))

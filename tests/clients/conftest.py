@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
 from tests.support.clients.page import Reader
 from tests.support.services.clusters import TIMEOUTS
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from specdec.cli.local.cluster import free_port
 from specdec.client import Client, Completion
+from specdec.commands.up.cluster import free_port
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.clients.page import ROOT

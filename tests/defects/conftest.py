@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.up.cluster import Cluster
 from tests.support.releases import Build, checked_out, this_version
 from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import another

@@ -14,11 +14,11 @@ import grpc
 import psutil
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, ClientSettings
-from specdec.rpc.errors import SpecdecError
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2_grpc
+from specdec.wire.errors import SpecdecError
 from tests.support.releases import Build
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.replica import ScriptedSession

@@ -10,9 +10,9 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, ClientSettings
-from specdec.rpc.errors import SpecdecError
+from specdec.commands.up.cluster import Cluster
+from specdec.wire.errors import SpecdecError
 from tests.support.services.faults import addresses_of, held_back, make_request, plain, speculated
 
 pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(400)]

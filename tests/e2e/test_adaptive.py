@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.engine.architectures import CONFIGS, make_pair
 from tests.support.services.clusters import start_cluster

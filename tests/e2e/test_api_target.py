@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.errors import ClusterFailed
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
-from specdec.rpc.errors import SpecdecError
+from specdec.commands.errors import ClusterFailed
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import SpecdecError
 from tests.support.servers.hostile_api import fixed_api
 from tests.support.services.clusters import MakeCluster, start_cluster
 from tests.support.services.model_pair import ModelPair

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
-from specdec.rpc.errors import InvalidRequest, ModelNotFound, RequestExists, from_rpc_error
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest, ModelNotFound, RequestExists, from_rpc_error
 from tests.support.extreme_sampling import bias_cases, cases
 from tests.support.services.faults import freeze, thaw
 

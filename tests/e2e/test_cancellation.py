@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, ClientSettings
-from specdec.rpc.errors import DeadlineExceeded
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import DeadlineExceeded
 from tests.support.services.faults import PATIENCE_S, Reading, all_blocks_free, eventually, held_back, make_request
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -6,8 +6,8 @@ import grpc
 import pytest
 from transformers import AutoTokenizer
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion, chat_messages
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, SyncClient
+from specdec.commands.up.cluster import Cluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
-from specdec.rpc.errors import InvalidRequest
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 from tests.support.services.clusters import start_cluster
 from tests.support.services.gateways import gateway
 from tests.support.services.tiny_pair import ModelPair

@@ -20,10 +20,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client, ClientSettings
-from specdec.rpc.errors import Unavailable
+from specdec.commands.up.cluster import Cluster, free_port
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Unavailable
 from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import (
     CREDIT_WINDOW,

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.engine.architectures import CONFIGS, make_pair
 from tests.support.pairwise import all_cases, pairwise_cases

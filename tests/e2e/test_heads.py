@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.local.cluster import ClusterFailed
 from specdec.client import Client
+from specdec.commands.up.cluster import ClusterFailed
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.heads import checkpoints
 from tests.support.services.clusters import start_cluster

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specdec.cli.models import show
 from specdec.client import Client
+from specdec.commands.models import show
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.engine.other_tokenizers import draft_with_fewer_tokens, permuted_draft
 from tests.support.services.clusters import start_cluster

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion, generate_resuming
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.clusters import start_cluster

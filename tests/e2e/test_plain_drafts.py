@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
-from specdec.cli.local.plan import LocalPlan, plan_services
 from specdec.client import Client, Completion
+from specdec.commands.up.cluster import Cluster
+from specdec.commands.up.plan import LocalPlan, plan_services
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.servers.hostile_api import HEAD, fixed_api

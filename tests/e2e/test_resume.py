@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
-from specdec.rpc.errors import DataLoss, InvalidRequest
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import DataLoss, InvalidRequest
 from tests.support.services.faults import Reading, addresses_of, another, make_request, resumed
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

@@ -12,10 +12,10 @@ import grpc
 import pytest
 from google.rpc import status_pb2
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion, generate_resuming
-from specdec.rpc.errors import InvalidRequest, Unavailable
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest, Unavailable
 from tests.support.services.faults import (
     CREDIT_WINDOW,
     PATIENCE_S,

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
 from tests.support.services.faults import addresses_of, all_blocks_free, another, eventually, load_of, make_request

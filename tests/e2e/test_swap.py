@@ -15,10 +15,13 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.cli.errors import EXIT_CODES, EXIT_USAGE
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
-from specdec.rpc.errors import (
+from specdec.commands.errors import EXIT_CODES, EXIT_USAGE
+from specdec.commands.up.cluster import Cluster
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import target_pb2, target_pb2_grpc
+from specdec.wire.errors import (
     DeadlineExceeded,
     FailedPrecondition,
     InvalidRequest,
@@ -26,9 +29,6 @@ from specdec.rpc.errors import (
     SpecdecError,
     from_rpc_error,
 )
-from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
-from specdec.v1 import target_pb2, target_pb2_grpc
 from tests.support.engine.local_pair import MODELS
 from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import eventually
@@ -47,7 +47,7 @@ class Target:
         self._stub: Any = target_pb2_grpc.TargetServiceStub(channel)
 
     async def set(self, *drafters: Any, **fields: Any) -> list[str]:
-        """Set drafters, names or objects. Raises the typed errors of `specdec.rpc.errors`."""
+        """Set drafters, names or objects. Raises the typed errors of `specdec.wire.errors`."""
         return await self.send(json.dumps(drafters), **fields)
 
     async def send(self, drafters: str, **fields: Any) -> list[str]:
@@ -186,7 +186,7 @@ async def test_what_cannot_be_had_is_a_typed_error_and_changes_nothing(cluster: 
 
 
 def run_command(address: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    arguments = [sys.executable, "-m", "specdec.cli.main", "drafters", "--target", address, *flags]
+    arguments = [sys.executable, "-m", "specdec.commands.main", "drafters", "--target", address, *flags]
     environment = {**os.environ, "COLUMNS": "200"}
     return subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment, timeout=120)
 

@@ -25,8 +25,8 @@ import grpc
 import pytest
 import yaml
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
-from specdec.cli.local.service_process import ServiceProcess
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.commands.up.service_process import ServiceProcess
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume

@@ -17,19 +17,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from typer.testing import CliRunner
 
-from specdec.cli.app import app
-from specdec.cli.errors import ClusterFailed
-from specdec.cli.local.cluster import Cluster
-from specdec.cli.local.plan import LocalPlan, plan_services
 from specdec.client import Client, ClientSettings
-from specdec.rpc.errors import (
+from specdec.commands.app import app
+from specdec.commands.errors import ClusterFailed
+from specdec.commands.up.cluster import Cluster
+from specdec.commands.up.plan import LocalPlan, plan_services
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import (
     InvalidRequest,
     Overloaded,
     PermissionDenied,
     Unauthenticated,
     from_rpc_error,
 )
-from specdec.v1 import coordinator_pb2 as api
 from tests.support.scripted.replica import PATIENCE_S
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.clusters import TIMEOUTS

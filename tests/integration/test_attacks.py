@@ -11,18 +11,18 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.intake.prompt import PromptReader
-from coordinator.intake.resume import make_resume_token
-from coordinator.intake.tokenizing import TokenizingTurns
-from coordinator.intake.validation import Limits
-from coordinator.servicer import TENANT_KEY
-from coordinator.text.tokenizer import TextTokenizer
-from specdec.rpc.errors import InvalidRequest, SpecdecError, from_rpc_error
+from specdec.coordinator.intake.prompt import PromptReader
+from specdec.coordinator.intake.resume import make_resume_token
+from specdec.coordinator.intake.tokenizing import TokenizingTurns
+from specdec.coordinator.intake.validation import Limits
+from specdec.coordinator.servicer import TENANT_KEY
+from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import NewRequest, RequestKey
 from specdec.store.keys import StoreKeys
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest, SpecdecError, from_rpc_error
 from tests.support.scripted.model import make_tokenizer
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer

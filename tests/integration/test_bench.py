@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specdec.cli.app import app
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.app import app
+from specdec.commands.up.cluster import Cluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -44,7 +44,7 @@ def test_the_shipped_pair_is_measured_with_its_own_prompts(shipped_cluster: Clus
 
 
 def test_an_interrupt_reports_what_there_is(shipped_cluster: Cluster, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "specdec.cli.main", "bench", "--address", shipped_cluster.address]
+    command = [sys.executable, "-m", "specdec.commands.main", "bench", "--address", shipped_cluster.address]
     command += ["--concurrency", "1", "--repeats", "1000", "--requests", "2", "--max-tokens", "32"]
     command += ["--report", str(tmp_path)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)

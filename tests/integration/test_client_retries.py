@@ -15,11 +15,11 @@ import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.cli.local.cluster import free_port
 from specdec.client import Client
-from specdec.rpc.abort import write_to
-from specdec.rpc.errors import Cancelled, NoTarget
+from specdec.commands.up.cluster import free_port
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.abort import write_to
+from specdec.wire.errors import Cancelled, NoTarget
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import expected_ids, request, running
 from tests.support.services.faults import another, eventually, scrape

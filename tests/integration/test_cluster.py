@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from typer.testing import CliRunner
 
-from specdec.cli.app import app
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
+from specdec.commands.app import app
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import common_pb2, coordinator_pb2
 from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import speculated

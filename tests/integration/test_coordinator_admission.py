@@ -7,13 +7,13 @@ from typing import Any
 
 import grpc
 
-from specdec.rpc.errors import (
-    Overloaded,
-    RequestExists,
-)
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.errors import (
+    Overloaded,
+    RequestExists,
+)
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.replica import PATIENCE_S
 from tests.support.scripted.target import ScriptedTarget

@@ -84,8 +84,8 @@ async def test_a_replica_is_asked_how_its_engine_ended_where_grpc_has_lost_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     targets = make_targets(2)
-    monkeypatch.setattr("coordinator.links.stream_end.engine_end_in", lambda trailing: None)
-    monkeypatch.setattr("coordinator.links.stream_end.from_rpc_error", lambda error: _lost())
+    monkeypatch.setattr("specdec.coordinator.links.stream_end.engine_end_in", lambda trailing: None)
+    monkeypatch.setattr("specdec.coordinator.links.stream_end.from_rpc_error", lambda error: _lost())
     with capture_logs() as logs:
         async with running(targets) as harness:
             await harness.all_ready()
@@ -99,8 +99,8 @@ async def test_a_replica_is_asked_how_its_engine_ended_where_grpc_has_lost_it(
 
 
 def _lost() -> Exception:
-    from coordinator.links.stream_end import NOT_HANDED_ON
-    from specdec.rpc.errors import Unavailable
+    from specdec.coordinator.links.stream_end import NOT_HANDED_ON
+    from specdec.wire.errors import Unavailable
 
     return Unavailable("the stream broke while it was written to", reason=NOT_HANDED_ON)
 

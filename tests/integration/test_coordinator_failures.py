@@ -7,8 +7,8 @@ import asyncio
 from google.rpc import code_pb2, status_pb2
 from structlog.testing import capture_logs
 
-from specdec.rpc.errors import Unavailable
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import Unavailable
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import identity
 from tests.support.scripted.replica import PATIENCE_S, ScriptedSession

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.links.target_link import TargetLink
-from coordinator.recovery import TargetRecovery
-from coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.links.target_link import TargetLink
+from specdec.coordinator.recovery import TargetRecovery
+from specdec.coordinator.replicas.discovery import Endpoint
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import target_pb2

@@ -8,11 +8,11 @@ import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.message_sizes import MIN_MESSAGE_BYTES, most_entry_bytes
-from specdec.rpc.errors import FailedPrecondition, InvalidRequest
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.errors import FailedPrecondition, InvalidRequest
+from specdec.wire.message_sizes import MIN_MESSAGE_BYTES, most_entry_bytes
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import identity, make_tokenizer
 from tests.support.scripted.target import ScriptedTarget

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from specdec.rpc.errors import FailedPrecondition, InvalidRequest, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import FailedPrecondition, InvalidRequest, Unavailable
 from tests.support.scripted.model import EOS, identity
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (

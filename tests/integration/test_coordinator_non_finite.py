@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.rpc.errors import Internal
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Internal
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import error_of, expected_ids, finish, read_tokens, request, running

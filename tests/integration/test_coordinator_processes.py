@@ -19,9 +19,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.cli.local.cluster import Cluster, free_port, port_is_free
 from specdec.client import Client, Completion, generate_resuming
-from specdec.rpc.errors import RequestExists, Unavailable
+from specdec.commands.up.cluster import Cluster, free_port, port_is_free
+from specdec.wire.errors import RequestExists, Unavailable
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.faults import (
     CREDIT_WINDOW,
@@ -43,7 +43,7 @@ NUM_TOKENS = 300
 NUM_BEFORE = 20
 EXIT_S = 60.0
 PREFIX = "specdec_coordinator_"
-COORDINATOR = [sys.executable, "-m", "coordinator", "--host=127.0.0.1", "--port=0", "--metrics-port=null"]
+COORDINATOR = [sys.executable, "-m", "specdec.coordinator", "--host=127.0.0.1", "--port=0", "--metrics-port=null"]
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 Start = Callable[[], AbstractContextManager["Running"]]

@@ -10,15 +10,15 @@ from typing import Any
 import grpc
 import pytest
 
-from coordinator.intake import planning
-from coordinator.sessions import prompt_logprobs
 from specdec.client import Completion
 from specdec.client.resuming import resumed_request
-from specdec.message_sizes import position_bytes
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.intake import planning
+from specdec.coordinator.sessions import prompt_logprobs
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.errors import InvalidRequest
+from specdec.wire.message_sizes import position_bytes
 from tests.support.scripted.model import prompt_positions
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (

@@ -10,10 +10,10 @@ import pytest
 from structlog.testing import capture_logs
 from structlog.typing import EventDict
 
-from coordinator.links.link_events import LinkState
-from coordinator.replicas.discovery import Endpoint
-from coordinator.sessions.session import Session
-from specdec.rpc.errors import Internal
+from specdec.coordinator.links.link_events import LinkState
+from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.sessions.session import Session
+from specdec.wire.errors import Internal
 from tests.support.scripted.replica import ScriptedSession
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from specdec.rpc.errors import (
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     collect,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.rpc.errors import Cancelled, DataLoss, InvalidRequest
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import Cancelled, DataLoss, InvalidRequest
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Result,

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from specdec.rpc.errors import (
-    InvalidRequest,
-)
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import (
+    InvalidRequest,
+)
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import EOS, identity, make_tokenizer
 from tests.support.scripted.target import ScriptedTarget

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from structlog.testing import capture_logs
 
-from coordinator.links.link_events import LinkState
-from specdec.rpc.errors import Unavailable
+from specdec.coordinator.links.link_events import LinkState
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Unavailable
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (

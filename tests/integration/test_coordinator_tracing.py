@@ -16,12 +16,12 @@ import pytest
 import structlog
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from coordinator.servicer import TENANT_KEY
-from specdec.cli.local.cluster import free_port
+from specdec.commands.up.cluster import free_port
+from specdec.coordinator.servicer import TENANT_KEY
 from specdec.telemetry.tracing import Tracing
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.tls_files import TlsFilesBroken
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.tls_files import TlsFilesBroken
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume

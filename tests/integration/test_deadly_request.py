@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.client import Client, Completion
-from specdec.rpc.errors import SpecdecError
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import SpecdecError
 from tests.support.services.clusters import TIMEOUTS
 from tests.support.services.deadly_target import DEADLY
 from tests.support.services.faults import another, sampled_request

@@ -9,8 +9,8 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from specdec.cli.app import app
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.app import app
+from specdec.commands.up.cluster import Cluster
 
 pytestmark = pytest.mark.integration
 

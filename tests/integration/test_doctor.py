@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specdec.cli.app import app
-from specdec.cli.local.cluster import Cluster
-from specdec.cli.local.plan import shipped_model
+from specdec.commands.app import app
+from specdec.commands.up.cluster import Cluster
+from specdec.commands.up.plan import shipped_model
 
 pytestmark = pytest.mark.integration
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.up.cluster import Cluster
 from tests.support.services.clusters import MakeCluster
 from tests.support.services.engine_processes import engine_of
 from tests.support.services.faults import (

@@ -11,10 +11,10 @@ import pytest
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import status_pb2
 
-from specdec.rpc.errors import Overloaded, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.errors import Overloaded, from_rpc_error
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.replica import PATIENCE_S
 from tests.support.scripted.target import ScriptedTarget

@@ -16,7 +16,7 @@ import pytest
 from tests.support.fork_server.popen import Forking, Template
 
 PROBE = "tests.support.fork_server.probe"
-STARTER = "specdec.cli.local.child"
+STARTER = "specdec.commands.up.child"
 
 
 @pytest.fixture(scope="module")

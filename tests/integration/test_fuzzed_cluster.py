@@ -16,7 +16,7 @@ import pytest
 import typer
 from google.protobuf.message import Message
 
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
 from tests.fuzz.cases import Case

@@ -13,8 +13,8 @@ import openai
 import pytest
 from typer.testing import CliRunner
 
-from gateway.api.answers import ModelList, TextCompletion
-from specdec.cli.app import app
+from specdec.commands.app import app
+from specdec.gateway.api.answers import ModelList, TextCompletion
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer

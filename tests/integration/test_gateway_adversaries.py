@@ -14,8 +14,8 @@ import httpx2
 import psutil
 import pytest
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.client import Client
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
 from tests.support.services.clusters import TIMEOUTS
 from tests.support.services.faults import PATIENCE_S, make_request
 

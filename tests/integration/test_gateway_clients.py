@@ -13,9 +13,9 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.api.answers import ChatCompletion, ChatCompletionChunk, TextCompletion
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.client import Client
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk, TextCompletion
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.clusters import TIMEOUTS, MakeCluster
 from tests.support.services.model_pair import ModelPair

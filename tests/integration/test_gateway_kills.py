@@ -14,8 +14,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.client import Client
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.clusters import TIMEOUTS, start_cluster
 from tests.support.services.faults import (

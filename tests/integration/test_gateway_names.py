@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.upstream.names import NameWatch
+from specdec.gateway.upstream.names import NameWatch
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import expected_ids, running
 from tests.support.services.gateways import gateway

@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.integration
 
 
-_STARTS = pytest.mark.parametrize("start", [["gateway"], ["specdec.cli.main", "serve", "gateway"]])
+_STARTS = pytest.mark.parametrize("start", [["gateway"], ["specdec.commands.main", "serve", "gateway"]])
 
 
 def _said_until_it_listens(start: list[str], experiments: str | None) -> str:

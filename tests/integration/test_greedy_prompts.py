@@ -11,10 +11,10 @@ import grpc
 import psutil
 import pytest
 
-from specdec.cli.local.cluster import Cluster
-from specdec.rpc.errors import from_rpc_error
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.errors import from_rpc_error
 from tests.support.services.coordinator_harness import collect
 from tests.support.services.faults import addresses_of, another, make_request
 

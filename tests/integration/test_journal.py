@@ -11,16 +11,16 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.cli.local.cluster import Cluster, free_port
-from specdec.rpc.errors import (
+from specdec.commands.up.cluster import Cluster, free_port
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import coordinator_pb2 as api
+from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.errors import (
     Cancelled,
     InvalidRequest,
     RequestExists,
     Unavailable,
 )
-from specdec.v1 import common_pb2 as pb
-from specdec.v1 import coordinator_pb2 as api
-from specdec.v1 import coordinator_pb2_grpc as api_grpc
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from specdec.rpc.errors import (
+from specdec.store.urls import connect
+from specdec.wire.errors import (
     Overloaded,
 )
-from specdec.store.urls import connect
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.shared_redis import PATIENT, SHORT_LEASE_S, coordinators, metric_is

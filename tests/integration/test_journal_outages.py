@@ -7,13 +7,13 @@ import asyncio
 import pytest
 from structlog.testing import capture_logs
 
-from specdec.rpc.errors import (
-    RequestExists,
-    Unavailable,
-)
 from specdec.store.interface import JournalRecord, RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import (
+    RequestExists,
+    Unavailable,
+)
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.servers.redis_server import RedisServer
 from tests.support.servers.shared_redis import LONG_S, SHORT_LEASE_S, coordinators, journal_has, metric_is

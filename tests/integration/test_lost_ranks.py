@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from specdec.config import TargetSettings
-from specdec.rpc.bridge.engine_process import EngineProcess
+from specdec.replica.bridge.engine_process import EngineProcess
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.services.faults import eventually
 from tests.support.services.rank_processes import all_gone, rank_of, ranks_of
@@ -39,7 +39,7 @@ async def split_engine(model: Path) -> AsyncIterator[EngineProcess]:
         num_blocks=64,
         collective_timeout_s=COLLECTIVE_TIMEOUT_S,
     )
-    engine = EngineProcess("target_service.worker:run_engine", settings, service="target-engine")
+    engine = EngineProcess("specdec.target_service.worker:run_engine", settings, service="target-engine")
     engine.start()
     try:
         yield engine

@@ -15,11 +15,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client, Completion, generate_resuming
-from specdec.message_sizes import MIN_MESSAGE_BYTES
+from specdec.commands.up.cluster import Cluster, free_port
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
 from tests.support.services.clusters import start_cluster
 from tests.support.services.faults import (
     Reading,

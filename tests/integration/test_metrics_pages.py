@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from specdec import __version__
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client
+from specdec.commands.up.cluster import Cluster
 from specdec.telemetry.catalogue import exported_series
 from specdec.v1 import coordinator_pb2 as api
 

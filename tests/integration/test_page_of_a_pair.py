@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from gateway.api.answers import TextCompletion
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.gateway.api.answers import TextCompletion
 from tests.support.services.browser import Browser, browser
 from tests.support.services.clusters import TIMEOUTS
 

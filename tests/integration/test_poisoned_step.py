@@ -9,7 +9,7 @@ import pytest
 from google.rpc import status_pb2
 
 from specdec.config import TargetSettings
-from specdec.rpc.bridge.engine_process import EngineProcess
+from specdec.replica.bridge.engine_process import EngineProcess
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
 from tests.support.engine.tiny_models import save_tiny_model
@@ -89,7 +89,7 @@ async def run(entry: str, model: Path) -> Results:
 
 async def test_a_request_that_steps_raise_for_ends_alone(tmp_path: Path) -> None:
     model = save_tiny_model("llama", tmp_path / "model")
-    undisturbed = await run("target_service.worker:run_engine", model)
+    undisturbed = await run("specdec.target_service.worker:run_engine", model)
     disturbed = await run("tests.support.services.poisoned_target:run_engine", model)
     assert undisturbed.reasons == {}
     assert disturbed.reasons == {"guilty": "SESSION_FAULT"}

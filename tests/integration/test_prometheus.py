@@ -14,10 +14,10 @@ import promql_parser
 import pytest
 import yaml
 
-from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client
-from specdec.rpc.errors import SpecdecError
+from specdec.commands.up.cluster import Cluster, free_port
 from specdec.v1 import coordinator_pb2
+from specdec.wire.errors import SpecdecError
 from tests.support.servers.certificates import SecretVolume
 from tests.support.servers.prometheus_server import RULES, PrometheusServer, prometheus_server
 from tests.support.servers.redis_server import RedisServer, redis_client

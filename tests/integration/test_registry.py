@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.replicas.router import block_digests
-from specdec.backoff import Backoff
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, Completion
+from specdec.commands.up.cluster import Cluster
+from specdec.coordinator.replicas.router import block_digests
 from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
@@ -21,6 +20,7 @@ from specdec.store.interface import Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.backoff import Backoff
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import identity
 from tests.support.scripted.replica import ScriptedReplica

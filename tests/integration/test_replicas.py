@@ -8,11 +8,11 @@ import grpc
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from coordinator.links.link_events import LinkState
-from coordinator.links.target_link import TargetLink
-from specdec.rpc.errors import Cancelled, from_rpc_error
+from specdec.coordinator.links.link_events import LinkState
+from specdec.coordinator.links.target_link import TargetLink
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
+from specdec.wire.errors import Cancelled, from_rpc_error
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.replica import PATIENCE_S
 from tests.support.scripted.target import ScriptedTarget

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client, ClientSettings, Completion, generate_resuming
-from specdec.rpc.errors import Unavailable
+from specdec.commands.up.cluster import Cluster, free_port
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Unavailable
 from tests.support.services.black_hole import black_hole
 from tests.support.services.clusters import MakeCluster
 from tests.support.services.faults import (

@@ -17,7 +17,7 @@ import grpc
 import psutil
 import pytest
 
-from specdec.cli.local.cluster import free_port
+from specdec.commands.up.cluster import free_port
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running

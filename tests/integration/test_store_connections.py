@@ -10,10 +10,10 @@ import pytest
 from pydantic import SecretStr
 from structlog.testing import capture_logs
 
-from specdec.backoff import Backoff
 from specdec.store.errors import StoreUnavailable, StoreUrlError
 from specdec.store.guarded import GuardedStore
 from specdec.store.urls import RedisOptions, connect
+from specdec.wire.backoff import Backoff
 from tests.support.servers.certificates import Authority, SecretVolume
 from tests.support.servers.redis_server import RedisServer, redis_cluster, redis_sentinel, wait_until
 from tests.support.servers.store_use import LONG_S, PATIENT, connected, until_up, use

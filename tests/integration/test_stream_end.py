@@ -9,10 +9,10 @@ from typing import Any
 import grpc
 from structlog.testing import capture_logs
 
-from coordinator.links.stream_end import StreamEnd
-from specdec.rpc.errors import NotReady, Overloaded, Unavailable
+from specdec.coordinator.links.stream_end import StreamEnd
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2, target_pb2_grpc
+from specdec.wire.errors import NotReady, Overloaded, Unavailable
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import expected_ids, finish, read_tokens, request, running
 from tests.support.services.faults import eventually

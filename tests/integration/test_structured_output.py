@@ -13,11 +13,11 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.client import Client, SyncClient
-from specdec.rpc.errors import InvalidRequest
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 from tests.support.services.clusters import TIMEOUTS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]

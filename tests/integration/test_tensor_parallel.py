@@ -13,13 +13,13 @@ import psutil
 import pytest
 import torch
 
-from specdec.cli.local.cluster import Cluster, free_port
 from specdec.client import Client, Completion
+from specdec.commands.up.cluster import Cluster, free_port
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.sampler import Sampler
-from specdec.sampling_params import SamplingParams
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine import paged_scenarios as play
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.services.clusters import start_cluster

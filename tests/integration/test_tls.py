@@ -19,8 +19,8 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1 import health_pb2
 from pydantic import ValidationError
 
-from specdec.rpc.errors import PermissionDenied, Unavailable
-from specdec.rpc.settings import ServiceSettings
+from specdec.service.settings import ServiceSettings
+from specdec.wire.errors import PermissionDenied, Unavailable
 from tests.support.servers.certificates import Authority, Certificate
 from tests.support.services.echo_process import echo_process, verify_stream
 from tests.support.services.reflection import list_services, reflect

@@ -14,12 +14,12 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
-from specdec.cli.local.plan import LocalPlan, plan_services
-from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client, ClientSettings, Completion
-from specdec.rpc.errors import PermissionDenied, Unavailable
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.commands.up.plan import LocalPlan, plan_services
+from specdec.commands.up.service_process import ServiceProcess
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
+from specdec.wire.errors import PermissionDenied, Unavailable
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.services.clusters import TIMEOUTS, TINY_HOLD_OFF_MS
 from tests.support.services.faults import speculated, story

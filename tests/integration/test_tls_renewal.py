@@ -15,9 +15,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from specdec.cli.local.cluster import free_port
-from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client
+from specdec.commands.up.cluster import free_port
+from specdec.commands.up.service_process import ServiceProcess
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 from tests.support.servers.certificates import Certificate, SecretVolume
 from tests.support.services.faults import POLL_S, story

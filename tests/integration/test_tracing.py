@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from specdec.cli.local.cluster import Cluster
 from specdec.client import Client, ClientSettings, Completion
+from specdec.commands.up.cluster import Cluster
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.servers.collector import Collector, ReceivedSpan, collecting, only
 from tests.support.services.clusters import MakeCluster, start_cluster

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specdec.cli.app import app
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.app import app
+from specdec.commands.up.cluster import Cluster
 from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = pytest.mark.integration

@@ -14,11 +14,11 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from specdec.cli.app import app
 from specdec.client import Client
-from specdec.tuning.advice import Advice
-from specdec.tuning.prediction import Choice
-from specdec.tuning.settings_files import Deployment, up_file
+from specdec.commands.app import app
+from specdec.commands.tune.advice import Advice
+from specdec.commands.tune.prediction import Choice
+from specdec.commands.tune.settings_files import Deployment, up_file
 from specdec.v1 import common_pb2
 from tests.support.engine.other_tokenizers import permuted_draft
 from tests.support.services.faults import make_request
@@ -91,7 +91,7 @@ def served(up: UpCommand) -> tuple[int, list[int]]:
 
 
 def test_an_interrupt_leaves_nothing_running(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "specdec.cli.main", "tune", *QUICK, "--out", str(tmp_path / "x.yaml")]
+    command = [sys.executable, "-m", "specdec.commands.main", "tune", *QUICK, "--out", str(tmp_path / "x.yaml")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     for line in process.stderr:

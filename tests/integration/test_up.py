@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from specdec.cli.local.placement import choose_placement
-from specdec.cli.local.plan import LocalPlan
 from specdec.client import Client, Completion, generate_resuming
+from specdec.commands.up.placement import choose_placement
+from specdec.commands.up.plan import LocalPlan
 from tests.support.services.faults import CREDIT_WINDOW, held_back, make_request
 from tests.support.services.tiny_pair import ModelPair
 from tests.support.services.up_command import running_up

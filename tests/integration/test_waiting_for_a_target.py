@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from specdec.rpc.errors import Cancelled, Unavailable
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Cancelled, Unavailable
 from tests.support.scripted.model import identity
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
-import coordinator.intake.resume
-from coordinator.decode_loop import DecodeLoop
-from coordinator.finishing import Finisher
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.links.target_link import TargetLink
-from coordinator.recovery.moves import TargetMoves
+import specdec.coordinator.intake.resume
+from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.links.target_link import TargetLink
+from specdec.coordinator.recovery.moves import TargetMoves
+from specdec.replica.worker.loop import EngineWorker
 from specdec.store.memory import MemoryStore
+from specdec.target_service.session import TargetSession
+from specdec.target_service.verifier import Verifier
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
-from specdec.worker.loop import EngineWorker
-from target_service.session import TargetSession
-from target_service.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ ON_EXPLORATIONS = {
 """Each with the bounds within which it shows."""
 
 ON_RUNS = {
-    "a resumed request forgets its tokens": Defect(coordinator.intake.resume, "agree", _no_tokens),
+    "a resumed request forgets its tokens": Defect(specdec.coordinator.intake.resume, "agree", _no_tokens),
     "a request that another took up goes on": Defect(Finisher, "take_over", _nothing),
     "a lease that is taken over keeps its generation": Defect(MemoryStore, "begin", _lease_of_the_same_generation),
     "more is acknowledged than has arrived": Defect(TargetLink, "give_credit", _acknowledges_what_is_to_come),

@@ -13,9 +13,9 @@ import grpc
 import pytest
 import yaml
 
-from specdec.cli.local.cluster import Cluster, free_port
-from specdec.cli.local.plan import LocalPlan, plan_services
 from specdec.client import Client, ClientSettings
+from specdec.commands.up.cluster import Cluster, free_port
+from specdec.commands.up.plan import LocalPlan, plan_services
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.servers.collector import Collector, collecting
 from tests.support.servers.redis_server import RedisServer

@@ -8,10 +8,10 @@ from typing import Any
 
 import grpc
 
-from coordinator.servicer import TENANT_KEY
-from specdec.rpc.errors import from_rpc_error
+from specdec.coordinator.servicer import TENANT_KEY
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.errors import from_rpc_error
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import Harness, collect, expected_ids, request, running

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.servicer import TENANT_KEY
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.servicer import TENANT_KEY
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import (
     Harness,

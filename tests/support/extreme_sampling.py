@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from specdec.sampling_limits import LOGIT_BIAS, RANGES, Range
+from specdec.wire.sampling_limits import LOGIT_BIAS, RANGES, Range
 
 EXTREMES = (
     0.0,

@@ -16,7 +16,7 @@ import specdec
 
 ROOT = Path(__file__).parents[2]
 RELEASES = ROOT / "releases"
-_STARTER = ("specdec/cli/local/child.py", "specdec/parent_process.py")
+_STARTER = ("specdec/commands/up/child.py", "specdec/service/parent_process.py")
 """With what services are started here. Revisions that have them elsewhere get them here, too."""
 
 

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from specdec.client import Client
-from specdec.rpc.errors import FailedPrecondition, Unavailable
+from specdec.wire.errors import FailedPrecondition, Unavailable
 from tests.support.releases import Build
 from tests.support.services.faults import Reading, eventually, held_back, resumed, sampled_request
 from tests.support.services.mixed_fleet import MixedFleet

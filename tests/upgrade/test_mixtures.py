@@ -10,9 +10,9 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from specdec.client import Client
-from specdec.rpc.errors import FailedPrecondition, InvalidRequest, SpecdecError
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import FailedPrecondition, InvalidRequest, SpecdecError
 from tests.support.releases import Build, last_release
 from tests.support.services.client_process import ClientProcess
 from tests.support.services.every_request import Answer, every_request, fields_set

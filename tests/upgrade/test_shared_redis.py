@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from coordinator.replicas.router import block_digests
-from coordinator.servicer import TENANT_KEY
 from specdec.client import Client
-from specdec.rpc.errors import Cancelled, InvalidRequest, Overloaded, RequestExists
+from specdec.coordinator.replicas.router import block_digests
+from specdec.coordinator.servicer import TENANT_KEY
 from specdec.store.interface import RequestKey, Store
 from specdec.store.urls import RedisOptions, connect
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import Cancelled, InvalidRequest, Overloaded, RequestExists
 from tests.support.releases import Build
 from tests.support.servers.redis_server import RedisServer
 from tests.support.services.faults import (

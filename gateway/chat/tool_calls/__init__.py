@@ -1,5 +1,10 @@
 """Parsers of tool calls, one for each way in which families of models write them. All stream."""
 
-from gateway.chat.tool_calls.families import TOOL_PARSERS, ToolParser, make_tool_parser, marks_are_special_tokens
+from specdec.gateway.chat.tool_calls.families import (
+    TOOL_PARSERS,
+    ToolParser,
+    make_tool_parser,
+    marks_are_special_tokens,
+)
 
 __all__ = ["TOOL_PARSERS", "ToolParser", "make_tool_parser", "marks_are_special_tokens"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
-from gateway.chat.deltas import MessageDelta
-from gateway.chat.markers import split_at_marker
-from gateway.chat.tool_calls.call_object import CallObject
-from gateway.chat.tool_calls.call_writer import CallWriter
-from gateway.chat.tool_calls.json_scan import JsonScan, Scan
+from specdec.gateway.chat.deltas import MessageDelta
+from specdec.gateway.chat.markers import split_at_marker
+from specdec.gateway.chat.tool_calls.call_object import CallObject
+from specdec.gateway.chat.tool_calls.call_writer import CallWriter
+from specdec.gateway.chat.tool_calls.json_scan import JsonScan, Scan
 
 
 class BufferedParser:

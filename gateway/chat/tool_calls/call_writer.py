@@ -6,7 +6,7 @@ import secrets
 import string
 from collections.abc import Callable
 
-from gateway.chat.deltas import MessageDelta, ToolCallDelta
+from specdec.gateway.chat.deltas import MessageDelta, ToolCallDelta
 
 _ID_CHARS = string.ascii_letters + string.digits
 

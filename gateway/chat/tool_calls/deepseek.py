@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from gateway.chat.markers import may_become, split_at_marker
-from gateway.chat.tool_calls.buffered import BufferedParser
-from gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
-from gateway.chat.tool_calls.json_scan import JsonScan
+from specdec.gateway.chat.markers import may_become, split_at_marker
+from specdec.gateway.chat.tool_calls.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
+from specdec.gateway.chat.tool_calls.json_scan import JsonScan
 
 _CALLS_START = "<｜tool▁calls▁begin｜>"
 _CALLS_END = "<｜tool▁calls▁end｜>"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-from gateway.chat.deltas import PlainParser, StreamingParser
-from gateway.chat.tool_calls.deepseek import DeepSeekParser
-from gateway.chat.tool_calls.harmony import HarmonyParser
-from gateway.chat.tool_calls.llama3 import Llama3JsonParser
-from gateway.chat.tool_calls.mistral import MistralParser
-from gateway.chat.tool_calls.pythonic import PythonicParser
-from gateway.chat.tool_calls.qwen3_coder import Qwen3CoderParser
-from gateway.chat.tool_calls.tagged import TaggedParser
+from specdec.gateway.chat.deltas import PlainParser, StreamingParser
+from specdec.gateway.chat.tool_calls.deepseek import DeepSeekParser
+from specdec.gateway.chat.tool_calls.harmony import HarmonyParser
+from specdec.gateway.chat.tool_calls.llama3 import Llama3JsonParser
+from specdec.gateway.chat.tool_calls.mistral import MistralParser
+from specdec.gateway.chat.tool_calls.pythonic import PythonicParser
+from specdec.gateway.chat.tool_calls.qwen3_coder import Qwen3CoderParser
+from specdec.gateway.chat.tool_calls.tagged import TaggedParser
 
 ToolParser: TypeAlias = StreamingParser
 """Its deltas are content and calls."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from gateway.chat.markers import split_at_marker
-from gateway.chat.tool_calls.buffered import BufferedParser
-from gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
+from specdec.gateway.chat.markers import split_at_marker
+from specdec.gateway.chat.tool_calls.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
 
 _START = "<|start|>"
 _CHANNEL = "<|channel|>"

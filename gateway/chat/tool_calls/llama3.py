@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from gateway.chat.markers import may_become
-from gateway.chat.tool_calls.buffered import BufferedParser
-from gateway.chat.tool_calls.call_object import CallObject
+from specdec.gateway.chat.markers import may_become
+from specdec.gateway.chat.tool_calls.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.call_object import CallObject
 
 _START = "<|python_tag|>"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import ClassVar
 
-from gateway.chat.markers import split_at_marker
-from gateway.chat.tool_calls.buffered import BufferedParser
-from gateway.chat.tool_calls.call_object import MOST_NAME_CHARS, CallObject
-from gateway.chat.tool_calls.json_scan import JsonScan
+from specdec.gateway.chat.markers import split_at_marker
+from specdec.gateway.chat.tool_calls.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS, CallObject
+from specdec.gateway.chat.tool_calls.json_scan import JsonScan
 
 _START = "[TOOL_CALLS]"
 _ARGUMENTS = "[ARGS]"

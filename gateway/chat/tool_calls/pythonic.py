@@ -7,9 +7,9 @@ import json
 import re
 from typing import Any
 
-from gateway.chat.markers import may_become
-from gateway.chat.tool_calls.buffered import BufferedParser
-from gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
+from specdec.gateway.chat.markers import may_become
+from specdec.gateway.chat.tool_calls.buffered import BufferedParser
+from specdec.gateway.chat.tool_calls.call_object import MOST_NAME_CHARS
 
 _START = "<|python_start|>"
 _END = "<|python_end|>"

@@ -14,27 +14,27 @@ from functools import partial
 from typing import Any
 
 from specdec.config import DraftSettings
-from specdec.drafting.commits import check_no_commit_is_lost
-from specdec.drafting.growth import GrowthPolicy, note_target_loads
-from specdec.drafting.guess import guess_of
-from specdec.drafting.metrics import DraftRecorder
-from specdec.drafting.opening import read_opening
-from specdec.drafting.session import Guess
+from specdec.drafting.role.commits import check_no_commit_is_lost
+from specdec.drafting.role.growth import GrowthPolicy, note_target_loads
+from specdec.drafting.role.guess import guess_of
+from specdec.drafting.role.metrics import DraftRecorder
+from specdec.drafting.role.opening import read_opening
+from specdec.drafting.role.session import Guess
+from specdec.drafting.role.work import DraftWork, Holdings, context_end
 from specdec.drafting.text.bridge import LOOK_BACK, TextBridge
 from specdec.drafting.text.following import follow, num_equal
 from specdec.drafting.text.proposals import make_proposal
 from specdec.drafting.text.session import TextSession
 from specdec.drafting.translation.build import Translated
-from specdec.drafting.work import DraftWork, Holdings, context_end
 from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput
+from specdec.replica.worker.clamping import microseconds
+from specdec.replica.worker.errors import invalid
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.isolation import each_or_halves
+from specdec.replica.worker.opening import check_room
+from specdec.replica.worker.sessions import Owner
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.clamping import microseconds
-from specdec.worker.errors import invalid
-from specdec.worker.host import SessionHost
-from specdec.worker.isolation import each_or_halves
-from specdec.worker.opening import check_room
-from specdec.worker.sessions import Owner
 
 _MOST_PIECES = 4
 """Of a draft with short tokens, for each of the target's tokens that may be drafted."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 from specdec.drafting.text.session import TextSession
+from specdec.replica.worker.clamping import uint32
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.clamping import uint32
 
 
 def make_proposal(session: TextSession, *, is_complete: bool) -> pb.Proposal:

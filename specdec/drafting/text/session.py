@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from operator import mul
 
-from specdec.drafting.opening import Opening
-from specdec.drafting.session import FollowingSession
+from specdec.drafting.role.opening import Opening
+from specdec.drafting.role.session import FollowingSession
 from specdec.drafting.text.bridge import NOTHING_WRITTEN, Piece, Written
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.sequence import Sequence
-from specdec.sampling_params import VerifyMode
+from specdec.wire.sampling_params import VerifyMode
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -8,15 +8,15 @@ from typing import Literal
 import structlog
 
 from specdec.config.draft import HeterogeneousVocab
+from specdec.constraints.grammar.compiler import GrammarCompiler
+from specdec.constraints.grammar.source import CONSTRAINTS_ID
 from specdec.drafting.translation.runner import TranslatingRunner, drawn_ids
 from specdec.drafting.translation.shared import SharedVocabulary, Side, method_for, share_vocabulary
 from specdec.drafting.translation.tokens import TokenBytes, TokenizerRefused
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.sampling.sampler import Sampler
-from specdec.grammar.compiler import GrammarCompiler
-from specdec.grammar.source import CONSTRAINTS_ID
+from specdec.replica.worker.build import BuiltEngine, check_openings
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.build import BuiltEngine, check_openings
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specdec.chat_template_files import with_chat_template
 from specdec.engine.errors import ModelLoadError
+from specdec.wire.chat_template_files import with_chat_template
 
 _WHOLE_FILE_BYTES = 1 << 30  # files up to here are hashed whole
 _SAMPLE_BYTES = 1 << 20

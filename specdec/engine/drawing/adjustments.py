@@ -24,7 +24,7 @@ from specdec.engine.cuda.adjust_kernels import (
 )
 from specdec.engine.cuda.launch import launch
 from specdec.engine.sampling.logit_processors import RowContext
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 _NUM_WORDS = int(ADJUST_WORDS.value)
 _BLOCK, _ENTRIES_BLOCK = 1024, 256

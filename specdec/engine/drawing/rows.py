@@ -14,7 +14,7 @@ import torch
 from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE, RowContext
 from specdec.engine.sampling.rejection import DraftSample
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 _INT64, _DOUBLE, _POINTER = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.engine.sampling.rejection import DraftSample
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 
 def verify_block(

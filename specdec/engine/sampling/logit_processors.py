@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec.engine.sampling.restrictions import ban_, keep_allowed_
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 MIN_TEMPERATURE = 1e-30
 """Lower temperatures are taken as this one: it is as good as greedy already, and 0/0 must not happen."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.noise import Purpose, uniform
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 
 class InvalidDraftDistribution(ValueError):

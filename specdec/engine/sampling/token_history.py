@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec.sampling_limits import MAX_BAD_WORD_TOKENS
+from specdec.wire.sampling_limits import MAX_BAD_WORD_TOKENS
 
 _MIN_SLOTS = 64
 

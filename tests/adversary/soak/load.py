@@ -10,8 +10,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from specdec.client import Client, Completion, generate_resuming
-from specdec.rpc.errors import Overloaded, SpecdecError
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Overloaded, SpecdecError
 from tests.adversary.fleet import Fleet
 from tests.adversary.soak.connections import Connections, Name
 from tests.adversary.soak.tenants import Tenants

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.tenants.api_keys import read_key_file
-from specdec.cli.local.cluster import free_port
 from specdec.client import Client
+from specdec.commands.up.cluster import free_port
+from specdec.coordinator.tenants.api_keys import read_key_file
 from tests.adversary.soak.connections import Connections
 from tests.adversary.soak.tenants import Tenants
 from tests.support.services.key_files import hash_key

@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.rpc.bridge.frames import FrameKind
+from specdec.replica.bridge.frames import FrameKind
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import trace_pb2
 from tests.fuzz.cases import Case, Link, Run

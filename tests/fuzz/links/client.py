@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from coordinator.servicer import SERVICE_NAME, TENANT_KEY
 from specdec.client import chat_messages
+from specdec.coordinator.servicer import SERVICE_NAME, TENANT_KEY
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.fuzz.cases import Case, Link, Run

@@ -18,13 +18,13 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from rich.console import Console
 
-from specdec.cli import models
-from specdec.cli.errors import reported_errors
-from specdec.cli.generate import Display, run_request
 from specdec.client import Client, ClientSettings, ResumePolicy, generate_resuming
-from specdec.rpc.errors import SpecdecError
+from specdec.commands import models
+from specdec.commands.errors import reported_errors
+from specdec.commands.generate.command import Display, run_request
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import SpecdecError
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import STATUS_KEY, Complaints, require, within
 from tests.fuzz.mutations import mutated

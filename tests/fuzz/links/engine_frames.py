@@ -6,7 +6,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from specdec.rpc.bridge.frames import Frame, FrameKind
+from specdec.replica.bridge.frames import Frame, FrameKind
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import Complaints
 from tests.fuzz.links.worker import BAD_STREAM, SIDES, Worker

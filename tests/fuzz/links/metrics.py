@@ -13,8 +13,8 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Counter
 
-from specdec.rpc.metrics_endpoint import metrics_endpoint
-from specdec.rpc.settings import ServiceSettings
+from specdec.service.metrics_endpoint import metrics_endpoint
+from specdec.service.settings import ServiceSettings
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import Complaints, require
 

@@ -15,12 +15,12 @@ from typing import Any
 import grpc
 import redis
 
-from coordinator.servicer import TENANT_KEY
-from specdec.backoff import Backoff
+from specdec.coordinator.servicer import TENANT_KEY
 from specdec.store.interface import RequestKey
 from specdec.store.keys import StoreKeys
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.backoff import Backoff
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.extremes import TEXTS
 from tests.fuzz.judge import Complaints, check_status, within

@@ -15,10 +15,10 @@ import structlog
 from google.protobuf.message import Message
 from google.rpc import code_pb2
 
-from specdec.rpc.bridge.frames import Frame, FrameKind
+from specdec.replica.bridge.frames import Frame, FrameKind
+from specdec.target_service.pacing.pacing import Pacing
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
-from target_service.pacing.pacing import Pacing
 from tests.fuzz.cases import Case, Link, Run
 from tests.fuzz.judge import Complaints, check_typed, require
 from tests.fuzz.mutations import mutated

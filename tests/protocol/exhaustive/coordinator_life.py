@@ -8,30 +8,30 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from coordinator.decode_loop import DecodeLoop
-from coordinator.finishing import Finisher
-from coordinator.intake.resume import HeldChoice
-from coordinator.journal import Journal, JournalSettings
-from coordinator.links.draft_link import DraftLink
-from coordinator.links.link_events import LinkSettings
-from coordinator.links.target_link import TargetLink
-from coordinator.observer import Observer
-from coordinator.recovery import DraftRecovery, TargetRecovery
-from coordinator.recovery.hedging import Hedging
-from coordinator.replay import replay
-from coordinator.replicas.fleet import Fleet
-from coordinator.replicas.router import PrefixRouter
-from coordinator.replicas.served_model import ServedModel
-from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.session import Request, Session
-from coordinator.sessions.table import SessionTable
-from coordinator.text.choice_output import ChoiceOutput
-from specdec.backoff import Backoff
+from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.intake.resume import HeldChoice
+from specdec.coordinator.journal import Journal, JournalSettings
+from specdec.coordinator.links.draft_link import DraftLink
+from specdec.coordinator.links.link_events import LinkSettings
+from specdec.coordinator.links.target_link import TargetLink
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
+from specdec.coordinator.recovery.hedging import Hedging
+from specdec.coordinator.replay import replay
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.replicas.router import PrefixRouter
+from specdec.coordinator.replicas.served_model import ServedModel
+from specdec.coordinator.sessions.client_stream import ClientStream
+from specdec.coordinator.sessions.session import Request, Session
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.text.choice_output import ChoiceOutput
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import RequestKey
 from specdec.store.memory import MemoryStore
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.backoff import Backoff
 from tests.protocol.exhaustive.bounds import Bounds
 from tests.protocol.simulation import model
 from tests.protocol.simulation.channel import SimulatedReplicaChannel

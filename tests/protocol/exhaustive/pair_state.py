@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from specdec.drafting.session import DraftSession
+from specdec.drafting.role.session import DraftSession
+from specdec.target_service.session import TargetSession
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
-from target_service.session import TargetSession
 from tests.protocol.exhaustive.replica_life import STREAMS, ReplicaLife
 from tests.protocol.simulation.pipes import Call, End, Item, Message, Pipe
 
 if TYPE_CHECKING:
-    from coordinator.sessions.session import Session
+    from specdec.coordinator.sessions.session import Session
     from tests.protocol.exhaustive.pair_system import PairSystem
 
 

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import structlog
 
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.sessions.drafting import DraftSide
-from coordinator.sessions.session import DraftHost, Session
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.sessions.drafting import DraftSide
+from specdec.coordinator.sessions.session import DraftHost, Session
 from specdec.v1 import common_pb2 as pb
 from tests.protocol.exhaustive import pair_state
 from tests.protocol.exhaustive.bounds import Bounds

@@ -9,8 +9,8 @@ import grpc
 from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings, TargetSettings
-from specdec.rpc.bridge.frame_codec import FrameKind
-from specdec.rpc.bridge.stream_relay import StreamRelay
+from specdec.replica.bridge.frame_codec import FrameKind
+from specdec.replica.bridge.stream_relay import StreamRelay
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2

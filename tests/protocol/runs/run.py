@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec.rpc.bridge.engine_watch import EndCause
+from specdec.replica.bridge.engine_watch import EndCause
 from tests.protocol.runs.schedule import Action, Schedule
 from tests.protocol.simulation.faults import Faults
 from tests.protocol.simulation.jobs import Ask, Job

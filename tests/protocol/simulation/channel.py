@@ -72,7 +72,7 @@ class SimulatedChannel:
 
 
 class SimulatedReplicaChannel:
-    """Stands in for `specdec.rpc.channel.ReplicaChannel`."""
+    """Stands in for `specdec.wire.channel.ReplicaChannel`."""
 
     def __init__(self, network: Network, address: str) -> None:
         self.current = SimulatedChannel(network, lambda: address)

@@ -16,20 +16,20 @@ from google.rpc import status_pb2
 from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings, TargetSettings
-from specdec.drafting.drafter import Drafter
-from specdec.drafting.metrics import DraftRecorder
-from specdec.rpc.bridge.engine_process import StreamSink
-from specdec.rpc.bridge.engine_watch import END_REASONS, EndCause
-from specdec.rpc.bridge.frame_codec import NO_STREAM, Frame, FrameKind
-from specdec.rpc.bridge.pulse import Pulse
+from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.metrics import DraftRecorder
+from specdec.replica.bridge.engine_process import StreamSink
+from specdec.replica.bridge.engine_watch import END_REASONS, EndCause
+from specdec.replica.bridge.frame_codec import NO_STREAM, Frame, FrameKind
+from specdec.replica.bridge.pulse import Pulse
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.loop import EngineWorker
+from specdec.replica.worker.role import Wire
+from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.verifier import Verifier
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
-from specdec.worker.host import SessionHost
-from specdec.worker.loop import EngineWorker
-from specdec.worker.role import Wire
-from target_service.records.metrics import TargetRecorder
-from target_service.verifier import Verifier
 from tests.protocol.simulation import model
 from tests.protocol.simulation.virtual_loop import Process, VirtualLoop, current_process
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from specdec.rpc.bridge.engine_watch import EndCause
-from specdec.rpc.errors import SpecdecError
+from specdec.replica.bridge.engine_watch import EndCause
+from specdec.wire.errors import SpecdecError
 from tests.protocol.simulation.jobs import Ask, ClientNode, Job, SimulatedClient
 from tests.protocol.simulation.nodes import CoordinatorNode, Node, ReplicaNode, address_of
 from tests.protocol.simulation.virtual_loop import Process

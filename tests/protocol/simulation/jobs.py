@@ -12,8 +12,8 @@ import grpc
 
 from specdec.client import Client, Completion, ResumePolicy, generate_resuming
 from specdec.client.resuming import resumed_request
-from specdec.rpc.errors import RequestExists, SpecdecError, Unavailable
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import RequestExists, SpecdecError, Unavailable
 from tests.protocol.simulation import model
 from tests.protocol.simulation.channel import SimulatedChannel
 from tests.protocol.simulation.network import Network

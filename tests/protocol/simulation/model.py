@@ -11,15 +11,15 @@ from functools import cache, lru_cache
 
 import torch
 
-from coordinator.text.tokenizer import TextTokenizer
+from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.scheduler import Scheduler
-from specdec.sampling_params import SamplingParams
+from specdec.replica.worker.build import BuiltEngine
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.build import BuiltEngine
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.exact_runner import ExactRunner, prefix_contents
 from tests.support.scripted.model import EOS, NUM_SPECIAL, make_tokenizer
 

@@ -7,18 +7,18 @@ from typing import Any, Generic, TypeVar
 
 from prometheus_client import CollectorRegistry
 
-import draft_service.servicer
-import target_service.servicer
-from coordinator.service import CoordinatorService
+import specdec.draft_service.servicer
+import specdec.target_service.servicer
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
-from specdec.rpc.bridge.engine_watch import EndCause
-from specdec.rpc.bridge.replica_service import ReplicaService
+from specdec.coordinator.service import CoordinatorService
+from specdec.replica.bridge.engine_watch import EndCause
+from specdec.replica.bridge.replica_service import ReplicaService
 from tests.protocol.simulation.engine_process import SimulatedEngine
 from tests.protocol.simulation.network import Network
 from tests.protocol.simulation.server import Server
 from tests.protocol.simulation.virtual_loop import Process
 
-_ROLES = {"target": target_service.servicer.ROLE, "draft": draft_service.servicer.ROLE}
+_ROLES = {"target": specdec.target_service.servicer.ROLE, "draft": specdec.draft_service.servicer.ROLE}
 _PORT = 50051
 ServiceT = TypeVar("ServiceT", bound=CoordinatorService | ReplicaService)
 

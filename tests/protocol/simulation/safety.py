@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.sessions.session import Session
-from specdec.drafting.session import DraftSession
-from specdec.rpc.bridge.frame_codec import Frame, FrameKind
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.sessions.session import Session
+from specdec.drafting.role.session import DraftSession
+from specdec.replica.bridge.frame_codec import Frame, FrameKind
+from specdec.replica.worker.sessions import EngineSession, EngineSessionTable
+from specdec.target_service.session import TargetSession
+from specdec.target_service.verdicts import end_position
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
-from specdec.worker.sessions import EngineSession, EngineSessionTable
-from target_service.session import TargetSession
-from target_service.verdicts import end_position
 from tests.protocol.simulation import model
 from tests.protocol.simulation.engine_process import EngineCore
 from tests.support.engine.exact_runner import assert_blocks_add_up

@@ -17,10 +17,10 @@ from functools import cache
 from typing import Any
 from unittest.mock import patch
 
-import coordinator.connections
-import coordinator.service
-import specdec.backoff
-import specdec.rpc.bridge.replica_service
+import specdec.coordinator.connections
+import specdec.coordinator.service
+import specdec.replica.bridge.replica_service
+import specdec.wire.backoff
 from tests.protocol.simulation.virtual_loop import VirtualLoop
 
 _PACKAGES = ("coordinator", "specdec", "target_service", "draft_service")
@@ -80,10 +80,10 @@ class Seams:
         self._patches = [
             (time, "monotonic", _now_s),
             (uuid, "uuid4", lambda: uuid.UUID(int=rng.getrandbits(128), version=4)),
-            (specdec.backoff, "random", rng),
-            (coordinator.connections, "ReplicaChannel", open_channel),
-            (coordinator.service, "open_store", open_store),
-            (specdec.rpc.bridge.replica_service, "EngineProcess", make_engine),
+            (specdec.wire.backoff, "random", rng),
+            (specdec.coordinator.connections, "ReplicaChannel", open_channel),
+            (specdec.coordinator.service, "open_store", open_store),
+            (specdec.replica.bridge.replica_service, "EngineProcess", make_engine),
         ]
 
     @contextmanager

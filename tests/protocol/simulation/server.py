@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from specdec.rpc.error_interceptor import ErrorInterceptor
+from specdec.service.error_interceptor import ErrorInterceptor
 from tests.protocol.simulation.network import Network
 from tests.protocol.simulation.pipes import REFUSED, Call, End, Message
 from tests.protocol.simulation.virtual_loop import Process

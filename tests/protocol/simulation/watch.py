@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator.sessions.session import Session
-from specdec.rpc.bridge.frame_codec import Frame
+from specdec.coordinator.sessions.session import Session
+from specdec.replica.bridge.frame_codec import Frame
 from tests.protocol.simulation.engine_process import SimulatedEngine
 from tests.protocol.simulation.faults import may_be_quarantined
 from tests.protocol.simulation.jobs import Job

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from specdec.rpc.bridge.frame_codec import Frame
+from specdec.replica.bridge.frame_codec import Frame
 from specdec.store.guarded import GuardedStore
 from tests.protocol.simulation import model
 from tests.protocol.simulation.channel import SimulatedReplicaChannel

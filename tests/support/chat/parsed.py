@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.chat.deltas import MessageDelta, StreamingParser
+from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
 
 
 @dataclass

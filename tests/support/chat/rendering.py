@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from coordinator.intake.conversation import read_conversation
-from coordinator.text.tokenizer import TextTokenizer
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.intake.conversation import read_conversation
+from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 from tests.support.scripted.model import make_tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from specdec.drafting.growth import GrowthPolicy
-from specdec.drafting.session import DraftSession
+from specdec.drafting.role.growth import GrowthPolicy
+from specdec.drafting.role.session import DraftSession
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2
 from tests.support.engine.exact_runner import assert_blocks_add_up, evict_all

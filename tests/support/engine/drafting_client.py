@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from specdec.drafting.growth import GrowthPolicy
-from specdec.drafting.session import DraftSession
+from specdec.drafting.role.growth import GrowthPolicy
+from specdec.drafting.role.session import DraftSession
 from specdec.engine.tree import TokenTree, check_tree
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import LocalPair, open_session, prompts

@@ -14,7 +14,7 @@ from specdec.engine.sampling.logit_processors import RowContext
 from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.sequence import Sequence
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 BLOCK_SIZE, BLOCKS_EACH, NUM_TOP = 4, 10, 3
 PROMPTS = [[5, 6, 7], [9], list(range(20))]

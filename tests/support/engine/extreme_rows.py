@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from specdec.engine.sampling.logit_processors import MIN_TEMPERATURE
 from specdec.engine.sampling.noise import Purpose, gumbel, noise_key
 from specdec.engine.sampling.sampler import RowContext, Sampler, TokenHistory
-from specdec.sampling_limits import LOGIT_BIAS, RANGES
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_limits import LOGIT_BIAS, RANGES
+from specdec.wire.sampling_params import SamplingParams
 
 MAX_VOCAB_SIZE = 70
 LARGEST = 3.4028234663852886e38

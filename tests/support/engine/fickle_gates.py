@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from target_service.policy.gate import SpeculationGate
-from target_service.policy.gate_state import GateState
+from specdec.target_service.policy.gate import SpeculationGate
+from specdec.target_service.policy.gate_state import GateState
 
 
 class Erratic(SpeculationGate):

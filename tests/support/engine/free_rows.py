@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from target_service.policy.step_time import StepTimeModel
+from specdec.target_service.policy.step_time import StepTimeModel
 
 
 class FreeRows(StepTimeModel):

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from target_service.policy.gate import SpeculationGate
-from target_service.policy.gate_state import GateState
+from specdec.target_service.policy.gate import SpeculationGate
+from specdec.target_service.policy.gate_state import GateState
 
 _CHUNK_S = 0.02
 """Of a prompt between two steps."""

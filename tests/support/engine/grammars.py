@@ -8,8 +8,8 @@ from typing import Any
 from google.protobuf.message import Message
 from tokenizers import Tokenizer
 
-from specdec.grammar.compiler import Compilation, GrammarCompiler
-from specdec.grammar.follower import GrammarFollower
+from specdec.constraints.grammar.compiler import Compilation, GrammarCompiler
+from specdec.constraints.grammar.follower import GrammarFollower
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import MODELS
 

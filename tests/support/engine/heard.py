@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Generic
 
+from specdec.replica.worker.errors import FaultLog
+from specdec.replica.worker.sessions import EngineSessionTable, SessionT
 from specdec.v1 import common_pb2 as pb
-from specdec.worker.errors import FaultLog
-from specdec.worker.sessions import EngineSessionTable, SessionT
 
 
 class Steps:

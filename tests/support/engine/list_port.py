@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from specdec.rpc.bridge.frames import Frame, FrameKind
+from specdec.replica.bridge.frames import Frame, FrameKind
+from specdec.replica.worker.role import Wire
 from specdec.v1 import draft_pb2, target_pb2
-from specdec.worker.role import Wire
 
 TARGET_WIRE = Wire(target_pb2.VerifyRequest, target_pb2.VerifyResponse, target_pb2.TargetResult)
 DRAFT_WIRE = Wire(draft_pb2.DraftRequest, draft_pb2.DraftResponse, draft_pb2.DraftResult)

@@ -18,28 +18,28 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings, TargetSettings
-from specdec.drafters.options import DrafterOptions
-from specdec.drafting.drafter import Drafter
-from specdec.drafting.local import LocalDraft
-from specdec.drafting.metrics import DraftRecorder
-from specdec.drafting.session import DraftSession
+from specdec.config.drafter_options import DrafterOptions
+from specdec.drafting.role.drafter import Drafter
+from specdec.drafting.role.local import LocalDraft
+from specdec.drafting.role.metrics import DraftRecorder
+from specdec.drafting.role.session import DraftSession
 from specdec.drafting.text.drafter import TextDrafter
 from specdec.drafting.translation.build import Translated, translate
-from specdec.rpc.bridge.frames import Frame, FrameKind
+from specdec.replica.bridge.frames import Frame, FrameKind
+from specdec.replica.worker.build import BuiltEngine, build_engine
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.loop import EngineWorker
+from specdec.replica.worker.pending_responses import ResponseLimits
+from specdec.replica.worker.role import Wire
+from specdec.target_service.pacing.pacing import Pacing
+from specdec.target_service.policy.gate import SpeculationGate
+from specdec.target_service.proposals.own_draft import own_draft_of
+from specdec.target_service.records.metrics import TargetRecorder
+from specdec.target_service.session import TargetSession
+from specdec.target_service.verifier import Verifier
 from specdec.telemetry import DraftMetrics, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2
-from specdec.worker.build import BuiltEngine, build_engine
-from specdec.worker.host import SessionHost
-from specdec.worker.loop import EngineWorker
-from specdec.worker.pending_responses import ResponseLimits
-from specdec.worker.role import Wire
-from target_service.pacing.pacing import Pacing
-from target_service.policy.gate import SpeculationGate
-from target_service.proposals.own_draft import own_draft_of
-from target_service.records.metrics import TargetRecorder
-from target_service.session import TargetSession
-from target_service.verifier import Verifier
 from tests.support.engine.free_rows import FreeRows
 from tests.support.engine.list_port import DRAFT_WIRE, FIRST_CALL, STREAM, TARGET_WIRE, ListPort
 from tests.support.engine.outcomes import Outcome

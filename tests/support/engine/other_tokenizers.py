@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from specdec.commands.shipped_pair import shipped_pair
 from specdec.drafting.translation.tokens import TokenBytes
-from specdec.shipped_pair import shipped_pair
 
 _EMBEDDING = "model.embed_tokens.weight"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec.shipped_pair import shipped_pair
+from specdec.commands.shipped_pair import shipped_pair
 
 MASK_TOKEN = 4096
 """Behind what the tokenizer names."""

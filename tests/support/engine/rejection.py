@@ -11,9 +11,9 @@ import torch
 from scipy import stats
 from transformers import AutoModelForCausalLM
 
-from specdec.drafters.options import DrafterOptions
+from specdec.config.drafter_options import DrafterOptions
+from specdec.target_service.policy.gate import SpeculationGate
 from specdec.v1 import common_pb2 as pb
-from target_service.policy.gate import SpeculationGate
 from tests.support.engine.local_pair import MODELS, LocalPair, Propose, open_session, prompts
 from tests.support.engine.outcomes import Outcome
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from specdec.engine.sampling.sampler import RowContext, Sampler, TokenHistory
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 VOCAB_SIZE = 300
 PROMPT = [5, 9, 9, 250]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.v1 import common_pb2 as pb
-from target_service.policy.step_time import StepTimeModel
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient
 

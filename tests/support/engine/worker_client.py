@@ -6,12 +6,12 @@ from typing import Any
 
 from google.rpc import error_details_pb2, status_pb2
 
-from specdec.rpc.bridge.frames import Frame, FrameKind
+from specdec.replica.bridge.frames import Frame, FrameKind
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.loop import EngineWorker
+from specdec.replica.worker.role import Role
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, target_pb2, trace_pb2
-from specdec.worker.host import SessionHost
-from specdec.worker.loop import EngineWorker
-from specdec.worker.role import Role
 from tests.support.engine.list_port import DRAFT_WIRE, TARGET_WIRE, ListPort
 from tests.support.engine.local_pair import LocalPair
 

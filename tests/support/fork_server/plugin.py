@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from specdec.cli.local import service_process
-from specdec.rpc.bridge import engine_launch
+from specdec.commands.up import service_process
+from specdec.replica.bridge import engine_launch
 from tests.support.fork_server.popen import Forking, Template
 
 _KINDS = {
@@ -18,7 +18,7 @@ _KINDS = {
     "gateway": "gateway",
     "target_service": "engine",
     "draft_service": "engine",
-    "specdec.rpc.bridge.engine_child": "engine",
+    "specdec.replica.bridge.engine_child": "engine",
 }
 """The template for each module; another module is executed."""
 

@@ -13,7 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from specdec.parent_process import die_with_parent
+from specdec.service.parent_process import die_with_parent
 from tests.support.fork_server import jobs
 from tests.support.fork_server.wire import receive_job
 
@@ -27,7 +27,7 @@ PACKAGES = {
     "engine": (*_SERVICE_PACKAGES, *_ENGINE_PACKAGES),
 }
 """What each kind of template has imported. None reads the environment again, as prometheus_client would."""
-ENGINE = "specdec.rpc.bridge.engine_child"
+ENGINE = "specdec.replica.bridge.engine_child"
 
 
 def serve(connection: socket.socket) -> tuple[jobs.Job, list[int]] | None:
@@ -76,7 +76,7 @@ def _start_engines_from_here() -> None:
     if pid:
         theirs.close()
         # Not before the fork: prometheus_client reads its environment when it is imported.
-        from specdec.rpc.bridge import engine_launch
+        from specdec.replica.bridge import engine_launch
         from tests.support.fork_server.popen import Forking, Template
 
         template = Template(ours, dict(os.environ))

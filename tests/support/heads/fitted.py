@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.drafters.options import EagleOptions
+from specdec.config.drafter_options import EagleOptions
 from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
 from tests.support.heads.checkpoints import Sizes, Tensors, eagle, save
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.heads.cache import HeadCache
-from specdec.heads.passes import HeadPasses
-from specdec.heads.replays import HeadReplays
-from specdec.heads.target import HeadTarget
+from specdec.drafting.heads.cache import HeadCache
+from specdec.drafting.heads.passes import HeadPasses
+from specdec.drafting.heads.replays import HeadReplays
+from specdec.drafting.heads.target import HeadTarget
 from tests.support.engine.captures import Captures
 
 

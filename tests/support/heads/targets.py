@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdec.drafting.heads.target import HeadTarget
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.settings import EngineSettings
-from specdec.heads.target import HeadTarget
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "heads"
 """Made by `make.py` there."""

@@ -11,10 +11,10 @@ from typing import Any
 import grpc
 from google.rpc import status_pb2
 
-from specdec.rpc.abort import abort_with
-from specdec.rpc.errors import SpecdecError, Unavailable
-from specdec.session_keys import session_key
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.abort import abort_with
+from specdec.wire.errors import SpecdecError, Unavailable
+from specdec.wire.session_keys import session_key
 
 PATIENCE_S = 60.0
 

@@ -15,7 +15,7 @@ from urllib.request import urlopen
 
 import yaml
 
-from specdec.cli.local.cluster import free_port
+from specdec.commands.up.cluster import free_port
 
 RULES = Path(__file__).parents[3] / "deploy" / "prometheus"
 INTERVAL = "500ms"

@@ -16,7 +16,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from specdec.cli.local.cluster import free_port
+from specdec.commands.up.cluster import free_port
 from tests.support.servers.certificates import SecretVolume
 
 START_S = 30.0

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx2
 
-from specdec.cli.local.cluster import free_port
+from specdec.commands.up.cluster import free_port
 
 _ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 _FLAGS = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.upstream.vocabulary import TokenTexts
+from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.local.cluster import Cluster, free_port
-from specdec.cli.local.plan import shipped_model
 from specdec.client import Client
+from specdec.commands.up.cluster import Cluster, free_port
+from specdec.commands.up.plan import shipped_model
 from tests.support.services.clusters import MakeCluster, start_cluster
 from tests.support.services.model_pair import ModelPair
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec.cli.local.cluster import Cluster, ClusterTimeouts
-from specdec.cli.local.plan import LocalPlan, plan_services
+from specdec.commands.up.cluster import Cluster, ClusterTimeouts
+from specdec.commands.up.plan import LocalPlan, plan_services
 from tests.support.releases import Build
 from tests.support.services.model_pair import ModelPair
 

@@ -12,12 +12,12 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from coordinator.service import CoordinatorService
 from specdec.config import CoordinatorSettings
-from specdec.rpc.errors import SpecdecError, from_rpc_error
-from specdec.rpc.server import build_server
+from specdec.coordinator.service import CoordinatorService
+from specdec.service.server import build_server
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc as api_grpc
+from specdec.wire.errors import SpecdecError, from_rpc_error
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.model import next_token
 from tests.support.scripted.replica import PATIENCE_S, ScriptedReplica

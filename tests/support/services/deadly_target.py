@@ -11,8 +11,8 @@ import torch
 from specdec.config import TargetSettings
 from specdec.engine.batch import Batch
 from specdec.engine.model.runner import ModelRunner
-from specdec.rpc.bridge.frames import EnginePort
-from target_service import worker
+from specdec.replica.bridge.frames import EnginePort
+from specdec.target_service import worker
 
 DEADLY = 7
 ENGINE_ENTRY = "tests.support.services.deadly_target:run_engine"
@@ -33,9 +33,9 @@ def run_engine(port: EnginePort, settings: TargetSettings) -> None:
 
 def main() -> int:
     """A replica of the target service over that engine; runs until a signal ends it."""
-    from specdec.rpc.bridge.replica_service import run_replica  # an engine does without
-    from specdec.settings_sources import settings_or_exit
-    from target_service.servicer import ROLE
+    from specdec.config.sources import settings_or_exit
+    from specdec.replica.bridge.replica_service import run_replica  # an engine does without
+    from specdec.target_service.servicer import ROLE
 
     role = replace(ROLE, engine_entry=ENGINE_ENTRY)
     return run_replica(

@@ -6,11 +6,11 @@ import asyncio
 import copy
 from collections.abc import Callable, Sequence
 
-from specdec.backoff import Backoff
 from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Appended, Begun, JournalWrite, Lease, NewRequest, RequestKey
 from specdec.store.memory import MemoryStore
+from specdec.wire.backoff import Backoff
 
 
 class DepartingStore(MemoryStore):

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.rpc.channel import open_channel
-from specdec.rpc.errors import SpecdecError, from_rpc_error
-from specdec.rpc.settings import ClientSettings
+from specdec.service.settings import ClientSettings
+from specdec.wire.channel import open_channel
+from specdec.wire.errors import SpecdecError, from_rpc_error
 
 SERVICE = "specdec.v1.TargetService"
 VERIFY = f"/{SERVICE}/Verify"

@@ -15,11 +15,11 @@ from typing import Literal
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from prometheus_client import CollectorRegistry
 
-from specdec.rpc.bridge.frames import EnginePort, FrameKind
-from specdec.rpc.settings import ReplicaServiceSettings
-from specdec.session_keys import session_key
+from specdec.replica.bridge.frames import EnginePort, FrameKind
+from specdec.service.settings import ReplicaServiceSettings
 from specdec.telemetry import TargetMetrics
 from specdec.v1 import common_pb2
+from specdec.wire.session_keys import session_key
 
 TOKENIZER_BYTES = 5 * 1024 * 1024 // 2
 
@@ -125,8 +125,8 @@ def _refusal() -> status_pb2.Status:
 
 def main() -> int:
     """Serves until a signal; the engine process imports this module without grpc."""
-    from specdec.rpc.bridge.replica_service import ReplicaRole, run_replica
-    from specdec.settings_sources import settings_or_exit
+    from specdec.config.sources import settings_or_exit
+    from specdec.replica.bridge.replica_service import ReplicaRole, run_replica
     from specdec.v1 import target_pb2
 
     role = ReplicaRole(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import psutil
 
-from specdec.cli.local.cluster import Cluster
+from specdec.commands.up.cluster import Cluster
 
-_MODULE = "specdec.rpc.bridge.engine_child"
+_MODULE = "specdec.replica.bridge.engine_child"
 
 
 def engine_of(cluster: Cluster, name: str) -> psutil.Process:

@@ -10,8 +10,8 @@ import grpc
 from google.rpc import status_pb2
 from grpc_status import rpc_status
 
-from specdec.rpc.errors import InvalidRequest, ModelNotFound, Overloaded, SpecdecError, to_status
 from specdec.v1 import common_pb2, coordinator_pb2, coordinator_pb2_grpc
+from specdec.wire.errors import InvalidRequest, ModelNotFound, Overloaded, SpecdecError, to_status
 
 WORDS = ["    if", " n", " <", " 2", ":", "\n", "        return", " n", "\n"]
 ORIGINS = [

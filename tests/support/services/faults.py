@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 from prometheus_client.parser import text_string_to_metric_families
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.client import Client, ClientSettings, Completion
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc

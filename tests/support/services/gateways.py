@@ -10,8 +10,8 @@ from typing import Any
 import httpx2
 import openai
 
-from gateway.service import Gateway
-from gateway.settings import GatewaySettings
+from specdec.gateway.service import Gateway
+from specdec.gateway.settings import GatewaySettings
 
 
 class GatewayAtHand(Gateway):

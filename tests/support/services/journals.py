@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.journal import Journal
-from coordinator.journal.upkeep import JournalSettings
-from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.session import Request, Session
-from coordinator.text.choice_output import ChoiceOutput
-from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.coordinator.journal import Journal
+from specdec.coordinator.journal.upkeep import JournalSettings
+from specdec.coordinator.sessions.client_stream import ClientStream
+from specdec.coordinator.sessions.session import Request, Session
+from specdec.coordinator.text.choice_output import ChoiceOutput
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from specdec.client import Client, ClientSettings, Completion, generate_resuming
-from specdec.rpc.errors import SpecdecError
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import SpecdecError
 from tests.support.services.every_request import Answer
 from tests.support.services.faults import eventually
 

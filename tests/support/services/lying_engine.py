@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
-from specdec.rpc.bridge.frames import EnginePort, FrameKind
+from specdec.replica.bridge.frames import EnginePort, FrameKind
 from specdec.v1 import common_pb2
 from tests.support.services.echo_service import EchoSettings
 
@@ -55,8 +55,8 @@ async def lying_replica() -> AsyncIterator[grpc.aio.Channel]:
     import grpc
     from prometheus_client import CollectorRegistry
 
-    from specdec.rpc.bridge.replica_service import ReplicaRole, ReplicaService
-    from specdec.rpc.server import build_server
+    from specdec.replica.bridge.replica_service import ReplicaRole, ReplicaService
+    from specdec.service.server import build_server
     from tests.support.services.echo_process import SERVICE
 
     role = ReplicaRole(

@@ -10,9 +10,9 @@ from types import TracebackType
 
 import grpc
 
-from specdec.cli.local.cluster import Cluster, RoleSettings, free_port, service_spec
-from specdec.cli.local.service_process import ServiceProcess
 from specdec.client import Client
+from specdec.commands.up.cluster import Cluster, RoleSettings, free_port, service_spec
+from specdec.commands.up.service_process import ServiceProcess
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2_grpc, target_pb2_grpc
 from tests.support.releases import Build, last_release

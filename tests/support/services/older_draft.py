@@ -10,6 +10,6 @@ VERSION = "0.0.1"
 
 if __name__ == "__main__":
     specdec.__version__ = VERSION
-    from draft_service.__main__ import main
+    from specdec.draft_service.__main__ import main
 
     sys.exit(main())

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from specdec.cli.local.cluster import RoleSettings, free_port, service_spec
-from specdec.cli.local.service_process import ServiceProcess
+from specdec.commands.up.cluster import RoleSettings, free_port, service_spec
+from specdec.commands.up.service_process import ServiceProcess
 
 
 @asynccontextmanager

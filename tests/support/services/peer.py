@@ -9,9 +9,9 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.rpc.errors import SpecdecError, from_rpc_error
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from specdec.wire.errors import SpecdecError, from_rpc_error
 
 PROMPT = list(range(10, 40))
 MAX_TOKENS = 40

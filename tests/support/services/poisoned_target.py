@@ -7,8 +7,8 @@ import torch
 from specdec.config import TargetSettings
 from specdec.engine.batch import Batch
 from specdec.engine.model.runner import ModelRunner
-from specdec.rpc.bridge.frames import EnginePort
-from target_service import worker
+from specdec.replica.bridge.frames import EnginePort
+from specdec.target_service import worker
 
 POISON = 7
 

@@ -16,8 +16,8 @@ import pytest
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.rpc.errors import SpecdecError, from_rpc_error
 from specdec.v1 import common_pb2, target_pb2_grpc
+from specdec.wire.errors import SpecdecError, from_rpc_error
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.services.echo_process import EchoProcess, echo_process
 

@@ -10,22 +10,22 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from coordinator.decode_loop import DecodeLoop
-from coordinator.finishing import Finisher
-from coordinator.journal import Journal, JournalSettings
-from coordinator.links.draft_link import DraftLink
-from coordinator.links.link_events import LinkSettings
-from coordinator.links.stream_end import Ending, EndOfStream
-from coordinator.observer import Observer
-from coordinator.recovery import DraftRecovery
-from coordinator.recovery.hedging import Hedging
-from coordinator.replicas.fleet import Fleet
-from coordinator.replicas.router import PrefixRouter
-from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.session import Request, Session
-from coordinator.sessions.table import SessionTable
-from coordinator.text.choice_output import ChoiceOutput
-from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.coordinator.decode_loop import DecodeLoop
+from specdec.coordinator.finishing import Finisher
+from specdec.coordinator.journal import Journal, JournalSettings
+from specdec.coordinator.links.draft_link import DraftLink
+from specdec.coordinator.links.link_events import LinkSettings
+from specdec.coordinator.links.stream_end import Ending, EndOfStream
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.recovery import DraftRecovery
+from specdec.coordinator.recovery.hedging import Hedging
+from specdec.coordinator.replicas.fleet import Fleet
+from specdec.coordinator.replicas.router import PrefixRouter
+from specdec.coordinator.sessions.client_stream import ClientStream
+from specdec.coordinator.sessions.session import Request, Session
+from specdec.coordinator.sessions.table import SessionTable
+from specdec.coordinator.text.choice_output import ChoiceOutput
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import RequestKey
 from specdec.store.memory import MemoryStore

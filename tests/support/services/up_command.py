@@ -87,7 +87,7 @@ def running_up(
     """Yield `specdec up` once it is ready, with a gateway if wanted."""
     more = more if gateway else (*more, "--no-gateway")
     arguments = ["up", "--target", str(pair.target), "--draft", str(pair.draft), "--device", "cpu", "--free-ports"]
-    command = [sys.executable, "-m", "specdec.cli.main", *arguments, *more]
+    command = [sys.executable, "-m", "specdec.commands.main", *arguments, *more]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "SPECDEC_UP_PLACEMENT": "apart", **(variables or {})}
     # Whoever runs the tests in the background of a shell ignores SIGINT, and children inherit that.
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)

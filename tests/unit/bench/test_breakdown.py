@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.benchmark.breakdown import breakdown_of, breakdown_plots, breakdown_tables, bucket_of
-from specdec.benchmark.served import Load, Pass
-from specdec.benchmark.streams import Stream
-from specdec.benchmark.summary import rows_of
+from specdec.commands.measuring.breakdown import breakdown_of, breakdown_plots, breakdown_tables, bucket_of
+from specdec.commands.measuring.served import Load, Pass
+from specdec.commands.measuring.streams import Stream
+from specdec.commands.measuring.summary import rows_of
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 

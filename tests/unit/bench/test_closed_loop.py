@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bench.decode import Case
-from specdec.benchmark.closed_loop import LoopClock, run_loop
-from specdec.benchmark.requests import Sampling
+from specdec.commands.measuring.closed_loop import LoopClock, run_loop
+from specdec.commands.measuring.requests import Sampling
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.fake_coordinator import running_fake_coordinator
 

@@ -15,11 +15,11 @@ from bench.pairs import Pair, resolve_model
 from bench.plan import Plan
 from bench.report import file_name, versions
 from bench.systems.system import Clock
-from specdec.benchmark.figures import percentiles, spread
-from specdec.benchmark.report import Report, machine
-from specdec.benchmark.streams import Stream, poisson
-from specdec.benchmark.svg import Point, bars, lines
-from specdec.benchmark.tables import Table, cell
+from specdec.commands.measuring.figures import percentiles, spread
+from specdec.commands.measuring.report import Report, machine
+from specdec.commands.measuring.streams import Stream, poisson
+from specdec.commands.measuring.svg import Point, bars, lines
+from specdec.commands.measuring.tables import Table, cell
 
 
 def shipped_plan() -> Plan:

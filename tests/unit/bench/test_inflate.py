@@ -18,7 +18,7 @@ from bench.checkpoints import _roomy, inflated, inflated_bytes, num_parameters, 
 from bench.inflate import Inflation, InflationImpossible, Shape
 from bench.pairs import DRAFTS, TARGETS, NoSuchPair, resolve_pair
 from bench.sameness import TokensNotSame, check_sameness
-from specdec.cli.local.plan import shipped_model
+from specdec.commands.up.plan import shipped_model
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from specdec.benchmark.progress import Progress
+from specdec.commands.measuring.progress import Progress
 
 
 def test_where_no_terminal_is_progress_is_a_line_now_and_then() -> None:

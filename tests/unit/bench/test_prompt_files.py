@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specdec.benchmark.prompts import ENGLISH, PromptsInvalid, prompts_for, read_prompts
-from specdec.cli.local.plan import shipped_model
+from specdec.commands.measuring.prompts import ENGLISH, PromptsInvalid, prompts_for, read_prompts
+from specdec.commands.up.plan import shipped_model
 from specdec.engine.checkpoints.files import read_tokenizer
 
 

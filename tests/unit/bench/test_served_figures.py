@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.benchmark.served import Load, Pass
-from specdec.benchmark.streams import Stream
-from specdec.benchmark.summary import acceptance, plots_of, rows_of, tables_of
+from specdec.commands.measuring.served import Load, Pass
+from specdec.commands.measuring.streams import Stream
+from specdec.commands.measuring.summary import acceptance, plots_of, rows_of, tables_of
 from specdec.v1 import coordinator_pb2 as api
 
 

@@ -24,7 +24,7 @@ from bench.systems.http_peer import HttpPeer
 from bench.systems.llama_cpp import LlamaCppDialect
 from bench.systems.system import LeftOut
 from bench.systems.vllm import VllmDialect
-from specdec.benchmark.requests import Sampling
+from specdec.commands.measuring.requests import Sampling
 
 GREEDY = Sampling(max_tokens=3)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench.training import RECIPES, Outcome, _names, _steps, kinds_table, losses_table
-from specdec.training.acceptance import Acceptance
-from specdec.training.recipe import KINDS, Recipe
-from specdec.training.worth import StepCosts
+from specdec.commands.train.acceptance import Acceptance
+from specdec.commands.train.recipe import KINDS, Recipe
+from specdec.commands.train.worth import StepCosts
 
 
 def outcome(kind: str, loss: str, seed: int, first: float, *, cpu_s: float = 50.0) -> Outcome:

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from specdec.tuning.advice import Advice, Point, advise, why_not
-from specdec.tuning.measured import Agreement, StepTimes, agreement_share, rounds
-from specdec.tuning.pages import curves, plots_of, results, tables_of
-from specdec.tuning.prediction import Choice, Measurements, best_length, expected_speedup, pick, predict
+from specdec.commands.tune.advice import Advice, Point, advise, why_not
+from specdec.commands.tune.measured import Agreement, StepTimes, agreement_share, rounds
+from specdec.commands.tune.pages import curves, plots_of, results, tables_of
+from specdec.commands.tune.prediction import Choice, Measurements, best_length, expected_speedup, pick, predict
 
 
 def target_times(one_row_ms: float = 10.0, per_row_ms: float = 0.1) -> StepTimes:

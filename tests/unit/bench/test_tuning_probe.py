@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from specdec.cli.local.plan import shipped_model
+from specdec.commands.tune.probe import measure
+from specdec.commands.up.plan import shipped_model
 from specdec.drafting.translation.files import shared_of_files
 from specdec.engine.errors import EngineError
-from specdec.tuning.probe import measure
 from tests.support.engine.other_tokenizers import draft_with_fewer_tokens, permuted_draft
 
 TIMES = {"sequences": [1], "rows": [1], "candidates": 1}

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from coordinator.journal import Journal
-from coordinator.sessions.session import Request
+from specdec.coordinator.journal import Journal
+from specdec.coordinator.sessions.session import Request
 from specdec.store.guarded import GuardedStore
 from tests.support.services.departing_store import DepartingStore, guarded
 from tests.support.services.journals import make_journal

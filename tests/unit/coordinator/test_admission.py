@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from coordinator.intake.admission import AdmissionQueue
-from coordinator.intake.line import Claim
-from specdec.rpc.errors import Overloaded
+from specdec.coordinator.intake.admission import AdmissionQueue
+from specdec.coordinator.intake.line import Claim
+from specdec.wire.errors import Overloaded
 
 
 async def waiting(queue: AdmissionQueue, *priorities: int) -> list[asyncio.Task[object]]:

@@ -14,11 +14,11 @@ import structlog
 import yaml
 from typer.testing import CliRunner
 
-from coordinator.tenants.api_keys import ApiKey, ApiKeys, Authenticator, KeyFileInvalid, read_key_file
-from coordinator.tenants.quotas import Allowance, QuotaRate
-from specdec.cli.app import app
 from specdec.client import ClientSettings
-from specdec.rpc.errors import NotReady, PermissionDenied, Unauthenticated
+from specdec.commands.app import app
+from specdec.coordinator.tenants.api_keys import ApiKey, ApiKeys, Authenticator, KeyFileInvalid, read_key_file
+from specdec.coordinator.tenants.quotas import Allowance, QuotaRate
+from specdec.wire.errors import NotReady, PermissionDenied, Unauthenticated
 from tests.support.services.key_files import hash_key
 
 KEY = "specdec_first-key-of-the-tests-0123456789"

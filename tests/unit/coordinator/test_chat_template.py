@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.text import chat_template
-from coordinator.text.tokenizer import TextTokenizer
 from specdec.client import chat_messages
+from specdec.coordinator.text import chat_template
+from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.chat.rendering import USER, refusal, render, render_there, tokenizer_with
 from tests.support.chat.templates import CHATML_TOOLS, DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3_TOOLS, PARTS, PARTS_ONLY

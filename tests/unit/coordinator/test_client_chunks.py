@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.sessions.client_stream import ClientStream, prompt_chunks, prompt_end
-from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.coordinator.sessions.client_stream import ClientStream, prompt_chunks, prompt_end
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.scripted.model import make_tokenizer

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.intake.constraint_start import resolve_start
-from coordinator.intake.planning import Caller
-from coordinator.intake.resume import check_params, encode_params
-from coordinator.replicas.compatibility import may_serve
-from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.session import Request
-from coordinator.text.tokenizer import TextTokenizer
 from specdec.client.client import check_started
-from specdec.grammar.awaited import tenant_of
-from specdec.rpc.errors import FailedPrecondition, InvalidRequest
+from specdec.constraints.grammar.awaited import tenant_of
+from specdec.coordinator.intake.constraint_start import resolve_start
+from specdec.coordinator.intake.planning import Caller
+from specdec.coordinator.intake.resume import check_params, encode_params
+from specdec.coordinator.replicas.compatibility import may_serve
+from specdec.coordinator.sessions.client_stream import ClientStream
+from specdec.coordinator.sessions.session import Request
+from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import FailedPrecondition, InvalidRequest
 
 MODELS = Path(__file__).parents[3] / "models"
 IDENTITY = pb.ModelIdentity(

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.intake.resume import agree, check_resume_token, make_resume_token
-from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.tally import SpeculationTally, total
-from coordinator.text.choice_output import ChoiceOutput, EndRules, Finish
-from coordinator.text.detokenizer import DetokenizerFactory
-from specdec.rpc.errors import DataLoss, InvalidRequest, Unavailable
+from specdec.coordinator.intake.resume import agree, check_resume_token, make_resume_token
+from specdec.coordinator.sessions.client_stream import ClientStream
+from specdec.coordinator.sessions.tally import SpeculationTally, total
+from specdec.coordinator.text.choice_output import ChoiceOutput, EndRules, Finish
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.v1 import common_pb2 as pb
+from specdec.wire.errors import DataLoss, InvalidRequest, Unavailable
 from tests.support.scripted.model import make_tokenizer
 
 
@@ -182,6 +182,6 @@ def test_the_coordinator_needs_no_tensors() -> None:
     code = (
         "import sys\n"
         "sys.modules.update(dict.fromkeys(('torch', 'transformers', 'numpy')))\n"
-        "import coordinator.__main__, specdec.cli.app"
+        "import coordinator.__main__, specdec.commands.app"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from coordinator.processes.child import CoordinatorProcess, as_json, reserved_port
-from coordinator.processes.supervisor import process_settings
 from specdec.config import CoordinatorSettings
-from specdec.rpc.startup import StartupFailed
+from specdec.coordinator.processes.child import CoordinatorProcess, as_json, reserved_port
+from specdec.coordinator.processes.supervisor import process_settings
+from specdec.service.startup import StartupFailed
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from coordinator.text.detokenizer import (
+from specdec.coordinator.text.detokenizer import (
     ByteFallbackDetokenizer,
     ByteLevelDetokenizer,
     DetokenizerFactory,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from coordinator.links.replica_link import ReplicaLink
-from coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
-from coordinator.replicas.roster import Roster
-from coordinator.service import CoordinatorService
 from specdec.config import CoordinatorSettings
-from specdec.rpc.channel import ReplicaChannel
-from specdec.rpc.settings import ClientSettings
-from specdec.tls_files import TlsFilesBroken
+from specdec.coordinator.links.replica_link import ReplicaLink
+from specdec.coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
+from specdec.coordinator.replicas.roster import Roster
+from specdec.coordinator.service import CoordinatorService
+from specdec.service.settings import ClientSettings
+from specdec.wire.channel import ReplicaChannel
+from specdec.wire.tls_files import TlsFilesBroken
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.target import ScriptedTarget
 from tests.support.services.coordinator_harness import collect, expected_ids, request, running

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.intake.admission import AdmissionQueue, Place
-from coordinator.intake.fair_queue import FairQueue
-from coordinator.intake.line import Claim, Waiter
-from coordinator.intake.overload import SpeculationGate
-from specdec.rpc.errors import Overloaded
+from specdec.coordinator.intake.admission import AdmissionQueue, Place
+from specdec.coordinator.intake.fair_queue import FairQueue
+from specdec.coordinator.intake.line import Claim, Waiter
+from specdec.coordinator.intake.overload import SpeculationGate
+from specdec.wire.errors import Overloaded
 
 TENANTS = ("a", "b", "c")
 MOST_WORK = 100

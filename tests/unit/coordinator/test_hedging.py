@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from coordinator.sessions.drafting import Drafting, DraftSide, start_position
-from coordinator.sessions.session import Session
+from specdec.coordinator.sessions.drafting import Drafting, DraftSide, start_position
+from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 from tests.support.services.simulated_drafts import SimulatedDraft, World
 

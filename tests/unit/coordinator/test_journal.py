@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.intake.resume import check_params, encode_params
-from coordinator.journal import Journal
-from coordinator.journal.upkeep import BATCH_TOKENS
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.intake.resume import check_params, encode_params
+from specdec.coordinator.journal import Journal
+from specdec.coordinator.journal.upkeep import BATCH_TOKENS
 from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import RequestKey
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 from tests.support.services.departing_store import DepartingStore
 from tests.support.services.faults import eventually
 from tests.support.services.journals import KEY, PROMPT, begin, decode, journal_has, make_journal, request, until_up

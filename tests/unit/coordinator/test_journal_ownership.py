@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from coordinator.journal import Journal
-from coordinator.sessions.session import Request
+from specdec.coordinator.journal import Journal
+from specdec.coordinator.sessions.session import Request
 from specdec.store.guarded import GuardedStore
 from specdec.store.interface import Lease, NewRequest
 from tests.support.services.departing_store import DepartingStore

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry
 
-from coordinator.observer import Observer
-from coordinator.sessions.client_stream import ClientStream
-from coordinator.sessions.session import Request, Session
-from coordinator.text.choice_output import ChoiceOutput
-from coordinator.text.detokenizer import DetokenizerFactory
+from specdec.coordinator.observer import Observer
+from specdec.coordinator.sessions.client_stream import ClientStream
+from specdec.coordinator.sessions.session import Request, Session
+from specdec.coordinator.text.choice_output import ChoiceOutput
+from specdec.coordinator.text.detokenizer import DetokenizerFactory
 from specdec.store.interface import RequestKey
 from specdec.telemetry import CoordinatorMetrics
 from specdec.v1 import common_pb2 as pb

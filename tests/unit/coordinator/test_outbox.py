@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.links.outbox import Outbox
+from specdec.coordinator.links.outbox import Outbox
 from specdec.v1 import target_pb2
 
 MIB = 2**20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
+from specdec.coordinator.replicas.outliers import EjectionSettings, OutlierDetector, Standing
 
 SETTINGS = EjectionSettings(num_failures=3, first_s=10.0, most_s=35.0, num_successes=2)
 

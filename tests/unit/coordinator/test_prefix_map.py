@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from coordinator.replicas.prefix_map import SharedPrefixes
-from coordinator.replicas.router import block_digests
+from specdec.coordinator.replicas.prefix_map import SharedPrefixes
+from specdec.coordinator.replicas.router import block_digests
 from specdec.store.errors import StoreUnavailable
 from specdec.store.memory import MemoryStore
 

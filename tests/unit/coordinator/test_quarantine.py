@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.links.stream_end import Ending, EndOfStream
-from coordinator.recovery import trials
-from coordinator.recovery.quarantine import Quarantine
-from coordinator.sessions.target_side import TargetSide
-from specdec.session_keys import session_key
+from specdec.coordinator.links.stream_end import Ending, EndOfStream
+from specdec.coordinator.recovery import trials
+from specdec.coordinator.recovery.quarantine import Quarantine
+from specdec.coordinator.sessions.target_side import TargetSide
+from specdec.wire.session_keys import session_key
 
 NUM_TOKENS = 24
 MOST_ROUNDS = 3

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
-from specdec.rpc.errors import Overloaded, RequestExists
+from specdec.coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
+from specdec.wire.errors import Overloaded, RequestExists
 
 RATE = QuotaRate(tokens_per_s=10.0, burst_tokens=100.0)
 

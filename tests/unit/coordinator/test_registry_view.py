@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from coordinator.replicas.discovery import Endpoint
-from coordinator.replicas.registry_view import RegistryView
+from specdec.coordinator.replicas.discovery import Endpoint
+from specdec.coordinator.replicas.registry_view import RegistryView
 from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import ReplicaRecord
 from specdec.store.memory import MemoryStore

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.intake.conversation import read_conversation
-from coordinator.text.request_templates import MOST_TEMPLATE_BYTES, check_request_template
 from specdec.client import chat_messages
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.intake.conversation import read_conversation
+from specdec.coordinator.text.request_templates import MOST_TEMPLATE_BYTES, check_request_template
+from specdec.wire.errors import InvalidRequest
 from tests.support.chat.rendering import USER, refusal, render_there, tokenizer_with
 from tests.support.chat.templates import CHATML_TOOLS, PARTS_ONLY
 

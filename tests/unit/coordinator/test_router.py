@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from coordinator.replicas.prefix_map import SharedPrefixes
-from coordinator.replicas.router import PrefixRouter, block_digests
+from specdec.coordinator.replicas.prefix_map import SharedPrefixes
+from specdec.coordinator.replicas.router import PrefixRouter, block_digests
 from specdec.store.memory import MemoryStore
 
 PROMPT = list(range(200))

@@ -7,12 +7,12 @@ import contextlib
 
 import pytest
 
-from coordinator.tenants.quotas import QuotaRate
-from coordinator.tenants.shared_quotas import SharedQuotas
-from specdec.rpc.errors import Overloaded
+from specdec.coordinator.tenants.quotas import QuotaRate
+from specdec.coordinator.tenants.shared_quotas import SharedQuotas
 from specdec.store.errors import StoreUnavailable
 from specdec.store.guarded import GuardedStore
 from specdec.store.memory import MemoryStore
+from specdec.wire.errors import Overloaded
 from tests.support.services.departing_store import DepartingStore, guarded
 from tests.support.services.faults import eventually
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.sessions.step_told import tree_fault
+from specdec.coordinator.sessions.step_told import tree_fault
 from specdec.v1 import common_pb2 as pb
 
 UINT32_MAX = 2**32 - 1

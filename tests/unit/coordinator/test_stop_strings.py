@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.text.stop_strings import StopMatch, StopStringScanner
+from specdec.coordinator.text.stop_strings import StopMatch, StopStringScanner
 
 LETTERS = st.text(alphabet="ab", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)

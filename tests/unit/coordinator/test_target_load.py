@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.replicas.load import has_room, is_idle, num_sessions, weight, with_room
+from specdec.coordinator.replicas.load import has_room, is_idle, num_sessions, weight, with_room
 from specdec.v1 import common_pb2 as pb
 
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.intake.validation import (
+from specdec.coordinator.intake.validation import (
     Limits,
     check_prompt,
     check_sampling,
     check_speculation,
     resolve_max_tokens,
 )
-from coordinator.text.bad_words import bad_word_sequences
-from specdec.rpc.errors import InvalidRequest
+from specdec.coordinator.text.bad_words import bad_word_sequences
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 
 LIMITS = Limits(
     vocab_size=100,

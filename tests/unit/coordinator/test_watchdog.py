@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.recovery.watchdog import Watchdog
-from coordinator.sessions.drafting import Drafting, DraftSide
-from coordinator.sessions.target_side import TargetSide
+from specdec.coordinator.recovery.watchdog import Watchdog
+from specdec.coordinator.sessions.drafting import Drafting, DraftSide
+from specdec.coordinator.sessions.target_side import TargetSide
 
 OTHER = SimpleNamespace(is_ready=True)
 

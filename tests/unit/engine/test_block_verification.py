@@ -16,7 +16,7 @@ from specdec.engine.sampling import block_verification
 from specdec.engine.sampling.block_verification import verify_block
 from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.engine.sampling.rejection import DraftSample, draw, verify_token
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.rejection import FALSE_ALARM_RATE, chi_square_p_value
 
 VOCAB_SIZE = 3

@@ -28,7 +28,7 @@ from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
 
 BLOCK_SIZE = 4

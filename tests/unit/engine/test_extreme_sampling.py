@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from specdec.engine.errors import NonFiniteLogits
 from specdec.engine.sampling.rejection import DraftSample, verify_token
 from specdec.engine.sampling.sampler import RowContext, Sampler
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.extreme_rows import MAX_VOCAB_SIZE, Batch, all_results, batches, exact_scores
 
 PATHS = ("torch", "native")

@@ -9,7 +9,7 @@ from specdec.engine.sampling import rejection
 from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.engine.sampling.rejection import DraftSample, InvalidDraftDistribution, draw, verify_token
 from specdec.engine.sampling.sampler import RowContext, Sampler
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 ALMOST_ONE = 1.0 - 2.0**-53
 ALMOST_ZERO = 2.0**-53

@@ -14,7 +14,7 @@ from specdec.engine.sampling import rejection
 from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.engine.sampling.rejection import DraftSample, verify_token
 from specdec.engine.sampling.sampler import RowContext, Sampler
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.chi_square import FALSE_ALARM_RATE, p_value_of_fit
 
 BATCH = 2048

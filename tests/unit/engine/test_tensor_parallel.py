@@ -30,7 +30,7 @@ from specdec.engine.parallel.step_frames import (
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import FINAL, HiddenTap
 from specdec.engine.tree import TokenTree
-from specdec.worker.ranks import share_cores
+from specdec.replica.worker.ranks import share_cores
 from tests.support.engine.exact_runner import make_engine
 from tests.support.engine.tiny_models import SUPPORTED, save_tiny_model
 

@@ -30,7 +30,7 @@ from specdec.engine.sampling.token_history import TokenHistory
 from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.tiny_models import save_tiny_model
 from tests.support.engine.triton_device import DEVICE
 from tests.support.fake_cuda.device import FakeDevice, unwrapped

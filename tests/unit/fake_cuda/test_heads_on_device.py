@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.drafters.interface import Context, Offer, Room
-from specdec.drafters.options import DFlashOptions, Eagle3Options, HeadOptions
+from specdec.config.drafter_options import DFlashOptions, Eagle3Options, HeadOptions
+from specdec.drafting.heads import replays as replays_module
+from specdec.drafting.heads.methods.registry import load_head
+from specdec.drafting.heads.replays import HeadReplays
+from specdec.drafting.heads.session import Features, Head, HeadAsk
+from specdec.drafting.heads.target import HeadTarget
+from specdec.drafting.interface import Context, Offer, Room
 from specdec.engine.batch import build_batch
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.cuda import buckets
@@ -26,12 +31,7 @@ from specdec.engine.scheduler import ScheduledItem, ScheduledStep, Scheduler
 from specdec.engine.sequence import Sequence
 from specdec.engine.settings import EngineSettings
 from specdec.engine.tap import HiddenTap
-from specdec.heads import replays as replays_module
-from specdec.heads.methods.registry import load_head
-from specdec.heads.replays import HeadReplays
-from specdec.heads.session import Features, Head, HeadAsk
-from specdec.heads.target import HeadTarget
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.support.engine.triton_device import DEVICE
 from tests.support.fake_cuda.device import FakeDevice

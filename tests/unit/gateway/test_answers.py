@@ -8,18 +8,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.answers import ChatCompletion, ChatCompletionChunk, TextCompletion
-from gateway.api.chat import ChatRequest
-from gateway.api.completions import CompletionRequest
-from gateway.api.problems import validated
-from gateway.chat.deltas import MessageDelta, PlainParser, ToolCallDelta
-from gateway.translation.chat_answer import ChatEvents, ChatWhole, ChoiceOutput
-from gateway.translation.completion_answer import CompletionEvents, CompletionWhole, PromptTold, completion_usage
-from gateway.translation.head import Head
-from gateway.translation.origins import OriginCounter
-from gateway.translation.usage import acceptance_histogram
-from gateway.upstream.vocabulary import TokenTexts
 from specdec.client import Completion
+from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk, TextCompletion
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.api.problems import validated
+from specdec.gateway.chat.deltas import MessageDelta, PlainParser, ToolCallDelta
+from specdec.gateway.translation.chat_answer import ChatEvents, ChatWhole, ChoiceOutput
+from specdec.gateway.translation.completion_answer import (
+    CompletionEvents,
+    CompletionWhole,
+    PromptTold,
+    completion_usage,
+)
+from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.origins import OriginCounter
+from specdec.gateway.translation.usage import acceptance_histogram
+from specdec.gateway.upstream.vocabulary import TokenTexts
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.chunks import choice_finished, delta, finished, prompt_logprobs, started, texts_of

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.chat import ChatRequest
-from gateway.api.completions import CompletionRequest
-from gateway.api.errors import ApiError, from_specdec
-from gateway.api.fields import RequestModel
-from gateway.api.problems import validated
-from gateway.api.tokens import TokenizeBody
-from gateway.http.body import parsed
-from gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate
-from gateway.translation.completion_request import completion_to_generate
-from specdec.rpc.errors import SpecdecError
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.api.errors import ApiError, from_specdec
+from specdec.gateway.api.fields import RequestModel
+from specdec.gateway.api.problems import validated
+from specdec.gateway.api.tokens import TokenizeBody
+from specdec.gateway.http.body import parsed
+from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate
+from specdec.gateway.translation.completion_request import completion_to_generate
+from specdec.wire.errors import SpecdecError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 MODELS: tuple[type[RequestModel], ...] = (ChatRequest, CompletionRequest)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from gateway.chat.messages import to_chat_messages
-from specdec.rpc.errors import InvalidRequest
+from specdec.gateway.chat.messages import to_chat_messages
+from specdec.wire.errors import InvalidRequest
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "g"}}

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from gateway.api.chat import ChatRequest
-from gateway.api.completions import CompletionRequest
-from gateway.api.errors import ApiError, param_of
-from gateway.api.problems import validated
-from gateway.api.responses import ResponsesRequest
-from gateway.translation.chat_request import chat_to_generate
-from gateway.translation.completion_request import completion_to_generate
-from gateway.translation.constraint import constraint_names
-from gateway.translation.response_request import response_to_chat, response_to_generate
-from specdec.constraint_limits.structural_tags import read_structural_tag
+from specdec.constraints.limits.structural_tags import read_structural_tag
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.api.errors import ApiError, param_of
+from specdec.gateway.api.problems import validated
+from specdec.gateway.api.responses import ResponsesRequest
+from specdec.gateway.translation.chat_request import chat_to_generate
+from specdec.gateway.translation.completion_request import completion_to_generate
+from specdec.gateway.translation.constraint import constraint_names
+from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
 from specdec.v1 import common_pb2 as pb
 
 MESSAGES = [{"role": "user", "content": "x"}]

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.api.chat import ChatRequest
-from gateway.api.errors import ApiError
-from gateway.chat.parsing import make_message_parser
-from gateway.chat.tool_calls import TOOL_PARSERS
-from gateway.translation.chat_request import chat_constraint_names, chat_to_generate
-from specdec.rpc.errors import InvalidRequest
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.errors import ApiError
+from specdec.gateway.chat.parsing import make_message_parser
+from specdec.gateway.chat.tool_calls import TOOL_PARSERS
+from specdec.gateway.translation.chat_request import chat_constraint_names, chat_to_generate
+from specdec.wire.errors import InvalidRequest
 from tests.support.chat.parsed import cut, parse
 
 TREE = {

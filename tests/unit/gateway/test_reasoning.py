@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat.messages import ToolChoice
-from gateway.chat.parsing import make_message_parser
-from gateway.chat.reasoning import REASONING_PARSERS, make_reasoning_parser
+from specdec.gateway.chat.messages import ToolChoice
+from specdec.gateway.chat.parsing import make_message_parser
+from specdec.gateway.chat.reasoning import REASONING_PARSERS, make_reasoning_parser
 from tests.support.chat.parsed import Message, cut, parse, told
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'

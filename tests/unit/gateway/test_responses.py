@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from gateway.api.errors import ApiError
-from gateway.api.problems import validated
-from gateway.api.responses import ResponsesRequest
-from gateway.chat.deltas import PlainParser
-from gateway.translation.head import Head
-from gateway.translation.response_answer import ResponseEvents
-from gateway.translation.response_request import response_to_chat, response_to_generate
+from specdec.gateway.api.errors import ApiError
+from specdec.gateway.api.problems import validated
+from specdec.gateway.api.responses import ResponsesRequest
+from specdec.gateway.chat.deltas import PlainParser
+from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.response_answer import ResponseEvents
+from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.chunks import choice_finished, delta, finished, started, texts_of

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from gateway.api.answers import DecodingStep
-from gateway.api.chat import ChatRequest
-from gateway.api.completions import CompletionRequest
-from gateway.api.problems import validated
-from gateway.chat.deltas import PlainParser
-from gateway.translation.chat_answer import ChatEvents
-from gateway.translation.chat_request import chat_to_generate
-from gateway.translation.completion_answer import CompletionEvents, PromptTold
-from gateway.translation.completion_request import completion_to_generate
-from gateway.translation.head import Head
-from gateway.translation.logprobs import LEAST, ids_in
-from gateway.translation.steps import steps_told
+from specdec.gateway.api.answers import DecodingStep
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.api.problems import validated
+from specdec.gateway.chat.deltas import PlainParser
+from specdec.gateway.translation.chat_answer import ChatEvents
+from specdec.gateway.translation.chat_request import chat_to_generate
+from specdec.gateway.translation.completion_answer import CompletionEvents, PromptTold
+from specdec.gateway.translation.completion_request import completion_to_generate
+from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.logprobs import LEAST, ids_in
+from specdec.gateway.translation.steps import steps_told
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.services.chunks import choice_finished, delta, finished, started, texts_of

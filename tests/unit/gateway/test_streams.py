@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from gateway.api.errors import ApiError
-from gateway.http.connected import while_connected
-from gateway.http.events import Event, EventStream, begun, framed
-from gateway.routes.merging import all_of, merged
+from specdec.gateway.api.errors import ApiError
+from specdec.gateway.http.connected import while_connected
+from specdec.gateway.http.events import Event, EventStream, begun, framed
+from specdec.gateway.routes.merging import all_of, merged
 
 
 class Wire:

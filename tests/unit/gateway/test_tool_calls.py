@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat.tool_calls import TOOL_PARSERS, make_tool_parser
+from specdec.gateway.chat.tool_calls import TOOL_PARSERS, make_tool_parser
 from tests.support.chat.parsed import Message, cut, parse, told
 
 FAMILIES = [name for name in TOOL_PARSERS if name != "none"]

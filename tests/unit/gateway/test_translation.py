@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from gateway.api.chat import ChatRequest
-from gateway.api.completions import CompletionRequest
-from gateway.api.errors import ApiError, from_specdec, param_of
-from gateway.api.problems import validated
-from gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate, echoed, parsers
-from gateway.translation.completion_request import COMPLETION_FIELD_NAMES, completion_to_generate
-from specdec.rpc import errors as rpc
+from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.api.completions import CompletionRequest
+from specdec.gateway.api.errors import ApiError, from_specdec, param_of
+from specdec.gateway.api.problems import validated
+from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate, echoed, parsers
+from specdec.gateway.translation.completion_request import COMPLETION_FIELD_NAMES, completion_to_generate
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire import errors as rpc
 
 
 def chat(**fields: Any) -> api.GenerateRequest:

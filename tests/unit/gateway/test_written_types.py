@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.chat.parsing import check_names, make_message_parser
-from gateway.chat.tool_calls import make_tool_parser
-from gateway.chat.tool_calls.typed_text import as_json_of_type, types_of
+from specdec.gateway.chat.parsing import check_names, make_message_parser
+from specdec.gateway.chat.tool_calls import make_tool_parser
+from specdec.gateway.chat.tool_calls.typed_text import as_json_of_type, types_of
 from tests.support.chat.parsed import Message, cut, parse, told
 
 PROPERTIES = {

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterator, Sequence
 
 import pytest
 
+from specdec.constraints.grammar.follower import NodeMask
 from specdec.engine.batch import Batch
-from specdec.grammar.follower import NodeMask
+from specdec.target_service.masks import MaskFilling, worth_a_thread_s
 from specdec.v1 import common_pb2 as pb
-from target_service.masks import MaskFilling, worth_a_thread_s
 from tests.support.engine.constrained import SCHEMAS, TEXTS, check_schema, constrained, plainly, text_of
 from tests.support.engine.grammars import json_schema
 from tests.support.engine.local_pair import LocalPair

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.drafters.interface import Capabilities, Context, Offer, Room
-from specdec.drafters.options import (
+from specdec.config.drafter_options import (
     DrafterOptions,
     LookaheadOptions,
     NgramOptions,
@@ -19,11 +18,12 @@ from specdec.drafters.options import (
     SuffixOptions,
     TokenRecyclingOptions,
 )
-from specdec.drafters.registry import make_drafter
+from specdec.drafting.interface import Capabilities, Context, Offer, Room
+from specdec.drafting.registry import make_drafter
+from specdec.target_service.pacing.expectations import Expectations
+from specdec.target_service.policy.marginal_gains import Left
+from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.v1 import common_pb2 as pb
-from target_service.pacing.expectations import Expectations
-from target_service.policy.marginal_gains import Left
-from target_service.policy.step_time import StepTimeModel
 from tests.support.engine.fickle_gates import Erratic, Spiteful
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.unit.lossless.cases import CASES

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.drafters.interface import Offer
-from specdec.drafters.options import (
+from specdec.config.drafter_options import (
     DFlashOptions,
     DrafterOptions,
     DSparkOptions,
@@ -25,12 +24,13 @@ from specdec.drafters.options import (
     SuffixOptions,
     TokenRecyclingOptions,
 )
-from specdec.heads.methods.registry import CAPABILITIES, make_head
-from specdec.heads.serial import SerialHead
-from specdec.heads.session import HeadAsk
+from specdec.drafting.heads.methods.registry import CAPABILITIES, make_head
+from specdec.drafting.heads.serial import SerialHead
+from specdec.drafting.heads.session import HeadAsk
+from specdec.drafting.interface import Offer
+from specdec.target_service.pacing.expectations import Expectations
+from specdec.target_service.proposals.part import DrafterPart
 from specdec.v1 import common_pb2 as pb
-from target_service.pacing.expectations import Expectations
-from target_service.proposals.part import DrafterPart
 from tests.support.engine.fickle_gates import Closed
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.heads import checkpoints

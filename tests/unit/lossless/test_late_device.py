@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.engine.scheduler import ScheduledItem
+from specdec.target_service.pacing.pacing import Pacing
 from specdec.v1 import common_pb2 as pb
-from target_service.pacing.pacing import Pacing
 from tests.support.engine.constrained import SCHEMAS, TEXTS, constrained
 from tests.support.engine.constrained import plainly as plainly_constrained
 from tests.support.engine.grammars import json_schema

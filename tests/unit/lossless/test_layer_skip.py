@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.drafters.interface import Offer
-from specdec.drafters.options import (
+from specdec.config.drafter_options import (
     DrafterOptions,
     LayerSkipOptions,
     NgramOptions,
     SuffixOptions,
     TokenRecyclingOptions,
 )
+from specdec.drafting.heads.session import HeadAsk
+from specdec.drafting.interface import Offer
+from specdec.drafting.layer_skip.drafter import LayerSkip
 from specdec.engine.errors import ModelLoadError
-from specdec.heads.session import HeadAsk
-from specdec.layer_skip.drafter import LayerSkip
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.outcomes import Outcome

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings
-from specdec.drafting.metrics import DraftRecorder
+from specdec.drafting.role.metrics import DraftRecorder
 from specdec.engine.errors import ModelLoadError
+from specdec.target_service.proposals.own_draft import build_own_draft
 from specdec.telemetry import DraftMetrics
-from target_service.proposals.own_draft import build_own_draft
 from tests.support.engine.constrained import SCHEMAS, constrained
 from tests.support.engine.grammars import json_schema
 from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.drafting.local import LocalDraft
+from specdec.drafting.role.local import LocalDraft
 from specdec.engine.errors import KVInvariantError
 from specdec.engine.outputs import StepOutput
+from specdec.target_service.pacing.expectations import Expectations
+from specdec.target_service.policy.gate_state import GateState
 from specdec.v1 import common_pb2 as pb
-from target_service.pacing.expectations import Expectations
-from target_service.policy.gate_state import GateState
 from tests.support.engine.fickle_gates import Bookkeeping, Erratic, Spiteful
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.rejection import REJECTION, check_distribution

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from specdec.drafters.options import Eagle3Options, NgramOptions, SuffixOptions, parse_drafters
-from specdec.heads.methods.registry import load_head
-from specdec.rpc.bridge.frames import Frame, FrameKind
+from specdec.config.drafter_options import Eagle3Options, NgramOptions, SuffixOptions, parse_drafters
+from specdec.drafting.heads.methods.registry import load_head
+from specdec.replica.bridge.frames import Frame, FrameKind
+from specdec.target_service.policy.gate_state import Phase
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import target_pb2
-from target_service.policy.gate_state import Phase
 from tests.support.engine.local_pair import MODELS, LocalPair, open_session, prompts
 from tests.support.heads import checkpoints
 from tests.support.heads.checkpoints import Sizes

@@ -21,18 +21,18 @@ FLOORS = {
         checkup
         cli
     """,
-    "specdec.drafters": """
+    "specdec.drafting.lookup": """
         corpus options
         interface
         growing
         lookahead ngram openai_api prediction suffix token_recycling
         registry
     """,
-    "specdec.endpoints": """
+    "specdec.drafting.endpoints": """
         options
         calls
     """,
-    "specdec.heads": """
+    "specdec.drafting.heads": """
         checkpoint parts session
         cache config vocabulary
         footprint passes
@@ -43,16 +43,16 @@ FLOORS = {
         serial slots
         methods
     """,
-    "specdec.heads.methods": """
+    "specdec.drafting.heads.methods": """
         dflash eagle3 medusa
         dspark eagle peagle
         registry
     """,
-    "specdec.layer_skip": """
+    "specdec.drafting.layer_skip": """
         matchness search
         drafter
     """,
-    "specdec.drafting": """
+    "specdec.drafting.role": """
         commits growth metrics session translation
         forced guess host opening proposals
         branches work
@@ -60,7 +60,7 @@ FLOORS = {
         drafter
         local
     """,
-    "specdec.constraint_limits": """
+    "specdec.constraints.limits": """
         formats
         structural_tags
         faults
@@ -77,7 +77,7 @@ FLOORS = {
         files runner
         build
     """,
-    "specdec.grammar": """
+    "specdec.constraints.grammar": """
         failure json_schemas
         structural_tags
         source
@@ -98,7 +98,7 @@ FLOORS = {
         model sampling
         drawing leading_runner
     """,
-    "specdec.worker": """
+    "specdec.replica.worker": """
         clamping engine_gauges errors rank_child trace
         opening ranks sessions
         isolation role
@@ -108,7 +108,7 @@ FLOORS = {
         entry
         build
     """,
-    "specdec.rpc": """
+    "specdec.service": """
         affinity error_details listening metrics_server startup tls_watch
         errors settings
         abort reading
@@ -117,33 +117,33 @@ FLOORS = {
         server
         bridge
     """,
-    "specdec.benchmark": """
+    "specdec.commands.measuring": """
         figures progress svg tables
         report requests streams
         closed_loop prompts served
         summary
         breakdown
     """,
-    "specdec.auditing": """
+    "specdec.commands.audit": """
         greedy reference sampled services
         audit
     """,
-    "specdec.checkup": """
+    "specdec.commands.doctor": """
         findings
         behaviour head_layers replicas surroundings
         settings_file
     """,
-    "specdec.debugging": """
+    "specdec.commands.debug": """
         steps
         page
     """,
-    "specdec.tuning": """
+    "specdec.commands.tune": """
         measured probe
         prediction
         advice
         pages settings_files
     """,
-    "specdec.training": """
+    "specdec.commands.train": """
         layer_ids losses
         recipe
         checkpoint texts
@@ -155,7 +155,7 @@ FLOORS = {
         trial
         worth
     """,
-    "specdec.cli": """
+    "specdec.commands": """
         connection inputs keys sampling_options views
         errors
         generate health local models
@@ -187,7 +187,7 @@ FLOORS = {
         service
         __main__
     """,
-    "gateway.chat": """
+    "specdec.gateway.chat": """
         deltas markers messages
         tool_calls
         reasoning
@@ -212,19 +212,19 @@ FLOORS = {
         coordinator draft
         target
     """,
-    "target_service.admission": """
+    "specdec.target_service.admission": """
         forks opening
         admission
     """,
-    "target_service.pacing": """
+    "specdec.target_service.pacing": """
         expectations
         pacing
     """,
-    "target_service.processes": """
+    "specdec.target_service.processes": """
         wire
         model
     """,
-    "target_service.api": """
+    "specdec.target_service.api": """
         answers session
         calls
         role
@@ -236,13 +236,13 @@ FLOORS = {
         worker
         __main__
     """,
-    "draft_service.plain": """
+    "specdec.draft_service.plain": """
         proposals session recorder
         opening
         role
         process
     """,
-    "specdec.drafters.openai_api": """
+    "specdec.drafting.endpoints": """
         alignment ledger
         stream
         drafter

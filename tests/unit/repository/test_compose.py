@@ -12,9 +12,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from gateway.settings import GatewaySettings
-from specdec.cli.app import app
+from specdec.commands.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
+from specdec.gateway.settings import GatewaySettings
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 DOCKER_COMPOSE = DEPLOY.parent / ".tools" / "docker-compose"

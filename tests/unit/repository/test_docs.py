@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from gateway.settings import GatewaySettings
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
+from specdec.gateway.settings import GatewaySettings
 from specdec.telemetry.catalogue import exported_series
 
 ROOT = Path(__file__).parents[3]

@@ -25,9 +25,9 @@ from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 import specdec
-from gateway.settings import GatewaySettings
-from specdec.cli.app import app
+from specdec.commands.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
+from specdec.gateway.settings import GatewaySettings
 from tests.support.services.gateways import gateway
 
 ROOT = Path(__file__).parents[3]

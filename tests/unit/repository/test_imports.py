@@ -80,7 +80,7 @@ def test_the_gateway_never_names_tensors_a_tokenizer_or_the_engine() -> None:
 
 
 def test_rpc_never_imports_the_engine() -> None:
-    assert offences("specdec/rpc", *TENSORS, "specdec.engine") == []
+    assert offences("specdec/service", *TENSORS, "specdec.engine") == []
 
 
 @pytest.mark.parametrize("module", ["sequence", "block_pool", "scheduler", "tree"])
@@ -91,12 +91,12 @@ def test_bookkeeping_needs_no_tensors(module: str) -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "coordinator.__main__",
-        "gateway.__main__",
-        "specdec.cli.app",
+        "specdec.coordinator.__main__",
+        "specdec.gateway.__main__",
+        "specdec.commands.app",
         "specdec.client",
         "specdec.config",
-        "specdec.sampling_params",
+        "specdec.wire.sampling_params",
     ],
 )
 def test_the_coordinators_side_loads_no_tensors(module: str) -> None:
@@ -110,21 +110,26 @@ def test_servicer_processes_load_no_tensors(service: str) -> None:
 
 
 def test_a_draft_without_a_model_needs_nothing_that_models_need() -> None:
-    assert libraries_loaded_by("draft_service.plain.process", (*TENSORS, "numpy", "llguidance", "accelerate")) == ""
+    assert (
+        libraries_loaded_by("specdec.draft_service.plain.process", (*TENSORS, "numpy", "llguidance", "accelerate"))
+        == ""
+    )
 
 
 def test_a_target_behind_an_endpoint_needs_nothing_that_models_need() -> None:
-    assert libraries_loaded_by("target_service.api.process", (*TENSORS, "numpy", "llguidance", "accelerate")) == ""
+    assert (
+        libraries_loaded_by("specdec.target_service.api.process", (*TENSORS, "numpy", "llguidance", "accelerate")) == ""
+    )
 
 
-@pytest.mark.parametrize("module", ["target_service.processes.model", "draft_service.model_process"])
+@pytest.mark.parametrize("module", ["specdec.target_service.processes.model", "specdec.draft_service.model_process"])
 def test_engine_processes_load_no_exporter(module: str) -> None:
     """Its thread would slow every step; the servicer exports for them."""
     assert libraries_loaded_by(module, ("opentelemetry.exporter", "grpc")) == ""
 
 
 def test_the_exporter_is_loaded_only_where_tracing_is_on() -> None:
-    assert libraries_loaded_by("coordinator.__main__", ("opentelemetry.exporter",)) == ""
+    assert libraries_loaded_by("specdec.coordinator.__main__", ("opentelemetry.exporter",)) == ""
 
 
 def test_the_engine_knows_neither_role() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import promql_parser
 import pytest
 
-from coordinator.links.link_events import LinkState
+from specdec.coordinator.links.link_events import LinkState
 from specdec.telemetry.catalogue import catalogue, exported_series, render
 from specdec.telemetry.registry import MetricDoc
 

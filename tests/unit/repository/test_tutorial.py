@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from specdec.cli.app import app
+from specdec.commands.app import app
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")

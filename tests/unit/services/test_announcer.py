@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from specdec.rpc.server import advertised_address
-from specdec.rpc.settings import ServiceSettings
+from specdec.service.server import advertised_address
+from specdec.service.settings import ServiceSettings
 from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.store.errors import StoreUnavailable
 from specdec.store.interface import ReplicaRecord

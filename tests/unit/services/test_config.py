@@ -12,9 +12,9 @@ from specdec.config import (
     load_settings,
     settings_or_exit,
 )
+from specdec.config.sources import SettingsInvalid
 from specdec.engine.settings import EngineSettings
-from specdec.rpc.affinity import parse_cores, split_cores
-from specdec.settings_sources import SettingsInvalid
+from specdec.service.affinity import parse_cores, split_cores
 
 
 def load_target(*argv: str) -> TargetSettings:

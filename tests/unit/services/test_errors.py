@@ -11,13 +11,13 @@ from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from specdec.rpc import errors
-from specdec.rpc.channel import open_channel
-from specdec.rpc.errors import SpecdecError, from_rpc_error, from_status, to_status
-from specdec.rpc.server import build_server
-from specdec.rpc.settings import ClientSettings, ServiceSettings
+from specdec.service.server import build_server
+from specdec.service.settings import ClientSettings, ServiceSettings
 from specdec.telemetry import setup_logging
 from specdec.v1.coordinator_pb2 import ResumeInfo
+from specdec.wire import errors
+from specdec.wire.channel import open_channel
+from specdec.wire.errors import SpecdecError, from_rpc_error, from_status, to_status
 
 
 def every_error() -> Iterator[SpecdecError]:

@@ -7,7 +7,10 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.message_sizes import (
+from specdec.replica.bridge.frame_codec import MAX_PAYLOAD_BYTES
+from specdec.v1 import common_pb2 as pb
+from specdec.v1 import target_pb2
+from specdec.wire.message_sizes import (
     ENTRY_OVERHEAD_BYTES,
     MAX_PROPOSAL_BYTES,
     MIN_MESSAGE_BYTES,
@@ -22,10 +25,7 @@ from specdec.message_sizes import (
     tokens_bytes,
     varint_bytes,
 )
-from specdec.rpc.bridge.frame_codec import MAX_PAYLOAD_BYTES
-from specdec.sampling_limits import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
-from specdec.v1 import common_pb2 as pb
-from specdec.v1 import target_pb2
+from specdec.wire.sampling_limits import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 
 UINT32_MAX = 2**32 - 1
 

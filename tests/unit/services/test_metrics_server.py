@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from specdec.rpc.metrics_endpoint import metrics_endpoint
-from specdec.rpc.settings import ServiceSettings
+from specdec.service.metrics_endpoint import metrics_endpoint
+from specdec.service.settings import ServiceSettings
 
 MOST_THREADS = 100
 """Far fewer than there are requests. Of those that wait for the page there are sixteen."""

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from specdec.client import Completion, ResumePolicy, generate_resuming, resumed_request
-from specdec.rpc.errors import Unavailable
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import Unavailable
 
 
 def chunks(*parts: tuple[int, list[int], str]) -> list[api.GenerateResponse]:

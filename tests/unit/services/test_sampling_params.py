@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 
 
 def params(**changed: Any) -> SamplingParams:
@@ -80,5 +80,5 @@ def test_they_can_be_sent_to_another_process() -> None:
 
 
 def test_the_coordinator_can_import_them_without_torch() -> None:
-    code = "import sys, specdec.sampling_params; sys.exit('torch' in sys.modules)"
+    code = "import sys, specdec.wire.sampling_params; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

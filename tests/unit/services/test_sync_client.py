@@ -15,9 +15,9 @@ import pytest
 from grpc_status import rpc_status
 
 from specdec.client import Client, ClientSettings, Completion, ResumePolicy, SyncClient
-from specdec.rpc.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable, to_status
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import coordinator_pb2_grpc
+from specdec.wire.errors import Cancelled, InvalidRequest, ModelNotFound, Overloaded, Unavailable, to_status
 from tests.support.services.fake_coordinator import TEXT, FakeCoordinator, running_fake_coordinator
 
 PATIENCE_S = 60.0

@@ -14,14 +14,14 @@ from opentelemetry.semconv._incubating.attributes import gen_ai_attributes, rpc_
 from opentelemetry.semconv.attributes import error_attributes, server_attributes
 
 from specdec.config import CoordinatorSettings, TargetSettings, load_settings
-from specdec.rpc.bridge.frames import FrameKind
-from specdec.settings_sources import SettingsInvalid
+from specdec.config.sources import SettingsInvalid
+from specdec.replica.bridge.frames import FrameKind
+from specdec.replica.worker.errors import SessionFailure
+from specdec.replica.worker.trace import SessionTrace
 from specdec.telemetry.tracing import Tracing
 from specdec.telemetry.tracing_settings import TracingSettings
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import trace_pb2
-from specdec.worker.errors import SessionFailure
-from specdec.worker.trace import SessionTrace
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.worker_client import WorkerClient
 
@@ -258,7 +258,7 @@ def test_sessions_that_an_engine_leaves_behind_are_told_when_it_stops(client: Wo
 def test_names_of_attributes_are_those_of_the_conventions() -> None:
     modules = (gen_ai_attributes, rpc_attributes, error_attributes, server_attributes)
     known = {value for module in modules for value in vars(module).values() if isinstance(value, str)}
-    sources = [ROOT / "coordinator/sessions/request_trace.py", ROOT / "specdec/worker/loop.py"]
+    sources = [ROOT / "coordinator/sessions/request_trace.py", ROOT / "specdec/replica/worker/loop.py"]
     names = re.compile(r'"((?:gen_ai|rpc|error|server)\.[a-z_.]+)"')
     used = {name for path in sources for name in names.findall(path.read_text(encoding="utf-8"))}
     assert len(used) > 20

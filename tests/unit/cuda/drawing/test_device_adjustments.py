@@ -15,7 +15,7 @@ from specdec.engine.cuda.launch import LaunchCounter
 from specdec.engine.drawing.adjustments import Adjustments, can_adjust
 from specdec.engine.sampling.logit_processors import RowContext, adjusted_logits
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.triton_device import DEVICE
 
 EXAMPLES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

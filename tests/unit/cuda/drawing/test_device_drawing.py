@@ -18,7 +18,7 @@ from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.other_ids import OtherIds
 from specdec.engine.drawing.rows import Draw, DrawRow, DrawRule
 from specdec.engine.model.runner import ModelRunner
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.captures import Captures
 from tests.support.engine.drawn_rows import (
     BLOCK_SIZE,

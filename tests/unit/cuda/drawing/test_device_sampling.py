@@ -15,7 +15,7 @@ from specdec.engine.sampling.noise import Purpose, noise_key
 from specdec.engine.sampling.perturbed_top import perturbed_top
 from specdec.engine.sampling.sampler import Sampler
 from specdec.engine.sampling.token_history import TokenHistory
-from specdec.sampling_params import SamplingParams
+from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.extreme_rows import Batch, batches
 from tests.support.engine.triton_device import DEVICE
 

@@ -1,1 +1,0 @@
-"""Commands that look into a deployment, and into its drafting: debug, audit, doctor, drafters."""

@@ -1,0 +1,91 @@
+"""Flags that say how to reach the coordinator, and the client they make."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec.client import ClientSettings
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+API_KEY_VARIABLE = "SPECDEC_API_KEY"
+"""There is no flag for the key: process lists would show it."""
+_PANEL = "Connection"
+_NAME_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
+"""How names begin that gRPC itself takes apart."""
+
+
+def parse_address(address: str) -> str:
+    """Return the address. Raises typer.BadParameter if it is neither host:port nor a name that gRPC takes apart."""
+    host, _, port = address.rpartition(":")
+    if not address.startswith(_NAME_SCHEMES) and not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise typer.BadParameter(f"{address!r} is not HOST:PORT")
+    return address
+
+
+Address = Annotated[
+    str,
+    typer.Option(
+        envvar="SPECDEC_ADDRESS",
+        help="The coordinator's host:port.",
+        rich_help_panel=_PANEL,
+        callback=parse_address,
+    ),
+]
+TimeoutS = Annotated[
+    float | None,
+    typer.Option("--timeout-s", help="Deadline of the call, in seconds.", rich_help_panel=_PANEL, min=0.001, max=1e9),
+]
+Tls = Annotated[
+    bool,
+    typer.Option(
+        "--tls",
+        help="Use TLS. Without --tls-ca it trusts whom gRPC trusts: a list of its own, or the file that "
+        "GRPC_DEFAULT_SSL_ROOTS_FILE_PATH names.",
+        rich_help_panel=_PANEL,
+    ),
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(help="Authorities to trust (PEM); implies --tls.", rich_help_panel=_PANEL, dir_okay=False),
+]
+TlsKey = Annotated[
+    Path | None,
+    typer.Option(help="Client key for mutual TLS (PEM); implies --tls.", rich_help_panel=_PANEL, dir_okay=False),
+]
+TlsCert = Annotated[
+    Path | None,
+    typer.Option(help="Client certificate for mutual TLS (PEM).", rich_help_panel=_PANEL, dir_okay=False),
+]
+
+
+def client_settings(
+    timeout_s: float | None, tls: bool, tls_ca: Path | None, tls_key: Path | None, tls_cert: Path | None
+) -> ClientSettings:
+    """Return the client's settings; the API key comes from SPECDEC_API_KEY.
+
+    Raises typer.BadParameter when a file is missing, cannot be read, or is not what it should be.
+    """
+    if (tls_key is None) != (tls_cert is None):
+        raise typer.BadParameter("--tls-key and --tls-cert go together")
+    try:
+        files = TlsFiles(
+            client_context,
+            certificate=TlsFile.of("--tls-cert", tls_cert),
+            key=TlsFile.of("--tls-key", tls_key),
+            authorities=TlsFile.of("--tls-ca", tls_ca),
+        ).current()
+    except TlsFilesBroken as error:
+        # gRPC would take broken files, and only say that it cannot connect.
+        raise typer.BadParameter(str(error)) from error
+    return ClientSettings(
+        timeout_s=timeout_s,
+        tls=tls,
+        root_certificates=files.authorities,
+        client_certificate=None if files.key is None or files.chain is None else (files.key, files.chain),
+        api_key=os.environ.get(API_KEY_VARIABLE),
+    )

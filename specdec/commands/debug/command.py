@@ -1,0 +1,203 @@
+"""`specdec debug`: a request step by step: what was proposed, what became of it and why, and what it took."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from google.protobuf import json_format
+from rich.console import Console
+
+from specdec.client import Client, ClientSettings, Completion
+from specdec.commands import connection
+from specdec.commands import sampling_options as options
+from specdec.commands.debug import debug_view
+from specdec.commands.debug.page import page_of
+from specdec.commands.debug.steps import Explained, explain, token_ids_of
+from specdec.commands.errors import EXIT_FAILURE, reported_errors
+from specdec.commands.inputs.destinations import output_file
+from specdec.commands.views import tables
+from specdec.v1 import coordinator_pb2 as api
+
+_MOST_PER_CALL = 1024
+_OUTPUT = "Output"
+
+
+def debug(
+    prompt: options.PromptArgument = None,
+    prompt_file: options.PromptFile = None,
+    token_ids: options.PromptTokenIds = None,
+    message: options.Messages = None,
+    request_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--request",
+            help="A recorded request: GenerateRequest in protobuf's JSON, or what --json wrote. Flags change it.",
+            dir_okay=False,
+            exists=True,
+            rich_help_panel="Prompt",
+        ),
+    ] = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    seed: options.Seed = None,
+    max_tokens: options.MaxTokens = None,
+    ignore_eos: options.IgnoreEos = None,
+    verify_mode: options.VerifyModeName = None,
+    rejection_sample_method: options.RejectionSampleMethod = None,
+    max_draft_tokens: options.MaxDraftTokens = None,
+    drafters: options.Drafters = None,
+    prediction_file: options.PredictionFile = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Show so many steps. [default: all]", min=1, rich_help_panel=_OUTPUT)
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write a page with the tree of every step.",
+            dir_okay=False,
+            rich_help_panel=_OUTPUT,
+            callback=output_file,
+        ),
+    ] = None,
+    as_json: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="Write request and steps; --request takes it.",
+            dir_okay=False,
+            rich_help_panel=_OUTPUT,
+            callback=output_file,
+        ),
+    ] = None,
+    address: connection.Address = connection.DEFAULT_ADDRESS,
+    timeout_s: connection.TimeoutS = None,
+    tls: connection.Tls = False,
+    tls_ca: connection.TlsCa = None,
+    tls_key: connection.TlsKey = None,
+    tls_cert: connection.TlsCert = None,
+) -> None:
+    """Show a request step by step.
+
+    For each step of the target: what was proposed, what was verified, accepted or rejected and why, and what it took.
+    The output is what it is without: nothing is decided in another way. An API key is read from SPECDEC_API_KEY.
+    """
+    request = api.GenerateRequest() if request_file is None else _recorded(request_file)
+    given = prompt is not None or prompt_file or token_ids or message
+    if request_file is None or given:
+        request.ClearField("input")
+        source = options.PromptOptions(
+            argument=prompt, file=prompt_file, token_ids=token_ids, messages=tuple(message or ())
+        )
+        options.set_prompt(request, source)
+    options.set_fields(
+        request.sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+    )
+    options.set_fields(request.speculation, max_draft_tokens=max_draft_tokens)
+    if drafters is not None:
+        request.speculation.ClearField("drafters")
+    options.set_drafting(request, drafters, prediction_file)
+    if verify_mode is not None:
+        request.speculation.verify_mode = options.parse_verify_mode(verify_mode)
+    if rejection_sample_method is not None:
+        request.speculation.rejection_sample_method = options.parse_rejection_method(rejection_sample_method)
+    settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
+    notes = Console(stderr=True, highlight=False)
+    with reported_errors(notes, address):
+        completion, explained = asyncio.run(run(address, settings, request))
+    _show(completion, explained, steps)
+    if not explained.steps:
+        notes.print("The server tells of no steps: it is of an older version.", style="yellow")
+        raise typer.Exit(EXIT_FAILURE)
+    if completion.started is not None:
+        request.sampling.seed = completion.started.seed
+    try:
+        if html is not None:
+            html.write_text(page_of(explained, title="specdec debug", facts=_facts(completion, explained)), "utf-8")
+        if as_json is not None:
+            as_json.write_text(json.dumps(_record(request, explained), indent=1) + "\n", "utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+async def run(address: str, settings: ClientSettings, request: api.GenerateRequest) -> tuple[Completion, Explained]:
+    """Send the request, asking for its steps, and explain its first choice.
+
+    Raises the typed errors of `specdec.wire.errors`.
+    """
+    asked = api.GenerateRequest()
+    asked.CopyFrom(request)
+    asked.with_steps = True
+    if not asked.sampling.HasField("logprobs"):
+        asked.sampling.logprobs = 0
+    async with Client(address, settings) as client:
+        completion = await client.complete(asked)
+        choice = completion.choices[0]
+        texts = await _texts(client, sorted(token_ids_of(choice)))
+    return completion, explain(choice, texts)
+
+
+async def _texts(client: Client, token_ids: list[int]) -> dict[int, str]:
+    texts: dict[int, str] = {}
+    for first in range(0, len(token_ids), _MOST_PER_CALL):
+        part = token_ids[first : first + _MOST_PER_CALL]
+        answer = await client.call("Detokenize", api.DetokenizeRequest(token_ids=part, with_tokens=True))
+        texts |= {token: text.decode("utf-8", "replace") for token, text in zip(part, answer.tokens, strict=False)}
+    return texts
+
+
+def _recorded(file: Path) -> api.GenerateRequest:
+    """A request from a file. Raises typer.BadParameter for what is none."""
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        body = content.get("request", content) if isinstance(content, dict) else content
+        request = json_format.ParseDict(body, api.GenerateRequest())
+    except (OSError, UnicodeDecodeError, ValueError, json_format.ParseError) as error:
+        raise typer.BadParameter(f"{file} holds no request: {error}", param_hint="--request") from error
+    request.ClearField("request_id")  # it would be the same request again
+    request.ClearField("resume")
+    return request
+
+
+def _record(request: api.GenerateRequest, explained: Explained) -> dict[str, Any]:
+    body = json_format.MessageToDict(request, preserving_proto_field_name=True)
+    return {"request": body, **explained.as_facts(), "by_drafter": explained.by_drafter, "lost_ms": explained.lost}
+
+
+def _facts(completion: Completion, explained: Explained) -> dict[str, str]:
+    stats = completion.require_finished().stats
+    started = completion.started
+    facts = {} if started is None else {"target": started.model.name, "seed": str(started.seed)}
+    facts["output tokens"] = str(completion.num_tokens)
+    facts["target steps"] = f"{stats.num_steps}, of which {stats.num_verify_steps} verified a proposal"
+    if stats.num_proposed:
+        facts["draft tokens"] = f"{stats.num_accepted} of {stats.num_proposed} verified ones accepted"
+    for drafter in stats.drafters:
+        facts[drafter.name] = (
+            f"{drafter.num_proposed} proposed, {drafter.num_verified} verified, {drafter.num_accepted} accepted, "
+            f"{drafter.cost_ms:.1f} ms"
+        )
+    return facts | {name: f"{ms:.1f} ms" for name, ms in explained.lost.items()}
+
+
+def _show(completion: Completion, explained: Explained, most: int | None) -> None:
+    output = Console(highlight=False)
+    output.print(debug_view.legend())
+    for view in debug_view.steps_view(explained, most):
+        output.print(view)
+    if explained.by_drafter:
+        costs_ms = {record.name: record.cost_ms for record in completion.require_finished().stats.drafters}
+        output.print(debug_view.drafters_table(explained, costs_ms))
+    if explained.steps:
+        output.print(debug_view.losses_table(explained))
+    output.print(tables.statistics_table(completion))

@@ -1,0 +1,101 @@
+"""`specdec demo`: start the shipped pair, complete a prompt with and without speculation, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.rule import Rule
+from rich.text import Text
+
+from specdec.client import ClientSettings
+from specdec.commands.errors import ClusterFailed, reported_errors
+from specdec.commands.generate.command import Display, run_request
+from specdec.commands.shipped_pair import shipped_pair
+from specdec.commands.up.command import (
+    Device,
+    DraftModel,
+    TargetModel,
+    running_cluster,
+    stop_on_signals,
+    tell_of_gateway,
+    watch,
+)
+from specdec.commands.up.devices import device_kind
+from specdec.commands.up.plan import PORTS, LocalPlan, gateway_is_installed, shipped_model, usual_placement
+from specdec.commands.up.supervision import Supervision
+from specdec.v1 import coordinator_pb2
+
+
+def demo(
+    target: TargetModel = None,
+    draft: DraftModel = None,
+    device: Device = "auto",
+    placement: Annotated[
+        Literal["apart", "together"] | None,
+        typer.Option(
+            help="A draft service, or a draft that the target runs (default: together on one or two CPU cores).",
+            show_default=False,
+        ),
+    ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="What to complete (default: a held-out one of the pair's language).", show_default=False),
+    ] = None,
+    prompt_id: Annotated[str | None, typer.Option(help="One of the pair's prompts.json.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most output tokens.", min=1)] = 200,
+    temperature: Annotated[float, typer.Option(help="0 is greedy decoding.", min=0)] = 0.8,
+    seed: Annotated[int, typer.Option(help="Seed of the noise.", min=0)] = 1,
+    page: Annotated[
+        bool, typer.Option("--page", help="Start a gateway, too, and stay until Ctrl-C: its page shows the same.")
+    ] = False,
+) -> None:
+    """Start the shipped pair on free ports, complete a prompt with and without speculation, stop."""
+    console = Console(stderr=True, highlight=False)
+    with reported_errors(console), stop_on_signals():
+        plan = LocalPlan(
+            target_model=target or shipped_model("target"),
+            draft_model=draft or shipped_model("draft"),
+            device=device,
+            free_ports=True,
+            gateway=page,
+            placement=placement or usual_placement(device_kind(device), sorted(os.sched_getaffinity(0))),
+        )
+        request = coordinator_pb2.GenerateRequest(prompt=prompt or held_out_prompt(prompt_id))
+        request.sampling.temperature = temperature
+        request.sampling.seed = seed
+        request.sampling.max_tokens = max_tokens
+        with running_cluster(plan, console) as cluster:
+            console.print(Rule("prompt", style="dim"))
+            console.print(Text(request.prompt, style="dim"), soft_wrap=True)
+            console.print(Rule("completion", style="dim"))
+            display = Display(show_origin=True, compare=True)
+            asyncio.run(run_request(cluster.address, ClientSettings(timeout_s=300), request, display))
+            if temperature > 0:
+                console.print(
+                    "The lower the temperature, the more guesses are right: try --temperature 0.", style="dim"
+                )
+            if page:
+                tell_of_gateway(console, cluster, is_wanted=True)
+                watch(Supervision(cluster, lambda line: console.print(escape(line), soft_wrap=True)), None)
+            elif gateway_is_installed():
+                url = f"http://127.0.0.1:{PORTS['gateway']}/"
+                console.print(
+                    f"To see it in a browser: specdec up, and open {url} (or: specdec demo --page).", style="dim"
+                )
+
+
+def held_out_prompt(prompt_id: str | None = None) -> str:
+    """Return a prompt the pair was not trained on: the first, or this one. Raises ClusterFailed."""
+    pair = shipped_pair()
+    if pair is None:
+        raise ClusterFailed("the pair's prompts are not installed: give one with --prompt")
+    for entry in json.loads((pair / "prompts.json").read_text(encoding="utf-8")):
+        if prompt_id is None or entry["id"] == prompt_id:
+            return str(entry["text"])
+    raise ClusterFailed(f"no prompt {prompt_id!r} in {pair / 'prompts.json'}")

@@ -1,0 +1,117 @@
+"""What a coordinator's own account of its replicas says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from specdec.commands.doctor.findings import Finding, failed, passed, warned
+from specdec.config.drafter_options import HEAD_NAMES
+from specdec.v1 import coordinator_pb2 as api
+
+_LOOKING_UP = frozenset({"ngram", "suffix", "prediction", "token_recycling", "lookahead"})
+"""Drafters that have no weights: they find what was there before."""
+_HIGH_TEMPERATURE = 0.9
+_FULL = 0.9
+"""Share of KV blocks in use above which there is little room for drafts."""
+
+
+def check_replicas(info: api.GetModelInfoResponse, status: api.GetStatusResponse) -> Iterator[Finding]:
+    """The lines that need no request: states, tokenizers, contexts, versions, memory."""
+    targets = [replica for replica in status.replicas if replica.role == "target"]
+    drafts = [replica for replica in status.replicas if replica.role == "draft"]
+    yield _states(status)
+    if not drafts and not info.drafters:
+        yield failed(
+            "something drafts",
+            "no draft, and no drafters of the target's own",
+            "start a draft, or set drafters of targets",
+        )
+        return
+    yield passed("something drafts", ", ".join(info.drafters) or "draft_model")
+    if drafts:
+        yield _tokenizers(info, drafts)
+        yield _contexts(info, drafts)
+        yield _memory("KV cache of drafts", drafts)
+    yield _memory("KV cache of targets", targets)
+    yield _pinned("one target", targets)
+    if drafts:
+        yield _pinned("one draft", drafts)
+    yield _numerics(info)
+
+
+def check_drafters(info: api.GetModelInfoResponse, temperature: float) -> Iterator[Finding]:
+    """Lines about drafters for which what is known from elsewhere speaks against using them so."""
+    drafters = set(info.drafters)
+    if drafters & HEAD_NAMES:
+        heads = ", ".join(sorted(drafters & HEAD_NAMES))
+        do = "`specdec doctor --settings FILE --try-heads` tries them, and those beside them"
+        yield warned(f"{heads}: the layers are those of its training", "not from here", do)
+    if "lookahead" in drafters and info.target.device.startswith("cpu"):
+        do = "leave lookahead out: it is for large GPUs with one session"
+        yield warned("rows are cheap enough for lookahead", "the target computes on a CPU", do)
+    if drafters and drafters <= _LOOKING_UP and temperature >= _HIGH_TEMPERATURE:
+        measured = f"{', '.join(sorted(drafters))} at temperature {temperature:g}"
+        do = "a draft model or a head beside them: sampled text hardly repeats what was there"
+        yield warned("what drafts suits the temperature", measured, do)
+
+
+def _states(status: api.GetStatusResponse) -> Finding:
+    bad = [f"{one.role} {one.address} {one.state}" for one in status.replicas if one.state != "ready"]
+    if bad or status.degraded:
+        told = "; ".join([*bad, *status.degraded])
+        return failed("replicas are ready", told, "see `specdec models`, and the logs of these replicas")
+    return passed("replicas are ready", f"{len(status.replicas)} replicas")
+
+
+def _tokenizers(info: api.GetModelInfoResponse, drafts: Sequence[api.ReplicaStatus]) -> Finding:
+    what, wanted = "tokenizers are equal by content", info.target.tokenizer_digest
+    translating = [one.identity.draft_vocabulary for one in drafts if one.identity.HasField("draft_vocabulary")]
+    others = [one.address for one in drafts if one.identity.tokenizer_digest not in ("", wanted)]
+    if others:
+        return failed(what, f"{', '.join(others)} has another one", "set `target` of the draft, so that it translates")
+    if not wanted:
+        return warned(what, "the target has none to compare", "see that both models use the same token ids")
+    if translating:
+        least = min(translating, key=lambda one: one.num_shared)
+        shared = f"{least.num_shared} of {least.num_target} tokens are the draft's, too"
+        do = "a draft with the target's tokenizer is right more often; acceptance below says whether this one pays"
+        return warned(what, f"{len(translating)} of {len(drafts)} drafts translate ({least.method}): {shared}", do)
+    return passed(what, f"{wanted[:12]}, {info.target.vocab_size} tokens")
+
+
+def _contexts(info: api.GetModelInfoResponse, drafts: Sequence[api.ReplicaStatus]) -> Finding:
+    what = "the draft's context is as long as the target's"
+    longest, own = info.target.max_model_len, min(one.identity.max_model_len for one in drafts)
+    if 0 < own < longest:
+        measured = f"draft {own}, target {longest} tokens: longer sequences end without drafts"
+        return warned(what, measured, "set max_model_len of the target to it, or take a draft with a longer context")
+    return passed(what, f"{own} and {longest} tokens")
+
+
+def _memory(what: str, replicas: Sequence[api.ReplicaStatus]) -> Finding:
+    shares = [one.load.kv_blocks_used / one.load.kv_blocks_total for one in replicas if one.load.kv_blocks_total]
+    if not shares:
+        return warned(what, "no load was reported yet", "ask again when it has served something")
+    measured = f"{max(shares):.0%} of the fullest in use"
+    if max(shares) > _FULL:
+        return warned(what, measured, "more blocks (num_blocks), fewer sessions, or more replicas")
+    return passed(what, measured)
+
+
+def _pinned(what: str, replicas: Sequence[api.ReplicaStatus]) -> Finding:
+    what = f"{what} checkpoint and numerics"
+    kinds = {(one.identity.weights_digest, one.identity.numerics_id) for one in replicas if one.HasField("identity")}
+    names = sorted({f"{one.identity.name}@{one.identity.revision or 'no revision'}" for one in replicas})
+    if len(kinds) > 1:
+        do = "pin revision and dtype of all of a role: acceptance and, between targets, near-ties depend on them"
+        return warned(what, f"{len(kinds)} kinds: {', '.join(names)}", do)
+    digest = next(iter(kinds), ("", ""))[0]
+    return passed(what, f"{', '.join(names)}, weights {digest[:12]}")
+
+
+def _numerics(info: api.GetModelInfoResponse) -> Finding:
+    what = "output is the same to the last token"
+    if not info.target.row_invariant:
+        do = "nothing, if near-ties may flip; else float32 on CPUs, or `deterministic` on GPUs"
+        return warned(what, f"{info.target.numerics_id} is not row-invariant: equal up to near-ties", do)
+    return passed(what, "row-invariant")

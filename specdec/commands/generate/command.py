@@ -1,0 +1,247 @@
+"""`specdec generate`: stream a completion, show where its tokens came from, compare with plain decoding."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec.client import Client, ClientSettings, CompletedChoice, Completion, generate_resuming
+from specdec.commands import connection
+from specdec.commands import sampling_options as options
+from specdec.commands.errors import reported_errors
+from specdec.commands.generate.stream_view import StreamView
+from specdec.commands.views import tables
+from specdec.commands.views.origins import legend
+from specdec.commands.views.shown import cell
+from specdec.v1 import common_pb2, coordinator_pb2
+
+_OUTPUT = "Output"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Display:
+    """What to show beside the text."""
+
+    show_origin: bool = False
+    compare: bool = False
+    as_json: bool = False
+    statistics: bool = True
+
+
+def generate(
+    prompt: options.PromptArgument = None,
+    prompt_file: options.PromptFile = None,
+    token_ids: options.PromptTokenIds = None,
+    message: options.Messages = None,
+    truncate_prompt_tokens: options.TruncatePromptTokens = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
+    presence_penalty: options.PresencePenalty = None,
+    frequency_penalty: options.FrequencyPenalty = None,
+    logit_bias: options.LogitBias = None,
+    allowed_token_id: options.AllowedTokenIds = None,
+    bad_word: options.BadWords = None,
+    json_schema_file: options.JsonSchemaFile = None,
+    regex: options.Regex = None,
+    grammar_file: options.GrammarFile = None,
+    choice: options.Choices = None,
+    seed: options.Seed = None,
+    n: options.NumChoices = None,
+    logprobs: options.Logprobs = None,
+    prompt_logprobs: options.PromptLogprobs = None,
+    max_tokens: options.MaxTokens = None,
+    min_tokens: options.MinTokens = None,
+    stop: options.Stop = None,
+    include_stop: options.IncludeStop = None,
+    stop_token_id: options.StopTokenIds = None,
+    ignore_eos: options.IgnoreEos = None,
+    skip_special_tokens: options.SkipSpecialTokens = None,
+    speculation: options.Speculate = None,
+    verify_mode: options.VerifyModeName = None,
+    rejection_sample_method: options.RejectionSampleMethod = None,
+    max_draft_tokens: options.MaxDraftTokens = None,
+    time_per_token_ms: options.TimePerToken = None,
+    drafters: options.Drafters = None,
+    prediction_file: options.PredictionFile = None,
+    show_origin: Annotated[
+        bool, typer.Option("--show-origin", help="Colour tokens by their origin.", rich_help_panel=_OUTPUT)
+    ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Run it again without speculation; compare.", rich_help_panel=_OUTPUT),
+    ] = False,
+    statistics: Annotated[
+        bool, typer.Option(help="End with a table of the statistics.", rich_help_panel=_OUTPUT)
+    ] = True,
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            envvar="SPECDEC_GENERATE_JSON",
+            help="Print each chunk as a line of JSON.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False,
+    model: Annotated[str, typer.Option(help="The model's name; empty: the one that is served.")] = "",
+    request_id: Annotated[str, typer.Option(help="An id of your own, for Abort and logs.")] = "",
+    priority: Annotated[
+        int, typer.Option(help="Among your own waiting requests, lower first.", min=-(2**31), max=2**31 - 1)
+    ] = 0,
+    address: connection.Address = connection.DEFAULT_ADDRESS,
+    timeout_s: connection.TimeoutS = None,
+    tls: connection.Tls = False,
+    tls_ca: connection.TlsCa = None,
+    tls_key: connection.TlsKey = None,
+    tls_cert: connection.TlsCert = None,
+) -> None:
+    """Complete a prompt, as it comes.
+
+    Text goes to standard output, everything else to standard error. An API key is read from SPECDEC_API_KEY.
+    """
+    if as_json and compare:
+        raise typer.BadParameter("--json and --compare exclude each other")
+    request = coordinator_pb2.GenerateRequest(model=model, request_id=request_id, priority=priority)
+    source = options.PromptOptions(
+        argument=prompt, file=prompt_file, token_ids=token_ids, messages=tuple(message or ())
+    )
+    options.set_prompt(request, source)
+    options.set_fields(
+        request.sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        n=n,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        include_stop_in_output=include_stop,
+        ignore_eos=ignore_eos,
+        skip_special_tokens=skip_special_tokens,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+    )
+    options.set_repeated(
+        request.sampling,
+        logit_bias=logit_bias,
+        stop=stop,
+        stop_token_ids=stop_token_id,
+        allowed_token_ids=allowed_token_id,
+        bad_words=bad_word,
+    )
+    options.set_constraint(
+        request.sampling, json_schema_file=json_schema_file, regex=regex, grammar_file=grammar_file, choices=choice
+    )
+    options.set_fields(
+        request.speculation,
+        enabled=speculation,
+        max_draft_tokens=max_draft_tokens,
+        time_per_token_ms=time_per_token_ms,
+    )
+    options.set_drafting(request, drafters, prediction_file)
+    request.speculation.verify_mode = options.parse_verify_mode(verify_mode)
+    request.speculation.rejection_sample_method = options.parse_rejection_method(rejection_sample_method)
+
+    settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
+    display = Display(show_origin=show_origin, compare=compare, as_json=as_json, statistics=statistics)
+    with reported_errors(Console(stderr=True), address):
+        asyncio.run(run_request(address, settings, request, display))
+
+
+async def run_request(
+    address: str, settings: ClientSettings, request: coordinator_pb2.GenerateRequest, display: Display
+) -> None:
+    """Send the request and show what comes back. Raises the typed errors of `specdec.wire.errors`."""
+    output, notes = Console(highlight=False), Console(stderr=True, highlight=False)
+    async with Client(address, settings) as client:
+        if display.show_origin and not display.as_json:
+            notes.print(legend())
+        completion = Completion()
+        with StreamView(output, notes, show_origin=display.show_origin, as_json=display.as_json) as view:
+            async for chunk in generate_resuming(client, request):
+                completion.add(chunk)
+                view.show(chunk)
+        completion.require_finished()
+        if display.as_json:
+            return
+        if completion.prompt_logprobs is not None:
+            notes.print(prompt_logprobs_table(completion.prompt_logprobs))
+        if request.sampling.HasField("logprobs"):
+            for choice in completion.choices.values():
+                notes.print(logprobs_table(choice))
+        if display.statistics:
+            notes.print(tables.statistics_table(completion))
+        if display.compare:
+            await _compare(client, request, completion, display, notes)
+
+
+async def _compare(
+    client: Client,
+    request: coordinator_pb2.GenerateRequest,
+    speculative: Completion,
+    display: Display,
+    notes: Console,
+) -> None:
+    """Run the same request, with the same seed, without speculation."""
+    plain_request = coordinator_pb2.GenerateRequest()
+    plain_request.CopyFrom(request)
+    plain_request.request_id = ""
+    plain_request.speculation.enabled = False
+    if speculative.started is not None:
+        plain_request.sampling.seed = speculative.started.seed
+    plain = Completion()
+    # Shown to nobody, so that both runs do the same work on this side of the wire.
+    hidden = Console(file=io.StringIO(), force_terminal=True, highlight=False)
+    with (
+        notes.status("the same request without speculation"),
+        StreamView(hidden, hidden, show_origin=display.show_origin) as view,
+    ):
+        async for chunk in generate_resuming(client, plain_request):
+            plain.add(chunk)
+            view.show(chunk)
+    notes.print(tables.comparison_table(speculative, plain))
+    if _promises_equality(request, (await client.model_info()).default_verify_mode):
+        notes.print(tables.equality_line(speculative, plain))
+    else:
+        notes.print("Rejection verification keeps the distribution, not the tokens.", style="dim")
+
+
+def _promises_equality(request: coordinator_pb2.GenerateRequest, default_mode: common_pb2.VerifyMode.ValueType) -> bool:
+    mode = request.speculation.verify_mode or default_mode
+    greedy = request.sampling.HasField("temperature") and request.sampling.temperature == 0
+    return greedy or mode != common_pb2.VERIFY_MODE_REJECTION
+
+
+def logprobs_table(choice: CompletedChoice) -> Table:
+    """Return each token of a choice with its log-probability and its alternatives."""
+    table = tables.make_table("Log-probabilities", "token", "id", "logprob", "likeliest")
+    for token in choice.tokens:
+        table.add_row(cell(repr(token.text)), str(token.id), *_logprob_cells(token.logprobs))
+    return table
+
+
+def prompt_logprobs_table(prompt: coordinator_pb2.PromptLogprobs) -> Table:
+    """Return each token of the prompt with its log-probability and its alternatives; the first one has none."""
+    table = tables.make_table("Log-probabilities of the prompt", "id", "logprob", "likeliest")
+    if prompt.token_ids:
+        table.add_row(str(prompt.token_ids[0]), "", "")
+    for token_id, logprobs in zip(prompt.token_ids[1:], prompt.positions, strict=False):
+        table.add_row(str(token_id), *_logprob_cells(logprobs))
+    return table
+
+
+def _logprob_cells(logprobs: common_pb2.PositionLogprobs) -> tuple[str, str]:
+    return f"{logprobs.logprob:.3f}", "  ".join(f"{entry.token_id}: {entry.logprob:.2f}" for entry in logprobs.top)

@@ -1,0 +1,57 @@
+"""Flags that are lists of numbers, and prompts from a file, for commands that measure."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import typer
+
+from specdec.commands.measuring.prompts import Prompts, PromptsInvalid, read_prompts
+from specdec.wire.sampling_limits import RANGES
+
+MOST_TOKENS = 1_000_000
+"""Of an answer or a draft: what can be asked for. What a deployment grants is less, and it says so itself."""
+
+
+def whole_numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Parse comma-separated numbers from 1 on. Raises typer.BadParameter."""
+    numbers = _numbers(text, flag)
+    if any(number < 1 or number != int(number) for number in numbers):
+        raise typer.BadParameter(f"{text!r}: whole numbers from 1 on are meant", param_hint=flag)
+    return tuple(map(int, numbers))
+
+
+def positive_numbers(text: str, flag: str) -> tuple[float, ...]:
+    """Parse comma-separated numbers above 0. Raises typer.BadParameter."""
+    found = _numbers(text, flag)
+    if any(number <= 0 for number in found):
+        raise typer.BadParameter(f"{text!r}: numbers above 0 are meant", param_hint=flag)
+    return found
+
+
+def temperatures(text: str, flag: str) -> tuple[float, ...]:
+    """Parse comma-separated temperatures that a request may have. Raises typer.BadParameter."""
+    found = _numbers(text, flag)
+    for value in found:
+        if (fault := RANGES["temperature"].fault_of(value)) is not None:
+            raise typer.BadParameter(fault, param_hint=flag)
+    return found
+
+
+def _numbers(text: str, flag: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no comma-separated list of numbers", param_hint=flag) from None
+    if not found or not all(map(math.isfinite, found)):
+        raise typer.BadParameter(f"{text!r} names no number", param_hint=flag)
+    return tuple(dict.fromkeys(found))
+
+
+def prompts_from(path: Path) -> Prompts:
+    """Read a file of prompts. Raises typer.BadParameter."""
+    try:
+        return read_prompts(path)
+    except PromptsInvalid as error:
+        raise typer.BadParameter(str(error), param_hint="--prompts") from error

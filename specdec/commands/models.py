@@ -1,0 +1,74 @@
+"""`specdec models`: what is loaded where."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+from google.protobuf import json_format
+from rich.console import Console
+
+from specdec.client import Client, ClientSettings
+from specdec.commands import connection
+from specdec.commands.errors import reported_errors
+from specdec.commands.views import tables
+from specdec.commands.views.shown import cell, harmless
+from specdec.v1 import coordinator_pb2
+
+
+def models(
+    as_json: Annotated[
+        bool, typer.Option("--json", envvar="SPECDEC_MODELS_JSON", help="Print two lines of JSON.")
+    ] = False,
+    address: connection.Address = connection.DEFAULT_ADDRESS,
+    timeout_s: connection.TimeoutS = 10.0,
+    tls: connection.Tls = False,
+    tls_ca: connection.TlsCa = None,
+    tls_key: connection.TlsKey = None,
+    tls_cert: connection.TlsCert = None,
+) -> None:
+    """Show what is served, and what is loaded where. An API key is read from SPECDEC_API_KEY."""
+    settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
+    errors = Console(stderr=True)
+    with reported_errors(errors, address), errors.status(f"asking {address}"):
+        info, status = asyncio.run(ask(address, settings))
+    show(Console(highlight=False), info, status, as_json=as_json)
+
+
+def show(
+    output: Console,
+    info: coordinator_pb2.GetModelInfoResponse,
+    status: coordinator_pb2.GetStatusResponse,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Print what a coordinator said, whatever it said."""
+    if as_json:
+        for message in (info, status):
+            output.out(json_format.MessageToJson(message, indent=None, preserving_proto_field_name=True))
+        return
+    output.print(tables.model_table(info))
+    output.print(tables.replicas_table(status))
+    if status.coordinators:
+        output.print(tables.coordinators_table(status))
+    if details := tables.replica_details(status):
+        output.print(details)
+    if status.num_left_out:
+        output.print(f"and {status.num_left_out} more, for which the answer has no room", style="yellow")
+    output.print(
+        f"{status.num_running} of {status.max_running} requests run, "
+        f"{status.num_waiting} of {status.max_waiting} wait; version {harmless(status.version)}",
+        style="dim",
+        markup=False,
+    )
+    for notice in status.degraded:
+        output.print(cell(f"degraded: {notice}", style="yellow"))
+
+
+async def ask(
+    address: str, settings: ClientSettings
+) -> tuple[coordinator_pb2.GetModelInfoResponse, coordinator_pb2.GetStatusResponse]:
+    """What a coordinator serves, and how it stands. Raises the typed errors of `specdec.wire.errors`."""
+    async with Client(address, settings) as client:
+        return await client.model_info(), await client.status()

@@ -1,0 +1,130 @@
+"""Prompts with what the target says to each: by its own engine, or by a service that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from specdec.client import ClientSettings, SyncClient
+from specdec.commands.train.recipe import TrainingRefused
+from specdec.commands.train.texts import Tell, Text, continuations, is_held_out, read_texts, save_texts
+from specdec.engine.engine import Engine
+from specdec.engine.model.runner import ModelRunner
+from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
+
+Prompt = str | tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the target is asked."""
+
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt]
+    """Prompts to measure on; empty: each tenth of the others."""
+    temperatures: tuple[float, ...]
+    """Of outputs that are learned from, each prompt at one of them in turn, and measured on, each at all."""
+    max_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A coordinator that serves the target."""
+
+    address: str
+    settings: ClientSettings
+
+
+def make_texts(
+    asked: Asked, engine: Engine, runner: ModelRunner, work: Path, tell: Tell, service: Service | None = None
+) -> list[Text]:
+    """Texts of these prompts, kept in the folder `work`: an interrupted run asks nothing twice that it has whole.
+
+    Raises TrainingRefused: a prompt fits no text, the folder holds other texts, or the service has other tokens.
+    The typed errors of `specdec.wire.errors` where a service fails.
+    """
+    tokenizer = Tokenizer.from_str(runner.tokenizer_json) if runner.tokenizer_json else None
+
+    def ids(prompts: Sequence[Prompt]) -> list[list[int]]:
+        return [_ids(prompt, tokenizer, runner) for prompt in prompts]
+
+    learned, held_out = ids(asked.prompts), ids(asked.held_out)
+    if not held_out:
+        held_out = [prompt for number, prompt in enumerate(learned) if is_held_out(number)]
+        learned = [prompt for number, prompt in enumerate(learned) if not is_held_out(number)]
+    if not learned or not held_out:
+        raise TrainingRefused("there are too few prompts: ten are needed, or one beside others that are held out")
+    origin: dict[str, object] = {
+        "learned": learned,
+        "held_out": held_out,
+        "temperatures": list(asked.temperatures),
+        "max_tokens": asked.max_tokens,
+        "seed": asked.seed,
+        "target": runner.identity.weights_digest,
+    }
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "texts.json"
+    known = read_texts(file, origin)
+    if known is not None:
+        return known
+    texts: list[Text] = []
+    count = len(asked.temperatures)
+    for number, temperature in enumerate(asked.temperatures):
+        groups = ((held_out, True), (learned[number::count], False))
+        for prompts, is_out in groups:
+            seed = asked.seed + (1_000_000 if is_out else 0)
+            if service is None:
+                outputs = continuations(
+                    engine,
+                    runner,
+                    prompts,
+                    temperature=temperature,
+                    max_tokens=asked.max_tokens,
+                    seed=seed,
+                    tell=tell,
+                )
+            else:
+                outputs = _served(service, prompts, temperature, asked.max_tokens, seed, tell)
+            texts += [
+                Text(tuple(prompt), tuple(output), temperature, is_out)
+                for prompt, output in zip(prompts, outputs, strict=True)
+            ]
+    save_texts(file, texts, origin)
+    return texts
+
+
+def _ids(prompt: Prompt, tokenizer: Tokenizer | None, runner: ModelRunner) -> list[int]:
+    if isinstance(prompt, tuple):
+        ids = list(prompt)
+    elif tokenizer is None:
+        raise TrainingRefused("the target has no tokenizer: give prompts as token ids")
+    else:
+        ids = list(tokenizer.encode(prompt).ids)
+    if not ids or max(ids) >= runner.vocab_size:
+        raise TrainingRefused("a prompt has no token, or one that the target does not know")
+    return ids
+
+
+def _served(
+    service: Service, prompts: Sequence[Sequence[int]], temperature: float, max_tokens: int, seed: int, tell: Tell
+) -> list[list[int]]:
+    outputs = []
+    with SyncClient(service.address, service.settings) as client:
+        for number, prompt in enumerate(prompts):
+            if number % 20 == 0:
+                tell(f"continuations by {service.address} at temperature {temperature:g}: {number} of {len(prompts)}")
+            request = api.GenerateRequest(prompt_token_ids=api.TokenIds(token_ids=prompt))
+            request.sampling.temperature = temperature
+            request.sampling.max_tokens = max_tokens
+            request.sampling.seed = seed + number
+            try:
+                completion = client.complete(request)
+            except InvalidRequest as error:
+                raise TrainingRefused(f"prompt {number}: {error}") from error
+            outputs.append(completion.choices[0].token_ids)
+    return outputs

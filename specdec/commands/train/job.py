@@ -1,0 +1,163 @@
+"""A whole training run: texts, hidden states, the loop, the checkpoint, and what it is worth."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from specdec.commands.train.acceptance import Acceptance, acceptance
+from specdec.commands.train.kinds.draft_model import DraftModelTrainee
+from specdec.commands.train.kinds.dspark import DSparkTrainee
+from specdec.commands.train.kinds.eagle3 import Eagle3Trainee
+from specdec.commands.train.kinds.medusa import MedusaTrainee
+from specdec.commands.train.loop import OnStep, train
+from specdec.commands.train.recipe import Recipe, TrainingRefused
+from specdec.commands.train.states import States, check_logits, record_states
+from specdec.commands.train.texts import Tell, Text
+from specdec.commands.train.trainee import TargetParts, Trainee
+from specdec.drafting.heads.target import HeadTarget
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.checkpoints.files import find_model_files
+from specdec.engine.engine import Engine
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.settings import EngineSettings
+
+_SAMPLED_TEXTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A target that trains drafters: its engine, and its weights that they share."""
+
+    runner: ModelRunner
+    engine: Engine
+    parts: TargetParts
+
+    @property
+    def for_heads(self) -> HeadTarget:
+        """The same, for a head to sit on."""
+        return HeadTarget(self.runner, self.engine, Sampler(self.runner.vocab_size, self.runner.device))
+
+
+def load_target(model: str, device: str, num_threads: int) -> Loaded:
+    """Load a target. Raises EngineError; HeadRefused where its embedding or its head is not in its files."""
+    directory, _ = find_model_files(model, None)
+    settings = EngineSettings(model=model, device=device, num_threads=num_threads)
+    runner = ModelRunner.load(settings)
+    pool = BlockPool(runner.num_blocks, runner.block_size)
+    scheduler = Scheduler(pool, settings.max_batch_tokens, settings.max_batch_seqs, runner.max_model_len)
+    engine = Engine(runner, pool, scheduler)
+    shared = HeadTarget(runner, engine, Sampler(runner.vocab_size, runner.device))
+    config = AutoConfig.from_pretrained(directory).get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    lm_head, embedding = (find(runner.hidden_size) for find in (shared.lm_head, shared.embedding))
+    stored = lm_head.dtype
+    return Loaded(
+        runner,
+        engine,
+        TargetParts(
+            name=directory.name if Path(model).expanduser().is_dir() else model,
+            directory=directory,
+            architecture=(getattr(config, "architectures", None) or [""])[0],
+            lm_head=lm_head.to(runner.device).float(),
+            embedding=embedding.to(runner.device).float(),
+            vocab_size=lm_head.shape[0],
+            num_layers=runner.num_layers,
+            num_positions=shared.num_positions,
+            rms_norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
+            rope_theta=float(rope.get("rope_theta") or getattr(config, "rope_theta", None) or 10_000.0),
+            dtype=torch.bfloat16 if stored == torch.float32 else stored,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What a run came to."""
+
+    trainee: Trainee
+    before: list[Acceptance]
+    after: list[Acceptance]
+    coverage: float
+    """Of the outputs learned from, the share of tokens that the drafter can name."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For a report."""
+        return {
+            "vocabulary_coverage": round(self.coverage, 4),
+            "before": [each.as_json() for each in self.before],
+            "after": [each.as_json() for each in self.after],
+        }
+
+
+def run(
+    loaded: Loaded, texts: Sequence[Text], recipe: Recipe, out: Path, work: Path, tell: Tell, on_step: OnStep
+) -> Trained:
+    """Train over texts and write the checkpoint to `out`; what the run needs to go on lies in `work`.
+
+    Raises TrainingRefused, TapRefused and EngineError.
+    """
+    if not any(text.is_held_out for text in texts):
+        raise TrainingRefused("there is no text to measure on: ten prompts are needed, or some that are held out")
+    check_logits(loaded.engine, loaded.runner, loaded.parts.lm_head, texts[0].prompt_ids[:64])
+    states = record_states(loaded.engine, loaded.runner, texts, loaded.parts.taps(recipe), work, tell)
+    return learn(loaded.parts, states, recipe, out, work / "state.pt", tell, on_step)
+
+
+def learn(
+    target: TargetParts, states: States, recipe: Recipe, out: Path, state_file: Path, tell: Tell, on_step: OnStep
+) -> Trained:
+    """The same over states that are there, of the layers that the recipe reads; `state_file` is of this run alone.
+
+    Raises TrainingRefused.
+    """
+    target_ids, coverage = _frequent(states.texts, recipe.draft_vocab_size, target.vocab_size)
+    trainee = make_trainee(recipe, target, target_ids, states)
+    tell("acceptance before training")
+    before = acceptance(trainee, target, states, recipe.num_depths)
+    train(trainee, target, states, recipe, state_file, on_step)
+    trainee.save(out)
+    tell("acceptance after training")
+    after = acceptance(trainee, target, states, recipe.num_depths)
+    return Trained(trainee, before, after, coverage)
+
+
+def make_trainee(recipe: Recipe, target: TargetParts, target_ids: torch.Tensor | None, states: States) -> Trainee:
+    """A drafter as it is before its first step, the same for the same seed. Raises TrainingRefused."""
+    ids = None if target_ids is None else target_ids.to(target.device)
+    with torch.random.fork_rng():
+        torch.manual_seed(recipe.seed)
+        match recipe.kind:
+            case "eagle3" | "dspark":
+                sample = states.batch(states.numbers(held_out=False)[:_SAMPLED_TEXTS], target.device)
+                if recipe.kind == "dspark":
+                    return DSparkTrainee(recipe, target, ids, sample)
+                return Eagle3Trainee(recipe, target, ids, sample)
+            case "medusa":
+                return MedusaTrainee(recipe, target, ids)
+            case "draft_model":
+                return DraftModelTrainee(recipe, target)
+
+
+def _frequent(texts: Sequence[Text], num: int | None, vocab_size: int) -> tuple[torch.Tensor | None, float]:
+    """The most frequent tokens of the outputs that are learned from, in order of their ids, and their share of them."""
+    if num is None or num >= vocab_size:
+        return None, 1.0
+    counts = Counter(token for text in texts if not text.is_held_out for token in text.output_ids)
+    ranked = sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:num]
+    share = sum(counts[token] for token in ranked) / max(1, sum(counts.values()))
+    return torch.tensor(sorted(ranked)), share
+
+
+def write_report(out: Path, report: dict[str, Any]) -> None:
+    """Write what a run was and came to beside its checkpoint."""
+    (out / "training_report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,72 @@
+"""A small draft in training: an ordinary model, distilled from its target."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from specdec.commands.train.checkpoint import add_recipe
+from specdec.commands.train.recipe import Recipe, TrainingRefused
+from specdec.commands.train.states import Batch
+from specdec.commands.train.trainee import Guesses, TargetParts
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+
+
+class DraftModelTrainee:
+    """`Trainee` of a Llama of the recipe's sizes, or of a draft that there is."""
+
+    lead = 0
+
+    def __init__(self, recipe: Recipe, target: TargetParts) -> None:
+        """Weights come from torch's random state. Raises TrainingRefused: the draft that there is has other tokens."""
+        self.target_ids: torch.Tensor | None = None
+        self._recipe, self._target = recipe, target
+        model: Any
+        if recipe.initial_draft is None:
+            model = LlamaForCausalLM(_new_config(recipe, target))
+        else:
+            model = AutoModelForCausalLM.from_pretrained(recipe.initial_draft, dtype=torch.float32)
+            if model.config.vocab_size != target.vocab_size:
+                raise TrainingRefused(f"{recipe.initial_draft} has another vocabulary than the target")
+        self.module: nn.Module = model.to(target.device)
+
+    def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
+        """See `Trainee`. Over the target's tokens each depth is the first one of another place: one is learned."""
+        model: Any = self.module
+        logits = model(input_ids=batch.token_ids, use_cache=False).logits
+        for depth in range(1 if model.training else min(num_depths, logits.shape[1])):
+            yield Guesses(depth, logits[:, depth:])
+
+    def save(self, folder: Path) -> None:
+        """As transformers saves models, with the target's tokenizer."""
+        model: Any = self.module
+        learned_dtype = model.dtype
+        model.to(self._target.dtype).save_pretrained(folder)
+        model.to(learned_dtype)
+        for name in _TOKENIZER_FILES:
+            if (self._target.directory / name).is_file():
+                shutil.copyfile(self._target.directory / name, folder / name)
+        add_recipe(folder, self._recipe)
+
+
+def _new_config(recipe: Recipe, target: TargetParts) -> LlamaConfig:
+    if recipe.hidden_size % recipe.num_heads:
+        raise TrainingRefused(f"a hidden size of {recipe.hidden_size} cannot be divided into {recipe.num_heads} heads")
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=recipe.hidden_size,
+        intermediate_size=recipe.intermediate_size or 2 * recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=1,
+        max_position_embeddings=target.num_positions,
+        rms_norm_eps=target.rms_norm_eps,
+        tie_word_embeddings=True,
+    )

@@ -1,0 +1,153 @@
+"""A DSpark head in training: the blocks after every token of a text at once, each with what it has when it serves.
+
+The block of place n begins with the token n + 1, the last one committed, and masks follow. Its rows read the entries of
+the target's states up to n, and each other in both directions. Slot k guesses the token n + 2 + k, and hears of the one
+before it: in training of the target's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specdec.commands.train.checkpoint import write_checkpoint
+from specdec.commands.train.kinds.speculators import head_config, vocabulary_tensors
+from specdec.commands.train.recipe import Recipe, TrainingRefused
+from specdec.commands.train.states import Batch
+from specdec.commands.train.trainee import Guesses, TargetParts
+from specdec.drafting.heads.config import read_config
+from specdec.drafting.heads.methods.dflash import DFlashModel
+from specdec.drafting.heads.methods.dspark import SparkModel
+from specdec.drafting.heads.parts import Attend
+
+_SMALL = 0.1
+"""Of new weights beside what the head begins with."""
+
+
+def block_attention(entries: Sequence[tuple[torch.Tensor, torch.Tensor]], shape: tuple[int, int, int]) -> Attend:
+    """Attention of all blocks of all texts; `shape`: texts, places of each, and slots of a block.
+
+    `entries` are by layer the keys and values [texts * places, kv heads, d] of the target's states. Cost: memory for
+    texts * heads * places^2 * slots weights.
+    """
+    num_texts, num_places, _ = shape
+    places = torch.arange(num_places, device=entries[0][0].device)
+    is_later = (places[None, :] > places[:, None])[:, None]  # [places, 1, entries]
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        group = query.shape[1] // key.shape[1]
+        q = query.unflatten(0, shape)
+        own_keys, own_values = (each.repeat_interleave(group, 1).unflatten(0, shape) for each in (key, value))
+        keys, values = (
+            each.repeat_interleave(group, 1).unflatten(0, (num_texts, num_places)) for each in entries[layer]
+        )
+        scale = q.shape[-1] ** -0.5
+        before = torch.einsum("bpshd,bkhd->bhpsk", q, keys) * scale
+        within = torch.einsum("bpshd,bpthd->bhpst", q, own_keys) * scale
+        weights = torch.cat([before.masked_fill(is_later, -torch.inf), within], dim=-1).softmax(-1)
+        attended = torch.einsum("bhpsk,bkhd->bpshd", weights[..., :num_places], values)
+        attended = attended + torch.einsum("bhpst,bpthd->bpshd", weights[..., num_places:], own_values)
+        return attended.flatten(0, 2)
+
+    return attend
+
+
+class DSparkTrainee:
+    """`Trainee` of a DSpark head as wide as its target, whose embedding it shares; a block has a slot per depth."""
+
+    lead = 1
+
+    def __init__(self, recipe: Recipe, target: TargetParts, target_ids: torch.Tensor | None, sample: Batch) -> None:
+        """`sample` gives the scale of the target's states. Weights come from torch's random state.
+
+        Raises TrainingRefused: the target has no embedding that a mask could have.
+        """
+        self.target_ids = target_ids
+        self._recipe, self._target = recipe, target
+        self._layer_ids, self._mask_token_id = target.taps(recipe), _mask_token(target.embedding)
+        self._config = self._config_json()
+        config, size = read_config(self._config), target.hidden_size
+        draft_size = target.vocab_size if target_ids is None else len(target_ids)
+        num_taps = len(self._layer_ids)
+        block = DFlashModel(config, num_taps, size, target.vocab_size, draft_size, target.num_positions)
+        spark = SparkModel(config, target.vocab_size, draft_size)
+        self._block, self._spark = block.to(target.device), spark.to(target.device)
+        self.module: nn.Module = nn.ModuleList([block, spark])
+        with torch.no_grad():
+            block.embed_tokens.weight.copy_(target.embedding)
+            block.lm_head.weight.copy_(target.lm_head if target_ids is None else target.lm_head[target_ids])
+            # Entries begin as the last layer that it reads, and logits with the scale of the target's.
+            block.fc.weight.mul_(_SMALL)
+            block.fc.weight[:, -size:] += torch.eye(size, device=target.device)
+            block.norm.weight.copy_((sample.finals.square().sum((0, 1)) / sample.lengths.sum()).sqrt())
+            if spark.markov_head is not None:
+                spark.markov_head.markov_w2.weight.mul_(_SMALL)
+        block.embed_tokens.weight.requires_grad_(False)
+        if target_ids is None:
+            block.lm_head.weight.requires_grad_(False)
+
+    def guesses(self, batch: Batch, num_depths: int) -> Iterator[Guesses]:
+        """See `Trainee`; no depth past the slots of a block."""
+        num_texts, num_places = batch.token_ids.shape[0], batch.token_ids.shape[1] - 1
+        shape = (num_texts, num_places, self._recipe.num_depths)
+        hidden = self._hidden(batch, shape).unflatten(0, shape)
+        state = hidden.new_zeros(num_texts * num_places, self._spark.rank)
+        for depth in range(min(num_depths, shape[2], num_places)):
+            num = num_places - depth
+            rows = hidden[:, :num, depth].flatten(0, 1)
+            state = state.unflatten(0, (num_texts, num_places - max(0, depth - 1)))[:, :num].flatten(0, 1)
+            added, confidence, state = self._spark.bias(batch.token_ids[:, 1 + depth :].flatten(), rows, state)
+            logits = (self._block.lm_head(rows) + added).unflatten(0, (num_texts, num))
+            yield Guesses(depth, logits, None if confidence is None else confidence.unflatten(0, (num_texts, num)))
+
+    def _hidden(self, batch: Batch, shape: tuple[int, int, int]) -> torch.Tensor:
+        """Normed states of the rows of all blocks, one text after the other."""
+        block = self._block
+        num_texts, num_places, num_slots = shape
+        places = torch.arange(num_places, device=batch.token_ids.device)
+        context = block.context(batch.taps[:, :-1].flatten(0, 1))
+        entries = [block.entries(layer, context, places.repeat(num_texts)) for layer in range(len(block.layers))]
+        embedded = block.embed_tokens.weight[self._mask_token_id].expand(*shape, -1).clone()
+        embedded[:, :, 0] = block.embed_tokens(batch.token_ids[:, 1:])
+        positions = places[:, None] + torch.arange(1, num_slots + 1, device=places.device)
+        return block.run(embedded.flatten(0, 2), positions.expand(shape).flatten(), block_attention(entries, shape))
+
+    def save(self, folder: Path) -> None:
+        """In the format of `speculators`; what is the target's own is left to the target."""
+        skipped = {"embed_tokens.weight"} | ({"lm_head.weight"} if self.target_ids is None else set())
+        tensors = {name: value for name, value in self._block.state_dict().items() if name not in skipped}
+        tensors |= self._spark.state_dict()
+        tensors |= vocabulary_tensors(self.target_ids, self._target.vocab_size)
+        write_checkpoint(folder, self._config, tensors, self._target.dtype, self._recipe)
+
+    def _config_json(self) -> dict[str, Any]:
+        recipe, target, ids = self._recipe, self._target, self.target_ids
+        draft_size = target.vocab_size if ids is None else len(ids)
+        shared = head_config(
+            recipe, target, method="dspark", model_type="qwen3", num_layers=recipe.num_layers, draft_size=draft_size
+        )
+        return {
+            "architectures": ["DSparkDraftModel"],
+            **shared,
+            "aux_hidden_state_layer_ids": list(self._layer_ids),
+            "block_size": recipe.num_depths,
+            "mask_token_id": self._mask_token_id,
+            "sample_from_anchor": True,
+            "markov_head_type": "vanilla",
+            "markov_rank": recipe.markov_rank,
+            "enable_confidence_head": True,
+            "confidence_head_with_markov": True,
+            "tie_word_embeddings": False,
+        }
+
+
+def _mask_token(embedding: torch.Tensor) -> int:
+    """The last token that has an embedding: rows of zeros, as padding has, would look the same at all positions."""
+    rows = embedding.abs().sum(-1).nonzero()
+    if not len(rows):
+        raise TrainingRefused("the target's embedding is zero")
+    return int(rows[-1])

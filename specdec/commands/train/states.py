@@ -1,0 +1,139 @@
+"""The target's hidden states over texts, computed once by its engine and kept in a file, and batches of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from specdec.commands.train.recipe import TrainingRefused
+from specdec.commands.train.texts import Tell, Text
+from specdec.engine.engine import Engine
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.tap import FINAL
+
+_MAX_DIFFERENCE, _MAX_HALF_DIFFERENCE = 0.05, 1.0
+"""Between log-probabilities of the engine and those made of final states; in half precision."""
+
+
+@dataclass(slots=True)
+class Batch:
+    """Some texts side by side, filled up at the end."""
+
+    token_ids: torch.Tensor
+    """[B, T] int64."""
+    taps: torch.Tensor
+    """[B, T, layers, Ht], of the layers that the head reads."""
+    finals: torch.Tensor
+    """[B, T, Ht], what the target's own head reads."""
+    lengths: torch.Tensor
+    """[B] int64, tokens of each text."""
+    prompt_lengths: torch.Tensor
+    """[B] int64."""
+
+
+@dataclass(slots=True)
+class States:
+    """Texts with the states of all their tokens."""
+
+    texts: list[Text]
+    layer_ids: tuple[int, ...]
+    rows: torch.Tensor
+    """[tokens of all texts, layers + 1, Ht], the last one `FINAL`; a mapped file."""
+    starts: list[int]
+
+    def batch(self, numbers: Sequence[int], device: torch.device) -> Batch:
+        """The texts of these numbers."""
+        texts = [self.texts[number] for number in numbers]
+        lengths = [len(text.token_ids) for text in texts]
+        longest = max(lengths)
+        ids = torch.zeros(len(texts), longest, dtype=torch.int64)
+        rows = self.rows.new_zeros(len(texts), longest, *self.rows.shape[1:])
+        for place, (number, text, length) in enumerate(zip(numbers, texts, lengths, strict=True)):
+            ids[place, :length] = torch.tensor(text.token_ids)
+            rows[place, :length] = self.rows[self.starts[number] : self.starts[number] + length]
+        rows = rows.to(device).float()
+        return Batch(
+            ids.to(device),
+            rows[:, :, :-1],
+            rows[:, :, -1],
+            torch.tensor(lengths, device=device),
+            torch.tensor([len(text.prompt_ids) for text in texts], device=device),
+        )
+
+    def numbers(self, *, held_out: bool, temperature: float | None = None) -> list[int]:
+        """Of the texts that are held out, or of the others; with a temperature, of those made at it."""
+        return [
+            number
+            for number, text in enumerate(self.texts)
+            if text.is_held_out == held_out and temperature in (None, text.temperature)
+        ]
+
+
+def record_states(
+    engine: Engine, runner: ModelRunner, texts: Sequence[Text], layer_ids: tuple[int, ...], folder: Path, tell: Tell
+) -> States:
+    """States of all texts in the target's dtype, from files of an earlier call where they are whole.
+
+    Cost: a prefill of each text, and layers + 1 times the hidden size of disk for each token. Raises TapRefused: the
+    target does not hand out these layers.
+    """
+    ids = (*layer_ids, FINAL)
+    runner.check_tap(ids)
+    lengths = [len(text.token_ids) for text in texts]
+    starts = [0, *itertools.accumulate(lengths)]
+    shape = (starts[-1], len(ids), runner.hidden_size)
+    file, note = folder / "states.bin", folder / "states.json"
+    what = {"shape": list(shape), "layer_ids": list(ids), "dtype": str(runner.dtype)}
+    is_whole = note.is_file() and json.loads(note.read_text(encoding="utf-8")) == what
+    if not is_whole:
+        note.unlink(missing_ok=True)
+    size = shape[0] * shape[1] * shape[2]
+    rows = torch.from_file(str(file), shared=True, size=size, dtype=runner.dtype).view(shape)
+    if not is_whole:
+        engine.tap_ids = ids
+        for number, text in enumerate(texts):
+            if number % 50 == 0:
+                tell(f"hidden states: text {number} of {len(texts)}")
+            # A salt that nobody had before: what a prefix cache has is not computed, and then not handed out.
+            seq = engine.add(text.token_ids, num_prompt_tokens=len(text.token_ids), cache_salt=secrets.token_bytes(16))
+            while seq.num_pending_tokens:
+                out = engine.step()
+                if out is None or out.hidden is None:
+                    raise TrainingRefused("the target's KV cache has no room for a text")
+                for item in out.items:
+                    first = starts[number] + item.start
+                    rows[first : first + item.num_new_tokens] = out.hidden[item.batch_rows].to("cpu")
+            engine.free(seq)
+        engine.tap_ids = ()
+        part = note.with_suffix(".part")
+        part.write_text(json.dumps(what), encoding="utf-8")
+        os.replace(part, note)
+    return States(list(texts), layer_ids, rows, starts)
+
+
+def check_logits(engine: Engine, runner: ModelRunner, lm_head: torch.Tensor, token_ids: Sequence[int]) -> None:
+    """Make sure that the target's logits are its final states times `lm_head` [V, Ht], as training takes them to be.
+
+    Raises TrainingRefused where they are not, as in models that scale or cap them.
+    """
+    seq = engine.add(token_ids, num_prompt_tokens=len(token_ids), cache_salt=secrets.token_bytes(16))
+    engine.tap_ids = (FINAL,)
+    try:
+        out = engine.step()
+    finally:
+        engine.tap_ids = ()
+        engine.free(seq)
+    if out is None or out.hidden is None:
+        raise TrainingRefused("the target's KV cache has no room for a text")
+    made = out.hidden[out.items[0].batch_rows][-1, 0].float() @ lm_head.to(out.hidden.device).float().T
+    known = out.logits[-1, : runner.vocab_size].log_softmax(-1)
+    difference = float((made[: runner.vocab_size].log_softmax(-1) - known).abs().max())
+    if difference > (_MAX_DIFFERENCE if runner.dtype == torch.float32 else _MAX_HALF_DIFFERENCE):
+        raise TrainingRefused("the target's logits are not its final states times its head, which training rests on")

@@ -1,0 +1,168 @@
+"""Speed-up of speculation from step times and agreement: serial, hidden, and what lies between.
+
+A round commits E tokens. Serial, it takes the K steps of the draft and then the target's step over its rows; hidden, it
+takes the longer of both, as the draft works on the next round meanwhile. The draft can do that only where it goes on
+from what it has: after a verdict that it did not foresee, it begins anew. So a round is hidden as often as verdicts
+are foreseen. Plain decoding takes the target's step over one row. What lies outside of steps is added to each alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specdec.commands.tune.measured import Agreement, Rounds, StepTimes, rounds
+
+DRAFT_TOKENS = tuple(range(1, 17))
+SIBLINGS = (0, 1, 2)
+MODES = ("coupled", "rejection")
+_OTHER_MODE_GAIN = 1.1
+_ENOUGH = 0.99
+"""Of the best mean: what is that good, and simpler, is taken."""
+_CHEAP_ROW = 1.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """Of one pair on one machine."""
+
+    target: StepTimes
+    draft: StepTimes
+    """One row of each sequence; a tree with two heads is two sequences."""
+    outputs: Mapping[float, Sequence[Agreement]]
+    """By temperature."""
+    is_parallel: bool = True
+    """Draft and target run at the same time: each has its own device, or cores."""
+    outside_ms: Mapping[int, float] = field(default_factory=dict)
+    """Of a step of plain decoding, by requests at once: what passes between steps of the engine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What may be set."""
+
+    draft_tokens: int
+    num_siblings: int = 0
+    max_heads: int = 1
+    mode: str = "coupled"
+
+    @property
+    def num_rows(self) -> int:
+        """Of the target's step, of each session."""
+        return 1 + self.draft_tokens * (1 + self.num_siblings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Speed-ups over plain decoding, and what they are made of."""
+
+    serial: float
+    hidden: float
+    expected: float
+    tokens_per_round: float
+    draft_ratio: float
+    """c: a draft step over a plain target step."""
+    verify_ratio: float
+    """v: a target step over the round's rows, over one of one row."""
+    rounds: Rounds
+
+
+def predict(measured: Measurements, choice: Choice, temperature: float, load: int) -> Prediction:
+    """Of a choice at a temperature with so many requests at once."""
+    num_siblings = choice.num_siblings if choice.mode == "coupled" else 0
+    one_round = rounds(measured.outputs[temperature], choice.mode, choice.draft_tokens, num_siblings)
+    outside = _outside_ms(measured.outside_ms, load)
+    heads = choice.max_heads if choice.mode == "coupled" else 1
+    step, verify = measured.target.of(load, 1), measured.target.of(load, choice.num_rows)
+    draft = measured.draft.of(max(load, heads), 1)
+    plain = step + outside
+    serial = one_round.tokens * plain / (choice.draft_tokens * draft + verify + outside)
+    hidden = one_round.tokens * plain / (max(choice.draft_tokens * draft, verify) + outside)
+    # Times add up, speeds do not.
+    share = one_round.whole if measured.is_parallel else 0.0
+    return Prediction(
+        serial=serial,
+        hidden=hidden,
+        expected=1 / (share / hidden + (1 - share) / serial),
+        tokens_per_round=one_round.tokens,
+        draft_ratio=draft / step,
+        verify_ratio=verify / step,
+        rounds=one_round,
+    )
+
+
+def _outside_ms(outside_ms: Mapping[int, float], load: int) -> float:
+    """Of the nearest load that was measured."""
+    if not outside_ms:
+        return 0.0
+    return outside_ms[min(outside_ms, key=lambda known: abs(known - load))]
+
+
+def curve(measured: Measurements, choice: Choice, temperature: float, load: int) -> list[float]:
+    """Expected speed-ups by draft length from 1 to the choice's, where every round has just that length."""
+    lengths = DRAFT_TOKENS[: choice.draft_tokens]
+    return [
+        predict(measured, dataclasses.replace(choice, draft_tokens=num), temperature, load).expected for num in lengths
+    ]
+
+
+def best_length(measured: Measurements, choice: Choice, temperature: float, load: int) -> Choice:
+    """What a limit on the draft length comes to: in coupled mode the target verifies no more of it than pays.
+
+    In rejection mode nothing but positions may decide, so that the length is the limit.
+    """
+    if choice.mode == "rejection":
+        return choice
+    ratios = curve(measured, choice, temperature, load)
+    return dataclasses.replace(choice, draft_tokens=1 + ratios.index(max(ratios)))
+
+
+def expected_speedup(measured: Measurements, choice: Choice, temperature: float, load: int) -> float:
+    """With a choice as limit, see `best_length`."""
+    return predict(measured, best_length(measured, choice, temperature, load), temperature, load).expected
+
+
+def pick(measured: Measurements, loads: Sequence[int], modes: Sequence[str]) -> Choice:
+    """The choice with the highest geometric mean of speed-ups over all temperatures and loads, and the shortest draft.
+
+    Another mode than coupled only where that gains a tenth, for coupled promises the tokens of plain decoding.
+    """
+    found = {mode: _pick_in(measured, loads, mode) for mode in modes}
+    usual, bar = found.get("coupled", found[modes[0]])
+    others = [(ratio, choice) for choice, ratio in found.values() if ratio > _OTHER_MODE_GAIN * bar]
+    return max(others, key=lambda pair: pair[0])[1] if others else usual
+
+
+def _pick_in(measured: Measurements, loads: Sequence[int], mode: str) -> tuple[Choice, float]:
+    ranked: list[tuple[float, Choice]] = []
+    for longest in candidates(measured, mode):
+        curves = [curve(measured, longest, temperature, load) for temperature in measured.outputs for load in loads]
+        if mode == "coupled":
+            curves = [list(itertools.accumulate(ratios, max)) for ratios in curves]
+        means = [statistics.geometric_mean(ratios) for ratios in zip(*curves, strict=True)]
+        ranked += [
+            (mean, dataclasses.replace(longest, draft_tokens=num))
+            for num, mean in zip(DRAFT_TOKENS, means, strict=True)
+        ]
+    best = max(mean for mean, _ in ranked)
+    good = [
+        (choice.draft_tokens, choice.num_siblings, mean, choice) for mean, choice in ranked if mean >= best * _ENOUGH
+    ]
+    _, _, mean, choice = min(good, key=lambda entry: entry[:2])
+    return choice, mean
+
+
+def candidates(measured: Measurements, mode: str) -> list[Choice]:
+    """Every width worth a thought, at the longest draft.
+
+    A second head pays where two rows cost the draft little more than one, and it does not take turns with the target.
+    """
+    second_row = measured.draft.of(2, 1) / measured.draft.of(1, 1)
+    heads = 2 if measured.is_parallel and second_row < _CHEAP_ROW else 1
+    return [
+        Choice(draft_tokens=DRAFT_TOKENS[-1], num_siblings=num, max_heads=heads if num else 1, mode=mode)
+        for num in (SIBLINGS if mode == "coupled" else (0,))
+    ]

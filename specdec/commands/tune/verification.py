@@ -1,0 +1,158 @@
+"""Runs the settings that were picked, against plain decoding in the same deployment, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec.client import ClientSettings
+from specdec.commands.errors import ClusterFailed
+from specdec.commands.measuring.requests import Sampling
+from specdec.commands.measuring.served import Load, Pass, Wishes, measure, warm_up
+from specdec.commands.tune.prediction import Choice, Measurements
+from specdec.commands.tune.probe_processes import Places, Questions
+from specdec.commands.tune.settings_files import role_settings
+from specdec.commands.up.cluster import Cluster
+from specdec.commands.up.mps import shared_by_mps
+from specdec.commands.up.plan import LocalPlan, plan_services
+from specdec.v1 import coordinator_pb2
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """What the deployment did."""
+
+    speedups: Mapping[tuple[float, int], float]
+    """By temperature and requests at once: medians of the ratios of neighbouring runs."""
+    outside_ms: Mapping[int, float]
+    """By requests at once: see `Measurements`."""
+    between_ms: Mapping[tuple[float, int], tuple[float, float]]
+    """By temperature and requests at once: what passed between steps, with speculation and without, per step."""
+    tokens_per_s: Mapping[tuple[float, int], float]
+    """By temperature and requests at once: decoded with speculation, all requests together."""
+
+
+def verify(
+    questions: Questions,
+    where: Places,
+    measured: Measurements,
+    choice: Choice,
+    repeats: int,
+    tell: Callable[[str], None],
+    log_dir: Path | None = None,
+) -> Verified:
+    """Start what the settings file would start, and measure. Raises ClusterFailed and `specdec.wire.errors`."""
+    settings: dict[str, dict[str, Any]] = role_settings(choice)
+    own_cores = {"target": where.target_cores, "draft": where.draft_cores if where.placement == "apart" else ()}
+    for role, cores in own_cores.items():
+        if cores:
+            settings[role] |= {"engine_cores": cores, "num_threads": len(cores)}
+    plan = LocalPlan(
+        target_model=questions.target_model,
+        draft_model=questions.draft_model,
+        device=where.target_device.partition(":")[0],
+        free_ports=True,
+        placement=where.placement,
+        target_settings=settings["target"],
+        draft_settings=settings["draft"],
+        coordinator_settings=settings["coordinator"],
+    )
+    passes: dict[float, list[Pass]] = {temperature: [] for temperature in questions.temperatures}
+    with shared_by_mps(plan_services(plan), tell) as specs, Cluster(specs, log_dir=log_dir) as cluster:
+        cluster.start(lambda what: tell(f"waiting for {what}"))
+        for temperature in questions.temperatures:
+            sampling = Sampling(temperature=temperature, max_tokens=questions.max_tokens, verify_mode=choice.mode)
+            wishes = Wishes(
+                prompts=questions.prompts,
+                sampling=sampling,
+                loads=[Load(concurrency=load) for load in questions.loads],
+                speculation=(True, False),
+                repeats=repeats,
+            )
+            asyncio.run(_measure(cluster.address, wishes, passes[temperature], tell))
+    every = [one for own in passes.values() for one in own]
+    points = {
+        (temperature, load): [one for one in own if one.load.concurrency == load]
+        for (temperature, own), load in itertools.product(passes.items(), questions.loads)
+    }
+    speedups = {point: ratio for point, own in points.items() if (ratio := decoding_speedup(own)) is not None}
+    if not speedups:
+        failures = sorted({stream.failure for one in every for stream in one.streams if stream.failure})
+        raise ClusterFailed(f"no request of the verifying run ended: {'; '.join(failures) or 'no reason is known'}")
+    return Verified(
+        speedups=speedups,
+        outside_ms={load: outside_ms(every, load, measured) for load in questions.loads},
+        between_ms={
+            (temperature, load): (_between_ms(own, load, True), _between_ms(own, load, False))
+            for (temperature, load), own in points.items()
+        },
+        tokens_per_s={point: rate for point, own in points.items() if (rate := _tokens_per_s(own)) is not None},
+    )
+
+
+async def _measure(address: str, wishes: Wishes, passes: list[Pass], tell: Callable[[str], None]) -> None:
+    settings = ClientSettings(timeout_s=_TIMEOUT_S)
+    await warm_up(address, settings, wishes)
+    await measure(address, settings, wishes, passes, lambda what: tell(f"verifying: {what}"))
+
+
+def decoding_speedup(passes: Sequence[Pass]) -> float | None:
+    """Median over neighbours of the plain run's time per token after the first chunk over the other's."""
+    ms = {(one.repeat, one.speculate): _ms_per_token(one) for one in passes}
+    ratios = [
+        slow / fast
+        for (repeat, speculate), fast in ms.items()
+        if speculate and fast and (slow := ms.get((repeat, False)))
+    ]
+    return statistics.median(ratios) if ratios else None
+
+
+def _ms_per_token(one: Pass) -> float | None:
+    gaps = [1e3 * gap for stream in one.streams if stream.ended_s is not None for gap in stream.gaps_s]
+    return statistics.fmean(gaps) if gaps else None
+
+
+def _tokens_per_s(passes: Sequence[Pass]) -> float | None:
+    """Median over the passes with speculation."""
+    found = [
+        1e3 * one.load.concurrency / ms for one in passes if one.speculate and (ms := _ms_per_token(one)) is not None
+    ]
+    return statistics.median(found) if found else None
+
+
+def outside_ms(passes: Sequence[Pass], load: int, measured: Measurements) -> float:
+    """What a plain step takes as served beyond the engine's own time for it."""
+    plain = _stats(passes, load, False)
+    steps = sum(stats.num_steps for stats in plain)
+    if not steps:
+        return 0.0
+    served_ms = sum(stats.verify_ms + stats.outside_ms for stats in plain) / steps
+    return max(0.0, served_ms - measured.target.of(load, 1))
+
+
+def _stats(passes: Sequence[Pass], load: int, speculate: bool) -> list[coordinator_pb2.SpeculationStats]:
+    return [
+        stream.finished.stats
+        for one in passes
+        if one.load.concurrency == load and one.speculate is speculate
+        for stream in one.streams
+        if stream.finished
+    ]
+
+
+def _between_ms(passes: Sequence[Pass], load: int, speculate: bool) -> float:
+    stats = _stats(passes, load, speculate)
+    return sum(one.outside_ms for one in stats) / max(1, sum(one.num_steps for one in stats))
+
+
+def with_outside(measured: Measurements, verified: Verified) -> Measurements:
+    """The measurements with what lies outside of steps."""
+    return dataclasses.replace(measured, outside_ms=verified.outside_ms)

@@ -1,0 +1,186 @@
+"""NVIDIA's Multi-Process Service for engines that share a GPU: kernels of both run side by side, the target's first.
+
+Names and values of variables and commands are those of NVIDIA's page on it:
+https://docs.nvidia.com/deploy/mps/appendix-tools-and-interface-reference.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from specdec.commands.up.service_process import ServiceSpec
+
+CONTROL = "nvidia-cuda-mps-control"
+PIPE_DIRECTORY = "CUDA_MPS_PIPE_DIRECTORY"
+LOG_DIRECTORY = "CUDA_MPS_LOG_DIRECTORY"
+CLIENT_PRIORITY = "CUDA_MPS_CLIENT_PRIORITY"
+BELOW_NORMAL = "1"
+_POLL_S = 0.05
+_LOG_NAME = "control.txt"
+
+
+class MpsUnusable(Exception):
+    """MPS does not run here; the message says why, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpsTimeouts:
+    """Times in seconds."""
+
+    start_s: float = 10.0
+    """For the daemon to answer, and for its server to be there."""
+    stop_s: float = 10.0
+    """For the daemon to leave after `quit`, before it is killed."""
+
+
+def shared_gpus(specs: Sequence[ServiceSpec]) -> list[int]:
+    """Numbers of the GPUs that more than one service computes on."""
+    counts = Counter(gpu for spec in specs for gpu in spec.gpus)
+    return sorted(gpu for gpu, count in counts.items() if count > 1)
+
+
+@contextlib.contextmanager
+def shared_by_mps(
+    specs: Sequence[ServiceSpec],
+    tell: Callable[[str], None],
+    *,
+    is_wanted: bool = True,
+    environment: Mapping[str, str] | None = None,
+    timeouts: MpsTimeouts | None = None,
+) -> Iterator[list[ServiceSpec]]:
+    """The services to start, as clients of MPS where they share a GPU; its daemon ends with the block.
+
+    A daemon that answers already is used, and left running. Where there is none and none can be started, services are
+    left as they are: their processes take turns on the GPU. So they do when the daemon ends before them, after the
+    restart that costs them.
+
+    Args:
+        specs: what is to be started; the block must end it.
+        tell: gets one line for people, if a GPU is shared.
+        is_wanted: False leaves all as it is.
+        environment: this process's; None: the real one.
+        timeouts: how long the daemon may take.
+    """
+    gpus = shared_gpus(specs)
+    if not gpus:
+        yield list(specs)
+        return
+    environment = dict(os.environ if environment is None else environment)
+    timeouts = timeouts or MpsTimeouts()
+    where = f"GPU {', '.join(map(str, gpus))} is shared"
+    with contextlib.ExitStack() as stack:
+        try:
+            if not is_wanted:
+                raise MpsUnusable("NVIDIA MPS is switched off")
+            control = shutil.which(CONTROL, path=environment.get("PATH"))
+            if control is None:
+                raise MpsUnusable(f"{CONTROL} (NVIDIA MPS) is not on the PATH")
+            # Clients name devices by what the daemon sees: it is to see all, and they as many as they are told.
+            environment.pop("CUDA_VISIBLE_DEVICES", None)
+            own: dict[str, str] = {}
+            how = "that runs already"
+            if not _answers(control, environment, timeouts.start_s):
+                own = stack.enter_context(_running_daemon(control, environment, timeouts))
+                how = "started for it"
+        except MpsUnusable as error:
+            tell(f"{where}: its engines take turns, as {error}.")
+            yield list(specs)
+            return
+        tell(f"{where}: NVIDIA MPS, {how}, runs kernels of its engines side by side, the target's first.")
+        yield [_as_client(spec, own, environment) for spec in specs]
+
+
+def _as_client(spec: ServiceSpec, own: Mapping[str, str], environment: Mapping[str, str]) -> ServiceSpec:
+    if not spec.gpus:
+        return spec
+    added = dict(own)
+    if spec.module == "draft_service" and CLIENT_PRIORITY not in environment:
+        added[CLIENT_PRIORITY] = BELOW_NORMAL
+    return replace(spec, environment={**spec.environment, **added})
+
+
+@contextlib.contextmanager
+def _running_daemon(control: str, environment: Mapping[str, str], timeouts: MpsTimeouts) -> Iterator[dict[str, str]]:
+    """Start a daemon with folders of its own; gives the variables by which clients find it. Raises MpsUnusable."""
+    folder = Path(tempfile.mkdtemp(prefix="specdec-mps-"))  # short: a path of sockets has a hundred characters
+    own = {PIPE_DIRECTORY: str(folder / "pipe"), LOG_DIRECTORY: str(folder / "log")}
+    environment = {**environment, **own}
+    for path in own.values():
+        Path(path).mkdir()
+    with (folder / _LOG_NAME).open("wb") as log:
+        daemon = subprocess.Popen(
+            [sys.executable, "-m", "specdec.commands.up.child", str(os.getpid()), "", control, "-f"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    try:
+        _wait_for_server(control, environment, daemon, folder / _LOG_NAME, timeouts.start_s)
+        yield own
+    finally:
+        if daemon.poll() is None:
+            _ask(control, environment, "quit", timeouts.stop_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                daemon.wait(timeouts.stop_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(daemon.pid, signal.SIGKILL)  # and the server that it may have left
+        daemon.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for_server(
+    control: str, environment: Mapping[str, str], daemon: subprocess.Popen[bytes], log: Path, timeout_s: float
+) -> None:
+    """Return when a server of this user runs, which a first client would start otherwise. Raises MpsUnusable."""
+    end_s, asked = time.monotonic() + timeout_s, False
+    while True:
+        if daemon.poll() is not None:
+            said = log.read_text(errors="replace").splitlines()
+            raise MpsUnusable(
+                f"{CONTROL} ended with exit code {daemon.returncode}: {(said or ['it said nothing'])[-1]}"
+            )
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise MpsUnusable(f"{CONTROL} had no server running within {timeout_s:g} s")
+        command = "get_server_list" if asked else f"start_server -uid {os.getuid()}"
+        answer = _ask(control, environment, command, left_s)
+        if answer is not None:
+            if asked and answer.strip():
+                return
+            asked = True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            daemon.wait(_POLL_S)
+
+
+def _answers(control: str, environment: Mapping[str, str], timeout_s: float) -> bool:
+    return _ask(control, environment, "get_server_list", timeout_s) is not None
+
+
+def _ask(control: str, environment: Mapping[str, str], command: str, timeout_s: float) -> str | None:
+    """What a daemon answers; None if there is none, or it takes too long."""
+    try:
+        done = subprocess.run(
+            [control],
+            input=f"{command}\n",
+            capture_output=True,
+            text=True,
+            env=dict(environment),
+            timeout=max(timeout_s, _POLL_S),
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None

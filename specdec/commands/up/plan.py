@@ -1,0 +1,252 @@
+"""Turns the wishes of `specdec up` into services to start on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import itertools
+import json
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from specdec.commands.errors import ClusterFailed
+from specdec.commands.shipped_pair import shipped_pair
+from specdec.commands.up.cluster import RoleSettings, free_port, service_spec
+from specdec.commands.up.cores import CoreAssignment, assign_cores, share_cores
+from specdec.commands.up.devices import (
+    DevicePlan,
+    EnginePlace,
+    count_gpus,
+    divide_memory,
+    free_gpu_bytes,
+    plan_devices,
+    weights_bytes,
+)
+from specdec.commands.up.service_process import ServiceSpec
+from specdec.commands.up.tokenizers import may_differ
+
+Placement = Literal["apart", "together"]
+PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053, "gateway": 8000}
+_FEW_CORES = 2
+METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
+DRAIN_S = 5.0
+# Replicas load for seconds; the coordinator, which starts with them, should be there when they are.
+RECONNECT_S = 0.5
+DISCOVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalPlan:
+    """What to start. Settings by role are setting names and values, as the services know them."""
+
+    target_model: str
+    draft_model: str
+    """Not used where draft_settings have drafters, which need none."""
+    device: str = "auto"
+    num_targets: int = 1
+    num_drafts: int = 1
+    ports: Mapping[str, int] = field(default_factory=lambda: PORTS)
+    free_ports: bool = False
+    """Take ports that are free, and serve no metrics, so that any number can run on one machine."""
+    redis_url: str | None = None
+    """Services find each other in the registry of this Redis, and not by settings; None: no Redis."""
+    placement: Placement = "apart"
+    """Whether the draft is a service, or run by the target, in turns with it."""
+    target_settings: Mapping[str, object] = field(default_factory=dict)
+    draft_settings: Mapping[str, object] = field(default_factory=dict)
+    coordinator_settings: Mapping[str, object] = field(default_factory=dict)
+    gateway: bool = False
+    """Start a gateway, too."""
+    gateway_settings: Mapping[str, object] = field(default_factory=dict)
+
+
+def shipped_model(role: str) -> str:
+    """Return the folder of the shipped target or draft. Raises ClusterFailed when the pair is not installed."""
+    pair = shipped_pair()
+    if pair is None:
+        raise ClusterFailed(
+            f"there is no model: name one with --{role} (a folder or hub id), or pip install specdec-shipped-models"
+        )
+    return str(pair / role)
+
+
+def plan_services(
+    plan: LocalPlan, *, environment: Mapping[str, str] | None = None, cores: Sequence[int] | None = None
+) -> list[ServiceSpec]:
+    """Return the services of a plan, replicas first.
+
+    Args:
+        environment: Where SPECDEC_* settings are looked for; None: this process's.
+        cores: What may be used; None: what this process may use.
+
+    Raises:
+        ClusterFailed: The device is not there, or memory does not suffice.
+    """
+    environment = os.environ if environment is None else environment
+    usable = sorted(os.sched_getaffinity(0)) if cores is None else cores
+    devices = _devices(plan)
+    assignment = _cores_of_gpu_engines(assign_cores(usable)) if devices.is_cuda else assign_cores(usable)
+    if plan.placement == "together" and _runs_drafts(plan):
+        plan, assignment = _with_own_drafts(plan, devices), share_cores(usable)
+    specs = _replicas(plan, "target", devices.targets, assignment, environment)
+    if "drafters" in plan.draft_settings:
+        # They take the tokenizer of the target that they propose to, and run no model.
+        own: dict[str, object] = {"target": specs[0].address, **plan.draft_settings}
+        plan = dataclasses.replace(plan, draft_model="", draft_settings=own)
+    elif _runs_drafts(plan) and may_differ(plan.target_model, plan.draft_model):
+        own = {"target": specs[0].address, **plan.draft_settings}
+        plan = dataclasses.replace(plan, draft_settings=own)
+    specs += _replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment)
+    addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
+    replicas = {"targets": addresses["target"], "drafts": addresses["draft"]} if plan.redis_url is None else {}
+    settings = RoleSettings(
+        defaults={
+            **_common_defaults(plan, "coordinator", 0),
+            "reconnect_backoff_max_s": RECONNECT_S,
+            "discovery_s": DISCOVERY_S,
+            # A coordinator that is started again takes up the streams of its former life.
+            "resume_secret": secrets.token_hex(32),
+        },
+        overrides={**plan.coordinator_settings, **replicas},
+    )
+    port = _port(plan, "coordinator", 0)
+    specs.append(
+        service_spec("coordinator", "coordinator", port, settings, environment=environment, cores=assignment.shared)
+    )
+    if plan.gateway:
+        settings = RoleSettings(
+            defaults={"log_format": "console", "drain_s": DRAIN_S},
+            overrides={**plan.gateway_settings, "coordinators": [specs[-1].address]},
+        )
+        port = _port(plan, "gateway", 0)
+        specs.append(
+            service_spec("gateway", "gateway", port, settings, environment=environment, cores=assignment.shared)
+        )
+    return specs
+
+
+def _cores_of_gpu_engines(assignment: CoreAssignment) -> CoreAssignment:
+    """Engines on GPUs compute on no core: each needs one for Python, and others for what libraries do beside it."""
+    together = tuple(sorted({*assignment.target_engine, *assignment.draft_engine}))
+    return CoreAssignment(together, together, assignment.shared)
+
+
+def _runs_drafts(plan: LocalPlan) -> bool:
+    """Whether there is a draft model that a target could run itself."""
+    return bool(plan.draft_model) and plan.num_drafts > 0 and "drafters" not in plan.draft_settings
+
+
+def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
+    if plan.num_drafts > 1:
+        raise ClusterFailed("--placement together: a target runs one draft, on its own device; here that is not so")
+    own: dict[str, object] = {"model": plan.draft_model, **plan.draft_settings}
+    budgets = [place.kv_bytes for place in devices.drafts if place.kv_bytes is not None]
+    if budgets:
+        own.setdefault("kv_cache_memory_bytes", min(budgets))
+    settings = {"own_draft": json.dumps(own), **plan.target_settings}
+    return dataclasses.replace(plan, num_drafts=0, target_settings=settings)
+
+
+def gateway_is_installed() -> bool:
+    """Whether the packages that a gateway needs are here."""
+    return importlib.util.find_spec("fastapi") is not None and importlib.util.find_spec("uvicorn") is not None
+
+
+def _devices(plan: LocalPlan) -> DevicePlan:
+    target_ranks = [_num_ranks(plan.target_settings)] * plan.num_targets
+    draft_ranks = [_num_ranks(plan.draft_settings)] * plan.num_drafts
+    try:
+        devices = plan_devices(plan.device, 0 if plan.device == "cpu" else count_gpus(), target_ranks, draft_ranks)
+        if devices.is_cuda and plan.placement == "together" and _runs_drafts(plan):
+            # One process runs both: each target brings a draft to the GPUs that it is on.
+            devices = DevicePlan(devices.targets, devices.targets)
+        if devices.is_cuda:
+            bytes_of_models = weights_bytes(plan.target_model), weights_bytes(plan.draft_model)
+            return divide_memory(devices, free_gpu_bytes, *bytes_of_models)
+    except ValueError as error:
+        raise ClusterFailed(str(error)) from error
+    return devices
+
+
+def _replicas(
+    plan: LocalPlan,
+    role: str,
+    places: Sequence[EnginePlace],
+    assignment: CoreAssignment,
+    environment: Mapping[str, str],
+) -> list[ServiceSpec]:
+    is_target = role == "target"
+    engine_cores = assignment.target_engine if is_target else assignment.draft_engine
+    specs = []
+    for number, (place, share) in enumerate(zip(places, split_evenly(engine_cores, len(places)), strict=True)):
+        on_cpu = not place.gpus
+        cores = share if on_cpu else engine_cores
+        defaults: dict[str, object] = _common_defaults(plan, role, number)
+        defaults |= {"device": place.device, "engine_cores": cores}
+        own = plan.target_settings if is_target else plan.draft_settings
+        model = plan.target_model if is_target else plan.draft_model
+        if on_cpu:
+            defaults["num_threads"] = max(1, len(cores) // place.num_ranks)
+        if place.kv_bytes is not None:
+            defaults["kv_cache_memory_bytes"] = place.kv_bytes
+        settings = RoleSettings(
+            defaults=defaults,
+            overrides={**own, **({"model": model} if model else {})},
+        )
+        name = role if number == 0 else f"{role}-{number}"
+        port = _port(plan, role, number)
+        all_cores = sorted({*cores, *assignment.shared})
+        spec = service_spec(role, name, port, settings, environment=environment, cores=all_cores)
+        specs.append(dataclasses.replace(spec, gpus=tuple(place.gpus)))
+    return specs
+
+
+def _num_ranks(settings: Mapping[str, object]) -> int:
+    """Ranks of a replica, which share its cores; the service itself refuses what is no number."""
+    size = str(settings.get("tensor_parallel_size", 1))
+    return max(1, int(size)) if size.isdecimal() else 1
+
+
+def _common_defaults(plan: LocalPlan, role: str, number: int) -> dict[str, object]:
+    metrics_port = METRICS_PORTS[role] if number == 0 and not plan.free_ports else None
+    defaults: dict[str, object] = {"metrics_port": metrics_port, "log_format": "console", "drain_s": DRAIN_S}
+    if plan.redis_url is not None:  # not by flag: it may hold a password, and flags are for all to see
+        defaults["redis_url"] = plan.redis_url
+    return defaults
+
+
+def _port(plan: LocalPlan, role: str, number: int) -> int:
+    return free_port() if plan.free_ports or number else plan.ports[role]
+
+
+def split_evenly(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
+    """Return `count` shares of the cores, as equal as can be; shares overlap when there are fewer cores."""
+    if count == 0:
+        return []
+    if len(cores) < count:
+        return [(cores[number % len(cores)],) for number in range(count)]
+    bounds = [len(cores) * number // count for number in range(count + 1)]
+    return [tuple(cores[low:high]) for low, high in itertools.pairwise(bounds)]
+
+
+def usual_placement(device: str, cores: Sequence[int]) -> Placement:
+    """Where a draft most likely runs faster, unmeasured: in the target where two engines on CPU would have a core each
+    at most, and share one of them with all other processes."""
+    return "together" if device == "cpu" and len(cores) <= _FEW_CORES else "apart"
+
+
+def describe_placement(specs: Sequence[ServiceSpec]) -> list[tuple[str, str, str]]:
+    """Return (name, address, place) of each service, for people."""
+    rows = []
+    for spec in specs:
+        prefix = f"SPECDEC_{spec.module.removesuffix('_service').upper()}_"
+        device = spec.environment.get(f"{prefix}DEVICE", "")
+        engine_cores = spec.environment.get(f"{prefix}ENGINE_CORES", "")
+        place = f"cores {engine_cores}" if device == "cpu" and engine_cores else device
+        if any(argument.startswith("--own-draft=") for argument in spec.arguments):
+            place += ", runs the draft, too"
+        rows.append((spec.name, spec.address, place))
+    return rows

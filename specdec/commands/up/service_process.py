@@ -1,0 +1,139 @@
+"""One service as a child process, with its log."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_END_LINES = 50
+"""An error further up is not what ended a service."""
+_ERROR = re.compile(r"\[(error|critical) *\]|\"level\": ?\"(error|critical)\"|^[\w.]*(Error|Exception)\b")
+"""In either format of logs, or as the last line of a traceback."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceSpec:
+    """How to start a service."""
+
+    name: str
+    """For messages and the log's name, for example target or target-1."""
+    module: str
+    """Run as `python -m MODULE`."""
+    address: str
+    """host:port of its server."""
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to this process's environment."""
+    cores: tuple[int, ...] = ()
+    """Cores it may run on; empty: all."""
+    gpus: tuple[int, ...] = ()
+    """Numbers of the GPUs that it computes on."""
+    speaks_http: bool = False
+    """Its health is asked for at /health, and not over gRPC."""
+
+
+class ServiceProcess:
+    """A service that runs, or ran. It dies with the thread that called `start`."""
+
+    def __init__(self, spec: ServiceSpec, log_path: Path) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.told_to_end = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start_bytes = 0
+        """Where in the log this life of it begins."""
+
+    def start(self) -> None:
+        """Start it in a session of its own, which a terminal's Ctrl-C does not reach; append to its log."""
+        command = [sys.executable, "-m", "specdec.commands.up.child", str(os.getpid())]
+        command += [",".join(map(str, self.spec.cores)), self.spec.module, *self.spec.arguments]
+        with self.log_path.open("ab") as log:
+            self._log_start_bytes = log.tell()
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **self.spec.environment},
+                start_new_session=True,
+            )
+        self.told_to_end = False  # Only now: another thread may look at how it ended before.
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, once started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit code (negative: killed by that signal), or None while it runs or was never started."""
+        return self._process.poll() if self._process else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    def describe_end(self) -> str:
+        """Return how it ended, for people, as in `was killed by SIGKILL`; it must have ended."""
+        code = self.exit_code
+        if code is None or code >= 0:
+            return f"ended with exit code {code}"
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by signal {-code}"
+
+    def terminate(self) -> None:
+        """Ask it to drain and leave."""
+        self.signal(signal.SIGTERM)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its process, not to its children; nothing happens when it has ended."""
+        if self._process is not None and self._process.poll() is None:
+            self.told_to_end |= number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it and its own children at once, as a machine that fails would; returns when it is gone."""
+        if self._process is None:
+            return
+        self.told_to_end = True
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; return whether it came in time."""
+        if self._process is None:
+            return True
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def last_error_line(self) -> str:
+        """Return the last error among the end of what it logged since it was started, or else the last line, or ""."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(self._log_start_bytes)
+                lines = log.read().decode("utf-8", errors="replace").splitlines()
+        except OSError:
+            return ""
+        lines = [line.strip() for line in lines[-_END_LINES:] if line.strip()]
+        errors = [line for line in lines if _ERROR.search(line)]
+        return (errors or lines or [""])[-1]
+
+    def last_log_lines(self, count: int = 15) -> Sequence[str]:
+        """Return the end of its log."""
+        try:
+            return self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+        except OSError:
+            return []

@@ -1,0 +1,103 @@
+"""Keeps the services of a cluster running: what ends is started again, and people are told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specdec.commands.errors import ClusterFailed
+from specdec.commands.up.cluster import Cluster, end_of_log
+from specdec.commands.up.service_process import ServiceProcess
+from specdec.wire.backoff import Backoff
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """When a service is started again, and when not any more. Times in seconds."""
+
+    backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.5, longest_s=10.0))
+    steady_s: float = 30.0
+    """A service that was ready for this long begins with the first wait."""
+    max_futile: int = 5
+    """Starts in a row that end before the service is ready: whatever keeps it from starting is there to stay."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    """What is known of one service. Points in time are those of time.monotonic()."""
+
+    process: ServiceProcess
+    is_ready: bool = True
+    since_s: float = 0.0
+    """When it became ready or, if it is not, when it was started."""
+    ended_s: float = 0.0
+    restart_s: float | None = None
+    """When to start it; None while it runs."""
+    num_ends: int = 0
+    """In a row, without a steady life in between."""
+    num_futile: int = 0
+
+
+class Supervision:
+    """Watches a cluster that has started. Call `check` again and again, in the thread that started it."""
+
+    def __init__(self, cluster: Cluster, tell: Callable[[str], None], policy: RestartPolicy | None = None) -> None:
+        """Take all services for ready. `tell` gets a line for people whenever one ends, starts or is ready again."""
+        self._cluster = cluster
+        self._tell = tell
+        self._policy = policy or RestartPolicy()
+        now_s = time.monotonic()
+        self._watched = [_Watched(service, since_s=now_s) for service in cluster.services.values()]
+
+    def check(self) -> None:
+        """Look at every service once; takes at most a second for each that is starting.
+
+        Raises:
+            ClusterFailed: a service cannot be started any more; says which and why.
+        """
+        for watched in self._watched:
+            if watched.restart_s is not None:
+                self._restart_when_due(watched, watched.restart_s)
+            elif not watched.process.is_running:
+                self._on_end(watched)
+            elif not watched.is_ready:
+                self._look_for_ready(watched)
+
+    def _on_end(self, watched: _Watched) -> None:
+        service, policy, now_s = watched.process, self._policy, time.monotonic()
+        name = service.spec.name
+        if watched.is_ready:
+            watched.num_futile = 0
+            if now_s - watched.since_s >= policy.steady_s:
+                watched.num_ends = 0
+        else:
+            watched.num_futile += 1
+        watched.num_ends += 1
+        ended = f"{name} {service.describe_end()}"
+        if watched.num_futile >= policy.max_futile:
+            raise ClusterFailed(
+                "\n".join([f"{ended}, {watched.num_futile} times before it was ready", *end_of_log(service)])
+            )
+        wait_s = policy.backoff.wait_s(watched.num_ends)
+        service.kill()  # What it has left behind would keep its port, its cores or its memory.
+        watched.is_ready, watched.ended_s, watched.restart_s = False, now_s, now_s + wait_s
+        said = service.last_error_line()
+        self._tell(f"{ended}; starting it again in {wait_s:.1f} s" + (f". Its log: {said}" if said else ""))
+
+    def _restart_when_due(self, watched: _Watched, due_s: float) -> None:
+        if time.monotonic() < due_s:
+            return
+        watched.restart_s, watched.since_s = None, time.monotonic()
+        watched.process.start()
+        self._tell(f"{watched.process.spec.name} is started again")
+
+    def _look_for_ready(self, watched: _Watched) -> None:
+        service, now_s = watched.process, time.monotonic()
+        name = service.spec.name
+        if self._cluster.is_healthy(name):
+            watched.is_ready, watched.since_s = True, time.monotonic()
+            self._tell(f"{name} is ready again, {watched.since_s - watched.ended_s:.1f} s after it ended")
+        elif now_s - watched.since_s > self._cluster.timeouts.start_s:
+            self._tell(f"{name} did not become ready within {self._cluster.timeouts.start_s:g} s, and is killed")
+            service.kill()

@@ -1,0 +1,286 @@
+"""The setting `drafters`: which there are, each with its options."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from specdec.config.endpoint_options import EndpointOptions
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class NgramOptions(_Options):
+    """Prompt look-up: what followed the last tokens where they occurred before."""
+
+    method: Literal["ngram"] = "ngram"
+    prompt_lookup_min: int = Field(default=2, ge=1, le=64)
+    """Fewest tokens that must agree."""
+    prompt_lookup_max: int = Field(default=5, ge=1, le=64)
+    """Of several occurrences those are preferred of which more agree, up to so many."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError("prompt_lookup_min is above prompt_lookup_max")
+        return self
+
+
+class SuffixOptions(_Options):
+    """Suffix decoding: what most often followed, in the session and in earlier outputs of its tenant."""
+
+    method: Literal["suffix"] = "suffix"
+    suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=64)
+    """Longest match."""
+    suffix_decoding_max_cached_requests: int = Field(default=10000, ge=0)
+    """Outputs that are kept, of all tenants; 0: sessions look into their own text only."""
+    suffix_decoding_max_spec_factor: float = Field(default=1.0, gt=0, le=64)
+    """A match of m tokens is worth so many times m nodes."""
+    suffix_decoding_min_token_prob: float = Field(default=0.1, gt=0, le=1)
+    """A node that is estimated to be less likely, with all above it, is left out."""
+    max_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Memory for outputs that are kept; the oldest leave first."""
+
+
+class PredictionOptions(_Options):
+    """The text that a request says it expects."""
+
+    method: Literal["prediction"] = "prediction"
+
+
+class TokenRecyclingOptions(_Options):
+    """The target's likeliest tokens after each token, as last seen."""
+
+    method: Literal["token_recycling"] = "token_recycling"
+    max_bytes: int = Field(default=64 * 2**20, ge=2**20)
+    """Memory for the matrices of all tenants; that of the one unused for longest leaves first."""
+
+
+class LookaheadOptions(_Options):
+    """Lookahead decoding: n-grams that the target draws beside its step."""
+
+    method: Literal["lookahead"] = "lookahead"
+    window_size: int = Field(default=7, ge=1, le=32)
+    """Columns of the window: positions ahead that are guessed at."""
+    ngram_size: int = Field(default=5, ge=2, le=16)
+    """Tokens of an n-gram; the window has one level less."""
+    guess_set_size: int = Field(default=7, ge=1, le=32)
+    """N-grams that are kept for each first token, and offered."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.window_size * (self.ngram_size - 1) > 56:
+            raise ValueError("window_size times ngram_size less one is above 56: a step has no place for so many rows")
+        return self
+
+
+class LayerSkipOptions(_Options):
+    """The target's own weights with sublayers left out."""
+
+    method: Literal["layer_skip"] = "layer_skip"
+    exit_layer: int | None = Field(default=None, ge=1)
+    """Draft with so many of the first layers: for models that were trained for it."""
+    skip_attention_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Layers whose attention is left out, numbered from 0."""
+    skip_mlp_layers: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Layers whose MLP is left out."""
+    num_speculations: int = Field(default=6, ge=1, le=64)
+    """Most tokens in depth."""
+    skip_ratio: float = Field(default=0.45, gt=0, lt=1)
+    """Where nothing is named: the share of sublayers between the first layer and the last that is left out, which ones
+    being searched while serving (SWIFT)."""
+    max_search_share: float = Field(default=0.02, ge=0, le=0.5)
+    """Most of the time spent on the search; 0: it stays at every other sublayer."""
+
+    @property
+    def searches(self) -> bool:
+        """Whether what is left out is found while serving."""
+        return self.exit_layer is None and not self.skip_attention_layers and not self.skip_mlp_layers
+
+
+class HeadOptions(_Options):
+    """A head over the target's hidden states: whichever subclass."""
+
+    method: str
+    model: str = Field(min_length=1)
+    """Folder of its files."""
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
+    """Most tokens in depth; None: what its files say."""
+    speculative_eagle_topk: int = Field(default=4, ge=1, le=64)
+    """Choices of each node, and nodes of a depth that go on."""
+    num_draft_tokens: int | None = Field(default=None, ge=1, le=64)
+    """Most nodes of a tree; None: as many as a step may verify."""
+    layer_ids: tuple[int, ...] | None = None
+    """What it reads of the target, where its files are not to be believed: k is what comes out of k layers."""
+
+
+class MedusaOptions(HeadOptions):
+    """Heads side by side over the target's last hidden state."""
+
+    method: Literal["medusa"] = "medusa"
+    topk: int = Field(default=4, ge=1, le=64)
+    """Choices of each head."""
+    medusa_choices: tuple[tuple[Annotated[int, Field(ge=0, le=63)], ...], ...] | None = None
+    """The tree, as paths of ranks; None: the likeliest paths."""
+
+
+class EagleOptions(HeadOptions):
+    """EAGLE-1 and 2: a layer over the target's last hidden state and the next token."""
+
+    method: Literal["eagle"] = "eagle"
+
+
+class Eagle3Options(HeadOptions):
+    """EAGLE-3 and 3.1: the same over three layers."""
+
+    method: Literal["eagle3"] = "eagle3"
+
+
+class PEagleOptions(HeadOptions):
+    """P-EAGLE: EAGLE-3 in one pass."""
+
+    method: Literal["peagle"] = "peagle"
+
+
+class DFlashOptions(HeadOptions):
+    """DFlash: a block in one pass."""
+
+    method: Literal["dflash"] = "dflash"
+
+
+class DSparkOptions(HeadOptions):
+    """DSpark: DFlash whose tokens depend on each other."""
+
+    method: Literal["dspark"] = "dspark"
+
+
+class OpenAiApiOptions(EndpointOptions):
+    """A draft behind an OpenAI-compatible endpoint."""
+
+    method: Literal["openai_api"] = "openai_api"
+    max_tokens: int = Field(default=128, ge=1, le=4096)
+    """Of a call."""
+    max_streams: int = Field(default=16, ge=1, le=256)
+    """Calls at once."""
+    stream_timeout_s: float = Field(default=60.0, gt=0, le=3600)
+    """Longest time of a call."""
+    max_total_tokens: int | None = Field(default=None, ge=1)
+    """Prompt and completion tokens of all calls until the service is started again; None: no limit."""
+    price_per_million_prompt_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    price_per_million_completion_tokens: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    max_cost: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """What all calls may cost by these prices until the service is started again; None: no limit."""
+
+    @model_validator(mode="after")
+    def _check_cost(self) -> Self:
+        if self.max_cost is not None and not (
+            self.price_per_million_prompt_tokens or self.price_per_million_completion_tokens
+        ):
+            raise ValueError("max_cost needs price_per_million_prompt_tokens or price_per_million_completion_tokens")
+        return self
+
+
+ServiceOptions = Annotated[NgramOptions | SuffixOptions | OpenAiApiOptions, Field(discriminator="method")]
+"""Of drafters that a draft service runs without a model."""
+PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions | LookaheadOptions
+"""Of drafters without weights."""
+DrafterOptions = Annotated[
+    PlainOptions
+    | LayerSkipOptions
+    | MedusaOptions
+    | EagleOptions
+    | Eagle3Options
+    | PEagleOptions
+    | DFlashOptions
+    | DSparkOptions,
+    Field(discriminator="method"),
+]
+
+
+DRAFT_MODEL = "draft_model"
+"""The name of the draft beside those of drafters."""
+HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark"})
+"""Of those that are heads over the target's hidden states."""
+SERVICE_DRAFTER_NAMES = frozenset({"ngram", "suffix", "openai_api"})
+"""Of those that a draft service runs without a model."""
+DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling", "lookahead", "layer_skip"}) | HEAD_NAMES
+
+
+OptionsT = TypeVar("OptionsT", DrafterOptions, ServiceOptions)
+
+
+def read_drafters(value: Any) -> Any:
+    """Names with commas between them, or JSON: a list of names and of objects with a `method` and its options."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text.startswith(("[", "{")):
+            try:
+                value = json.loads(text)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"no JSON: {error}") from error
+            except RecursionError as error:
+                raise ValueError("no JSON: it is nested too deeply") from error
+        else:
+            value = [name.strip() for name in text.split(",") if name.strip()]
+    if isinstance(value, dict):
+        value = [value]
+    if isinstance(value, list | tuple):
+        return [{"method": item} if isinstance(item, str) else item for item in value]
+    return value
+
+
+def check_drafters(drafters: tuple[OptionsT, ...]) -> tuple[OptionsT, ...]:
+    """Raise ValueError where one is named twice."""
+    names = [options.method for options in drafters]
+    if len(set(names)) < len(names):
+        raise ValueError("a method is named twice")
+    return drafters
+
+
+_DRAFTERS: TypeAdapter[tuple[DrafterOptions, ...]] = TypeAdapter(
+    Annotated[tuple[DrafterOptions, ...], BeforeValidator(read_drafters), AfterValidator(check_drafters)]
+)
+_MOST_PROBLEMS = 3
+
+
+def parse_drafters(text: str) -> tuple[DrafterOptions, ...]:
+    """Drafters of a target, as in its setting `drafters`. Raises ValueError, which says what is wrong in few words."""
+    try:
+        return _DRAFTERS.validate_python(text)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)[:_MOST_PROBLEMS]
+        raise ValueError("; ".join(map(describe_problem, problems))) from error
+
+
+def describe_problem(problem: Mapping[str, Any]) -> str:
+    """What is wrong with one of some drafters, in plain words; `problem` is one of pydantic's `ValidationError.errors`.
+
+    Where the drafters stand in a setting is left out; which one is meant is told by its method.
+    """
+    of_method = [str(part) for part in problem["loc"] if not isinstance(part, int) and part != "drafters"]
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    match problem["type"]:
+        case "union_tag_invalid":
+            known = str(problem["ctx"]["expected_tags"]).replace("'", "")
+            return f"there is no drafter {problem['ctx']['tag']!r} here, only {known}"
+        case "union_tag_not_found" | "model_attributes_type":
+            return "each is a name, or an object with its method"
+        case "missing":
+            message = "is required"
+        case "extra_forbidden":
+            message = "is no option of it"
+    return ": ".join([*of_method, message])

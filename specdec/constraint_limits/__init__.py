@@ -1,5 +1,0 @@
-"""What a constraint may look like, the same at coordinators and at replicas. Needs the standard library only."""
-
-from specdec.constraint_limits.faults import MAX_CHOICES, MAX_CONSTRAINT_BYTES, fault_of
-
-__all__ = ["MAX_CHOICES", "MAX_CONSTRAINT_BYTES", "fault_of"]

@@ -1,0 +1,117 @@
+"""Compiles grammars that nobody has checked: `python -m specdec.constraints.grammar.checker_child`, started by GrammarChecker.
+
+Each in a process of its own, forked from this one, with little processor time, memory and stack: what is too much for
+those ends that process, and it alone. Reads JSON from standard input, a line each, and writes answers likewise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import sys
+import time
+
+from llguidance import LLMatcher, LLTokenizer
+
+from specdec.constraints.grammar.source import TokenizerArguments, make_matcher, make_tokenizer, shown
+from specdec.service.parent_process import die_with_parent
+
+_MOST_CPU_S = 0.5
+_MOST_WALL_S = 5.0
+"""On a machine whose processors are taken."""
+_MOST_BYTES = 512 * 2**20
+"""Over what this process has."""
+_STACK_BYTES = 1 * 2**20
+"""Less than what compiles the same grammar later has, so that this one overflows first."""
+_MOST_ANSWER_BYTES = 4096
+_MOST_MASK_S = 0.1
+"""Of processor time: all sessions of an engine wait for a mask."""
+_NUM_WALKS = 2
+_NUM_STEPS = 12
+
+
+def main() -> int:
+    """Answer until standard input ends."""
+    start = json.loads(sys.stdin.readline())
+    die_with_parent(start["parent_pid"])
+    os.nice(5)
+    arguments: TokenizerArguments = start["tokenizer"]
+    tokenizer = make_tokenizer(arguments)
+    for line in sys.stdin:
+        error = _check_apart(tokenizer, json.loads(line))
+        sys.stdout.write(json.dumps({"error": error}) + "\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _check_apart(tokenizer: LLTokenizer, text: str) -> str:
+    """What is wrong with a grammar; empty: nothing."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            _limit()
+            os.write(writer, b"=" + _check(tokenizer, text).encode()[:_MOST_ANSWER_BYTES])
+        os._exit(0)
+    os.close(writer)
+    deadline_s = time.monotonic() + _MOST_WALL_S
+    answer = b""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        if not select.select([reader], [], [], left_s)[0]:
+            break
+        piece = os.read(reader, _MOST_ANSWER_BYTES + 1)
+        if not piece:
+            break
+        answer += piece
+    os.close(reader)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return answer[1:].decode("utf-8", "replace") if answer else "is too complex: compiling it takes too much"
+
+
+def _check(tokenizer: LLTokenizer, text: str) -> str:
+    try:
+        matcher = make_matcher(tokenizer, text, with_mask=False)
+    except ValueError as error:
+        return str(error) or "is not valid"
+    start = matcher.deep_copy()
+    faults = (_fault_on_the_way(start.deep_copy(), random.Random(seed)) for seed in range(_NUM_WALKS))
+    return next(filter(None, faults), "")
+
+
+def _fault_on_the_way(matcher: LLMatcher, rng: random.Random) -> str:
+    """Look at some way through the grammar: whoever decodes waits for its masks."""
+    for step in range(_NUM_STEPS):
+        before_s = time.process_time()
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        if matcher.is_error():
+            return shown(matcher.get_error()) if step == 0 else "is too complex: a mask takes too much"
+        if time.process_time() - before_s > _MOST_MASK_S:
+            return "is too complex: a mask takes too long"
+        first = rng.randrange(max(1, bits.bit_length()))
+        above = bits >> first << first or bits
+        token = (above & -above).bit_length() - 1
+        if token < 0 or matcher.try_consume_tokens([token]) != 1:
+            return ""
+    return ""
+
+
+def _limit() -> None:
+    own_bytes = int(open("/proc/self/statm", encoding="ascii").read().split()[0]) * resource.getpagesize()  # noqa: SIM115
+    resource.setrlimit(resource.RLIMIT_AS, (own_bytes + _MOST_BYTES, own_bytes + _MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)  # its last words are of no use
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, _MOST_CPU_S)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

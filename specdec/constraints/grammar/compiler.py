@@ -1,0 +1,158 @@
+"""Compiles constraints on threads of their own, for whoever polls: known ones at once, others in turns of tenants."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from google.rpc import code_pb2
+from llguidance import LLMatcher, LLTokenizer
+
+from specdec.constraints.grammar.checker import GrammarChecker
+from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.grammar.figures import GrammarFigures
+from specdec.constraints.grammar.source import GrammarSource, TokenizerArguments, grammar_source, make_matcher
+from specdec.constraints.grammar.source import make_tokenizer as _make_tokenizer
+from specdec.constraints.grammar.structural_tags import SpecialTokens
+from specdec.v1 import common_pb2 as pb
+
+_MOST_CACHED = 32
+_MOST_FAULTS = 256
+_MOST_WAITING = 256
+"""Grammars that nobody has compiled yet; more are refused."""
+_NUM_THREADS = 2
+_STACK_BYTES = 16 * 2**20
+
+
+@dataclass(slots=True)
+class Compilation:
+    """A grammar that is compiled, or will be. Written by one thread, read by others once it `is_done`."""
+
+    source: GrammarSource
+    done: threading.Event = field(default_factory=threading.Event)
+    matcher: LLMatcher | None = None
+    """To be copied."""
+    fault: str = ""
+    """What is wrong with it."""
+    num_asked: int = 1
+    """How often it was asked for, since it is kept."""
+    code: int = code_pb2.INVALID_ARGUMENT
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is a result."""
+        return self.done.is_set()
+
+    def result(self) -> LLMatcher:
+        """A matcher at its start, of one's own. Raises GrammarError. To be called when it is done."""
+        if self.matcher is None:
+            raise GrammarError(self.source.field, self.fault, self.code)
+        return self.matcher.deep_copy()
+
+
+class GrammarCompiler:
+    """Of one tokenizer. All methods may be called by any thread and return at once.
+
+    A grammar is first compiled in a process that may die of it (`GrammarChecker`), then here, by threads that hold no
+    lock meanwhile. What was compiled lately is kept, as is what could not be.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        """Read the tokenizer.
+
+        Args:
+            tokenizer_json: its file.
+            vocab_size: number of ids that a mask covers.
+            eos_token_ids: what may follow a complete output; one at least.
+
+        Raises:
+            ValueError: llguidance does not know the tokenizer, or no token ends a sequence.
+        """
+        if not eos_token_ids:
+            raise ValueError("no token ends a sequence")
+        self._arguments = TokenizerArguments(
+            tokenizer=tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids)
+        )
+        self._tokenizer: LLTokenizer = _make_tokenizer(self._arguments)
+        self._special_tokens = SpecialTokens.of_tokenizer(self._tokenizer, tokenizer_json)
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.figures = GrammarFigures()
+        self._lock = threading.Condition()
+        self._known: OrderedDict[bytes, Compilation] = OrderedDict()
+        self._waiting: OrderedDict[bytes, deque[Compilation]] = OrderedDict()
+        """By tenant, the one whose turn is next first."""
+        self._threads: list[threading.Thread] = []
+
+    def compile(self, constraint: pb.Constraint, tenant: bytes) -> Compilation:
+        """What becomes of a constraint; `tenant`s take turns. Raises GrammarError for what can be seen at once."""
+        source = grammar_source(constraint, self._special_tokens)
+        key = hashlib.sha256(f"{source.field}\0{source.text}".encode()).digest()
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                known.num_asked += 1
+                self._known.move_to_end(key)
+                return known
+            if sum(map(len, self._waiting.values())) >= _MOST_WAITING:
+                raise GrammarError("constraint", "too many others are being compiled", code_pb2.RESOURCE_EXHAUSTED)
+            compilation = self._known[key] = Compilation(source)
+            self._waiting.setdefault(tenant, deque()).append(compilation)
+            self._forget()
+            self._start()
+            self._lock.notify()
+        return compilation
+
+    @property
+    def num_cached(self) -> int:
+        """Grammars that are kept, compiled; not those that could not be."""
+        with self._lock:
+            return sum(known.matcher is not None for known in self._known.values())
+
+    def _forget(self) -> None:
+        """Drop what was used least lately: those with a grammar, and those with a fault, up to a number each."""
+        for is_fault, most in ((False, _MOST_CACHED), (True, _MOST_FAULTS)):
+            done = [key for key, known in self._known.items() if known.is_done and bool(known.fault) == is_fault]
+            for key in done[: max(0, len(done) - most)]:
+                del self._known[key]
+
+    def _start(self) -> None:
+        if len(self._threads) >= _NUM_THREADS or len(self._threads) > sum(map(len, self._waiting.values())):
+            return
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = threading.Thread(target=self._work, name="grammars", daemon=True)
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        self._threads.append(thread)
+
+    def _work(self) -> None:
+        checker = GrammarChecker(self._arguments)
+        while True:
+            compilation = self._take()
+            started_s = time.monotonic()
+            try:
+                compilation.fault = checker.fault_of(compilation.source.text)
+                if not compilation.fault:
+                    compilation.matcher = make_matcher(self._tokenizer, compilation.source.text)
+            except ValueError as error:
+                compilation.fault = str(error) or "is not valid"
+            except Exception as error:
+                compilation.fault = f"could not be compiled: {type(error).__name__}"
+                compilation.code = code_pb2.INTERNAL
+            self.figures.compiled(time.monotonic() - started_s)
+            compilation.done.set()
+
+    def _take(self) -> Compilation:
+        with self._lock:
+            while not self._waiting:
+                self._lock.wait()
+            tenant, queue = self._waiting.popitem(last=False)
+            compilation = queue.popleft()
+            if queue:
+                self._waiting[tenant] = queue
+            return compilation

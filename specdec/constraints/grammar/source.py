@@ -1,0 +1,109 @@
+"""From a constraint to the text that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TypedDict
+
+import llguidance
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.grammar.json_schemas import json_schema_grammar
+from specdec.constraints.grammar.structural_tags import SpecialTokens, structural_tag_grammar
+from specdec.constraints.limits import fault_of
+from specdec.constraints.limits.structural_tags import read_structural_tag
+from specdec.v1 import common_pb2 as pb
+
+CONSTRAINTS_ID = f"llguidance-{llguidance.__version__}"
+"""Equal ids give equal masks."""
+_LIMITS = {
+    "max_items_in_row": 2000,
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 25_000,
+    "max_lexer_states": 20_000,
+    # Above 65,525 symbols the parser gives up in a worse way.
+    "max_grammar_size": 60_000,
+}
+"""Of what is counted, not of time: the same grammar fails at every replica or at none. A mask takes 15 ms at most."""
+_MOST_MESSAGE_CHARS = 300
+
+
+class TokenizerArguments(TypedDict):
+    """What a tokenizer of llguidance is made of; JSON."""
+
+    tokenizer: str
+    n_vocab: int
+    eos_token: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """A checked constraint."""
+
+    field: str
+    """Where the text stands, as in constraint.regex."""
+    text: str
+    """What llguidance compiles."""
+
+
+def grammar_source(constraint: pb.Constraint, special_tokens: SpecialTokens) -> GrammarSource:
+    """Check a constraint as far as that goes without compiling it. Raises GrammarError."""
+    if (fault := fault_of(constraint)) is not None:
+        raise GrammarError(*fault)
+    form = str(constraint.WhichOneof("form"))
+    field = f"constraint.{form}"
+    if form == "regex":
+        return GrammarSource(field, LLMatcher.grammar_from_regex(constraint.regex))
+    if form == "grammar":
+        return GrammarSource(field, LLMatcher.grammar_from_lark(constraint.grammar))
+    if form == "choice":
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in constraint.choice.texts)
+        return GrammarSource(field, LLMatcher.grammar_from_lark(f"start: {texts}"))
+    try:
+        if form == "structural_tag":
+            tag = read_structural_tag(constraint.structural_tag)
+            return GrammarSource(field, structural_tag_grammar(tag, special_tokens))
+        schema = '{"type":"object"}' if form == "json_object" else constraint.json_schema
+        return GrammarSource(field, json_schema_grammar(schema))
+    except ValueError as error:
+        raise GrammarError(field, shown(str(error))) from None
+
+
+def make_tokenizer(arguments: TokenizerArguments) -> LLTokenizer:
+    """The tokenizer's tokens as bytes, in a tree. Raises ValueError for one that llguidance does not know."""
+    return LLTokenizer(arguments["tokenizer"], n_vocab=arguments["n_vocab"], eos_token=arguments["eos_token"])
+
+
+def make_matcher(tokenizer: LLTokenizer, text: str, *, with_mask: bool = True) -> LLMatcher:
+    """Compile. May take seconds, or end the process, unless the text was checked (`GrammarChecker`).
+
+    `with_mask`: find the first mask, too, which is kept.
+
+    Raises:
+        ValueError: with the cause for people.
+    """
+    limits = LLParserLimits(precompute_large_lexemes=True, verbose_errors=False, **_LIMITS)
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    if with_mask and not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise ValueError(shown(matcher.get_error()))
+    return matcher
+
+
+def shown(error: str) -> str:
+    """An error of llguidance, for people: without its inner state."""
+    if error.startswith("panic") or "schema too large" in error:
+        return "is too large"
+    if error.startswith("oneOf"):
+        return (
+            "oneOf is supported where no value can fit two of its schemas; with "
+            '"x-guidance": {"coerce_one_of": true} in the schema it is taken as anyOf'
+        )
+    if error.startswith("NoExtensionBias"):
+        return "nothing matches it"
+    text = error.split("\n<state>")[0].split("\n<non-verbose/>")[0].replace("\n", " ").strip()
+    return text if len(text) <= _MOST_MESSAGE_CHARS else f"{text[:_MOST_MESSAGE_CHARS]}..."

@@ -1,0 +1,193 @@
+"""Keys and values of a head, in the target's own blocks.
+
+The entry of token j lies in the physical slot that the target's own keys and values of token j have. So the blocks of
+a sequence, its forks, its prefix cache and its preemption are the head's as well, and there is no pool of its own. What
+is drafted and not committed lies in scratch slots past the target's blocks, and is forgotten after a draft.
+
+Not every slot has an entry: the head may have come after the token, or not have been asked for its session. Rows attend
+from the first whole block on behind the last slot without one. An entry that is missing, or was made for another
+continuation (the last one of a block that the prefix cache shares), costs acceptance, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+
+from specdec.drafting.heads.parts import Attend, head_sizes
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import AttentionKernel, AttentionOptions, ForwardContext
+from specdec.engine.batch import Batch, to_device
+from specdec.engine.sequence import Sequence as EngineSequence
+
+NUM_SCRATCH_SLOTS = 4096
+"""For what is drafted at once, of all sessions."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """Rows of a head's pass: where each writes and what it reads. Laid out row by row, sessions one after the other."""
+
+    slots: list[int] = field(default_factory=list)
+    """Physical, of each row's own entry."""
+    token_ids: list[int] = field(default_factory=list)
+    """What each row is told beside its states."""
+    positions: list[int] = field(default_factory=list)
+    """In the text, as rotary embeddings count them."""
+    contexts: list[int] = field(default_factory=list)
+    """How many entries each reads from its sequence's blocks, from the first of them on."""
+    paths: list[list[int]] = field(default_factory=list)
+    """Slots that it reads besides, in order, its own among them unless the blocks have it."""
+    lines: list[int] = field(default_factory=list)
+    """Which of `tables` is its sequence's."""
+    tables: list[Sequence[int]] = field(default_factory=list)
+    """Blocks of each sequence, from the first that is read on."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """Rows of a head's pass, where it computes."""
+
+    batch: Batch
+    """Attention's view: its positions count what a row reads."""
+    positions: torch.Tensor
+    """[T] int64, in the text."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[T] int64."""
+        return self.batch.input_ids
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[T] int64, where entries go."""
+        return self.batch.slot_mapping
+
+
+class HeadCache:
+    """Keys and values of all layers of a head. Not thread-safe."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: Callable[[Sequence[LayerGeometry]], AttentionKernel],
+    ) -> None:
+        """`num_blocks` are the target's; `kernel` attends over the cache of such layers."""
+        _, num_kv_heads, head_dim = head_sizes(config)
+        geometry = LayerGeometry(num_kv_heads, head_dim, head_dim)
+        num_scratch = -(-NUM_SCRATCH_SLOTS // block_size) + 1
+        self.block_size = block_size
+        self.first_scratch_slot = num_blocks * block_size
+        self.spare_block = num_blocks + num_scratch - 1
+        """Nobody's: what rows of padding write to."""
+        self._cache = KVCache([geometry] * num_layers, num_blocks + num_scratch, block_size, dtype, device)
+        self._kernel = kernel(self._cache.geometries)
+        self._options = AttentionOptions(scaling=head_dim**-0.5)
+        self._has_entry = np.zeros(num_blocks * block_size, dtype=bool)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self._cache.num_bytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._cache.device
+
+    def slots_of(self, seq: EngineSequence, start: int, end: int) -> list[int]:
+        """Physical slots of tokens [start, end), as far as the sequence has blocks for them."""
+        size, blocks = self.block_size, seq.block_ids
+        end = min(end, len(blocks) * size)
+        return [blocks[index // size] * size + index % size for index in range(start, end)]
+
+    def forget(self, slots: Sequence[int]) -> None:
+        """The target has written these slots anew: no entry is in them."""
+        self._has_entry[slots] = False
+
+    def keep(self, slots: Sequence[int]) -> None:
+        """Entries have been written."""
+        self._has_entry[slots] = True
+
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """The target has copied whole blocks (source, destination), in order."""
+        pairs = list(pairs)
+        self._cache.copy_blocks(pairs)
+        by_block = self._has_entry.reshape(-1, self.block_size)
+        for source, destination in pairs:
+            by_block[destination] = by_block[source]
+
+    def first_block(self, seq: EngineSequence, num_tokens: int) -> int:
+        """The first block from which on all of a sequence's first `num_tokens` tokens have entries."""
+        size = self.block_size
+        blocks = (
+            np.frombuffer(seq.block_ids, dtype=np.int32)[: -(-num_tokens // size)] if num_tokens else np.zeros(0, int)
+        )
+        has = self._has_entry.reshape(-1, size)[blocks].reshape(-1)[:num_tokens]
+        holes = np.flatnonzero(~has)
+        return 0 if not len(holes) else int(holes[-1]) // size + 1
+
+    def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Store keys and values [T, kv heads, d] without attending."""
+        self._cache.write(layer, slots, keys, values)
+
+    def attend(self, batch: Batch) -> Attend:
+        """What attends for these rows: it writes their entries, layer by layer, before any reads."""
+        context = ForwardContext(batch, self._cache, self._kernel)
+
+        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return self._kernel(query, key, value, layer, context, self._options)
+
+        return attend
+
+    def lay_out(self, rows: Rows) -> LaidOut:
+        """Rows as tensors. Cost: one copy to the device."""
+        num_rows = len(rows)
+        width = max(1, max((len(table) for table in rows.tables), default=1))
+        tables = np.zeros((len(rows.tables), width), np.int32)
+        for line, table in zip(tables, rows.tables, strict=True):
+            line[: len(table)] = table
+        lengths = np.array([len(path) for path in rows.paths], np.int32)
+        contexts = np.array(rows.contexts, np.int32)
+        (ids, reads, slots, positions, logits), (lines, context_lens, offsets, paths, blocks) = to_device(
+            [
+                np.array(rows.token_ids, np.int64),
+                (contexts + lengths - 1).astype(np.int64),
+                np.array(rows.slots, np.int64),
+                np.array(rows.positions, np.int64),
+                np.arange(num_rows),
+            ],
+            [
+                np.array(rows.lines, np.int32),
+                contexts,
+                np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths, dtype=np.int32)]),
+                np.array([slot for path in rows.paths for slot in path], np.int32),
+                tables.reshape(-1),
+            ],
+            self.device,
+        )
+        batch = Batch(
+            input_ids=ids,
+            position_ids=reads,
+            slot_mapping=slots,
+            row_seq=lines,
+            context_lens=context_lens,
+            path_offsets=offsets,
+            path_slots=paths,
+            block_tables=blocks.view(tables.shape),
+            logits_indices=logits,
+            num_seqs=len(rows.tables),
+        )
+        return LaidOut(batch, positions)

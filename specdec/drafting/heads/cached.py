@@ -1,0 +1,141 @@
+"""What heads with keys and values have in common: committed tokens are taken in, and a draft reads their entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from specdec.drafting.heads.cache import HeadCache, LaidOut, Rows
+from specdec.drafting.heads.drawing import warm_up
+from specdec.drafting.heads.passes import Pass, Projection
+from specdec.drafting.heads.session import HeadAsk, HeadSession
+from specdec.drafting.heads.target import HeadTarget
+from specdec.drafting.heads.vocabulary import DraftVocabulary
+from specdec.drafting.interface import Capabilities, Context
+from specdec.engine.sequence import Sequence as EngineSequence
+
+
+@dataclass(slots=True)
+class TakenIn:
+    """Committed tokens of several sessions, for one pass."""
+
+    states: torch.Tensor
+    """[n, layers of the head, hidden size of the target]."""
+    rows: LaidOut
+    """Where entries go, and what each reads; its token is the one after it."""
+
+
+@dataclass(slots=True)
+class Base:
+    """What the drafted tokens of one session read: the entries of its committed tokens."""
+
+    table: Sequence[int]
+    num_entries: int
+    last_position: int
+    """Of the last token that the head has taken in."""
+    last: torch.Tensor
+    """What it goes on from."""
+
+
+class CachedHead:
+    """Keeps entries of sessions in the target's blocks. Subclasses say what an entry is."""
+
+    def __init__(
+        self,
+        name: str,
+        capabilities: Capabilities,
+        layer_ids: tuple[int, ...],
+        target: HeadTarget,
+        cache: HeadCache,
+        vocabulary: DraftVocabulary,
+    ) -> None:
+        self.name = name
+        self.capabilities = capabilities
+        self.layer_ids = layer_ids
+        self.target = target
+        self.cache = cache
+        self.vocabulary = vocabulary.to(target.runner.device)
+        self.passes = target.passes(cache)
+        self.kinds: tuple[Pass | Projection, ...] = ()
+        """Its passes that are worth capturing before the first request."""
+        self.top_k = 1
+        """Best tokens of a row that it looks for."""
+
+    def open(self, context: Context) -> HeadSession:
+        """Begin with a session."""
+        return HeadSession()
+
+    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
+        """Of no use."""
+
+    def prepare(self) -> None:
+        """See `Head`."""
+        self.passes.prepare(self.kinds, self.target.runner.max_model_len)
+        warm_up(self.target.sampler, self.target.vocab_size, self.top_k)
+
+    def forget(self, seq: EngineSequence, start: int, end: int) -> None:
+        """See `Head`."""
+        self.cache.forget(self.cache.slots_of(seq, start, end))
+
+    def copied(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """See `Head`."""
+        self.cache.copied(pairs)
+
+    @torch.inference_mode()
+    def absorb(self, sessions: Sequence[HeadSession]) -> None:
+        """One pass over all that is pending, which overwrites what was drafted in its place."""
+        rows = Rows()
+        states: list[torch.Tensor] = []
+        shares: list[tuple[HeadSession, int]] = []
+        for session in sessions:
+            seq, pending = session.seq, session.pending
+            session.pending = []
+            if seq is None or not pending:
+                continue
+            start, end = pending[0].start, pending[-1].end
+            slots = self.cache.slots_of(seq, start, end)
+            if len(slots) < end - start:
+                session.last = None  # it has given up its blocks, and will compute these tokens again
+                continue
+            first = self.cache.first_block(seq, start)
+            base = first * self.cache.block_size
+            line = len(rows.tables)
+            rows.tables.append(seq.block_ids[first:])
+            for position, slot in zip(range(start, end), slots, strict=True):
+                rows.slots.append(slot)
+                rows.lines.append(line)
+                rows.contexts.append(max(0, position + 1 - base))
+                rows.paths.append([] if position >= base else [slot])
+            states += [features.states for features in pending]
+            for features in pending:
+                rows.token_ids += features.next_ids
+            rows.positions += range(start, end)
+            shares.append((session, len(rows) - 1))
+        if not shares:
+            return
+        taken = TakenIn(states[0] if len(states) == 1 else torch.cat(states), self.cache.lay_out(rows))
+        lasts = self.take_in(taken)
+        self.cache.keep(rows.slots)
+        for session, row in shares:
+            session.last = (rows.positions[row], lasts[row].clone())
+
+    def take_in(self, taken: TakenIn) -> torch.Tensor:
+        """Write the entries of these tokens; returns for each what a draft would go on from, [n, any]."""
+        raise NotImplementedError
+
+    def bases(self, asks: Sequence[HeadAsk]) -> list[Base | None]:
+        """Take in what is pending; None for sessions of whose last tokens the head knows nothing."""
+        self.absorb([ask.session for ask in asks])
+        found: list[Base | None] = []
+        for ask in asks:
+            session, last_position = ask.session, ask.row.position - 2
+            seq, last = session.seq, session.last
+            if seq is None or last is None or last[0] != last_position:
+                found.append(None)
+                continue
+            first = self.cache.first_block(seq, last_position + 1)
+            num_entries = max(0, last_position + 1 - first * self.cache.block_size)
+            found.append(Base(seq.block_ids[first:], num_entries, last_position, last[1]))
+        return found

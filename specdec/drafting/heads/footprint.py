@@ -1,0 +1,51 @@
+"""What heads will take of a device's memory, by their files' sizes and configs: no tensor is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from specdec.config.drafter_options import HeadOptions, MedusaOptions
+from specdec.drafting.heads.checkpoint import PICKLED, HeadRefused
+from specdec.drafting.heads.config import read_config
+from specdec.drafting.heads.parts import head_sizes
+from specdec.engine.model.kv_budget import Beside
+
+_SHARED = ("embed_tokens.weight", "lm_head.weight")
+"""What heads may take from their target, each as a copy."""
+
+
+def footprint(heads: Iterable[HeadOptions]) -> Beside:
+    """Of all of these. Files that cannot be read count for nothing: loading says what is wrong with them."""
+    each = [_of(options) for options in heads]
+    return Beside(
+        sum(one.num_bytes for one in each),
+        sum(one.num_embeddings for one in each),
+        sum(one.elements_per_token for one in each),
+    )
+
+
+def _of(options: HeadOptions) -> Beside:
+    folder = Path(options.model).expanduser()
+    try:
+        files = sorted(folder.glob("*.safetensors")) or [folder / name for name in PICKLED if (folder / name).is_file()]
+        num_bytes = sum(file.stat().st_size for file in files)
+        if isinstance(options, MedusaOptions):
+            return Beside(num_bytes)
+        layers = read_config(json.loads((folder / "config.json").read_text(encoding="utf-8"))).layers
+        names = {name.removeprefix("model.") for file in files for name in _names(file)}
+    except (OSError, ValueError, AttributeError, SafetensorError, HeadRefused):
+        return Beside()
+    _, num_kv_heads, head_dim = head_sizes(layers)
+    num_shared = sum(name not in names for name in _SHARED)
+    return Beside(num_bytes, num_shared, 2 * layers.num_hidden_layers * num_kv_heads * head_dim)
+
+
+def _names(file: Path) -> list[str]:
+    if file.suffix != ".safetensors":
+        return []
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())

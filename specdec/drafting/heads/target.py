@@ -1,0 +1,101 @@
+"""What heads need of the target that they sit on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from specdec.drafting.heads.cache import HeadCache
+from specdec.drafting.heads.checkpoint import HeadRefused, read_tensors
+from specdec.drafting.heads.passes import HeadPasses
+from specdec.engine.attention.kv_cache import LayerGeometry
+from specdec.engine.attention.paged import AttentionKernel
+from specdec.engine.attention.torch_kernels import GatherAttention
+from specdec.engine.checkpoints.files import find_model_files
+from specdec.engine.engine import Engine
+from specdec.engine.model.device_choice import device_attention, is_on_gpu
+from specdec.engine.model.linear import make_modules_row_invariant
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.native.kernels import NativeAttention
+from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.tree import MAX_TREE_NODES
+
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight", "embed_tokens.weight")
+_HEADS = ("lm_head.weight",)
+
+
+@dataclass(slots=True)
+class HeadTarget:
+    """A loaded target: its sizes, its engine, its sampler, and the weights that heads share with it."""
+
+    runner: ModelRunner
+    engine: Engine
+    sampler: Sampler
+    _weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of its embedding and columns of its logits."""
+        return self.runner.num_logits
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that a head may be asked for: those of the context, and what is drafted past its end."""
+        return self.runner.max_model_len + 2 * MAX_TREE_NODES
+
+    def place(self, module: nn.Module) -> None:
+        """Put a head where the target computes, in its dtype; on the CPU with its kernels, where there are any."""
+        module.to(self.runner.device, self.runner.dtype)
+        module.eval().requires_grad_(False)
+        if self.runner.kernels is not None:
+            make_modules_row_invariant(module, self.runner.kernels.pack)
+
+    def attention(self, geometries: Sequence[LayerGeometry]) -> AttentionKernel:
+        """The fastest kernel at hand for layers of a head."""
+        if is_on_gpu(self.runner.device):
+            return device_attention(geometries)
+        if self.runner.kernels is not None:
+            return NativeAttention(self.runner.kernels)
+        return GatherAttention()
+
+    def passes(self, cache: HeadCache) -> HeadPasses:
+        """What runs a head's passes over its cache: replays, where the target's steps are replayed."""
+        steps = self.runner.replays
+        if steps is None:
+            return HeadPasses(cache, None)
+        from specdec.drafting.heads.replays import HeadReplays  # a CPU has no triton
+
+        return HeadPasses(cache, HeadReplays(steps, cache, self.runner.dtype))
+
+    def embedding(self, width: int) -> torch.Tensor:
+        """The target's embedding [V, width], from its files. Raises HeadRefused where it is not there or as wide."""
+        return self._checked("embedding", _EMBEDDINGS, width)
+
+    def lm_head(self, width: int) -> torch.Tensor:
+        """The weight [V, width] of the target's logits, its embedding where it has no other. Raises HeadRefused."""
+        return self._checked("lm_head", (*_HEADS, *_EMBEDDINGS), width)
+
+    def _checked(self, what: str, names: Sequence[str], width: int) -> torch.Tensor:
+        weight = self._weights.get(what)
+        if weight is None:
+            weight = self._weights[what] = self._read(what, names)
+        if weight.shape[1] != width:
+            raise HeadRefused(f"the target's {what} has a width of {weight.shape[1]}, the head needs {width}")
+        return weight
+
+    def _read(self, what: str, names: Sequence[str]) -> torch.Tensor:
+        settings = self.runner.settings
+        if settings.load_format == "dummy":
+            raise HeadRefused(f"the target's {what} is not in its files: its weights are made up")
+        directory, _ = find_model_files(settings.model, settings.revision)
+        found: dict[str, torch.Tensor] = {}
+        for file in sorted(Path(directory).glob("*.safetensors")):
+            found |= read_tensors(file, names)
+        for name in names:
+            if name in found:
+                return found[name]
+        raise HeadRefused(f"the target's files have none of {', '.join(names)}, which the head shares")

@@ -1,0 +1,64 @@
+"""All tokens of a block in one pass: masks in place of tokens that are not known yet (PARD, arXiv:2504.18583).
+
+A model trained for it says at a mask what comes after it, given the tokens before the masks. The masks hang below a
+head's last token as nodes that are verified and never accepted, so that no token ever attends to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from specdec.drafting.role.growth import GrowthPolicy
+from specdec.drafting.role.guess import Place
+from specdec.drafting.role.session import DraftSession, Head
+from specdec.engine.tree import TokenTree
+
+
+class MaskBlock:
+    """Hangs masks below heads before a step, and tells afterwards which rows are for which token."""
+
+    def __init__(self, mask_token_id: int, num_tokens: int) -> None:
+        """`num_tokens` of a block, the first of which needs no mask."""
+        self._mask_token_id = mask_token_id
+        self._num_tokens = num_tokens
+
+    def hang(self, places: Sequence[Place], growth: GrowthPolicy) -> None:
+        """Ask for as many tokens of each head that a step may compute as it can have."""
+        for session, head in places:
+            num_masks = min(self._num_tokens, self._room(session, head, growth)) - 1
+            head.seq.tree = TokenTree([self._mask_token_id] * num_masks) if num_masks > 0 else None
+
+    @staticmethod
+    def _room(session: DraftSession, head: Head, growth: GrowthPolicy) -> int:
+        if head.is_over:
+            return 0
+        depth = session.tree.depth(head.node)
+        if session.max_chain is not None:
+            most = min(session.max_chain, growth.max_ahead_tokens)
+        else:
+            most = min(growth.max_depth(session.target_credit), depth + growth.node_limit - len(session.tree))
+        limit = session.body.num_prompt_tokens + session.params.max_tokens
+        return min(most - depth, limit - len(head.seq.token_ids))
+
+
+def rounds_of(places: Sequence[Place], num_masks: Sequence[int]) -> Iterator[list[int]]:
+    """Round by round, whose tokens are to be guessed, as indices of `places`: from its row, then from each mask's.
+
+    Before it is asked for a round, the guesses of the one before hang. Heads that ended, were dropped or have got
+    other tokens than their guesses have no part in further rounds.
+    """
+    lengths = [len(head.seq.token_ids) for _, head in places]
+    yield list(range(len(places)))
+    for number in range(1, 1 + max(num_masks)):
+        going = [
+            index
+            for index, (session, head) in enumerate(places)
+            if num_masks[index] >= number
+            and any(head is other for other in session.heads)
+            and not head.is_over
+            and not head.seq.paused
+            and len(head.seq.token_ids) == lengths[index] + number
+        ]
+        if not going:
+            return
+        yield going

@@ -1,0 +1,184 @@
+"""The sequences that grow the trees: extended by guesses, forked for runners-up, followed or freed at a commit."""
+
+from __future__ import annotations
+
+from specdec.drafting.role.forced import extend_forced
+from specdec.drafting.role.growth import GrowthPolicy
+from specdec.drafting.role.session import DraftSession, Guess, Head
+from specdec.engine.engine import Engine
+from specdec.engine.errors import EngineError
+from specdec.engine.sequence import Sequence
+from specdec.engine.tree import ROOT
+from specdec.wire.sampling_params import VerifyMode
+
+
+class Branches:
+    """Heads of all sessions and the engine's sequences behind them.
+
+    A branch shares its blocks with the head that it was forked from and copies the last one when it first writes.
+    """
+
+    def __init__(self, engine: Engine, max_model_len: int) -> None:
+        self._engine = engine
+        self._max_model_len = max_model_len
+        self._owners: dict[int, tuple[DraftSession, Head]] = {}
+
+    def owner(self, seq: Sequence) -> tuple[DraftSession, Head]:
+        """Whose sequence it is."""
+        return self._owners[seq.seq_id]
+
+    def any_ready(self) -> bool:
+        """Whether a step has anything to compute."""
+        return any(head.seq.is_ready for _, head in self._owners.values())
+
+    def ready_heads(self) -> list[Head]:
+        """Heads for which a step has something to compute."""
+        return [head for _, head in self._owners.values() if head.seq.is_ready]
+
+    def ready_places(self) -> list[tuple[DraftSession, Head]]:
+        """The same, each with its session."""
+        return [owner for owner in self._owners.values() if owner[1].seq.is_ready]
+
+    def ready(self) -> list[DraftSession]:
+        """The sessions for which a step has something to compute."""
+        return list({id(owner): owner for owner, head in self._owners.values() if head.seq.is_ready}.values())
+
+    def plant(self, session: DraftSession, seq: Sequence) -> None:
+        """Give a new session its main head."""
+        self._add(session, Head(seq))
+
+    def free(self, session: DraftSession) -> None:
+        """Free all heads."""
+        for head in session.heads:
+            self._drop(head)
+        session.heads.clear()
+
+    def extend(self, session: DraftSession, head: Head, guess: Guess, draft_us: int, growth: GrowthPolicy) -> None:
+        """Hang a guess below a head, with its runners-up and what must follow it."""
+        num_tokens = len(head.seq.token_ids)
+        parent = head.node
+        is_end = session.ends_choice(guess.token_id, num_tokens + 1)
+        head.node = session.add(parent, guess.token_id, guess.score, is_end, draft_us, guess.sample)
+        for token_id, score in guess.siblings:
+            if len(session.tree) < growth.node_limit:
+                ends = session.ends_choice(token_id, num_tokens + 1)
+                session.add(parent, token_id, score, ends, draft_us, None)
+        try:
+            self._engine.append(head.seq, [guess.token_id])
+        except EngineError:  # the draft's context ends here: the guess stands, nothing can follow it
+            head.node, head.is_over = parent, True
+            return
+        head.is_over = is_end
+        if not is_end:
+            extend_forced(self._engine, growth, session, head)
+
+    def choose(self, session: DraftSession, growth: GrowthPolicy, num_branches: int) -> None:
+        """Decide which heads grow on, and start new ones: as many as `num_branches` beside the main one."""
+        if session.is_suspended or session.is_compiling:
+            session.num_unsent, session.committed_at_s = 0, None
+            for head in session.heads:
+                head.seq.paused = True
+            return
+        is_tree = session.mode is VerifyMode.COUPLED and session.max_chain is None
+        if is_tree and session.may_step and (num_branches or len(session.heads) > 1):
+            self._start(session, growth, num_branches - self._retire(session, growth))
+        for head in session.heads:
+            head.seq.paused = not session.may_step or not _wants_more(session, head, growth)
+
+    def _retire(self, session: DraftSession, growth: GrowthPolicy) -> int:
+        """Free branches that will not grow again; their guesses stay. Returns how many branches are left."""
+        for head in session.heads[1:]:
+            depth, score = session.tree.depth(head.node), session.path_score(head.node)
+            if head.is_over or not growth.grows(depth, score, len(session.tree), session.target_credit):
+                session.heads.remove(head)
+                self._drop(head)
+        return len(session.heads) - 1
+
+    def _start(self, session: DraftSession, growth: GrowthPolicy, num_free: int) -> None:
+        """Fork heads for the likeliest leaves that nobody grows."""
+        if num_free <= 0 or not len(session.tree) or len(session.tree) >= growth.node_limit:
+            return
+        taken = set(session.tree.parents) | {head.node for head in session.heads}
+        max_depth = min(growth.max_depth(session.target_credit), self._max_model_len - 1 - session.num_committed)
+        scores = [note.path_score for note in session.notes]
+        is_closed = [
+            note.is_end or depth >= max_depth for note, depth in zip(session.notes, session.tree.depths, strict=True)
+        ]
+        for leaf in growth.pick_branches(scores, taken, is_closed, num_free):
+            self._fork(session, leaf)
+
+    def follow(self, session: DraftSession, new: list[int]) -> int:
+        """Commit tokens: the head that shares most of them becomes the main one, and holds them all afterwards.
+
+        Returns:
+            How many of the tokens the tree held, from the first one on.
+
+        Raises:
+            SequenceTooLong: the draft's context cannot hold them.
+        """
+        committed = session.num_committed
+        node, num_found = ROOT, 0
+        for token in new:
+            child = session.tree.child(node, token)
+            if child is None:
+                break
+            node, num_found = child, num_found + 1
+        best = max(session.heads, key=lambda head: self._num_shared(head, committed, new))
+        num_shared = self._num_shared(best, committed, new)
+        if num_shared < len(new):
+            self._engine.rollback(best.seq, committed + num_shared)
+            self._engine.append(best.seq, new[num_shared:])
+        survivors = [h for h in session.heads if h is best or self._num_shared(h, committed, new) == len(new)]
+        for head in session.heads:
+            if head not in survivors:
+                self._drop(head)
+        survivors.sort(key=lambda head: (head is not best, head is not session.heads[0]))
+        session.heads = survivors
+        moved = session.reroot(node) if num_found == len(new) else {}
+        if num_found < len(new):
+            session.clear()
+        for head in survivors:
+            if num_shared < len(new):
+                head.node, head.is_over = ROOT, False
+            else:
+                head.node = moved.get(head.node, ROOT)
+        session.num_committed = committed + len(new)
+        return num_found
+
+    def _fork(self, session: DraftSession, leaf: int) -> None:
+        """Start a head at `leaf`: what its path shares with another head's is not computed again."""
+        committed = session.num_committed
+        path = [session.tree.token_ids[node] for node in session.tree.path(leaf)]
+        source = max(session.heads, key=lambda head: self._num_shared(head, committed, path))
+        num_shared = self._num_shared(source, committed, path)
+        seq = self._engine.fork(source.seq)
+        self._engine.rollback(seq, committed + num_shared)
+        self._engine.append(seq, path[num_shared:])
+        self._add(session, Head(seq, leaf))
+
+    def _add(self, session: DraftSession, head: Head) -> None:
+        session.heads.append(head)
+        self._owners[head.seq.seq_id] = (session, head)
+
+    def _drop(self, head: Head) -> None:
+        del self._owners[head.seq.seq_id]
+        self._engine.free(head.seq)
+
+    @staticmethod
+    def _num_shared(head: Head, committed: int, path: list[int]) -> int:
+        """How many leading tokens of `path` the head's sequence holds past the committed ones."""
+        drafted = head.seq.token_ids[committed : committed + len(path)]
+        return next((i for i, (a, b) in enumerate(zip(drafted, path, strict=False)) if a != b), len(drafted))
+
+
+def _wants_more(session: DraftSession, head: Head, growth: GrowthPolicy) -> bool:
+    # Committed tokens are computed at once, also when nothing is to be drafted after them.
+    if head.seq.num_computed_tokens < session.num_committed:
+        return True
+    if head.is_over:
+        return False
+    depth = session.tree.depth(head.node)
+    if session.max_chain is not None:
+        return depth < min(session.max_chain, growth.max_ahead_tokens)
+    score = session.path_score(head.node)
+    return growth.grows(depth, score, len(session.tree), session.target_credit)

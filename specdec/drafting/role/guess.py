@@ -1,0 +1,144 @@
+"""The draft's next token at each place, the runners-up, and how likely each is to be the target's token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from specdec.constraints.grammar.follower import MaskWords, NodeMask
+from specdec.drafting.role.session import DraftSession, Guess, Head
+from specdec.engine.sampling.masks import masked_logits
+from specdec.engine.sampling.rejection import DraftSample
+from specdec.engine.sampling.sampler import RowContext, Sampler
+from specdec.replica.worker.isolation import each_or_halves
+from specdec.wire.sampling_params import VerifyMode
+
+MIN_SIBLING_SCORE = 0.03
+"""A runner-up that is hardly ever right costs the target more than it saves."""
+
+Place = tuple[DraftSession, Head]
+
+
+@dataclass(frozen=True, slots=True)
+class Guesser:
+    """Guesses next tokens from the draft's logits."""
+
+    sampler: Sampler
+    """Applies the target's processing of logits and, in coupled mode, the target's noise."""
+    num_siblings: int
+    """Runners-up offered beside each token in coupled mode. They cost the draft nothing: where the target samples one
+    of them instead, the step commits it and one more token."""
+    num_sparse: int
+    """Rejection mode: size of the distribution that a token is drawn from."""
+
+    def guess_each(
+        self,
+        places: Sequence[Place],
+        rows: Sequence[int],
+        logits: torch.Tensor,
+        on_fault: Callable[[DraftSession, Exception], None],
+    ) -> list[tuple[Place, Guess | None]]:
+        """A guess for each place whose guess can be made; `on_fault` is told of sessions for which that raises.
+
+        Args:
+            places: in any order.
+            rows: of each, the row of `logits` that follows its last token.
+            logits: of a step.
+            on_fault: ends a session.
+        """
+        of_sessions: dict[int, list[int]] = {}
+        for index, (session, _) in enumerate(places):
+            of_sessions.setdefault(id(session), []).append(index)
+
+        def guess(groups: list[list[int]]) -> list[tuple[Place, Guess | None]]:
+            indices = sorted(index for group in groups for index in group)  # in the order of their rows
+            own = [rows[index] for index in indices]
+            some = [places[index] for index in indices]
+            return list(zip(some, self.guess(some, logits if len(own) == len(logits) else logits[own]), strict=True))
+
+        return each_or_halves(
+            list(of_sessions.values()), guess, lambda group, error: on_fault(places[group[0]][0], error)
+        )
+
+    def guess(self, places: Sequence[Place], logits: torch.Tensor) -> list[Guess | None]:
+        """One guess per place from its row of `logits` [R, V]; None where nothing can be drawn from it."""
+        contexts = [row_context(session, head) for session, head in places]
+        masks: dict[int, MaskWords] = {}
+        for row, (session, _) in enumerate(places):
+            if (mask := _mask(session, contexts[row])) is not None and mask.words is not None and mask.words.any():
+                masks[row] = mask.words
+                contexts[row] = replace(contexts[row], must_end=mask.must_end)
+        logits = masked_logits(logits, masks)
+        guesses: dict[int, Guess | None] = {}
+        for mode in VerifyMode:
+            rows = [row for row, (session, _) in enumerate(places) if session.mode is mode]
+            if not rows:
+                continue
+            own, of_rows = logits if len(rows) == len(places) else logits[rows], [contexts[row] for row in rows]
+            if mode is VerifyMode.COUPLED:
+                drawn = self._coupled(own, of_rows)
+            else:
+                drawn = self._rejection(own, of_rows, [places[row][0].chain_id for row in rows])
+            guesses.update(zip(rows, drawn, strict=True))
+        return [guesses[row] for row in range(len(places))]
+
+    def _coupled(self, logits: torch.Tensor, contexts: list[RowContext]) -> list[Guess | None]:
+        drawn = self.sampler.candidates(logits, contexts, 1 + max(1, self.num_siblings))
+        return [guess_of([c.token_id for c in best], [c.score for c in best], self.num_siblings) for best in drawn]
+
+    def _rejection(self, logits: torch.Tensor, contexts: list[RowContext], chains: list[int]) -> list[Guess | None]:
+        samples = self.sampler.draft_sample(logits, contexts, self.num_sparse, chains)
+        return [None if sample is None else guess_of_sample(sample) for sample in samples]
+
+
+def guess_of_sample(sample: DraftSample) -> Guess:
+    """The guess that a draw for rejection verification makes."""
+    return Guess(sample.token_id, 1.0, (), sample)
+
+
+def guess_of(token_ids: Sequence[int], scores: Sequence[float], num_siblings: int) -> Guess | None:
+    """The guess that the best tokens of a draw make, best first; None if there is none.
+
+    Tokens whose score is not above minus infinity (or not a number) are none; they come last.
+    """
+    found = [score for score in scores if score > -math.inf]
+    if not found:
+        return None
+    estimates = _softmax(found)
+    runners_up = zip(token_ids[1 : 1 + num_siblings], estimates[1:], strict=False)
+    siblings = tuple((token_id, estimate) for token_id, estimate in runners_up if estimate >= MIN_SIBLING_SCORE)
+    return Guess(token_ids[0], estimates[0], siblings)
+
+
+def _mask(session: DraftSession, context: RowContext) -> NodeMask | None:
+    """What a session's constraint allows; None: it has none."""
+    if session.grammar is None:
+        return None
+    params = session.params
+    holds_back = params.holds_back(context.position - context.num_prompt_tokens)
+    return session.grammar.mask_after(context.extra_tokens, params.min_tokens_ids if holds_back else ())
+
+
+def row_context(session: DraftSession, head: Head) -> RowContext:
+    """What the sampler must know of the token after a head's."""
+    drafted = tuple(head.seq.token_ids[session.num_committed :])
+    return RowContext(
+        params=session.params,
+        position=session.num_committed + len(drafted),
+        num_prompt_tokens=session.body.num_prompt_tokens,
+        history=session.history,
+        extra_tokens=drafted,
+    )
+
+
+def _softmax(scores: Sequence[float]) -> list[float]:
+    """Of scores with noise: how likely each is to stay the best under a small change of the logits.
+
+    Only the order and the rough size matter: the target learns the acceptance rate of each band of scores.
+    """
+    weights = [math.exp(score - scores[0]) for score in scores]
+    total = sum(weights)
+    return [weight / total for weight in weights]

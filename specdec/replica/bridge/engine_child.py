@@ -1,0 +1,98 @@
+"""The first code of an engine process: `python -m specdec.replica.bridge.engine_child`, started by EngineProcess.
+
+Reads its instructions from standard input, makes sure that it dies with its parent, takes its cores, and
+calls the entry.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib
+import json
+import os
+import socket
+import sys
+from typing import Any, TypedDict
+
+import structlog
+
+from specdec.replica.bridge.frames import EnginePort, FrameKind, PeerGone
+from specdec.replica.bridge.pulse import Pulse
+from specdec.replica.bridge.step_memory import StepMemory
+from specdec.service.parent_process import die_with_parent, leave_signals_to_parent
+from specdec.telemetry import setup_logging
+
+_LAST_FRAMES_S = 2.0
+_ENGINE_EXTRA = frozenset({"accelerate", "llguidance", "numpy", "safetensors", "torch", "transformers"})
+
+
+class EngineInstructions(TypedDict):
+    """What the parent tells."""
+
+    entry: str
+    """module:function, called with the port and the settings."""
+    settings_class: str
+    """module:class, a pydantic model."""
+    settings: str
+    """Its JSON."""
+    socket_fd: int
+    pulse_fd: int
+    step_fd: int
+    parent_pid: int
+    cores: list[int] | None
+    service: str
+    log_level: str
+    log_format: str
+    instance_id: str
+    """Of the servicer's process and its engine together."""
+
+
+def main() -> int:
+    """Runs the entry; 0 when it returns or the servicer is gone, 1 when it fails."""
+    instructions: EngineInstructions = json.load(sys.stdin)
+    die_with_parent(instructions["parent_pid"])
+    leave_signals_to_parent()
+    faulthandler.enable()
+    setup_logging(instructions["service"], instructions["log_level"], instructions["log_format"])
+    if instructions["cores"]:
+        os.sched_setaffinity(0, instructions["cores"])
+    pulse = Pulse(instructions["pulse_fd"])
+    os.close(instructions["pulse_fd"])
+    pulse.start_beating()
+    steps = StepMemory(instructions["step_fd"])
+    os.close(instructions["step_fd"])
+    os.set_inheritable(instructions["socket_fd"], False)
+    port = EnginePort(socket.socket(fileno=instructions["socket_fd"]), instructions["instance_id"], pulse, steps)
+    try:
+        settings = _resolve(instructions["settings_class"]).model_validate_json(instructions["settings"])
+        _resolve(instructions["entry"])(port, settings)
+    except PeerGone:
+        return 0
+    except Exception as error:
+        structlog.get_logger(__name__).exception("engine_failed")
+        port.send(FrameKind.FATAL, payload=_reason(error).encode())
+        return 1
+    finally:
+        port.flush(_LAST_FRAMES_S)
+        port.close()
+    return 0
+
+
+def _reason(error: Exception) -> str:
+    reason = f"{type(error).__name__}: {error}"
+    if isinstance(error, ModuleNotFoundError) and error.name in _ENGINE_EXTRA:
+        return f"{reason}; pip install 'specdec[engine]'"
+    return reason
+
+
+def _resolve(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Tearing torch down takes seconds and can crash; nothing is left that needs it.
+    os._exit(exit_code)

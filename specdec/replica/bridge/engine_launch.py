@@ -1,0 +1,77 @@
+"""Starting an engine process, and saying how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from specdec.replica.bridge.engine_child import EngineInstructions
+from specdec.service.settings import ReplicaServiceSettings
+from specdec.store.settings import StoreSettings
+
+# An engine uses neither the store nor the collector, and gets no secrets.
+_NOT_FOR_ENGINES = {*StoreSettings.model_fields, "otlp_headers"}
+
+
+def launch_engine(
+    entry: str,
+    settings: ReplicaServiceSettings,
+    *,
+    socket_fd: int,
+    pulse_fd: int,
+    step_fd: int,
+    service: str,
+    cores: frozenset[int] | None,
+    instance_id: str,
+) -> subprocess.Popen[bytes]:
+    """Starts `specdec.replica.bridge.engine_child` with an entry.
+
+    A program of its own and not a fork or multiprocessing's spawn: it imports nothing of the servicer.
+
+    Args:
+        entry: what it runs, as module:function.
+        settings: those of the service.
+        socket_fd: its end of the socket, which it inherits.
+        pulse_fd: the memory of its pulse, which it inherits.
+        step_fd: the memory of what it works on, likewise.
+        service: names it in the log.
+        cores: those it is pinned to; None: not pinned.
+        instance_id: of this start.
+    """
+    cls = type(settings)
+    instructions: EngineInstructions = {
+        "entry": entry,
+        "settings_class": f"{cls.__module__}:{cls.__qualname__}",
+        "settings": settings.model_dump_json(exclude=_NOT_FOR_ENGINES),
+        "socket_fd": socket_fd,
+        "pulse_fd": pulse_fd,
+        "step_fd": step_fd,
+        "parent_pid": os.getpid(),
+        "cores": None if cores is None else sorted(cores),
+        "service": service,
+        "log_level": settings.log_level,
+        "log_format": settings.log_format,
+        "instance_id": instance_id,
+    }
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specdec.replica.bridge.engine_child"],
+        stdin=subprocess.PIPE,
+        pass_fds=[socket_fd, pulse_fd, step_fd],
+        env=environment,
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(json.dumps(instructions).encode())
+    return process
+
+
+def describe_exit(code: int) -> str:
+    """What a process' exit code, negative when a signal ended it, means for people."""
+    if code < 0:
+        return f"the engine process was killed by {signal.Signals(-code).name}"
+    return f"the engine process exited with code {code}"

@@ -1,0 +1,224 @@
+"""Relays the frames of gRPC streams to the engine process and back, unopened.
+
+This is on the path of every token, twice per step, so per message there is one queue operation, one system
+call and no task: each stream has one task that reads and one that writes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import structlog
+from google.rpc import status_pb2
+
+from specdec.replica.bridge.engine_process import EngineProcess
+from specdec.replica.bridge.frame_codec import NO_STREAM, report_unit
+from specdec.telemetry import RelayMetrics
+from specdec.v1 import common_pb2
+from specdec.wire.abort import abort_with_status, write_to
+from specdec.wire.errors import InvalidRequest, NotReady, Overloaded, SpecdecError, Unavailable, to_status
+
+_MOST_CALL_BYTES = 64 * 1024
+"""The engine reads a call between two steps."""
+_log = structlog.get_logger(__name__)
+
+
+class StreamRelay:
+    """The handler of a bidirectional method of a replica; registered without (de)serializers."""
+
+    def __init__(
+        self,
+        engine: Callable[[], EngineProcess],
+        metrics: RelayMetrics,
+        stream_buffer_bytes: int,
+        not_ready: Callable[[], NotReady] = lambda: NotReady("the model is loading"),
+    ) -> None:
+        """`engine` says which one new streams go to, `not_ready` what is told while that is none."""
+        self._engine = engine
+        self._not_ready = not_ready
+        self._metrics = metrics
+        self._stream_buffer_bytes = stream_buffer_bytes
+        self._streams: set[_RelayedStream] = set()
+
+    async def handle(self, _requests: Any, context: grpc.aio.ServicerContext) -> None:
+        """Relays one stream until either side ends it. Raises NotReady before the engine is ready."""
+        engine = self._engine()
+        if not engine.is_ready:
+            raise self._not_ready()
+        stream = _RelayedStream(engine, context, self._metrics, self._stream_buffer_bytes)
+        self._streams.add(stream)
+        self._metrics.streams.inc()
+        try:
+            await stream.run()
+        finally:
+            self._streams.discard(stream)
+            self._metrics.streams.dec()
+
+    def end_streams(self, error: SpecdecError) -> None:
+        """Ends all open streams with an error, after what was queued for them is written."""
+        for stream in self._streams:
+            stream.on_abort(to_status(error))
+
+
+class _RelayedStream:
+    """One stream: the calling task writes, one more reads."""
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        context: grpc.aio.ServicerContext,
+        metrics: RelayMetrics,
+        buffer_bytes: int,
+    ) -> None:
+        self._engine = engine
+        self._context = context
+        self._metrics = metrics
+        self._buffer_bytes = buffer_bytes
+        self._stream_id = NO_STREAM
+        self._queue: deque[bytes] = deque()
+        self._num_queued_bytes = 0
+        self._wake: asyncio.Future[None] | None = None
+        self._is_ending = False
+        self._status: status_pb2.Status | None = None
+
+    async def run(self) -> None:
+        """Relays until the peer, the engine or an error ends the stream."""
+        self._stream_id = self._engine.open_stream(self, self._context.peer())
+        reader = asyncio.create_task(self._read())
+        outcome = "cancelled"
+        try:
+            await self._write()
+            outcome = "closed" if self._status is None else "aborted"
+        finally:
+            self._engine.close_stream(self._stream_id)
+            reader.cancel()
+            self._metrics.stream_ends.labels(outcome).inc()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reader
+        if self._status is not None:
+            await abort_with_status(self._context, self._status)
+
+    def on_message(self, payload: bytes) -> None:
+        """Queues a response; when the peer is too far behind, the stream is aborted instead.
+
+        That is the last resort: an engine hands out no more than is taken.
+        """
+        if self._is_ending:
+            return
+        if self._num_queued_bytes > self._buffer_bytes:
+            # The write under way ends when the peer reads or is gone; the engine need not wait for that.
+            self._queue.clear()
+            self._engine.close_stream(self._stream_id)
+            self.on_abort(to_status(Overloaded("responses are not being read", reason="STREAM_NOT_READ")))
+            return
+        self._num_queued_bytes += len(payload)
+        self._queue.append(payload)
+        self._wake_writer()
+
+    def on_abort(self, status: status_pb2.Status) -> None:
+        """Ends the stream with a status, after what is queued."""
+        if not self._is_ending:
+            self._status = status
+            self._end()
+
+    def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
+        """Ends the stream; the peer may try another replica, or this one once it is restarted."""
+        error = Unavailable(reason, reason=end.reason)
+        error.attached.append(end)
+        self.on_abort(to_status(error))
+
+    def _end(self) -> None:
+        self._is_ending = True
+        self._wake_writer()
+
+    def _wake_writer(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    async def _write(self) -> None:
+        loop = asyncio.get_running_loop()
+        queue = self._queue
+        count = self._metrics.messages.labels("out")
+        count_bytes = self._metrics.message_bytes.labels("out")
+        unit_bytes = report_unit(self._buffer_bytes)
+        num_taken_bytes = 0
+        while True:
+            while queue:
+                payload = queue.popleft()
+                await write_to(self._context, payload)
+                self._num_queued_bytes -= len(payload)
+                num_taken_bytes += len(payload)
+                if num_taken_bytes >= unit_bytes:
+                    self._engine.tell_taken(self._stream_id, num_taken_bytes)
+                    num_taken_bytes = 0
+                count.inc()
+                count_bytes.inc(len(payload))
+            if self._is_ending:
+                return
+            self._wake = loop.create_future()
+            await self._wake
+            self._wake = None
+
+    async def _read(self) -> None:
+        count = self._metrics.messages.labels("in")
+        count_bytes = self._metrics.message_bytes.labels("in")
+        try:
+            while True:
+                payload: Any = await self._context.read()
+                if payload is grpc.aio.EOF:
+                    break
+                await self._engine.send_message(self._stream_id, payload)
+                count.inc()
+                count_bytes.inc(len(payload))
+        except grpc.RpcError as error:
+            _log.info("stream_broken", stream_id=self._stream_id, error=str(error))
+        finally:
+            self._end()
+
+
+class RelayedCall:
+    """A unary call that the engine answers, neither request nor answer opened; `run` once."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        """Ask nothing yet."""
+        self._engine = engine
+        self._answer: asyncio.Future[bytes | status_pb2.Status] = asyncio.get_running_loop().create_future()
+
+    async def run(self, request: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        """The engine's answer; ends the call with the engine's status where that is what it says.
+
+        When the caller goes away the engine is told. Raises InvalidRequest: the request is too long.
+        """
+        if len(request) > _MOST_CALL_BYTES:
+            raise InvalidRequest("request", f"has {len(request)} bytes, at most {_MOST_CALL_BYTES} are taken")
+        call_id = self._engine.open_call(self, request)
+        try:
+            answer = await self._answer
+        finally:
+            self._engine.close_stream(call_id)
+        if isinstance(answer, bytes):
+            return answer
+        await abort_with_status(context, answer)
+
+    def on_message(self, payload: bytes) -> None:
+        """The answer; see `StreamSink`."""
+        self._end(payload)
+
+    def on_abort(self, status: status_pb2.Status) -> None:
+        """It is refused; see `StreamSink`."""
+        self._end(status)
+
+    def on_engine_gone(self, end: common_pb2.EngineEnd, reason: str) -> None:
+        """It will not be answered; see `StreamSink`."""
+        error = Unavailable(reason, reason=end.reason)
+        error.attached.append(end)
+        self._end(to_status(error))
+
+    def _end(self, answer: bytes | status_pb2.Status) -> None:
+        if not self._answer.done():
+            self._answer.set_result(answer)

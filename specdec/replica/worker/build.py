@@ -1,0 +1,240 @@
+"""Loads a model, puts its engine together, and runs a role over it: the same for both roles."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import structlog
+
+from specdec import __version__
+from specdec.config import DraftSettings, TargetSettings
+from specdec.config.drafter_options import HeadOptions
+from specdec.constraints.grammar.compiler import GrammarCompiler
+from specdec.constraints.grammar.source import CONSTRAINTS_ID
+from specdec.drafting.heads.footprint import footprint
+from specdec.drafting.heads.target import HeadTarget
+from specdec.engine.block_pool import BlockPool
+from specdec.engine.checkpoints.files import parallel_mask
+from specdec.engine.drawing.native import DrawingDecoder
+from specdec.engine.drawing.rows import Drawing
+from specdec.engine.engine import Engine
+from specdec.engine.errors import EngineError, ModelLoadError, ModelNotSupported
+from specdec.engine.leading_runner import LeadingRunner
+from specdec.engine.model.device_choice import is_on_gpu
+from specdec.engine.model.kv_budget import CAPTURE_BYTES, Beside
+from specdec.engine.model.runner import ModelRunner
+from specdec.engine.sampling.sampler import Sampler
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.settings import EngineSettings
+from specdec.replica.bridge.frames import EnginePort, FrameKind
+from specdec.replica.worker.entry import make_host, report_fatal, serve
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.ranks import Ranks, lead_ranks
+from specdec.replica.worker.role import Role, Wire
+from specdec.replica.worker.sessions import SessionT
+from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import most_entry_bytes, opening_bytes
+
+_TOKENIZER_CHUNK_BYTES = 1 << 20
+_MOST_STEP_S = 2.0
+"""What becomes of sessions is told between steps; of which nothing is heard for twice as long, coordinators move."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine ready to step, its sampler, and what it serves."""
+
+    engine: Engine
+    sampler: Sampler
+    info: pb.GetReplicaInfoResponse
+    full_step_s: float = 0.0
+    """What a step of as many rows as are allowed may take, by what warming up took for a few: no less than it does,
+    mostly, as the cost of a row falls with their number."""
+    drawing: Drawing | None = None
+    """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
+    grammars: GrammarCompiler | None = None
+    """Compiles constraints; None where the tokenizer allows none."""
+    heads: HeadTarget | None = None
+    """What heads over hidden states sit on; None where no model runs."""
+    model: ModelRunner | None = None
+    """What runs the model in this process; None where none runs."""
+    mask_token_id: int | None = None
+    """Of a draft that says several tokens in one pass: what stands for one that is not known yet."""
+    awaited_bytes: int = 0
+    """What heads, which are loaded after this, and captures that wait for them will take of the device's memory."""
+
+    @property
+    def row_edges(self) -> tuple[int, ...]:
+        """Numbers of rows, rising, that steps are padded to: rows up to the next one are free; empty where none are,
+        as after captures that failed, which with heads come later than this is built."""
+        return () if self.model is None else self.model.row_edges
+
+
+def build_engine(
+    settings: TargetSettings | DraftSettings,
+    port: EnginePort | None = None,
+    ranks: Ranks | None = None,
+    others_bytes: int = 0,
+) -> BuiltEngine:
+    """Load, prove and warm the model, together with the other ranks if there are any; send its tokenizer to the
+    servicer, if there is one. Of a GPU's memory its KV cache leaves `others_bytes` to others in this process.
+
+    Raises:
+        ModelNotSupported, ModelLoadError: with a reason for people.
+        EngineError: no message would hold a session that fills the context.
+    """
+    awaited = _heads_of(settings)
+    of_heads = footprint(awaited)
+    beside = replace(of_heads, num_bytes=of_heads.num_bytes + others_bytes)
+    runner = ModelRunner.load(settings, None if ranks is None else ranks.join(), beside)
+    # With heads steps hand out hidden states: those are captured when it is known which.
+    row_s = runner.warmup(captures=ranks is not None or not awaited)
+    max_batch_tokens = most_rows(settings, row_s)
+    salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
+    pool = BlockPool(runner.num_blocks, runner.block_size, salt)
+    # A sequence that fills the whole cache can still run; a longer one never could.
+    max_model_len = min(runner.max_model_len, runner.num_blocks * runner.block_size)
+    scheduler = Scheduler(pool, max_batch_tokens, settings.max_batch_seqs, max_model_len)
+    sampler = Sampler(runner.vocab_size, runner.device)
+    if is_on_gpu(runner.device):
+        from specdec.engine.cuda.cuts import compile_draws  # a CPU has no triton
+
+        compile_draws(runner.num_logits, runner.vocab_size, runner.device)
+    grammars = _grammars(runner)
+    identity = pb.ModelIdentity(
+        name=settings.served_name,
+        revision=runner.identity.revision,
+        architecture=runner.identity.architecture,
+        weights_digest=runner.identity.weights_digest,
+        tokenizer_digest=runner.identity.tokenizer_digest,
+        numerics_id=runner.numerics_id,
+        row_invariant=runner.row_invariant,
+        vocab_size=runner.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=runner.eos_token_ids,
+        num_parameters=runner.num_parameters,
+        dtype=runner.identity.dtype,
+        device=str(runner.device),
+        constraints_id="" if grammars is None else CONSTRAINTS_ID,
+    )
+    check_openings(identity, settings.max_message_bytes)
+    if port is not None:
+        _send_tokenizer(runner, port)
+    info = pb.GetReplicaInfoResponse(
+        identity=identity, version=__version__, max_message_bytes=settings.max_message_bytes
+    )
+    mask_token_id = None
+    if isinstance(settings, DraftSettings):
+        mask_token_id = parallel_mask(settings.model, settings.revision, settings.parallel_drafting, runner.num_logits)
+    steps = runner if ranks is None else LeadingRunner(runner, ranks.connections)
+    drawing = _drawing(runner, sampler) if ranks is None and mask_token_id is None else None
+    engine = Engine(steps, pool, scheduler)
+    if isinstance(settings, TargetSettings) and is_on_gpu(runner.device):
+        engine.launch_pass = steps.launch
+    heads = HeadTarget(runner, engine, sampler)
+    verify_s = row_s * max_batch_tokens
+    return BuiltEngine(
+        engine,
+        sampler,
+        info,
+        verify_s,
+        drawing,
+        grammars,
+        heads,
+        runner,
+        mask_token_id,
+        awaited_bytes=_awaited_bytes(runner, of_heads) if awaited else 0,
+    )
+
+
+def _awaited_bytes(runner: ModelRunner, of_heads: Beside) -> int:
+    weights = of_heads.weight_bytes(runner.num_logits, runner.hidden_size, runner.dtype)
+    return weights + of_heads.cache_bytes(runner.num_blocks * runner.block_size, runner.dtype) + CAPTURE_BYTES
+
+
+def _heads_of(settings: TargetSettings | DraftSettings) -> list[HeadOptions]:
+    """What will be loaded on top of this engine, and read its hidden states."""
+    drafters = settings.drafters if isinstance(settings, TargetSettings) else ()
+    return [each for each in drafters if isinstance(each, HeadOptions)]
+
+
+def _drawing(runner: ModelRunner, sampler: Sampler) -> Drawing | None:
+    if sampler.is_native and runner.fused is not None:
+        return DrawingDecoder(*runner.fused, runner.vocab_size)
+    if runner.replayed is None:
+        return None
+    from specdec.engine.drawing.device import DeviceDrawing  # a CPU has no triton
+
+    return DeviceDrawing(*runner.replayed, runner.vocab_size, runner.max_model_len, sampler)
+
+
+def _grammars(runner: ModelRunner) -> GrammarCompiler | None:
+    try:
+        return GrammarCompiler(runner.tokenizer_json, runner.vocab_size, tuple(runner.eos_token_ids))
+    except ValueError as error:
+        structlog.get_logger("specdec.replica.worker").info("no_constraints", error=str(error))
+        return None
+
+
+def most_rows(settings: EngineSettings, row_s: float) -> int:
+    """Rows of a step: `max_batch_tokens`, but on slow machines no more than are computed in two seconds.
+
+    All sessions that a step may have get one row, however long that takes.
+    """
+    if row_s * settings.max_batch_tokens <= _MOST_STEP_S:
+        return settings.max_batch_tokens
+    return min(settings.max_batch_tokens, max(settings.max_batch_seqs, int(_MOST_STEP_S / row_s)))
+
+
+def check_openings(identity: pb.ModelIdentity, max_message_bytes: int) -> None:
+    """Raise EngineError where no message would hold a session that fills the context."""
+    needed = opening_bytes(identity.max_model_len, identity.vocab_size)
+    if needed > most_entry_bytes(max_message_bytes):
+        raise EngineError(
+            f"max_message_bytes: {max_message_bytes} is too small for a context of {identity.max_model_len} tokens: to "
+            f"open a session takes up to {needed} bytes; raise it, or lower max_model_len"
+        )
+
+
+def _send_tokenizer(runner: ModelRunner, port: EnginePort) -> None:
+    content = runner.tokenizer_json.encode()
+    config = json.dumps(runner.tokenizer_config, default=str)
+    for start in range(0, max(1, len(content)), _TOKENIZER_CHUNK_BYTES):
+        piece = pb.GetTokenizerResponse(
+            tokenizer_json=content[start : start + _TOKENIZER_CHUNK_BYTES],
+            tokenizer_config="" if start else config,
+        )
+        port.send(FrameKind.TOKENIZER, payload=piece.SerializeToString())
+
+
+def run_role(
+    port: EnginePort,
+    settings: TargetSettings | DraftSettings,
+    wire: Wire,
+    service: str,
+    make_role: Callable[[SessionHost[SessionT], BuiltEngine], Role[SessionT]],
+    adapt: Callable[[BuiltEngine], BuiltEngine] = lambda built: built,
+) -> None:
+    """Load the model, announce it, and run the role until the servicer goes or says stop.
+
+    `adapt` may put something between the model and the role, and raise what loading a model raises.
+    With several ranks this process is rank 0, and starts the others, whose logs are those of ``service``-rank-N.
+    Raises ``RankLost`` when one of them ends.
+    """
+
+    def report(reason: str) -> None:
+        report_fatal(port, reason)
+
+    with contextlib.ExitStack() as stack:
+        try:
+            ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format, report))
+            built = adapt(build_engine(settings, port, ranks))
+            host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
+            role = make_role(host, built)
+        except (ModelNotSupported, ModelLoadError, EngineError) as error:
+            report(str(error))
+            return
+        serve(port, settings, wire, built.info, host, role, built.full_step_s)

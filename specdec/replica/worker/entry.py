@@ -1,0 +1,60 @@
+"""The last part of an engine process' start, and its life: it says what it serves, and loops."""
+
+from __future__ import annotations
+
+import gc
+
+import structlog
+
+from specdec.config import DraftSettings, TargetSettings
+from specdec.replica.bridge.frames import EnginePort, FrameKind
+from specdec.replica.worker.host import SessionHost
+from specdec.replica.worker.loop import EngineWorker
+from specdec.replica.worker.pending_responses import ResponseLimits
+from specdec.replica.worker.role import Role, Wire
+from specdec.replica.worker.sessions import SessionT
+from specdec.v1 import common_pb2 as pb
+
+FLUSH_TIMEOUT_S = 2.0
+
+
+def report_fatal(port: EnginePort, reason: str) -> None:
+    """Tell the servicer why there will be no engine."""
+    port.send(FrameKind.FATAL, payload=reason.encode())
+    port.flush(FLUSH_TIMEOUT_S)
+
+
+def make_host(
+    port: EnginePort, settings: TargetSettings | DraftSettings, wire: Wire, info: pb.GetReplicaInfoResponse
+) -> SessionHost[SessionT]:
+    """The host that a role over this port is made with; `info` gets the name of this start."""
+    info.instance_id = port.instance_id
+    limits = ResponseLimits(settings.max_message_bytes, settings.stream_buffer_bytes)
+    return SessionHost[SessionT](port, wire, info.identity, settings.session_ttl_s, limits, port.steps)
+
+
+def serve(
+    port: EnginePort,
+    settings: TargetSettings | DraftSettings,
+    wire: Wire,
+    info: pb.GetReplicaInfoResponse,
+    host: SessionHost[SessionT],
+    role: Role[SessionT],
+    full_step_s: float = 0.0,
+) -> None:
+    """Announce what is served, and run the role until the servicer goes or says stop.
+
+    `full_step_s` is what the longest turn may take.
+    """
+    identity = info.identity
+    traces = settings.otlp_endpoint is not None
+    worker = EngineWorker(port, wire, info, host, role, traces=traces, pulse=port.pulse)
+    port.pulse.expect_turn(full_step_s)
+    log = structlog.get_logger("specdec.replica.worker")
+    log.info("ready", model=identity.name, numerics_id=identity.numerics_id, row_invariant=identity.row_invariant)
+    info.load.CopyFrom(role.load())
+    gc.collect()
+    gc.freeze()  # what the model brought stays for good: collections need not walk it between steps
+    port.send(FrameKind.READY, payload=info.SerializeToString())
+    worker.run()
+    port.flush(FLUSH_TIMEOUT_S)

@@ -1,0 +1,107 @@
+"""A replica's sessions as its role and its loop share them: which there are, what owners are told, how sessions end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic
+
+import structlog
+
+from specdec.replica.bridge.engine_answers import EngineAnswers
+from specdec.replica.bridge.frames import EnginePort, FrameKind
+from specdec.replica.bridge.step_memory import StepMemory
+from specdec.replica.worker.errors import FaultLog, SessionFailure
+from specdec.replica.worker.pending_responses import PendingResponses, ResponseLimits
+from specdec.replica.worker.role import Wire
+from specdec.replica.worker.sessions import EngineSession, EngineSessionTable, Owner, SessionT
+from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import most_entry_bytes
+
+_MAX_PIECE_BYTES = 256 * 1024
+"""What others are decided meanwhile does not wait for long behind it."""
+
+
+class SessionHost(Generic[SessionT]):
+    """What a role is made with: it emits results of its sessions here, and says when it has closed one.
+
+    It knows no role: whoever ends a session closes it at the role first (`EngineWorker`, or the role itself), then
+    tells the host by `ended` or `failed`.
+    """
+
+    def __init__(
+        self,
+        port: EnginePort,
+        wire: Wire,
+        identity: pb.ModelIdentity,
+        session_ttl_s: float,
+        limits: ResponseLimits | None = None,
+        steps: StepMemory | None = None,
+    ) -> None:
+        """`steps` is where the loop and the role note which sessions they are at work for."""
+        self.sessions = EngineSessionTable[SessionT](session_ttl_s)
+        self.responses = PendingResponses(port, wire, limits or ResponseLimits())
+        self.faults = FaultLog()
+        self.answers = EngineAnswers()
+        self.steps = steps or StepMemory()
+        self.sends_later = False
+        """What the last step decided is sent when the next one is launched, which is due at once. The role says so."""
+        self.is_beside = False
+        """A device computes a step: what arrives is for the next one. The loop says so."""
+        self.before_send: Callable[[], None] = lambda: None
+        """Of the role: called before owners are told what was decided."""
+        self.send_results: Callable[[], None] = lambda: None
+        """Of the loop: sends what has been decided. For a role whose step a device is computing."""
+        self.take_frames: Callable[[float, Callable[[], bool]], None] = lambda until_s, is_done: None
+        """Of the loop: handles what has arrived and what arrives until a time (monotonic), or until it is told that the
+        device is done. Likewise."""
+        self._port = port
+        self._wire = wire
+        self._identity = identity
+        self._log = structlog.get_logger("specdec.replica.worker")
+
+    def emit(self, session: SessionT, **body: Any) -> None:
+        """Queue a result for the session's owner; dropped when its stream is broken (attach resends)."""
+        if session.owner.stream_id is not None:
+            self.responses.add(session.owner.stream_id, session.session_id, session.epoch, **body)
+
+    def piece_bytes(self, owner: Owner) -> int:
+        """How large a piece of something large may be, so that it fits into a message to an owner with others."""
+        return min(_MAX_PIECE_BYTES, most_entry_bytes(owner.message_bytes) // 2)
+
+    def refuse(self, stream_id: int, session_id: str, epoch: int, failure: SessionFailure) -> None:
+        """Tell who asked for a session why there is none."""
+        self.responses.add(stream_id, session_id, epoch, error=_session_error(failure))
+
+    def ended(self, session: SessionT, reason: str) -> None:
+        """Forget a session that its role has closed; `reason` is for its trace."""
+        self.sessions.remove(session)
+        self.tell_trace(session, reason)
+
+    def failed(self, session: SessionT, failure: SessionFailure) -> None:
+        """Forget a session that its role has closed because of an error, and tell its owner."""
+        self._log.warning("session_failed", **session.log_fields, reason=failure.reason, error=str(failure))
+        self.emit(session, error=_session_error(failure))
+        if session.trace is not None:
+            session.trace.attributes["error.type"] = failure.reason
+        self.ended(session, "failed")
+
+    def tell_trace(self, session: EngineSession, reason: str) -> None:
+        """Tell the servicer of a session that ends, if it is traced."""
+        if session.trace is None:
+            return
+        session.trace.attributes.update(
+            {
+                "gen_ai.request.model": self._identity.name,
+                "specdec.session_id": session.session_id,
+                "specdec.epoch": session.epoch,
+                "specdec.device": self._identity.device,
+                "specdec.numerics_id": self._identity.numerics_id,
+                "specdec.end_reason": reason,
+            }
+        )
+        told = session.trace.encode(self._wire.span_name, self._wire.last_phase)
+        self._port.send(FrameKind.SESSION_SPAN, payload=told)
+
+
+def _session_error(failure: SessionFailure) -> pb.SessionError:
+    return pb.SessionError(status=failure.to_status(), expected_position=failure.expected_position)

@@ -1,0 +1,219 @@
+"""What waits for coordinators: everything decided for one of them leaves in one message, or in several bounded ones.
+
+Two bounds hold for each stream. No message is larger than its coordinator takes. And no more is handed to the servicer
+than that has room for: the servicer tells what the coordinator has taken, and what is decided meanwhile waits here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.rpc import code_pb2
+
+from specdec.replica.bridge.frames import EnginePort, FrameKind, report_unit
+from specdec.replica.worker.errors import SessionFailure, stream_status
+from specdec.replica.worker.role import Wire
+from specdec.v1 import common_pb2 as pb
+from specdec.wire.message_sizes import cut, frame_bytes, most_bytes, most_entry_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseLimits:
+    """Bounds, in bytes; see the settings of the same names."""
+
+    max_message_bytes: int = 16 * 2**20
+    """Of coordinators that do not tell what they take."""
+    stream_buffer_bytes: int = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """A result that no message to its coordinator holds. It was dropped, with what followed it of the session."""
+
+    stream_id: int
+    session_id: str
+    epoch: int
+    num_bytes: int
+    most_bytes: int
+
+    @property
+    def failure(self) -> SessionFailure:
+        """Why the session ends, and it alone."""
+        message = f"a result of {self.num_bytes} bytes is more than the {self.most_bytes} that the coordinator takes"
+        return SessionFailure(code_pb2.FAILED_PRECONDITION, "MESSAGE_TOO_LARGE", f"max_message_bytes: {message}")
+
+
+@dataclass(slots=True)
+class _Stream:
+    message_bytes: int
+    """The largest message that its coordinator takes."""
+    results: list[Any] = field(default_factory=list)
+    attached: pb.Attached | None = None
+    waiting: deque[bytes] = field(default_factory=deque)
+    """Messages that the servicer has no room for."""
+    num_untaken_bytes: int = 0
+    """Of messages that the servicer has, as far as it has told."""
+    num_waiting_bytes: int = 0
+    full_since_s: float = 0.0
+    """When messages began to wait, or some were taken last; on the loop's clock."""
+
+
+class PendingResponses:
+    """Results, and answers to an attach, by stream."""
+
+    def __init__(self, port: EnginePort, wire: Wire, limits: ResponseLimits) -> None:
+        self.full: set[int] = set()
+        """Streams whose coordinators must read before more is handed out."""
+        self._port = port
+        self._wire = wire
+        self._limits = limits
+        self._window_bytes = limits.stream_buffer_bytes // 2
+        self._unit_bytes = report_unit(limits.stream_buffer_bytes)
+        self._streams: dict[int, _Stream] = {}
+
+    def opened(self, stream_id: int, told_bytes: int) -> int:
+        """A coordinator attached, and told how large messages may be (0: it did not); returns how large they may be."""
+        stream = self._stream(stream_id)
+        stream.message_bytes = most_bytes(told_bytes, self._limits.max_message_bytes)
+        return stream.message_bytes
+
+    def add(self, stream_id: int, session_id: str, epoch: int, **body: Any) -> None:
+        """Queue a result; `body` is the one field of its oneof."""
+        self._stream(stream_id).results.append(self._wire.result(session_id=session_id, epoch=epoch, **body))
+
+    def attached(self, stream_id: int, answer: pb.Attached) -> None:
+        """Queue the answer to an attach; it leads the stream's next message."""
+        self._stream(stream_id).attached = answer
+
+    @property
+    def streams(self) -> set[int]:
+        """Those for which something waits to be put into messages."""
+        return {stream_id for stream_id, s in self._streams.items() if s.results or s.attached is not None}
+
+    @property
+    def has_attached(self) -> bool:
+        """Whether an attach waits for its answer, which comes with a report of the load."""
+        return any(stream.attached is not None for stream in self._streams.values())
+
+    def drop(self, stream_id: int) -> None:
+        """Forget what waits for a stream that has ended."""
+        self._streams.pop(stream_id, None)
+        self.full.discard(stream_id)
+
+    def abort(self, stream_id: int, code: int, reason: str, message: str) -> None:
+        """End a stream with a status; what waits for it is dropped."""
+        self.drop(stream_id)
+        self._port.send(FrameKind.STREAM_ABORT, stream_id, stream_status(code, reason, message).SerializeToString())
+
+    def taken(self, stream_id: int, num_bytes: int, now_s: float) -> None:
+        """A coordinator has taken so much more of its stream: hand out what there is room for now."""
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            return
+        stream.num_untaken_bytes = max(0, stream.num_untaken_bytes - num_bytes)
+        stream.full_since_s = now_s
+        while stream.waiting and self._has_room(stream, len(stream.waiting[0])):
+            message = stream.waiting.popleft()
+            stream.num_waiting_bytes -= len(message)
+            self._hand_out(stream_id, stream, message)
+        if not stream.waiting:
+            self.full.discard(stream_id)
+
+    def waiting_bytes(self, stream_id: int) -> int:
+        """Of messages that the servicer has no room for."""
+        stream = self._streams.get(stream_id)
+        return 0 if stream is None else stream.num_waiting_bytes
+
+    def not_read(self, now_s: float, patience_s: float) -> list[int]:
+        """Full streams of which nothing was taken for so long."""
+        return [stream_id for stream_id in self.full if now_s - self._streams[stream_id].full_since_s >= patience_s]
+
+    def flush(
+        self,
+        streams: Iterable[int],
+        now_s: float,
+        load: pb.LoadReport | None,
+        load_on_attach: pb.LoadReport | None = None,
+    ) -> list[TooLarge]:
+        """Send each of the streams what waits for it; returns what cannot be sent.
+
+        `load` goes along if there is a report of it; a stream that has just attached gets `load_on_attach`.
+        """
+        too_large: list[TooLarge] = []
+        for stream_id in streams:
+            stream = self._stream(stream_id)
+            for message in self._messages(stream_id, stream, load, load_on_attach, too_large):
+                if not stream.waiting and self._has_room(stream, len(message)):
+                    self._hand_out(stream_id, stream, message)
+                    continue
+                if not stream.waiting:
+                    stream.full_since_s = now_s
+                    self.full.add(stream_id)
+                stream.waiting.append(message)
+                stream.num_waiting_bytes += len(message)
+        return too_large
+
+    def _messages(
+        self,
+        stream_id: int,
+        stream: _Stream,
+        load: pb.LoadReport | None,
+        load_on_attach: pb.LoadReport | None,
+        too_large: list[TooLarge],
+    ) -> Iterable[bytes]:
+        results, stream.results = stream.results, []
+        first = self._wire.response()
+        told = load
+        if stream.attached is not None:
+            first.attached.CopyFrom(stream.attached)
+            stream.attached, told = None, load_on_attach
+        if told is not None:
+            first.load.CopyFrom(told)
+        whole = self._wire.response(results=results)
+        whole.MergeFrom(first)
+        message = whole.SerializeToString()
+        most = frame_bytes(stream.message_bytes)
+        if len(message) <= most:
+            return [message]
+        kept, sizes = self._that_fit(stream_id, stream, results, too_large)
+        messages = [self._wire.response(results=kept[piece]).SerializeToString() for piece in cut(sizes, most)]
+        return [first.SerializeToString(), *messages] if first.ByteSize() else messages
+
+    def _that_fit(
+        self, stream_id: int, stream: _Stream, results: list[Any], too_large: list[TooLarge]
+    ) -> tuple[list[Any], list[int]]:
+        """The results that can be sent, and their sizes; nothing of a session follows what cannot."""
+        most = most_entry_bytes(stream.message_bytes)
+        kept: list[Any] = []
+        sizes: list[int] = []
+        cut_off: set[tuple[str, int]] = set()
+        for result in results:
+            size = result.ByteSize()
+            opening = (result.session_id, result.epoch)
+            if opening in cut_off:
+                continue
+            if size > most:
+                cut_off.add(opening)
+                too_large.append(TooLarge(stream_id, *opening, size, most))
+                continue
+            kept.append(result)
+            sizes.append(size)
+        return kept, sizes
+
+    def _has_room(self, stream: _Stream, num_bytes: int) -> bool:
+        """What the servicer has left to tell of is less than a unit, so with no more than that it has nothing."""
+        untaken = stream.num_untaken_bytes
+        return untaken <= self._unit_bytes or untaken + num_bytes <= self._window_bytes
+
+    def _hand_out(self, stream_id: int, stream: _Stream, message: bytes) -> None:
+        stream.num_untaken_bytes += len(message)
+        self._port.send(FrameKind.MESSAGE, stream_id, message)
+
+    def _stream(self, stream_id: int) -> _Stream:
+        stream = self._streams.get(stream_id)
+        if stream is None:
+            stream = self._streams[stream_id] = _Stream(self._limits.max_message_bytes)
+        return stream

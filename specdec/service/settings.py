@@ -1,0 +1,181 @@
+"""Settings that every service has: where it listens, logs, TLS, keepalive, message limits, shutdown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_settings import NoDecode
+
+from specdec.service.affinity import parse_cores
+from specdec.store.settings import StoreSettings
+from specdec.telemetry.tracing_settings import TracingSettings
+from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
+
+
+def _check_cores(value: str) -> str:
+    if value not in ("auto", "off"):
+        parse_cores(value)
+    return value
+
+
+def _split_commas(value: Any) -> Any:
+    if isinstance(value, str):
+        return [item.strip() for item in value.split(",") if item.strip()]
+    return value
+
+
+Cores = Annotated[str, BeforeValidator(_check_cores)]
+Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
+
+
+class WireSettings(BaseModel):
+    """What both ends of a connection set alike."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    max_message_bytes: int = Field(
+        default=16 * 1024 * 1024,
+        ge=MIN_MESSAGE_BYTES,
+        le=128 * 1024 * 1024,
+        description="Largest gRPC message that is taken; peers are told. At a target or a draft it must hold a session "
+        "with all tokens of the context.",
+    )
+    keepalive_time_s: float = Field(default=2.0, ge=1, description="Ping a silent peer after this long.")
+    keepalive_timeout_s: float = Field(
+        default=3.0,
+        ge=0.1,
+        description="A peer that owes the answer to a ping this long is gone: its silence shows after the sum of both.",
+    )
+
+
+class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
+    """What every service has. Invalid values raise pydantic.ValidationError, which names the setting."""
+
+    host: str = Field(default="0.0.0.0", min_length=1, description="Address to listen on.")
+    port: int = Field(default=50051, ge=0, le=65535, description="Port of the gRPC server; 0 takes a free one.")
+    metrics_port: int | None = Field(
+        default=9090,
+        ge=0,
+        le=65535,
+        description="Port of Prometheus /metrics; 0 takes a free one, null is off.",
+    )
+    health_port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Plaintext port with gRPC health only, for probes, which cannot speak TLS; null is off.",
+    )
+    reflection: bool = Field(default=True, description="Serve gRPC reflection.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="Least level.")
+    log_format: Literal["json", "console"] = Field(default="json", description="One JSON object a line, or text.")
+
+    drain_s: float = Field(
+        default=30.0, ge=0, description="On SIGTERM: how long running work may go on before it is cut off."
+    )
+    stop_grace_s: float = Field(default=2.0, ge=0, description="After draining: how long open calls may still take.")
+
+    tls_cert_file: Path | None = Field(default=None, description="PEM certificate chain; set it to serve TLS.")
+    tls_key_file: Path | None = Field(default=None, description="PEM private key of the certificate.")
+    tls_client_ca_file: Path | None = Field(
+        default=None, description="PEM authorities; set it to demand and verify client certificates (mTLS)."
+    )
+    tls_allowed_client_names: Names = Field(
+        default=(),
+        description="DNS or common names in client certificates that may call, separated by commas; "
+        "none: any certificate of tls_client_ca_file.",
+    )
+    metrics_tls: bool = Field(
+        default=False, description="Serve /metrics over TLS, with the same certificate and client check."
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file must be set together")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        if self.tls_allowed_client_names and self.tls_client_ca_file is None:
+            raise ValueError("tls_allowed_client_names needs tls_client_ca_file")
+        if self.metrics_tls and self.tls_cert_file is None:
+            raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
+        _check_files(self, ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
+        return self
+
+    @property
+    def most_concurrent_calls(self) -> int | None:
+        """Calls that the server takes at once; None: any number."""
+        return None
+
+    def wire_to_callers(self) -> WireSettings:
+        """What the server's own connections are set to."""
+        return self
+
+
+class ReplicaServiceSettings(ServiceSettings):
+    """What a service with an engine process has on top."""
+
+    engine_cores: Cores = Field(
+        default="auto",
+        description="CPU cores of the engine process, such as 1-3,6; auto leaves the lowest eighth, at least "
+        "one, to the servicer; off pins nothing.",
+    )
+    load_timeout_s: float = Field(
+        default=1800.0, gt=0, description="Give up when the model is not loaded and warmed after this long."
+    )
+    engine_silence_s: float = Field(
+        default=4.0,
+        ge=1,
+        description="An engine process without a sign of life for this long is killed and started again.",
+    )
+    engine_stall_s: float | None = Field(
+        default=None,
+        ge=1,
+        description="The same for one whose loop stands in one turn (a step, mostly) for this long; null: 6 s, or 20 "
+        "times the longest turn so far, or 4 times what warming up says of a full step, whichever is most.",
+    )
+    engine_restarts: int = Field(
+        default=5,
+        ge=0,
+        le=1000,
+        description="How often in ten minutes an engine that was ready once is started again; then the service exits "
+        "with 1. 0: at its first end.",
+    )
+    stream_buffer_bytes: int = Field(
+        default=32 * 1024 * 1024,
+        ge=64 * 1024,
+        description="Most responses kept for a coordinator that does not read. At half of it its sessions wait; when "
+        "nothing is read for 30 s its stream is aborted.",
+    )
+
+
+class ClientSettings(WireSettings):
+    """How to call other services, over TLS or not."""
+
+    replica_tls: bool = Field(default=False, description="Call targets and drafts over TLS.")
+    replica_tls_ca_file: Path | None = Field(
+        default=None,
+        description="PEM authorities that replicas' certificates must come from; null: those gRPC trusts.",
+    )
+    replica_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
+    replica_tls_key_file: Path | None = Field(default=None, description="PEM private key of the client certificate.")
+    replica_tls_server_name: str | None = Field(
+        default=None, description="Name expected in replicas' certificates; null: the host called."
+    )
+
+    @model_validator(mode="after")
+    def _check_client_tls(self) -> Self:
+        if (self.replica_tls_cert_file is None) != (self.replica_tls_key_file is None):
+            raise ValueError("replica_tls_cert_file and replica_tls_key_file must be set together")
+        if not self.replica_tls and (self.replica_tls_ca_file or self.replica_tls_cert_file):
+            raise ValueError("replica_tls_ca_file and replica_tls_cert_file need replica_tls")
+        _check_files(self, ("replica_tls_ca_file", "replica_tls_cert_file", "replica_tls_key_file"))
+        return self
+
+
+def _check_files(settings: BaseModel, names: tuple[str, ...]) -> None:
+    for name in names:
+        path: Path | None = getattr(settings, name)
+        if path is not None and not path.is_file():
+            raise ValueError(f"{name}: no such file: {path}")

@@ -1,0 +1,53 @@
+"""Keeps the metrics of TLS files true: connections read the files when they begin, which may be seldom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+
+import structlog
+
+from specdec.telemetry.tls_metrics import TlsMetrics
+from specdec.wire.certificates import validity_of
+from specdec.wire.tls_files import TlsFiles
+
+INTERVAL_S = 5.0
+TlsUses = Callable[[], Mapping[str, TlsFiles | None]]
+"""The files in use by what they are used for; None where there is no TLS, or not yet."""
+_log = structlog.get_logger(__name__)
+
+
+class TlsWatch:
+    """Looks at all TLS files of a process every INTERVAL_S: what is renewed, or refused, shows without a connection."""
+
+    def __init__(self, metrics: TlsMetrics, uses: TlsUses) -> None:
+        self._metrics = metrics
+        self._uses = uses
+        self._shown: dict[str, bytes | None] = {}
+        self._num_refusals: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Look until cancelled. In a thread: files may be on a network."""
+        while True:
+            for use, files in self._uses().items():
+                if files is not None:
+                    await asyncio.to_thread(self.look, use, files)
+            await asyncio.sleep(INTERVAL_S)
+
+    def look(self, use: str, files: TlsFiles) -> None:
+        """Take in renewed files and show what they are now."""
+        chain = files.current().chain
+        counter = self._metrics.failures.labels(use)
+        counter.inc(files.num_refusals - self._num_refusals.get(use, 0))
+        self._num_refusals[use] = files.num_refusals
+        self._metrics.refused.labels(use).set(bool(files.refused))
+        if chain is None or self._shown.get(use) == chain:
+            return
+        self._shown[use] = chain
+        try:
+            validity = validity_of(chain)
+        except ValueError as error:  # OpenSSL is less strict, and it is OpenSSL that uses the file
+            _log.warning("certificate_not_read", use=use, error=str(error))
+            return
+        self._metrics.expiry.labels(use).set(validity.not_after_s)
+        self._metrics.lifetime.labels(use).set(validity.lifetime_s)

@@ -1,0 +1,155 @@
+"""TLS of a server and of a client, whose files are read again when they change; and who may call.
+
+A server reads its files before every handshake. A gRPC channel keeps what it was opened with: see `ReplicaChannel`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import structlog
+
+from specdec.service.settings import ClientSettings
+from specdec.wire.abort import abort_with
+from specdec.wire.errors import PermissionDenied
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsMaterial, client_context, server_context
+
+_HEALTH = "/grpc.health.v1.Health/"
+_log = structlog.get_logger(__name__)
+
+
+class ServesTls(Protocol):
+    """Settings with the files of a server."""
+
+    @property
+    def tls_cert_file(self) -> Path | None: ...
+
+    @property
+    def tls_key_file(self) -> Path | None: ...
+
+    @property
+    def tls_client_ca_file(self) -> Path | None: ...
+
+
+def server_tls_files(settings: ServesTls) -> TlsFiles | None:
+    """The files that a service's settings name; None without TLS. Raises TlsFilesBroken."""
+    if settings.tls_cert_file is None:
+        return None
+    return TlsFiles(
+        server_context,
+        certificate=TlsFile("tls_cert_file", settings.tls_cert_file),
+        key=TlsFile.of("tls_key_file", settings.tls_key_file),
+        authorities=TlsFile.of("tls_client_ca_file", settings.tls_client_ca_file),
+    )
+
+
+def replica_tls_files(settings: ClientSettings) -> TlsFiles | None:
+    """The files for calls to replicas; None without TLS.
+
+    Raises TlsFilesBroken: gRPC would take broken ones and only fail to connect, again and again.
+    """
+    if not settings.replica_tls:
+        return None
+    return TlsFiles(
+        client_context,
+        certificate=TlsFile.of("replica_tls_cert_file", settings.replica_tls_cert_file),
+        key=TlsFile.of("replica_tls_key_file", settings.replica_tls_key_file),
+        authorities=TlsFile.of("replica_tls_ca_file", settings.replica_tls_ca_file),
+    )
+
+
+def channel_credentials(material: TlsMaterial) -> grpc.ChannelCredentials:
+    """Credentials of a client."""
+    return grpc.ssl_channel_credentials(material.authorities, material.key, material.chain)
+
+
+def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
+    """Credentials of a gRPC port that follow the files."""
+    given = files.current()
+
+    # None for "no change" is missing from grpc's annotations.
+    def fetch() -> Any:
+        nonlocal given
+        latest = files.current()
+        if latest is given:
+            return None
+        given = latest
+        return _grpc_configuration(latest)
+
+    return grpc.dynamic_ssl_server_credentials(_grpc_configuration(given), fetch, files.names_authorities)
+
+
+def _grpc_configuration(material: TlsMaterial) -> grpc.ServerCertificateConfiguration:
+    pairs = [] if material.key is None or material.chain is None else [(material.key, material.chain)]
+    return grpc.ssl_server_certificate_configuration(pairs, material.authorities)
+
+
+class ClientNameInterceptor(grpc.aio.ServerInterceptor):
+    """Refuses with PERMISSION_DENIED whoever's certificate has none of the allowed names; health is for all.
+
+    A name is a DNS name among the certificate's alternative names, or its common name. Upper and lower case are
+    the same; wildcards mean nothing.
+    """
+
+    def __init__(self, allowed_names: Iterable[str]) -> None:
+        self._allowed_names = frozenset(name.lower() for name in allowed_names)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The method's handler, behind the check."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(_HEALTH):
+            return handler
+        kind = "_".join(
+            "stream" if many else "unary" for many in (handler.request_streaming, handler.response_streaming)
+        )
+        make_handler: Any = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make_handler(
+            self._checked(getattr(handler, kind)),
+            request_deserializer=handler.request_deserializer,
+            response_serializer=handler.response_serializer,
+        )
+
+    def _checked(self, behavior: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.isasyncgenfunction(behavior):
+
+            @functools.wraps(behavior)
+            async def generate(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+                await self._check(context)
+                async with contextlib.aclosing(behavior(request, context)) as responses:
+                    async for response in responses:
+                        yield response
+
+            return generate
+
+        @functools.wraps(behavior)
+        async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            await self._check(context)
+            return await behavior(request, context)
+
+        return call
+
+    async def _check(self, context: grpc.aio.ServicerContext) -> None:
+        names = certificate_names(context.auth_context())
+        if self._allowed_names.isdisjoint(name.lower() for name in names):
+            shown = ", ".join(sorted(names)) or "none"
+            _log.warning("client_name_refused", peer=context.peer(), names=sorted(names))
+            message = f"the names of the client's certificate ({shown}) are not in tls_allowed_client_names"
+            await abort_with(context, PermissionDenied(message, reason="CLIENT_NAME_NOT_ALLOWED"))
+
+
+def certificate_names(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:
+    """The DNS names and the common name of the peer's verified certificate; empty without one."""
+    properties = ("peer_dns", "x509_common_name")
+    return frozenset(
+        value.decode("utf-8", "replace") for name in properties for value in auth_context.get(name, ()) if value
+    )

@@ -1,0 +1,145 @@
+"""Constraints are compiled apart, within bounds, and kept; what cannot be compiled says why and ends nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from google.rpc import code_pb2
+
+from specdec.constraints.grammar.compiler import GrammarCompiler
+from specdec.constraints.grammar.failure import GrammarError
+from specdec.constraints.limits import MAX_CHOICES, MAX_CONSTRAINT_BYTES
+from specdec.v1 import common_pb2 as pb
+from tests.support.engine.grammars import compiled, follower, ids, json_schema, wait_for
+
+
+@pytest.fixture(scope="module")
+def compiler() -> GrammarCompiler:
+    return compiled()
+
+
+def chain(num_rules: int) -> str:
+    rules = [f'T{index}: T{index + 1} "x"' for index in range(num_rules)]
+    return "\n".join(["start: T0", *rules, f'T{num_rules}: "a"'])
+
+
+def chain_of_references(num: int) -> str:
+    definitions: dict[str, object] = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(num)}
+    return json.dumps({"$ref": "#/$defs/d0", "$defs": {**definitions, f"d{num}": {"type": "string"}}})
+
+
+INTERSECTION = "start: T\nT: " + " & ".join(f"/[a-z]*a[a-z]{{{i}}}/" for i in range(100))
+HOSTILE: dict[str, Callable[[], pb.Constraint]] = {
+    "overflows the stack by rules": lambda: pb.Constraint(grammar=chain(3000)),
+    "overflows the stack by references": lambda: pb.Constraint(json_schema=chain_of_references(1500)),
+    "takes minutes": lambda: pb.Constraint(grammar=INTERSECTION),
+    "doubles at each level": lambda: pb.Constraint(
+        grammar="\n".join(["start: T40", *(f"T{i}: T{i - 1} T{i - 1}" for i in range(1, 41)), 'T0: "a"'])
+    ),
+    "is a product": lambda: json_schema(
+        {"allOf": [{"anyOf": [{"properties": {f"a{i}": {"const": j}}} for j in range(5)]} for i in range(12)]}
+    ),
+    "is its own schema": lambda: json_schema({"$ref": "#"}),
+    "allows nothing": lambda: json_schema(False),
+    "is nested": lambda: pb.Constraint(json_schema='{"items":' * 500 + "{}" + "}" * 500),
+    "is elsewhere": lambda: json_schema({"$ref": "http://127.0.0.1:9/x"}),
+    "takes half a second for a mask": lambda: pb.Constraint(regex="a" + "{2}" * 60),
+    "takes it behind its first token": lambda: pb.Constraint(regex="x" + "a" + "{2}" * 60),
+    "looks around": lambda: pb.Constraint(regex="(?=a)b"),
+    "is no regular expression": lambda: pb.Constraint(regex="(" * 3000),
+    "is no grammar": lambda: pb.Constraint(grammar="start: ((("),
+    "has no start": lambda: pb.Constraint(grammar='other: "a"'),
+    "names what is not known": lambda: json_schema({"type": "string", "format": "zzz"}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_compiled_is_refused_and_the_next_grammar_compiles(name: str, compiler: GrammarCompiler) -> None:
+    constraint = HOSTILE[name]()
+    with pytest.raises(GrammarError) as error:
+        wait_for(compiler.compile(constraint, b"hostile")).result()
+    assert error.value.code == code_pb2.INVALID_ARGUMENT
+    assert error.value.field == f"constraint.{constraint.WhichOneof('form')}"
+    assert 0 < len(str(error.value)) < 400
+    follower(compiler, pb.Constraint(regex=f"after {list(HOSTILE).index(name)}"))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "field"),
+    [
+        (pb.Constraint(), "constraint"),
+        (pb.Constraint(after_token_id=3), "constraint"),
+        (pb.Constraint(json_object=False), "constraint.json_object"),
+        (pb.Constraint(regex=""), "constraint.regex"),
+        (pb.Constraint(regex="a" * MAX_CONSTRAINT_BYTES), "constraint.regex"),
+        (pb.Constraint(choice=pb.TextChoices()), "constraint.choice.texts"),
+        (pb.Constraint(choice=pb.TextChoices(texts=["a"] * (MAX_CHOICES + 1))), "constraint.choice.texts"),
+        (pb.Constraint(choice=pb.TextChoices(texts=["a", ""])), "constraint.choice.texts[1]"),
+        (pb.Constraint(json_schema="{"), "constraint.json_schema"),
+        (pb.Constraint(json_schema="3"), "constraint.json_schema"),
+        (pb.Constraint(json_schema="[" * 30000), "constraint.json_schema"),
+    ],
+)
+def test_what_can_be_seen_at_once_is_refused_at_once(
+    constraint: pb.Constraint, field: str, compiler: GrammarCompiler
+) -> None:
+    with pytest.raises(GrammarError) as error:
+        compiler.compile(constraint, b"")
+    assert error.value.field == field
+
+
+def test_a_grammar_is_compiled_once(compiler: GrammarCompiler) -> None:
+    first = wait_for(compiler.compile(pb.Constraint(regex="once"), b"one"))
+    assert compiler.compile(pb.Constraint(regex="once"), b"two") is first
+    assert compiler.compile(pb.Constraint(grammar="once"), b"two") is not first
+
+
+def test_what_was_used_least_lately_is_forgotten(compiler: GrammarCompiler) -> None:
+    first = wait_for(compiler.compile(pb.Constraint(regex="first"), b""))
+    for index in range(40):
+        wait_for(compiler.compile(pb.Constraint(regex=f"filler {index}"), b""))
+    assert compiler.compile(pb.Constraint(regex="first"), b"") is not first
+
+
+def test_too_many_at_once_are_refused_and_tenants_take_turns() -> None:
+    own = compiled()
+    flood = []
+    with pytest.raises(GrammarError) as error:
+        for index in range(2000):
+            flood.append(own.compile(pb.Constraint(regex=f"flood {index}"), b"many"))
+    assert error.value.code == code_pb2.RESOURCE_EXHAUSTED
+    wait_for(flood[0])
+    other = wait_for(own.compile(pb.Constraint(regex="other"), b"few"))
+    assert other.result() is not None
+    assert not all(each.is_done for each in flood)
+
+
+def test_a_tokenizer_without_an_end_has_no_grammars() -> None:
+    with pytest.raises(ValueError, match="ends a sequence"):
+        GrammarCompiler("{}", 10, ())
+
+
+def test_choices_are_taken_literally(compiler: GrammarCompiler) -> None:
+    texts = ['say "hi"', "back\\slash", "(a|b)*", "line\nbreak", "ünïcode ✓"]
+    grammar = pb.Constraint(choice=pb.TextChoices(texts=texts))
+    for text in texts:
+        follower(compiler, grammar).commit(ids(text))
+
+
+OVERLAPPING = {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "maxLength": 2}]}
+
+
+def test_one_of_schemas_that_exclude_each_other_compiles(compiler: GrammarCompiler) -> None:
+    found = follower(compiler, json_schema({"oneOf": [{"type": "boolean"}, {"type": "integer"}]}))
+    assert found.legal_nodes(ids("true"), range(-1, len(ids("true")) - 1)) == [True] * len(ids("true"))
+
+
+def test_one_of_schemas_that_overlap_is_refused_with_what_to_do_and_taken_as_any_of_when_told(
+    compiler: GrammarCompiler,
+) -> None:
+    with pytest.raises(GrammarError, match=r"oneOf .* \"x-guidance\": \{\"coerce_one_of\": true\}") as error:
+        wait_for(compiler.compile(json_schema({"properties": {"a": OVERLAPPING}}), b"")).result()
+    assert (error.value.field, error.value.code) == ("constraint.json_schema", code_pb2.INVALID_ARGUMENT)
+    follower(compiler, json_schema({**OVERLAPPING, "x-guidance": {"coerce_one_of": True}}))
