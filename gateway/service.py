@@ -123,6 +123,7 @@ class Gateway:
         self._health.is_draining = True
         await self._server.stop(grace_s)
         await self._probed.stop(0)
+        self.parts.reader.close()
         self._endpoints.close()
         for task in self._tasks:
             task.cancel()

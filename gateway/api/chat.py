@@ -35,7 +35,7 @@ class Prediction(RequestModel):
     """Text that is expected in the output, such as a file that is to be changed in places."""
 
     type: Literal["content"]
-    content: str | list[PredictionPart]
+    content: str | Items[PredictionPart]
 
     @property
     def text(self) -> str:

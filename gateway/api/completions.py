@@ -13,16 +13,16 @@ from specdec.gateway.api.fields import (
     NumLogprobs,
     PositiveCount,
     SamplingFields,
-    TokenId,
+    TokenIds,
 )
 
 DEFAULT_MAX_TOKENS = 16
-Prompt = str | Items[TokenId]
+Prompt = str | TokenIds
 Prompts = (
     str
-    | Annotated[Items[TokenId], Field(min_length=1)]
+    | Annotated[TokenIds, Field(min_length=1)]
     | Annotated[Items[str], Field(min_length=1)]
-    | Annotated[Items[Annotated[Items[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    | Annotated[Items[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1)]
 )
 
 
@@ -32,6 +32,8 @@ class CompletionRequest(SamplingFields):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_IN_ALL | {
         *("add_special_tokens", "length_penalty", "prompt_embeds", "suffix"),
     }
+
+    token_fields: ClassVar[frozenset[str]] = frozenset({"prompt"})
 
     prompt: Prompts = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
     max_tokens: Count | None = Field(

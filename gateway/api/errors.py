@@ -13,6 +13,10 @@ from specdec.wire.errors import SpecdecError
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 _QUOTA_REASONS = ("QUOTA_EXCEEDED",)
+MOST_SHOWN_CHARS = 100
+"""Of what a client sent, where an error quotes it."""
+_MOST_MESSAGE_CHARS = 2000
+"""Of a message in all, whoever wrote it."""
 
 
 class ErrorBody(BaseModel):
@@ -45,9 +49,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = cut(message, _MOST_MESSAGE_CHARS)
         self.type = type
-        self.param = param
+        self.param = param and cut(param, _MOST_MESSAGE_CHARS)
         self.code = code
         self.retry_after_s = retry_after_s
 
@@ -63,6 +67,11 @@ class ApiError(Exception):
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+def cut(text: str, most_chars: int = MOST_SHOWN_CHARS) -> str:
+    """The beginning of a text, marked where something is left out."""
+    return text if len(text) <= most_chars else f"{text[:most_chars]}..."
 
 
 def invalid(param: str | None, problem: str, code: str | None = None) -> ApiError:

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from array import array
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
-from specdec.wire.sampling_limits import LOGIT_BIAS, MAX_CACHE_SALT_BYTES, MAX_LOGPROBS, RANGES, Range
+from specdec.constraints.limits import MAX_CHOICES
+from specdec.wire.sampling_limits import (
+    LOGIT_BIAS,
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_CACHE_SALT_BYTES,
+    MAX_LOGPROBS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+    Range,
+)
 
 MAX_REQUEST_ID_CHARS = 128
 _MOST_COUNT = 2**32 - 1
@@ -16,6 +36,21 @@ def _within(range_: Range) -> Any:
     if range_.open_low:
         return Field(gt=range_.low, le=range_.high)
     return Field(ge=range_.low, le=range_.high)
+
+
+def _packed(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, array) else check(value)
+
+
+def _until_wrong(biases: Any) -> Any:
+    """Biases; of those that are not right the first alone, as each would be told."""
+    if not isinstance(biases, dict):
+        return biases
+    for token_id, bias in biases.items():
+        is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not (_TOKEN_ID_TEXT.fullmatch(token_id) and is_number and LOGIT_BIAS.fault_of(bias) is None):
+            return {token_id: bias}
+    return biases
 
 
 _T = TypeVar("_T")
@@ -31,6 +66,8 @@ ChatTemplateText = Annotated[
     ),
 ]
 TokenId = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
+TokenIds = Annotated[Items[TokenId], WrapValidator(_packed)]
+"""From a request they come as `array("I")`, of ids that have been checked."""
 Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MOST_COUNT)]
 Temperature = Annotated[float, _within(RANGES["temperature"])]
@@ -41,7 +78,8 @@ CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_BYTES)]
 Penalty = Annotated[float, _within(RANGES["presence_penalty"])]
 Bias = Annotated[float, _within(LOGIT_BIAS)]
 NumLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+_TOKEN_ID_TEXT = re.compile(r"[0-9]{1,9}")
+TokenIdText = Annotated[str, Field(pattern=rf"^{_TOKEN_ID_TEXT.pattern}$")]
 Empty = Annotated[list[Any], Field(max_length=0)]
 """A list that may only be empty: of what is not supported."""
 EmptyObject = Annotated[dict[str, Any], Field(max_length=0)]
@@ -54,6 +92,20 @@ class RequestModel(BaseModel):
 
     unsupported: ClassVar[frozenset[str]] = frozenset()
     """Fields that clients send and that have one value here: the one that asks for nothing."""
+    token_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that may have token ids by the million."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _until_unknown(cls, value: Any) -> Any:
+        """The fields; of those that are not known the first alone, as each would be told."""
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = next((name for name in value if name not in known), None)
+        if unknown is None:
+            return value
+        return {name: field for name, field in value.items() if name in known or name == unknown}
 
 
 class StreamOptions(RequestModel):
@@ -76,7 +128,7 @@ class Speculation(RequestModel):
     time_per_token_ms: Annotated[float, Field(ge=0.001, le=60_000)] | None = Field(
         None, description="Wanted mean time of an output token after the first."
     )
-    drafters: Annotated[list[str], Field(max_length=64)] | None = Field(
+    drafters: Annotated[Items[str], Field(max_length=64)] | None = Field(
         None, description="Names of the drafters that may propose; draft_model is the draft. Default: all."
     )
 
@@ -88,7 +140,7 @@ class StructuredOutputs(RequestModel):
 
     json_schema: str | dict[str, Any] | bool | None = Field(None, alias="json", description="JSON of this JSON schema.")
     regex: str | None = Field(None, description="A text that a regular expression matches as a whole.")
-    choice: list[str] | None = Field(None, description="One of these texts.")
+    choice: Annotated[Items[str], Field(max_length=MAX_CHOICES)] | None = Field(None, description="One of these texts.")
     grammar: str | None = Field(None, description="A text of a grammar, in the form of Lark that llguidance reads.")
     json_object: bool | None = Field(None, description="Any JSON object.")
     structural_tag: str | dict[str, Any] | None = Field(
@@ -134,8 +186,8 @@ class StructuralTagFormat(RequestModel):
 
     type: Literal["structural_tag"]
     format: dict[str, Any] | None = Field(None, description="A format with its type, such as triggered_tags.")
-    structures: list[dict[str, Any]] | None = Field(None, description="Objects with begin, schema and end.")
-    triggers: list[str] | None = Field(None, description="With structures: texts that begin one.")
+    structures: Items[dict[str, Any]] | None = Field(None, description="Objects with begin, schema and end.")
+    triggers: Items[str] | None = Field(None, description="With structures: texts that begin one.")
 
 
 ResponseFormat = Annotated[
@@ -154,17 +206,23 @@ class SamplingFields(RequestModel):
     repetition_penalty: RepetitionPenalty | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[TokenIdText, Bias] | None = Field(None, description="By token id.")
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1)] | None = Field(
+    logit_bias: Annotated[dict[TokenIdText, Bias], BeforeValidator(_until_wrong)] | None = Field(
+        None, description="By token id."
+    )
+    allowed_token_ids: Annotated[Items[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] | None = Field(
         None, description="Only these tokens are sampled."
     )
-    bad_words: list[str] | None = Field(None, description="Texts whose tokens the output never has.")
+    bad_words: Annotated[Items[str], Field(max_length=MAX_BAD_WORDS)] | None = Field(
+        None, description="Texts whose tokens the output never has."
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = Field(
         None, description="The same seed gives the same output while system_fingerprint is the same."
     )
     n: PositiveCount | None = Field(None, description="Number of choices; default 1.")
     stop: str | Items[str] | None = Field(None, description="Strings that end a choice.")
-    stop_token_ids: Items[TokenId] | None = Field(None, description="Tokens that end a choice.")
+    stop_token_ids: Annotated[Items[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
+        None, description="Tokens that end a choice."
+    )
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None

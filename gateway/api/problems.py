@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
 from typing import Any, TypeVar
 
 import pydantic
 
-from specdec.gateway.api.errors import ApiError, invalid, unsupported
+from specdec.gateway.api.errors import MOST_SHOWN_CHARS, ApiError, cut, invalid, unsupported
 from specdec.gateway.api.fields import RequestModel
 
 M = TypeVar("M", bound=RequestModel)
-_MOST_SHOWN_CHARS = 100
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = MOST_SHOWN_CHARS
 
 
 def validated(model: type[M], body: Any) -> M:
@@ -35,17 +37,21 @@ def _first_error(model: type[RequestModel], body: dict[str, Any], problems: list
         return ApiError(400, f"Missing required parameter: '{name}'.", param=name, code="missing_required_parameter")
     if head in model.unsupported:
         return unsupported(name, "this value is not supported by this server")
-    shown = repr(problem["input"])
-    shown = shown if len(shown) <= _MOST_SHOWN_CHARS else f"{shown[:_MOST_SHOWN_CHARS]}..."
     is_type = problem["type"].endswith("_type")
-    message = f"Invalid {'type' if is_type else 'value'} for '{name}': {problem['msg']}, got {shown}."
+    shown = short(problem["input"])
+    message = f"Invalid {'type' if is_type else 'value'} for '{name}': {cut(problem['msg'])}, got {shown}."
     return ApiError(400, message, param=name, code="invalid_type" if is_type else "invalid_value")
 
 
 def invalid_argument(name: str) -> ApiError:
     """A field that does not exist."""
-    shown = name if len(name) <= _MOST_SHOWN_CHARS else f"{name[:_MOST_SHOWN_CHARS]}..."
-    return ApiError(400, f"Unrecognized request argument supplied: {shown}", param=shown, code="unknown_parameter")
+    message = f"Unrecognized request argument supplied: {name}"
+    return ApiError(400, message, param=name, code="unknown_parameter")
+
+
+def short(value: Any) -> str:
+    """A value for people, of which the beginning is enough; costs no more for one that is large."""
+    return cut(_SHOWN.repr(value))
 
 
 def _path(body: dict[str, Any], problem: Any) -> list[str | int]:
@@ -66,5 +72,5 @@ def _path(body: dict[str, Any], problem: Any) -> list[str | int]:
 
 
 def _written(path: list[str | int]) -> str:
-    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
-    return text.removeprefix(".")
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{cut(step)}" for step in path)
+    return cut(text.removeprefix("."))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from specdec.gateway.api.fields import ChatTemplateText, Documents, EmptyObject, Items, Messages, RequestModel, TokenId
+from specdec.gateway.api.fields import ChatTemplateText, Documents, EmptyObject, Items, Messages, RequestModel, TokenIds
 
 
 class TokenizeBody(RequestModel):
@@ -41,8 +41,10 @@ class TokenizeAnswer(BaseModel):
 class DetokenizeBody(RequestModel):
     """Token ids to make text of."""
 
+    token_fields: ClassVar[frozenset[str]] = frozenset({"tokens"})
+
     model: str | None = None
-    tokens: Items[TokenId]
+    tokens: TokenIds
 
 
 class DetokenizeAnswer(BaseModel):

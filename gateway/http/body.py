@@ -1,25 +1,24 @@
-"""Reads a request's JSON within bounds: of size, of time and of depth."""
+"""Reads a request's JSON within bounds: of size, of time and of what its parts cost."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import orjson
 from starlette.requests import ClientDisconnect, Request
 
-from specdec.gateway.api.errors import ApiError, invalid
+from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.fields import RequestModel
 from specdec.gateway.api.problems import validated
+from specdec.gateway.http.json_reader import parsed
 
 M = TypeVar("M", bound=RequestModel)
-_MOST_DEPTH = 64
-"""Of objects and lists in each other: deep schemas of tools have twenty."""
-
-
-_MOST_FIELDS = 16 * 1024
-"""Of one object: each that is unknown is looked at before the first is told."""
+T = TypeVar("T")
+_INLINE_BYTES = 16 * 1024
+"""More, of the costliest kind, would hold up the other streams of this event loop for more than some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +35,19 @@ class BodyReader:
 
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
+        # One thread: the interpreter runs one at a time, and what waits has been read but takes no memory besides.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
 
-    async def read(self, request: Request, model: type[M]) -> M:
-        """The request's body. Raises ApiError for whatever is wrong with it, ClientDisconnect if it ends too early."""
+    def close(self) -> None:
+        """End the thread; what it does is not waited for."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read(self, request: Request, model: type[M], translate: Callable[[M], T]) -> tuple[M, T]:
+        """The request's body, and what `translate` makes of it: in a thread where that may take long.
+
+        Raises what `translate` raises, ApiError for whatever is wrong with the body, and ClientDisconnect if it ends
+        too early.
+        """
         content_type = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if content_type != "application/json" and not content_type.endswith("+json"):
             raise ApiError(415, "the content type must be application/json", code="unsupported_media_type")
@@ -48,9 +57,17 @@ class BodyReader:
         except TimeoutError:
             message = f"the body was not sent within {self._limits.read_s:g} s"
             raise ApiError(408, message, code="request_timeout") from None
-        return validated(model, parsed(data))
+        held = [data]
+        is_short = len(data) <= _INLINE_BYTES
+        del data
 
-    async def _bytes(self, request: Request) -> bytes:
+        def work() -> tuple[M, T]:
+            asked = validated(model, parsed(held.pop(), model.token_fields))
+            return asked, translate(asked)
+
+        return work() if is_short else await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _bytes(self, request: Request) -> bytearray:
         most = self._limits.max_bytes
         told = request.headers.get("content-length", "0")
         if told.isdecimal() and int(told) > most:
@@ -60,40 +77,11 @@ class BodyReader:
             data += piece
             if len(data) > most:
                 raise _too_large(most)
-        return bytes(data)
+        return data
 
 
 def _too_large(most: int) -> ApiError:
     return ApiError(413, f"the body is larger than {most} bytes", code="request_too_large")
 
 
-def parsed(data: bytes) -> Any:
-    """The value of a JSON text. Raises ApiError if it is none, is not UTF-8, or is nested too deeply."""
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise invalid(None, f"the body is not valid JSON: {error}", "invalid_json") from None
-    # What has few brackets is neither deep nor large in its objects, and millions of numbers are not looked at.
-    if data.count(b":") > _MOST_FIELDS or data.count(b"[") + data.count(b"{") > _MOST_DEPTH:
-        _check_shape(value)
-    return value
-
-
-def _check_shape(value: Any) -> None:
-    level = [value]
-    for _ in range(_MOST_DEPTH):
-        if any(len(parent) > _MOST_FIELDS for parent in level if isinstance(parent, dict)):
-            raise invalid(None, f"an object of the body has more than {_MOST_FIELDS} fields", "invalid_json")
-        level = [
-            child
-            for parent in level
-            if isinstance(parent, (dict, list))
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return
-    raise invalid(None, f"the body is nested more than {_MOST_DEPTH} deep", "invalid_json")
-
-
-__all__ = ["BodyLimits", "BodyReader", "ClientDisconnect", "parsed"]
+__all__ = ["BodyLimits", "BodyReader", "ClientDisconnect"]

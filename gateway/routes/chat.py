@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -10,6 +11,7 @@ from starlette.responses import Response
 
 from specdec.gateway.api.answers import ChatCompletion, ChatCompletionChunk
 from specdec.gateway.api.chat import ChatRequest
+from specdec.gateway.chat.deltas import StreamingParser
 from specdec.gateway.http.connected import while_connected
 from specdec.gateway.http.events import Begun, EventStream, begun
 from specdec.gateway.parts import Parts
@@ -39,18 +41,21 @@ def chat_routes(parts: Parts) -> APIRouter:
     )
     async def create_chat_completion(request: Request) -> Response:
         """Go on with a conversation."""
-        asked = await parts.reader.read(request, ChatRequest)
-        names = {**CHAT_FIELD_NAMES, **chat_constraint_names(asked, parts.settings.tool_parser)}
-        request.state.field_names = names
-        make_parser = parsers(asked, parts.settings.reasoning_parser, parts.settings.tool_parser)
-        body = chat_to_generate(asked, parts.settings.tool_parser, parts.settings.reasoning_parser)
+        reasoning_parser, tool_parser = parts.settings.reasoning_parser, parts.settings.tool_parser
+
+        def translated(asked: ChatRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
+            request.state.field_names = {**CHAT_FIELD_NAMES, **chat_constraint_names(asked, tool_parser)}
+            make_parser = parsers(asked, reasoning_parser, tool_parser)
+            return make_parser, chat_to_generate(asked, tool_parser, reasoning_parser)
+
+        asked, (make_parser, body) = await parts.reader.read(request, ChatRequest, translated)
         body.request_id = new_id(asked.request_id)
         head = Head(f"chatcmpl-{body.request_id}", int(time.time()))
         caller = parts.caller(request)
         if asked.stream:
             events = ChatEvents(asked, head, make_parser, echoed(asked))
             batches = await while_connected(request.receive, _begun(parts, caller, asked, body, events))
-            return EventStream(batches, on_error=stream_error(parts, names))
+            return EventStream(batches, on_error=stream_error(parts, request.state.field_names))
         whole = ChatWhole(asked, head, make_parser, echoed(asked))
         return JsonResponse(await while_connected(request.receive, _answer(parts, caller, asked, body, head, whole)))
 

@@ -26,7 +26,11 @@ from specdec.gateway.translation.completion_answer import (
     PromptTold,
     completion_usage,
 )
-from specdec.gateway.translation.completion_request import COMPLETION_FIELD_NAMES, completion_to_generate
+from specdec.gateway.translation.completion_request import (
+    COMPLETION_FIELD_NAMES,
+    PromptRequests,
+    completion_to_generate,
+)
 from specdec.gateway.translation.constraint import constraint_names
 from specdec.gateway.translation.head import Head
 from specdec.gateway.upstream.coordinators import Caller
@@ -44,17 +48,17 @@ def completion_routes(parts: Parts) -> APIRouter:
     )
     async def create_completion(request: Request) -> Response:
         """Go on with texts or token ids."""
-        asked = await parts.reader.read(request, CompletionRequest)
-        names = {**COMPLETION_FIELD_NAMES, **constraint_names(asked)}
-        request.state.field_names = names
-        bodies = completion_to_generate(asked, parts.settings.max_prompts)
-        id_ = new_id(asked.request_id)
-        for number, body in enumerate(bodies):
-            body.request_id = id_ if len(bodies) == 1 else f"{id_}-{number}"
+
+        def translated(asked: CompletionRequest) -> PromptRequests:
+            request.state.field_names = {**COMPLETION_FIELD_NAMES, **constraint_names(asked)}
+            return completion_to_generate(asked, parts.settings.max_prompts)
+
+        asked, bodies = await parts.reader.read(request, CompletionRequest, translated)
+        bodies.request_id = id_ = new_id(asked.request_id)
         run = _Run(parts, parts.caller(request), asked, bodies, Head(f"cmpl-{id_}", int(time.time())))
         if asked.stream:
             batches = await while_connected(request.receive, begun(run.batches()))
-            return EventStream(batches, on_error=stream_error(parts, names))
+            return EventStream(batches, on_error=stream_error(parts, request.state.field_names))
         return JsonResponse(await while_connected(request.receive, run.answer()))
 
     return router
@@ -64,7 +68,7 @@ class _Run:
     """One request."""
 
     def __init__(
-        self, parts: Parts, caller: Caller, asked: CompletionRequest, bodies: list[api.GenerateRequest], head: Head
+        self, parts: Parts, caller: Caller, asked: CompletionRequest, bodies: PromptRequests, head: Head
     ) -> None:
         self._parts = parts
         self._caller = caller
@@ -105,20 +109,22 @@ class _Run:
 
     async def _whole(self, number: int) -> tuple[WholeOutput, PromptTold]:
         async with self._places:
-            told = await self._told(number)
-            return await whole_output(self._parts, self._caller, self._bodies[number]), told
+            body = self._bodies[number]
+            told = await self._told(body)
+            return await whole_output(self._parts, self._caller, body), told
 
     async def _events(self, number: int, answers: list[CompletionEvents]) -> AsyncGenerator[Sequence[Event], None]:
         async with self._places:
-            answer = CompletionEvents(self._asked, self._head, number, await self._told(number))
+            body = self._bodies[number]
+            answer = CompletionEvents(self._asked, self._head, number, await self._told(body))
             answers.append(answer)
-            async with aclosing(output(self._parts, self._caller, self._bodies[number], answer.add)) as batches:
+            async with aclosing(output(self._parts, self._caller, body, answer.add)) as batches:
                 async for batch in batches:
                     yield batch
 
-    async def _told(self, number: int) -> PromptTold:
+    async def _told(self, body: api.GenerateRequest) -> PromptTold:
         """What is told of a prompt: what the client did not send itself is asked for."""
-        body, asked = self._bodies[number], self._asked
+        asked = self._asked
         text, ids = "", None
         is_text = body.WhichOneof("input") == "prompt"
         if asked.echo and is_text:

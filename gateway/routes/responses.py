@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.api.responses import ResponseAnswer, ResponseEvent, ResponsesRequest
 from specdec.gateway.http.connected import while_connected
@@ -43,10 +44,13 @@ def response_routes(parts: Parts) -> APIRouter:
     )
     async def create_response(request: Request) -> Response:
         """Answer a text or a conversation."""
-        asked = await parts.reader.read(request, ResponsesRequest)
         request.state.field_names = _NAMES
-        chat = response_to_chat(asked)
-        body = response_to_generate(asked, chat, parts.settings.reasoning_parser)
+
+        def translated(asked: ResponsesRequest) -> tuple[ChatRequest, api.GenerateRequest]:
+            chat = response_to_chat(asked)
+            return chat, response_to_generate(asked, chat, parts.settings.reasoning_parser)
+
+        asked, (chat, body) = await parts.reader.read(request, ResponsesRequest, translated)
         body.request_id = new_id(None)
         make_parser = parsers(chat, parts.settings.reasoning_parser, "none")
         events = ResponseEvents(asked, Head(f"resp_{body.request_id}", int(time.time())), make_parser())

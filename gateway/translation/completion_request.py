@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
+from typing import Any
 
 from specdec.gateway.api.completions import CompletionRequest, Prompt
 from specdec.gateway.api.errors import invalid
-from specdec.gateway.translation.sampling import FIELD_NAMES, check_stream, generate_request, sampling_params
+from specdec.gateway.translation.sampling import (
+    FIELD_NAMES,
+    add_token_ids,
+    check_stream,
+    generate_request,
+    sampling_params,
+)
 from specdec.v1 import coordinator_pb2 as api
 
 COMPLETION_FIELD_NAMES = MappingProxyType(
@@ -15,7 +23,7 @@ COMPLETION_FIELD_NAMES = MappingProxyType(
 """Fields of the HTTP request by those of the gRPC request, where they differ."""
 
 
-def completion_to_generate(request: CompletionRequest, most_prompts: int) -> list[api.GenerateRequest]:
+def completion_to_generate(request: CompletionRequest, most_prompts: int) -> PromptRequests:
     """The gRPC requests without ids, one per prompt. Raises ApiError."""
     prompts = request.prompts
     if len(prompts) > most_prompts:
@@ -31,7 +39,7 @@ def completion_to_generate(request: CompletionRequest, most_prompts: int) -> lis
         sampling.min_tokens = 0
     if tells_prompt_logprobs(request):
         sampling.prompt_logprobs = max(request.logprobs or 0, request.prompt_logprobs or 0)
-    return [_with_prompt(request, sampling, prompt) for prompt in prompts]
+    return PromptRequests(generate_request(request, sampling), prompts)
 
 
 def tells_prompt_logprobs(request: CompletionRequest) -> bool:
@@ -39,10 +47,28 @@ def tells_prompt_logprobs(request: CompletionRequest) -> bool:
     return bool(request.echo) and request.logprobs is not None
 
 
-def _with_prompt(request: CompletionRequest, sampling: api.SamplingParams, prompt: Prompt) -> api.GenerateRequest:
-    body = generate_request(request, sampling)
-    if isinstance(prompt, str):
-        body.prompt = prompt
-    else:
-        body.prompt_token_ids.token_ids.extend(prompt)
-    return body
+class PromptRequests(Sequence[api.GenerateRequest]):
+    """One gRPC request per prompt, each made when it is asked for: all have the same parameters, which may be large."""
+
+    def __init__(self, common: api.GenerateRequest, prompts: Sequence[Prompt]) -> None:
+        """Make none yet. `common` is what all have."""
+        self._common = common
+        self._prompts = prompts
+        self.request_id = ""
+        """Of the only one; of several each has its number behind it."""
+
+    def __len__(self) -> int:
+        """How many prompts there are."""
+        return len(self._prompts)
+
+    def __getitem__(self, number: Any) -> Any:
+        """The request of one prompt, made anew."""
+        prompt, body = self._prompts[number], api.GenerateRequest()
+        body.CopyFrom(self._common)
+        if self.request_id:
+            body.request_id = self.request_id if len(self) == 1 else f"{self.request_id}-{number}"
+        if isinstance(prompt, str):
+            body.prompt = prompt
+        else:
+            add_token_ids(body.prompt_token_ids.token_ids, prompt)
+        return body
