@@ -5,15 +5,16 @@ from __future__ import annotations
 from prometheus_client import REGISTRY
 
 from specdec.config import TargetSettings
+from specdec.drafting.heads.footprint import footprint
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.replica.bridge.frames import EnginePort
 from specdec.replica.worker.build import BuiltEngine, run_role
 from specdec.replica.worker.host import SessionHost
-from specdec.target_service.processes.wire import WIRE
 from specdec.target_service.proposals.own_draft import build_own_draft
 from specdec.target_service.records.metrics import TargetRecorder
 from specdec.target_service.session import TargetSession
 from specdec.target_service.verifier import Verifier
+from specdec.target_service.wire import WIRE
 from specdec.telemetry import DraftMetrics, TargetMetrics
 
 
@@ -33,4 +34,4 @@ def run_model(port: EnginePort, settings: TargetSettings) -> None:
         built.info.drafter_options.extend(verifier.panel.told_options)
         return verifier
 
-    run_role(port, settings, WIRE, "target-engine", make_role)
+    run_role(port, settings, WIRE, "target-engine", make_role, heads=footprint(settings.drafters))

@@ -1,4 +1,4 @@
-"""What a message would cost to parse, found out without parsing it.
+"""Reading messages of peers: what one costs to parse, found without parsing it, and answers that do not parse.
 
 Time and memory go by the number of a message's parts, not by its bytes: eight million empty messages in a list are
 16 MB on the wire, and take 400 MB and a second of CPU time, in which nothing else runs. So a long message is walked
@@ -7,12 +7,16 @@ first, up to as many parts as anyone needs, which takes some hundredths of a sec
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import grpc
 from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from specdec.wire.errors import Internal
 
 MOST_PARTS = 32_768
 """Of a message: its fields, those of messages inside included. Thousands of chat messages have half as many."""
@@ -166,3 +170,46 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
             break
         shift += 7
     return value, at
+
+
+_T = TypeVar("_T")
+_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
+
+
+class Unparsable:
+    """Stands in for an answer that does not parse."""
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+        """For people."""
+
+
+def parsing(channel: _ChannelT) -> _ChannelT:
+    """The channel for stubs whose answers are looked at with `parsed`; it is closed through the original."""
+    return cast(_ChannelT, _ParsingChannel(channel))
+
+
+def parsed(answer: _T) -> _T:
+    """An answer as it came. Raises Internal where it did not parse."""
+    if isinstance(answer, Unparsable):
+        raise Internal(f"the answer does not parse: {answer.cause}", reason="MALFORMED_ANSWER")
+    return answer
+
+
+class _ParsingChannel:
+    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    def __getattr__(self, arity: str) -> Callable[..., Any]:
+        make = getattr(self._channel, arity)
+
+        def multi_callable(path: str, *, response_deserializer: Callable[[bytes], Any], **options: Any) -> Any:
+            def deserialize(data: bytes) -> Any:
+                try:
+                    return response_deserializer(data)
+                except (DecodeError, TypeError) as error:  # there is no data where a call ended well without an answer
+                    return Unparsable(str(error))
+
+            return make(path, response_deserializer=deserialize, **options)
+
+        return multi_callable
