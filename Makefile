@@ -232,6 +232,10 @@ images:  ## Build the images.
 metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
 
+.PHONY: settings-doc
+settings-doc: $(STAMP)  ## Write docs/settings.md from the settings' classes.
+	@$(BIN)/python docs/site/settings_page.py > docs/settings.md
+
 .PHONY: docs
 docs: $(STAMP)  ## Build the site of these pages into site/, with search, without a network.
 	@$(BIN)/python docs/site/build.py site
