@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from specdec.cli.app import app
 from tests.chart.rendered import CASES, CHART, ROOT, Render
 
+_ROLES = ("coordinator", "gateway", "target", "draft")
 _PARAM = re.compile(r"(?m)^\s*## @param (\S+) (.+)$")
 _TABLE = re.compile(r"(?s)(<!-- values -->\n).*(<!-- /values -->)")
 
@@ -160,13 +161,25 @@ def test_every_value_is_documented() -> None:
     assert set(_leaves(_values(), set(documented))) == set(documented)
 
 
-def test_the_readme_lists_every_value_with_its_default() -> None:
+def _rows() -> Iterator[str]:
+    """One line for each value; roles that have the same value, meaning and default share a line."""
     values = _values()
-    rows = [
-        f"| `{key}` | {text} | `{json.dumps(_value(values, key))}` |"
-        for key, text in _PARAM.findall((CHART / "values.yaml").read_text())
-    ]
-    table = "\n".join(["| Value | Meaning | Default |", "| --- | --- | --- |", *rows, ""])
+    shared: dict[tuple[str, str, str], list[str]] = {}
+    for key, text in _PARAM.findall((CHART / "values.yaml").read_text()):
+        role, _, rest = key.partition(".")
+        of_role = (rest, text, json.dumps(_value(values, key))) if role in _ROLES else (key, text, "")
+        shared.setdefault(of_role, []).append(role)
+    for (key, text, default), roles in shared.items():
+        if not default:
+            yield f"| `{key}` | {text} | `{json.dumps(_value(values, key))}` |"
+        elif len(roles) == len(_ROLES):
+            yield f"| `<role>.{key}` | {text} | `{default}` |"
+        else:
+            yield f"| {', '.join(f'`{role}.{key}`' for role in roles)} | {text} | `{default}` |"
+
+
+def test_the_readme_lists_every_value_with_its_default() -> None:
+    table = "\n".join(["| Value | Meaning | Default |", "| --- | --- | --- |", *_rows(), ""])
     readme = CHART / "README.md"
     wanted = _TABLE.sub(lambda match: match[1] + table + match[2], readme.read_text())
     if os.environ.get("UPDATE_GOLDEN") == "1":
