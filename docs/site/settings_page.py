@@ -66,7 +66,7 @@ def row(name: str, field: FieldInfo, roles: tuple[str, ...]) -> str:
     """One line of a table."""
     prefix = roles[0].upper() if len(roles) == 1 else "{" + ",".join(role.upper() for role in roles) + "}"
     setting = f"`{name}`<br>`SPECDEC_{prefix}_{name.upper()}`"
-    cells = [setting, type_name(field.annotation), default_of(field), field.description or ""]
+    cells = [setting, f"{type_name(field.annotation)}<br>{default_of(field)}", field.description or ""]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -83,7 +83,7 @@ def render() -> str:
     for roles, rows in sorted(tables.items(), key=lambda table: (len(table[0]), list(ROLES).index(table[0][0]))):
         *others, last = (f"`{role}`" for role in roles)
         title = " and ".join(filter(None, [", ".join(others), last]))
-        lines = [f"## {title}", "", "| setting, variable | type | default | meaning |", "|---|---|---|---|", *rows, ""]
+        lines = [f"## {title}", "", "| setting, variable | type, default | meaning |", "|---|---|---|", *rows, ""]
         parts.append("\n".join(lines))
     return "\n".join(parts)
 

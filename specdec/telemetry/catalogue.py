@@ -59,7 +59,7 @@ def render() -> str:
     for service, docs in catalogue().items():
         title, text = _SERVICES[service]
         parts.append(f"## {title}\n\n{text}\n")
-        parts.append("| name | type | labels | meaning | PromQL |\n| --- | --- | --- | --- | --- |")
+        parts.append("| name, type | labels | meaning | PromQL |\n| --- | --- | --- | --- |")
         listed: set[tuple[str, str]] = set()
         parts[-1] += "".join(f"\n{_row(doc, listed)}" for doc in docs) + "\n"
     return "\n".join(parts)
@@ -68,8 +68,8 @@ def render() -> str:
 def _row(doc: MetricDoc, listed: set[tuple[str, str]]) -> str:
     """One line of a table; adds to ``listed`` the labels whose values it lists."""
     labels = [f"`{label[0]}`" if label in listed else f"`{label[0]}`: {label[1]}" for label in doc.labels.items()]
-    listed |= doc.labels.items()
-    cells = [f"`{doc.name}`", doc.type, "<br>".join(labels), doc.text, f"`{doc.promql}`"]
+    listed.update(doc.labels.items())
+    cells = [f"`{doc.name}`<br>{doc.type}", "<br>".join(labels), doc.text, f"`{doc.promql}`"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
