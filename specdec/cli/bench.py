@@ -22,10 +22,11 @@ from specdec.benchmark.requests import Sampling
 from specdec.benchmark.served import Load, Pass, Wishes, measure, warm_up
 from specdec.benchmark.summary import plots_of, rows_of, tables_of
 from specdec.cli import connection
-from specdec.cli.errors import EXIT_FAILURE, EXIT_INTERRUPTED, reported_errors
+from specdec.cli.errors import reported_errors
 from specdec.cli.inputs.destinations import report_folder
 from specdec.cli.inputs.number_lists import MOST_TOKENS, positive_numbers, prompts_from, whole_numbers
 from specdec.cli.up import stop_on_signals
+from specdec.cli.views.failures import EXIT_FAILURE, EXIT_INTERRUPTED
 from specdec.cli.views.shown import harmless
 from specdec.cli.views.tables import parameters
 from specdec.client import Client, ClientSettings

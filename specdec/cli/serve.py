@@ -7,11 +7,8 @@ from typing import Annotated
 
 import typer
 
-from specdec.cli.errors import EXIT_USAGE
-from specdec.cli.local.cluster import MODULES
-
-# Flags belong to the service, which has its own --help.
-PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+from specdec.cli.local.service_process import MODULES
+from specdec.cli.views.failures import EXIT_USAGE
 
 
 def serve(

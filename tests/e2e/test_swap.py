@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.cli.errors import EXIT_CODES, EXIT_USAGE
 from specdec.cli.local.cluster import Cluster
+from specdec.cli.views.failures import EXIT_CODES, EXIT_USAGE
 from specdec.client import Client, Completion
 from specdec.rpc.errors import (
     DeadlineExceeded,
@@ -203,7 +203,7 @@ def test_the_command_lists_and_sets(cluster: Cluster) -> None:
     assert unknown.returncode == EXIT_USAGE
     assert "unheard_of" in unknown.stderr
     misfit = run_command(address, "--set", json.dumps([{"method": "eagle3", "model": "nowhere"}]))
-    assert misfit.returncode == EXIT_CODES[FailedPrecondition.code]
+    assert misfit.returncode == EXIT_CODES[FailedPrecondition.code.name]
     assert "eagle3: nowhere" in misfit.stderr
     assert run_command(address).stdout.splitlines() == shown
     assert run_command(address, "--set", "").stdout.split() == ["none"]

@@ -19,10 +19,11 @@ from specdec.benchmark.prompts import Prompts, prompts_for
 from specdec.benchmark.report import Report
 from specdec.benchmark.tables import Table
 from specdec.cli import connection
-from specdec.cli.errors import EXIT_FAILURE, ClusterFailed, reported_errors
+from specdec.cli.errors import ClusterFailed, reported_errors
 from specdec.cli.inputs.destinations import report_folder
 from specdec.cli.inputs.number_lists import MOST_TOKENS, prompts_from
 from specdec.cli.local.plan import shipped_model
+from specdec.cli.views.failures import EXIT_FAILURE
 from specdec.client import Client, ClientSettings
 from specdec.engine.checkpoints.files import find_model_files, weights_digest
 from specdec.engine.errors import ModelLoadError

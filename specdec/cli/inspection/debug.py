@@ -13,9 +13,10 @@ from rich.console import Console
 
 from specdec.cli import connection
 from specdec.cli import sampling_options as options
-from specdec.cli.errors import EXIT_FAILURE, reported_errors
+from specdec.cli.errors import reported_errors
 from specdec.cli.inputs.destinations import output_file
 from specdec.cli.views import debug_view, tables
+from specdec.cli.views.failures import EXIT_FAILURE
 from specdec.client import Client, ClientSettings, Completion
 from specdec.debugging.page import page_of
 from specdec.debugging.steps import Explained, explain, token_ids_of

@@ -25,11 +25,12 @@ from specdec.checkup.replicas import check_drafters, check_replicas
 from specdec.checkup.settings_file import check_settings
 from specdec.checkup.surroundings import check_audit, check_draft_death, check_prometheus, check_tenants
 from specdec.cli import connection
-from specdec.cli.errors import EXIT_FAILURE, reported_errors
+from specdec.cli.errors import reported_errors
 from specdec.cli.inputs.config_file import by_parameter, read_config
 from specdec.cli.inputs.number_lists import MOST_TOKENS, prompts_from
 from specdec.cli.local.drafters import expanded
 from specdec.cli.local.plan import shipped_model
+from specdec.cli.views.failures import EXIT_FAILURE
 from specdec.cli.views.shown import harmless
 from specdec.client import ClientSettings
 from specdec.telemetry import setup_logging
