@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+MODULES = {"target": "target_service", "draft": "draft_service", "coordinator": "coordinator", "gateway": "gateway"}
 _END_LINES = 50
 """An error further up is not what ended a service."""
 _ERROR = re.compile(r"\[(error|critical) *\]|\"level\": ?\"(error|critical)\"|^[\w.]*(Error|Exception)\b")
