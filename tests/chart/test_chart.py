@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec.commands.app import app
 from specdec.commands.connection import API_KEY_VARIABLE
-from specdec.commands.up.cluster import MODULES
+from specdec.commands.up.service_process import MODULES
 from specdec.config import CoordinatorSettings, load_settings
 from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.telemetry import DraftMetrics, TargetMetrics

@@ -94,6 +94,7 @@ def service_spec(
     by_flag = [_flag(name, value) for name, value in {**settings.overrides, **fixed}.items()]
     return ServiceSpec(
         name=name,
+        role=role,
         module=MODULES[role],
         address=f"{HOST}:{port}",
         arguments=tuple(by_flag),
@@ -238,9 +239,7 @@ class Cluster:
     def wait_connected(self, num_ready: int | None = None) -> None:
         """Return when the coordinator reports every replica (or this many) ready. Raises ClusterFailed."""
         service = self.services["coordinator"]
-        num_replicas = sum(
-            not each.spec.module.startswith(("coordinator", "gateway")) for each in self.services.values()
-        )
+        num_replicas = sum(each.spec.role in ("target", "draft") for each in self.services.values())
         wanted = num_replicas if num_ready is None else num_ready
         states: list[str] = []
         with self._channel(service.spec.address) as channel:

@@ -12,7 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-MODULES = {"target": "target_service", "draft": "draft_service", "coordinator": "coordinator", "gateway": "gateway"}
+MODULES = {
+    "target": "specdec.target_service",
+    "draft": "specdec.draft_service",
+    "coordinator": "specdec.coordinator",
+    "gateway": "specdec.gateway",
+}
 _END_LINES = 50
 """An error further up is not what ended a service."""
 _ERROR = re.compile(r"\[(error|critical) *\]|\"level\": ?\"(error|critical)\"|^[\w.]*(Error|Exception)\b")
@@ -25,6 +30,8 @@ class ServiceSpec:
 
     name: str
     """For messages and the log's name, for example target or target-1."""
+    role: str
+    """target, draft, coordinator or gateway."""
     module: str
     """Run as `python -m MODULE`."""
     address: str
