@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from specdec.client import ClientSettings
-from specdec.commands.inputs.addresses import DEFAULT_ADDRESS as DEFAULT_ADDRESS
-from specdec.commands.inputs.addresses import check_address
+from specdec.commands.addresses import DEFAULT_ADDRESS as DEFAULT_ADDRESS
+from specdec.commands.addresses import check_address
 from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
 
 API_KEY_VARIABLE = "SPECDEC_API_KEY"

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from specdec.commands.inputs.addresses import DEFAULT_ADDRESS, check_address
+from specdec.commands.addresses import DEFAULT_ADDRESS, check_address
 from specdec.commands.views.failures import EXIT_CODES, EXIT_FAILURE, connect_failure
 
 _HTTP = "http://"
@@ -22,7 +22,7 @@ _SERVING = b"\x08\x01"
 
 
 def probe(arguments: Sequence[str]) -> int:
-    """Ask as the command's arguments say, and print the answer. Returns the exit code; leaves for --help and bad flags."""
+    """Ask as the arguments say, and print the answer. Returns the exit code; leaves for --help and bad flags."""
     asked = _parser().parse_args(arguments)
     if asked.address.startswith(_HTTP):
         return _probe_http(asked.address.removeprefix(_HTTP), asked.timeout_s)

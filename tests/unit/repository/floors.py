@@ -14,9 +14,9 @@ FLOORS = {
         coordinator draft_service gateway target_service
     """,
     "specdec.commands": """
-        connection keys sampling_options shipped_pair views
-        errors measuring
-        drafters generate health inputs models
+        addresses keys sampling_options shipped_pair views
+        connection errors health measuring
+        drafters generate inputs models
         debug up
         audit bench demo serve tune
         train
