@@ -23,10 +23,11 @@ def main() -> None:
 
         app()
     except ModuleNotFoundError as error:
-        extra = _extra_with(error.name or "")
-        if extra is None:
+        from specdec.service.extras import missing_extra
+
+        if (to_do := missing_extra(error)) is None:
             raise
-        sys.stderr.write(f"error: this needs {error.name}: pip install 'specdec[{extra}]'\n")
+        sys.stderr.write(f"error: {to_do}\n")
         sys.exit(1)
 
 
@@ -44,20 +45,6 @@ def _end_at_once(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def _extra_with(module: str) -> str | None:
-    """Return the first extra of specdec that brings a module; None: no extra does."""
-    import re
-    from importlib import metadata
-
-    try:
-        lines = metadata.requires("specdec") or []
-    except metadata.PackageNotFoundError:
-        return None
-    wanted = module.partition(".")[0].replace("_", "-")
-    found = (re.match(r"""([\w.-]+).*\bextra == ["']([\w-]+)""", line) for line in lines)
-    return next((one[2] for one in found if one and one[1] == wanted), None)
 
 
 if __name__ == "__main__":
