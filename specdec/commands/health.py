@@ -84,8 +84,9 @@ def _probe_grpc(address: str, service: str, timeout_s: float) -> int:
     request = _request(service) if service else b""
     # A proxy from the environment is for the way out, not for a probe.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
-            answer: bytes = channel.unary_unary("/grpc.health.v1.Health/Check")(request, timeout=timeout_s)
+            answer = check(request, timeout=timeout_s)
         except grpc.RpcError as error:
             if not isinstance(error, grpc.Call):
                 raise

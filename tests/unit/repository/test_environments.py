@@ -32,7 +32,8 @@ KINDS = (*(f"image {stage}" for stage in FINAL), "no extra", *(f"extra {name}" f
 NEEDS = {"tune --help": "engine", "serve gateway --help": "gateway"}
 """Commands that cannot even tell of themselves without an extra."""
 FOLDERS = {
-    "no extra": "coordinator specdec/client specdec/config specdec/service specdec/store specdec/telemetry specdec/wire",
+    "no extra": "coordinator specdec/client specdec/config specdec/service specdec/store specdec/telemetry "
+    "specdec/wire",
     "extra gateway": "gateway",
     "extra engine": "draft_service target_service specdec/commands specdec/constraints specdec/drafting specdec/engine "
     "specdec/replica",
