@@ -34,7 +34,7 @@ TSC := .tools/node_modules/.bin/tsc
 CRDS := $(foreach package,$(CRD_PACKAGES),.tools/node_modules/@$(word 2,$(subst @, ,$(package)))/package.json)
 CHECKOV := .tools/checkov/bin/checkov
 SCHEMATHESIS := .tools/schemathesis/bin/schemathesis
-# Clients of the gateway that tests run (docs/clients.md), and those that only "make test-long" runs.
+# Clients of the gateway that tests run (docs/openai-clients.md), and those that only "make test-long" runs.
 CLIENTS := $(foreach name,frameworks lm-eval llama-benchy,.tools/clients/$(name)/.installed)
 LONG_CLIENTS := $(foreach name,guidellm aiperf vllm,.tools/clients/$(name)/.installed)
 COMPOSE := .tools/docker-compose
@@ -231,6 +231,10 @@ images:  ## Build the images.
 .PHONY: metrics-doc
 metrics-doc: $(STAMP)  ## Write docs/metrics.md from the definitions.
 	@$(BIN)/python -m specdec.telemetry.catalogue > docs/metrics.md
+
+.PHONY: settings-doc
+settings-doc: $(STAMP)  ## Write docs/settings.md from the settings' classes.
+	@$(BIN)/python docs/site/settings_page.py > docs/settings.md
 
 .PHONY: docs
 docs: $(STAMP)  ## Build the site of these pages into site/, with search, without a network.

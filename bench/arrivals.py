@@ -1,9 +1,9 @@
 """Requests that come when they come, whatever the server manages: an open loop, with and without speculation.
 
-Poisson arrivals at rising rates, until the server no longer keeps up, and bursts of requests at one moment; what TTFT
-and ITL are says `specdec.commands.measuring.streams`. Goodput counts requests that met both limits: the first token in time, and
-on average no more than so long per token after it. A request that was refused, or has not ended `_LATE_S` after the
-last arrival, met nothing.
+Poisson arrivals at rising rates, until the server no longer keeps up, and bursts of requests at one moment.
+`specdec.commands.measuring.streams` defines TTFT and ITL. Goodput counts requests within both limits: the time to the
+first token, and the mean time per token after it. A request that was refused, or that has not ended `_LATE_S` after
+the last arrival, is not counted.
 """
 
 from __future__ import annotations

@@ -237,25 +237,26 @@ def _is_same(launch: Launch, other: Launch) -> bool:
 
 
 def markdown(rows: list[Compiled]) -> str:
-    """A page with one table: of a kernel that is compiled for several sizes, what needs the most registers."""
-    head = "| kernel | shape | variant | target | registers | spilled bytes | shared memory | warps | products by |"
+    """A page with one row per kernel: the most that any shape and variant needs on each architecture."""
+    names = list(dict.fromkeys(row.kernel for row in rows))
+    architectures = list(dict.fromkeys(row.architecture for row in rows))
     lines = [
         f"# GPU kernels as Triton {triton.__version__} compiles them",
         "",
-        "Compiled without a GPU by `python -m bench.cubins`; nothing here has run on one.",
+        "Compiled without a GPU by `python -m bench.cubins`; nothing here has run on one. Each cell is the most that "
+        f"any of the shapes {', '.join(SHAPES)} needs: registers of a thread, spilled bytes, bytes of shared memory.",
         "",
-        head,
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| kernel | {' | '.join(architectures)} | products by |",
+        "|---" * (len(architectures) + 2) + "|",
     ]
-    neediest: dict[tuple[str, ...], Compiled] = {}
-    for row in sorted(rows, key=lambda row: (row.spilled_bytes, row.registers)):
-        neediest[row.kernel, row.shape, row.variant, row.architecture] = row
-    lines += [
-        f"| {r.kernel} | {r.shape} | {r.variant} | {r.architecture} | {r.registers} | {r.spilled_bytes} "
-        f"| {r.shared_bytes} | {r.num_warps} | {', '.join(r.instructions)} |"
-        for r in rows
-        if neediest[r.kernel, r.shape, r.variant, r.architecture] is r
-    ]
+    for name in names:
+        cells = []
+        for architecture in architectures:
+            of_it = [row for row in rows if (row.kernel, row.architecture) == (name, architecture)]
+            most = (max(row.registers for row in of_it), max(row.spilled_bytes for row in of_it))
+            cells.append(f"{most[0]}, {most[1]}, {max(row.shared_bytes for row in of_it)}")
+        instructions = sorted({found for row in rows if row.kernel == name for found in row.instructions})
+        lines.append(f"| {name} | {' | '.join(cells)} | {', '.join(instructions)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -115,7 +115,7 @@ def _kv_bytes(deployment: Deployment, model: Model) -> int:
 
 
 def _through(spec: ServiceSpec, proxy: DelayProxy) -> ServiceSpec:
-    if spec.module == "draft_service":
+    if spec.role == "draft":
         proxy.lead_to(spec.address)
     prefix = "--drafts="
     arguments = (f"{prefix}{proxy.address}" if text.startswith(prefix) else text for text in spec.arguments)

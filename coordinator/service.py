@@ -42,8 +42,8 @@ from specdec.coordinator.tasks import end_tasks
 from specdec.coordinator.tenants.api_keys import ApiKeys, Authenticator, KeyFileInvalid
 from specdec.coordinator.tenants.quotas import Allowance, QuotaRate, TenantLimits, TokenQuotas
 from specdec.coordinator.tenants.shared_quotas import SharedQuotas
+from specdec.service.listening import StartupFailed
 from specdec.service.server import run_service
-from specdec.service.startup import StartupFailed
 from specdec.store.announcer import Announcer
 from specdec.store.settings import open_store
 from specdec.telemetry import BuildInfo, CoordinatorMetrics

@@ -26,10 +26,9 @@ from specdec.gateway.settings import GatewaySettings
 from specdec.gateway.upstream.coordinators import Coordinators
 from specdec.gateway.upstream.health import Health
 from specdec.gateway.upstream.names import NameWatch
-from specdec.service.listening import bound_sockets
+from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.server import install_signals
-from specdec.service.startup import StartupFailed
 from specdec.service.tls_watch import INTERVAL_S, TlsWatch
 from specdec.telemetry import BuildInfo, GatewayMetrics, TlsMetrics, VllmMetrics
 from specdec.telemetry.tracing import Tracing

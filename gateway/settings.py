@@ -11,9 +11,9 @@ from pydantic_settings import NoDecode
 from specdec.gateway.chat.parsing import check_names
 from specdec.gateway.chat.reasoning import REASONING_PARSERS
 from specdec.gateway.chat.tool_calls.families import TOOL_PARSERS
-from specdec.service.settings import WireSettings
 from specdec.telemetry.tracing_settings import TracingSettings
 from specdec.wire.addresses import check_address
+from specdec.wire.settings import WireSettings
 
 
 def _split_commas(value: Any) -> Any:

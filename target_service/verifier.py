@@ -9,6 +9,7 @@ from typing import Any
 from specdec.config import TargetSettings
 from specdec.constraints.grammar.awaited import POLL_S
 from specdec.constraints.grammar.failure import GrammarError
+from specdec.drafting.heads.target import HeadTarget
 from specdec.engine.scheduler import ScheduledItem
 from specdec.engine.sequence import Sequence
 from specdec.engine.tree import TokenTree
@@ -84,7 +85,8 @@ class Verifier:
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
-        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, built.heads)
+        heads = None if built.model is None else HeadTarget(built.model, built.engine, built.sampler)
+        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, heads)
         """The drafters of its own; they may be changed while sessions run."""
         hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
         # With heads it is known only now which steps are captured, and whether that went well.

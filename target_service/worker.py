@@ -13,10 +13,10 @@ def run_engine(port: EnginePort, settings: TargetSettings) -> None:
     """
     if settings.api is not None:
         from specdec.target_service.api.process import run_api
-        from specdec.target_service.processes.wire import WIRE
+        from specdec.target_service.wire import WIRE
 
         run_api(port, settings, settings.api, WIRE)
     else:
-        from specdec.target_service.processes.model import run_model
+        from specdec.target_service.model_process import run_model
 
         run_model(port, settings)

@@ -16,7 +16,7 @@ from specdec.coordinator.sessions.session import Session
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import draft_pb2, draft_pb2_grpc
 from specdec.wire.channel import ReplicaChannel
-from specdec.wire.reading.parsing import parsing
+from specdec.wire.reading import parsing
 
 _MOST_STRAYS = 4096
 _MOST_STRAYS_PER_SESSION = 4

@@ -17,7 +17,7 @@ from specdec.v1 import target_pb2, target_pb2_grpc
 from specdec.wire.channel import ReplicaChannel
 from specdec.wire.errors import IncompatibleReplica
 from specdec.wire.message_sizes import most_entry_bytes
-from specdec.wire.reading.parsing import parsed, parsing
+from specdec.wire.reading import parsed, parsing
 
 _TOKENIZER_PATIENCE = 4
 """Times as long as for one answer: a tokenizer is some megabytes, in several pieces."""

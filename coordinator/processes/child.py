@@ -17,8 +17,7 @@ from pydantic import SecretStr
 
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.processes.child_main import SERVING_LINE, ChildInstructions
-from specdec.service.listening import bound_sockets
-from specdec.service.startup import StartupFailed
+from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.telemetry import forget_gauges
 from specdec.wire.addresses import join_address
 

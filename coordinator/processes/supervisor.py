@@ -31,10 +31,10 @@ from specdec import __version__
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.processes.child import CoordinatorProcess, reserved_port
 from specdec.coordinator.servicer import SERVICE_NAME
+from specdec.service.listening import StartupFailed
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.readiness import Readiness, plaintext_health
 from specdec.service.server import install_signals
-from specdec.service.startup import StartupFailed
 from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
 from specdec.wire.backoff import Backoff
 from specdec.wire.tls_files import TlsFilesBroken

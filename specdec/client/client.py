@@ -18,7 +18,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 from specdec.wire.errors import FailedPrecondition, Internal, InvalidRequest, from_rpc_error
-from specdec.wire.reading.parsing import parsed, parsing
+from specdec.wire.reading import parsed, parsing
 
 _T = TypeVar("_T")
 # Waits between attempts to connect; gRPC's own grow to two minutes, over which a coordinator that is back is not seen.

@@ -12,6 +12,10 @@ from typing import Any
 _NO_SUCH_ADDRESS = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 
+class StartupFailed(Exception):
+    """The service cannot start; the message says why, for people."""
+
+
 def is_wildcard(host: str) -> bool:
     """Whether a host, in brackets or not, stands for all addresses of the machine."""
     try:

@@ -10,9 +10,8 @@ from typing import Protocol
 
 from prometheus_client import CollectorRegistry
 
-from specdec.service.listening import bound_sockets
+from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.service.metrics_server import MetricsServer
-from specdec.service.startup import StartupFailed
 from specdec.telemetry import scrape_registry
 from specdec.wire.addresses import join_address
 from specdec.wire.tls import ServesTls, server_tls_files

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Sequence
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from specdec.service.listening import StartupFailed
 from specdec.service.settings import ServiceSettings
-from specdec.service.startup import StartupFailed
 from specdec.store.announcer import AnnouncedState, Announcer
 from specdec.wire.addresses import join_address
 

@@ -28,11 +28,10 @@ from prometheus_client import CollectorRegistry
 
 from specdec import __version__
 from specdec.service.error_interceptor import ErrorInterceptor
-from specdec.service.listening import is_wildcard
+from specdec.service.listening import StartupFailed, is_wildcard
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.readiness import Readiness, plaintext_health
 from specdec.service.settings import ServiceSettings
-from specdec.service.startup import StartupFailed
 from specdec.service.tls_watch import TlsUses, TlsWatch
 from specdec.store.announcer import Announcer
 from specdec.telemetry import TlsMetrics

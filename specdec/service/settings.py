@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import NoDecode
 
 from specdec.service.affinity import parse_cores
 from specdec.store.settings import StoreSettings
 from specdec.telemetry.tracing_settings import TracingSettings
-from specdec.wire.message_sizes import MIN_MESSAGE_BYTES
+from specdec.wire.settings import WireSettings, check_files
 
 
 def _check_cores(value: str) -> str:
@@ -28,26 +28,6 @@ def _split_commas(value: Any) -> Any:
 
 Cores = Annotated[str, BeforeValidator(_check_cores)]
 Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split_commas)]
-
-
-class WireSettings(BaseModel):
-    """What both ends of a connection set alike."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-    max_message_bytes: int = Field(
-        default=16 * 1024 * 1024,
-        ge=MIN_MESSAGE_BYTES,
-        le=128 * 1024 * 1024,
-        description="Largest gRPC message that is taken; peers are told. At a target or a draft it must hold a session "
-        "with all tokens of the context.",
-    )
-    keepalive_time_s: float = Field(default=2.0, ge=1, description="Ping a silent peer after this long.")
-    keepalive_timeout_s: float = Field(
-        default=3.0,
-        ge=0.1,
-        description="A peer that owes the answer to a ping this long is gone: its silence shows after the sum of both.",
-    )
 
 
 class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
@@ -100,7 +80,7 @@ class ServiceSettings(WireSettings, StoreSettings, TracingSettings):
             raise ValueError("tls_allowed_client_names needs tls_client_ca_file")
         if self.metrics_tls and self.tls_cert_file is None:
             raise ValueError("metrics_tls needs tls_cert_file and tls_key_file")
-        _check_files(self, ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
+        check_files(self, ("tls_cert_file", "tls_key_file", "tls_client_ca_file"))
         return self
 
     @property
@@ -148,34 +128,3 @@ class ReplicaServiceSettings(ServiceSettings):
         description="Most responses kept for a coordinator that does not read. At half of it its sessions wait; when "
         "nothing is read for 30 s its stream is aborted.",
     )
-
-
-class ClientSettings(WireSettings):
-    """How to call other services, over TLS or not."""
-
-    replica_tls: bool = Field(default=False, description="Call targets and drafts over TLS.")
-    replica_tls_ca_file: Path | None = Field(
-        default=None,
-        description="PEM authorities that replicas' certificates must come from; null: those gRPC trusts.",
-    )
-    replica_tls_cert_file: Path | None = Field(default=None, description="PEM client certificate chain (mTLS).")
-    replica_tls_key_file: Path | None = Field(default=None, description="PEM private key of the client certificate.")
-    replica_tls_server_name: str | None = Field(
-        default=None, description="Name expected in replicas' certificates; null: the host called."
-    )
-
-    @model_validator(mode="after")
-    def _check_client_tls(self) -> Self:
-        if (self.replica_tls_cert_file is None) != (self.replica_tls_key_file is None):
-            raise ValueError("replica_tls_cert_file and replica_tls_key_file must be set together")
-        if not self.replica_tls and (self.replica_tls_ca_file or self.replica_tls_cert_file):
-            raise ValueError("replica_tls_ca_file and replica_tls_cert_file need replica_tls")
-        _check_files(self, ("replica_tls_ca_file", "replica_tls_cert_file", "replica_tls_key_file"))
-        return self
-
-
-def _check_files(settings: BaseModel, names: tuple[str, ...]) -> None:
-    for name in names:
-        path: Path | None = getattr(settings, name)
-        if path is not None and not path.is_file():
-            raise ValueError(f"{name}: no such file: {path}")

@@ -20,7 +20,8 @@ _HEAD = """# Metrics
 
 Each service serves its metrics at `/metrics` on its metrics port. Names, labels and queries below are those of the
 code, and a test fails when this page is out of date. A histogram exports `_bucket` (with the label `le`), `_sum` and
-`_count`; the name in the table is without them. Prometheus adds `job` and `instance`.
+`_count`; the name in the table is without them. Prometheus adds `job` and `instance`. The values of a label are listed
+where a section has them first.
 
 A burst of n tokens counts as n intervals of 1/n of its gap. Acceptance at a depth is the share of the steps that
 verified a draft token there which accepted one; a tree with several tokens at a depth counts once.
@@ -58,14 +59,17 @@ def render() -> str:
     for service, docs in catalogue().items():
         title, text = _SERVICES[service]
         parts.append(f"## {title}\n\n{text}\n")
-        parts.append("| name | type | labels | meaning | PromQL |\n| --- | --- | --- | --- | --- |")
-        parts[-1] += "".join(f"\n{_row(doc)}" for doc in docs) + "\n"
+        parts.append("| name, type | labels | meaning | PromQL |\n| --- | --- | --- | --- |")
+        listed: set[tuple[str, str]] = set()
+        parts[-1] += "".join(f"\n{_row(doc, listed)}" for doc in docs) + "\n"
     return "\n".join(parts)
 
 
-def _row(doc: MetricDoc) -> str:
-    labels = "<br>".join(f"`{name}`: {values}" for name, values in doc.labels.items())
-    cells = [f"`{doc.name}`", doc.type, labels, doc.text, f"`{doc.promql}`"]
+def _row(doc: MetricDoc, listed: set[tuple[str, str]]) -> str:
+    """One line of a table; adds to ``listed`` the labels whose values it lists."""
+    labels = [f"`{label[0]}`" if label in listed else f"`{label[0]}`: {label[1]}" for label in doc.labels.items()]
+    listed.update(doc.labels.items())
+    cells = [f"`{doc.name}`<br>{doc.type}", "<br>".join(labels), doc.text, f"`{doc.promql}`"]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from specdec.service.settings import ClientSettings, WireSettings
+from specdec.wire.settings import ClientSettings, WireSettings
 from specdec.wire.tls import channel_credentials, replica_tls_files
 from specdec.wire.tls_files import TlsFiles, TlsMaterial
 

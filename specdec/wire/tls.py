@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import grpc
 import structlog
 
-from specdec.service.settings import ClientSettings
 from specdec.wire.abort import abort_with
 from specdec.wire.errors import PermissionDenied
+from specdec.wire.settings import ClientSettings
 from specdec.wire.tls_files import TlsFile, TlsFiles, TlsMaterial, client_context, server_context
 
 _HEALTH = "/grpc.health.v1.Health/"

@@ -1,4 +1,4 @@
-"""docs/clients.md: each client, unchanged, as the page says to run it, against real services."""
+"""docs/openai-clients.md: each client, unchanged, as the page says to run it, against real services."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def engines() -> Callable[[Cluster], dict[str, psutil.Process]]:
         return {
             name: child
             for name, service in cluster.services.items()
-            if service.is_running and service.spec.module != "coordinator"
+            if service.is_running and service.spec.role != "coordinator"
             for child in psutil.Process(service.pid).children()
             if any("engine_child" in part for part in child.cmdline())
         }

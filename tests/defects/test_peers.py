@@ -252,7 +252,7 @@ async def test_a8_one_tenants_flood_refuses_nobody_else(start: Callable[..., Clu
 
 async def test_a12_what_dies_below_specdec_up_is_started_again(tiny_pair: ModelPair, build: Build) -> None:
     with running_up(tiny_pair, variables=build.environment) as up:
-        up.service("draft_service").kill()
+        up.service("specdec.draft_service").kill()
         up.wait_line("ready again")
         async with Client(up.address) as client:
             await client.complete(make_request(max_tokens=16))

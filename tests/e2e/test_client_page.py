@@ -1,4 +1,4 @@
-"""The examples of docs/client.md, one after the other as a reader would run them, against a real cluster."""
+"""The examples of docs/python-client.md, one after the other as a reader would run them, against a real cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specdec.commands.up.cluster import Cluster
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-PAGE = (Path(__file__).parents[2] / "docs" / "client.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "python-client.md").read_text(encoding="utf-8")
 ADDRESS = "127.0.0.1:50051"
 EXAMPLES = re.findall(r"(?ms)^```python\n(.*?)^```", PAGE)
 

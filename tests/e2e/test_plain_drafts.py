@@ -64,7 +64,7 @@ def without_libraries(pair: ModelPair, folder: Path, drafters: str) -> Iterator[
     )  # fmt: skip
     specs = [
         replace(spec, environment={**spec.environment, "PYTHONPATH": path, "NO_FORK": "1"})
-        if spec.module == "draft_service"
+        if spec.role == "draft"
         else spec
         for spec in plan_services(settings, environment={})
     ]

@@ -10,7 +10,7 @@ import pytest
 from cryptography import x509
 
 from specdec.commands.up.cluster import free_port
-from specdec.wire.certificates import validity_of
+from specdec.service.tls_watch import validity_of
 from tests.support.servers.certificates import Authority, Certificate, SecretVolume
 from tests.support.servers.redis_server import redis_client
 from tests.support.services.faults import eventually, scrape

@@ -183,7 +183,7 @@ async def the_coordinator_in_use(fleet: Fleet) -> tuple[Cluster, str]:
 
 
 async def _replica_in_use(fleet: Fleet, role: str) -> tuple[Cluster, str]:
-    names = [name for name, service in fleet.replicas.services.items() if service.spec.module == f"{role}_service"]
+    names = [name for name, service in fleet.replicas.services.items() if service.spec.role == role]
     found: list[str] = []
 
     async def is_known() -> bool:

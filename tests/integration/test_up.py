@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from specdec.client import Client, Completion, generate_resuming
+from specdec.commands.up.cluster import MODULES
 from specdec.commands.up.placement import choose_placement
 from specdec.commands.up.plan import LocalPlan
 from tests.support.services.faults import CREDIT_WINDOW, held_back, make_request
@@ -21,7 +22,7 @@ from tests.support.services.up_command import running_up
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
 DEADLINE_S = 60.0
-MODULES = {"target": "target_service", "draft": "draft_service", "coordinator": "coordinator"}
+REPLICAS_AND_COORDINATOR = ("target", "draft", "coordinator")
 STANDS_STILL = ("--coordinator-set", f"credit_window_tokens={CREDIT_WINDOW}")
 """A stream that is not read goes no further, so that it is under way when something dies."""
 
@@ -54,15 +55,15 @@ async def test_a_stream_goes_on_exactly_while_each_service_dies_and_is_started_a
     with running_up(tiny_pair, STANDS_STILL) as up:
         async with Client(up.address) as client:
             undisturbed = await client.complete(body)
-        to_kill = list(MODULES)
+        to_kill = list(REPLICAS_AND_COORDINATOR)
         completion = Completion()
         async with held_back(up.address) as client:
             async for chunk in generate_resuming(client, body):
                 completion.add(chunk)
-                if to_kill and completion.num_tokens >= 100 * (len(MODULES) - len(to_kill)) + 20:
+                if to_kill and completion.num_tokens >= 100 * (len(REPLICAS_AND_COORDINATOR) - len(to_kill)) + 20:
                     up.service(MODULES[to_kill.pop(0)]).kill()
         assert not to_kill
-        for name in MODULES:
+        for name in REPLICAS_AND_COORDINATOR:
             died = up.wait_line(f"{name} was killed by SIGKILL; starting it again in 0.5 s. Its log")
             assert "Its log: " in died
             up.wait_line(f"{name} is started again")
@@ -75,7 +76,7 @@ async def test_a_stream_goes_on_exactly_while_each_service_dies_and_is_started_a
 
 def test_an_interrupt_while_a_service_is_down_stops_everything(tiny_pair: ModelPair) -> None:
     with running_up(tiny_pair) as up:
-        up.service("draft_service").kill()
+        up.service("specdec.draft_service").kill()
         up.wait_line("draft was killed by SIGKILL; starting it again")
         children = up.children()
         up.process.send_signal(signal.SIGINT)

@@ -10,12 +10,16 @@ from pathlib import Path
 Graph = Mapping[str, frozenset[str]]
 
 
-def import_graph(root: Path, packages: tuple[str, ...]) -> dict[str, frozenset[str]]:
-    """For each module of the packages, by dotted name: the modules of these packages that it imports.
+def import_graph(root: Path, packages: Mapping[str, str]) -> dict[str, frozenset[str]]:
+    """For each module, by dotted name: the modules of these packages that it imports. `packages`: names by folder.
 
     A package's own module (`__init__`) counts as a module; generated code does not count at all.
     """
-    paths = {_module_name(path, root): path for package in packages for path in _sources(root / package)}
+    paths = {
+        _module_name(path, root / folder, package): path
+        for folder, package in packages.items()
+        for path in _sources(root / folder)
+    }
     return {name: frozenset(_imported(path, paths)) - {name} for name, path in paths.items()}
 
 
@@ -45,8 +49,8 @@ def _sources(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*.py")) if "_pb2" not in path.name)
 
 
-def _module_name(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
+def _module_name(path: Path, folder: Path, package: str) -> str:
+    parts = (*package.split("."), *path.relative_to(folder).with_suffix("").parts)
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 

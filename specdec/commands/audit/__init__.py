@@ -1,1 +1,1 @@
-"""Whether a service says what its model says: greedily token by token, and when sampling by chi-square."""
+"""`specdec audit`: holds a service against its checkpoint, greedy token by token, sampled by chi-square."""

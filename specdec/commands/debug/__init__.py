@@ -1,1 +1,1 @@
-"""What happened in each step of a request, explained, and as a page."""
+"""`specdec debug`: explains each step of one request."""

@@ -1,1 +1,1 @@
-"""The deployment checklist of speculation: what can be measured is, and each line says what to do."""
+"""`specdec doctor`: the checklist of a deployment; measures what can be measured, and says what to do."""

@@ -44,7 +44,7 @@ def check_settings(
             checked[role] = kind(**{**needed, **settings[role]})
         except ValidationError as error:
             told = "; ".join(_problem(problem) for problem in error.errors(include_url=False)[:_MOST_PROBLEMS])
-            yield failed(f"settings of the {role} are valid", told, "see docs/configuration.md")
+            yield failed(f"settings of the {role} are valid", told, "see docs/settings.md")
         else:
             yield passed(f"settings of the {role} are valid", f"{len(settings[role])} set")
     yield from _models(models, has_draft=up.get("num_drafts", 1) != 0)

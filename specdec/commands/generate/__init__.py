@@ -1,1 +1,1 @@
-"""specdec/commands/generate"""
+"""`specdec generate`: a completion, streamed to the terminal."""

@@ -1,1 +1,1 @@
-"""What commands are told: their configuration file, lists of numbers, files of prompts."""
+"""What several commands read: the configuration file, lists of numbers, files of prompts."""

@@ -1,1 +1,1 @@
-"""Measuring deployments: requests and when their tokens come, figures, tables, plots and reports."""
+"""Measuring a deployment: requests, the times of their tokens, figures, tables, plots, reports. Several commands do."""

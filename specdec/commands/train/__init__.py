@@ -1,1 +1,1 @@
-"""Making drafters for a target: its continuations, its hidden states, and what learns from them."""
+"""`specdec train`: makes a draft or a head for a target, from the target's continuations of your prompts."""

@@ -1,1 +1,1 @@
-"""What `specdec tune` starts, and how it shows what it found."""
+"""`specdec tune`: measures a pair of models, predicts its speed, and advises on settings."""

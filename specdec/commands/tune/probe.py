@@ -1,4 +1,4 @@
-"""Measures one model in a process of its own: `python -m specdec.commands.tune.probe` with its task as JSON on its input.
+"""Measures one model in a process of its own: `python -m specdec.commands.tune.probe`, with its task as JSON on stdin.
 
 It writes lines to standard error while it works, and at the end one line of JSON to standard output: `{"error": ...}`,
 or what `measure` returns. It runs on the cores that its starter gave it.

@@ -1,1 +1,1 @@
-"""The services as processes of this machine: what `up` and `demo` start, on which cores and devices, and their logs."""
+"""`specdec up` and `specdec demo`: the services as processes of this machine, their cores, devices and logs."""

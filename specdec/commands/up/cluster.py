@@ -22,7 +22,12 @@ from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
-MODULES = {"target": "target_service", "draft": "draft_service", "coordinator": "coordinator", "gateway": "gateway"}
+MODULES = {
+    "target": "specdec.target_service",
+    "draft": "specdec.draft_service",
+    "coordinator": "specdec.coordinator",
+    "gateway": "specdec.gateway",
+}
 _PROBE_S = 1.0
 
 
@@ -95,6 +100,7 @@ def service_spec(
     by_flag = [_flag(name, value) for name, value in {**settings.overrides, **fixed}.items()]
     return ServiceSpec(
         name=name,
+        role=role,
         module=MODULES[role],
         address=f"{HOST}:{port}",
         arguments=tuple(by_flag),
@@ -239,9 +245,7 @@ class Cluster:
     def wait_connected(self, num_ready: int | None = None) -> None:
         """Return when the coordinator reports every replica (or this many) ready. Raises ClusterFailed."""
         service = self.services["coordinator"]
-        num_replicas = sum(
-            not each.spec.module.startswith(("coordinator", "gateway")) for each in self.services.values()
-        )
+        num_replicas = sum(each.spec.role in ("target", "draft") for each in self.services.values())
         wanted = num_replicas if num_ready is None else num_ready
         states: list[str] = []
         with self._channel(service.spec.address) as channel:

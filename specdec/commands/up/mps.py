@@ -105,7 +105,7 @@ def _as_client(spec: ServiceSpec, own: Mapping[str, str], environment: Mapping[s
     if not spec.gpus:
         return spec
     added = dict(own)
-    if spec.module == "draft_service" and CLIENT_PRIORITY not in environment:
+    if spec.role == "draft" and CLIENT_PRIORITY not in environment:
         added[CLIENT_PRIORITY] = BELOW_NORMAL
     return replace(spec, environment={**spec.environment, **added})
 

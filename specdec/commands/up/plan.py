@@ -100,7 +100,7 @@ def plan_services(
         own = {"target": specs[0].address, **plan.draft_settings}
         plan = dataclasses.replace(plan, draft_settings=own)
     specs += _replicas(plan, "draft", devices.drafts[: plan.num_drafts], assignment, environment)
-    addresses = {role: [spec.address for spec in specs if spec.module == f"{role}_service"] for role in PORTS}
+    addresses = {role: [spec.address for spec in specs if spec.role == role] for role in PORTS}
     replicas = {"targets": addresses["target"], "drafts": addresses["draft"]} if plan.redis_url is None else {}
     settings = RoleSettings(
         defaults={
@@ -242,7 +242,7 @@ def describe_placement(specs: Sequence[ServiceSpec]) -> list[tuple[str, str, str
     """Return (name, address, place) of each service, for people."""
     rows = []
     for spec in specs:
-        prefix = f"SPECDEC_{spec.module.removesuffix('_service').upper()}_"
+        prefix = f"SPECDEC_{spec.role.upper()}_"
         device = spec.environment.get(f"{prefix}DEVICE", "")
         engine_cores = spec.environment.get(f"{prefix}ENGINE_CORES", "")
         place = f"cores {engine_cores}" if device == "cpu" and engine_cores else device

@@ -24,6 +24,8 @@ class ServiceSpec:
 
     name: str
     """For messages and the log's name, for example target or target-1."""
+    role: str
+    """target, draft, coordinator or gateway."""
     module: str
     """Run as `python -m MODULE`."""
     address: str

@@ -1,1 +1,1 @@
-"""What people see in the terminal: streams coloured by origin, and tables."""
+"""Tables and colours that several commands print."""

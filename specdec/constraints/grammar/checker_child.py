@@ -1,4 +1,4 @@
-"""Compiles grammars that nobody has checked: `python -m specdec.constraints.grammar.checker_child`, started by GrammarChecker.
+"""Compiles unchecked grammars: `python -m specdec.constraints.grammar.checker_child`, started by GrammarChecker.
 
 Each in a process of its own, forked from this one, with little processor time, memory and stack: what is too much for
 those ends that process, and it alone. Reads JSON from standard input, a line each, and writes answers likewise.

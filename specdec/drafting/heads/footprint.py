@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from specdec.config.drafter_options import HeadOptions, MedusaOptions
+from specdec.config.drafter_options import DrafterOptions, HeadOptions, MedusaOptions
 from specdec.drafting.heads.checkpoint import PICKLED, HeadRefused
 from specdec.drafting.heads.config import read_config
 from specdec.drafting.heads.parts import head_sizes
@@ -18,13 +18,20 @@ _SHARED = ("embed_tokens.weight", "lm_head.weight")
 """What heads may take from their target, each as a copy."""
 
 
-def footprint(heads: Iterable[HeadOptions]) -> Beside:
-    """Of all of these. Files that cannot be read count for nothing: loading says what is wrong with them."""
-    each = [_of(options) for options in heads]
-    return Beside(
-        sum(one.num_bytes for one in each),
-        sum(one.num_embeddings for one in each),
-        sum(one.elements_per_token for one in each),
+def footprint(drafters: Iterable[DrafterOptions]) -> Beside | None:
+    """Memory that all heads among these drafters take; None: no head is among them.
+
+    Files that cannot be read count for nothing: loading says what is wrong with them.
+    """
+    each = [_of(options) for options in drafters if isinstance(options, HeadOptions)]
+    return (
+        None
+        if not each
+        else Beside(
+            sum(one.num_bytes for one in each),
+            sum(one.num_embeddings for one in each),
+            sum(one.elements_per_token for one in each),
+        )
     )
 
 

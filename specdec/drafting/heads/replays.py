@@ -36,8 +36,8 @@ class _Graph:
 
 
 class HeadReplays:
-    """`specdec.drafting.heads.passes.Replays` over one head's cache. What `prepare` has not captured is when it is first met;
-    where capturing fails passes are run as they are from then on.
+    """`specdec.drafting.heads.passes.Replays` over one head's cache. What `prepare` has not captured is captured when
+    it is first met; where capturing fails passes are run as they are from then on.
 
     Cost of a replay: two copies on the device before it, one after it, and with attention a launch.
     """

@@ -97,7 +97,6 @@ def translate(
         info=info,
         drawing=drawing,
         grammars=grammars,
-        heads=None,
         mask_token_id=None if built.mask_token_id is None else vocabulary.joint_ids[built.mask_token_id],
     )
     return Translated(adapted, method, vocabulary, ours.tokens, theirs.tokens)

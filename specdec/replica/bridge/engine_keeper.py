@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 
 from specdec.replica.bridge.engine_process import EngineProcess
-from specdec.service.startup import StartupFailed
+from specdec.service.listening import StartupFailed
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2
 from specdec.wire.backoff import Backoff

@@ -17,9 +17,9 @@ from specdec.replica.bridge.engine_keeper import EngineKeeper
 from specdec.replica.bridge.engine_process import EngineProcess
 from specdec.replica.bridge.stream_relay import RelayedCall, StreamRelay
 from specdec.service.affinity import split_cores
+from specdec.service.listening import StartupFailed
 from specdec.service.server import SetServing, run_service
 from specdec.service.settings import ReplicaServiceSettings
-from specdec.service.startup import StartupFailed
 from specdec.store.announcer import Announcer
 from specdec.store.guarded import GuardedStore
 from specdec.store.settings import open_store

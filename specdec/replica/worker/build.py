@@ -11,11 +11,8 @@ import structlog
 
 from specdec import __version__
 from specdec.config import DraftSettings, TargetSettings
-from specdec.config.drafter_options import HeadOptions
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.constraints.grammar.source import CONSTRAINTS_ID
-from specdec.drafting.heads.footprint import footprint
-from specdec.drafting.heads.target import HeadTarget
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.checkpoints.files import parallel_mask
 from specdec.engine.drawing.native import DrawingDecoder
@@ -57,8 +54,6 @@ class BuiltEngine:
     """What draws and computes several tokens per call, with the sampler's results; None where nothing does."""
     grammars: GrammarCompiler | None = None
     """Compiles constraints; None where the tokenizer allows none."""
-    heads: HeadTarget | None = None
-    """What heads over hidden states sit on; None where no model runs."""
     model: ModelRunner | None = None
     """What runs the model in this process; None where none runs."""
     mask_token_id: int | None = None
@@ -78,20 +73,20 @@ def build_engine(
     port: EnginePort | None = None,
     ranks: Ranks | None = None,
     others_bytes: int = 0,
+    heads: Beside | None = None,
 ) -> BuiltEngine:
     """Load, prove and warm the model, together with the other ranks if there are any; send its tokenizer to the
-    servicer, if there is one. Of a GPU's memory its KV cache leaves `others_bytes` to others in this process.
+    servicer, if there is one. Of a GPU's memory its KV cache leaves `others_bytes` to others in this process, and what
+    `heads` take, which are loaded after this and read its hidden states; None: there will be none.
 
     Raises:
         ModelNotSupported, ModelLoadError: with a reason for people.
         EngineError: no message would hold a session that fills the context.
     """
-    awaited = _heads_of(settings)
-    of_heads = footprint(awaited)
-    beside = replace(of_heads, num_bytes=of_heads.num_bytes + others_bytes)
+    beside = Beside(others_bytes) if heads is None else replace(heads, num_bytes=heads.num_bytes + others_bytes)
     runner = ModelRunner.load(settings, None if ranks is None else ranks.join(), beside)
     # With heads steps hand out hidden states: those are captured when it is known which.
-    row_s = runner.warmup(captures=ranks is not None or not awaited)
+    row_s = runner.warmup(captures=ranks is not None or heads is None)
     max_batch_tokens = most_rows(settings, row_s)
     salt = f"{runner.identity.weights_digest}/{runner.numerics_id}".encode()
     pool = BlockPool(runner.num_blocks, runner.block_size, salt)
@@ -134,7 +129,6 @@ def build_engine(
     engine = Engine(steps, pool, scheduler)
     if isinstance(settings, TargetSettings) and is_on_gpu(runner.device):
         engine.launch_pass = steps.launch
-    heads = HeadTarget(runner, engine, sampler)
     verify_s = row_s * max_batch_tokens
     return BuiltEngine(
         engine,
@@ -143,22 +137,15 @@ def build_engine(
         verify_s,
         drawing,
         grammars,
-        heads,
         runner,
         mask_token_id,
-        awaited_bytes=_awaited_bytes(runner, of_heads) if awaited else 0,
+        awaited_bytes=0 if heads is None else _awaited_bytes(runner, heads),
     )
 
 
-def _awaited_bytes(runner: ModelRunner, of_heads: Beside) -> int:
-    weights = of_heads.weight_bytes(runner.num_logits, runner.hidden_size, runner.dtype)
-    return weights + of_heads.cache_bytes(runner.num_blocks * runner.block_size, runner.dtype) + CAPTURE_BYTES
-
-
-def _heads_of(settings: TargetSettings | DraftSettings) -> list[HeadOptions]:
-    """What will be loaded on top of this engine, and read its hidden states."""
-    drafters = settings.drafters if isinstance(settings, TargetSettings) else ()
-    return [each for each in drafters if isinstance(each, HeadOptions)]
+def _awaited_bytes(runner: ModelRunner, heads: Beside) -> int:
+    weights = heads.weight_bytes(runner.num_logits, runner.hidden_size, runner.dtype)
+    return weights + heads.cache_bytes(runner.num_blocks * runner.block_size, runner.dtype) + CAPTURE_BYTES
 
 
 def _drawing(runner: ModelRunner, sampler: Sampler) -> Drawing | None:
@@ -217,10 +204,12 @@ def run_role(
     service: str,
     make_role: Callable[[SessionHost[SessionT], BuiltEngine], Role[SessionT]],
     adapt: Callable[[BuiltEngine], BuiltEngine] = lambda built: built,
+    heads: Beside | None = None,
 ) -> None:
     """Load the model, announce it, and run the role until the servicer goes or says stop.
 
-    `adapt` may put something between the model and the role, and raise what loading a model raises.
+    `adapt` may put something between the model and the role, and raise what loading a model raises. `heads`: see
+    `build_engine`.
     With several ranks this process is rank 0, and starts the others, whose logs are those of ``service``-rank-N.
     Raises ``RankLost`` when one of them ends.
     """
@@ -231,7 +220,7 @@ def run_role(
     with contextlib.ExitStack() as stack:
         try:
             ranks = stack.enter_context(lead_ranks(settings, service, settings.log_level, settings.log_format, report))
-            built = adapt(build_engine(settings, port, ranks))
+            built = adapt(build_engine(settings, port, ranks, heads=heads))
             host: SessionHost[SessionT] = make_host(port, settings, wire, built.info)
             role = make_role(host, built)
         except (ModelNotSupported, ModelLoadError, EngineError) as error:

@@ -1,7 +1,7 @@
 """A fault costs the one session that it belongs to: whose share of the work it was, and how that is found out.
 
-Whatever is raised in one session's share ends that session (`specdec.replica.worker.errors`). What is raised for many at once
-is tried again with halves of them, until it is known whose it is.
+Whatever is raised in one session's share ends that session (`specdec.replica.worker.errors`). What is raised for many
+at once is tried again with halves of them, until it is known whose it is.
 
 Some faults end the process without a word. Sessions of which an owner fears that step alone, and all others together:
 each of them, and the others as one, gets one step in turn. So nobody waits for more than one step of everybody else,

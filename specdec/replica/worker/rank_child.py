@@ -1,4 +1,4 @@
-"""The first code of a following rank: ``python -m specdec.replica.worker.rank_child``, started by ``specdec.replica.worker.ranks``.
+"""The first code of a following rank: `python -m specdec.replica.worker.rank_child`, started by `ranks.py`.
 
 Reads its instructions from standard input, joins the other ranks, loads its shard, and runs what rank 0 sends.
 """

@@ -23,7 +23,6 @@ import specdec.replica.bridge.replica_service
 import specdec.wire.backoff
 from tests.protocol.simulation.virtual_loop import VirtualLoop
 
-_PACKAGES = ("coordinator", "specdec", "target_service", "draft_service")
 _monotonic_s = time.monotonic
 _running: list[VirtualLoop] = []
 
@@ -40,7 +39,7 @@ def _rebind_clocks() -> int:
     """
     num_rebound = 0
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _PACKAGES and isinstance(module, types.ModuleType):
+        if name.startswith("specdec.") and isinstance(module, types.ModuleType):
             for value in list(vars(module).values()):
                 members = list(vars(value).values()) if inspect.isclass(value) else [value]
                 num_rebound += sum(_rebind(member) for member in members if isinstance(member, types.FunctionType))

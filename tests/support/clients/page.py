@@ -1,4 +1,4 @@
-"""The page about clients, docs/clients.md, as programs: each section is run as a reader would run it."""
+"""The page about clients, docs/openai-clients.md, as programs: each section is run as a reader would run it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 URL = "http://127.0.0.1:8000"
-_PAGE = ROOT / "docs" / "clients.md"
+_PAGE = ROOT / "docs" / "openai-clients.md"
 _BLOCK = re.compile(r"(?ms)^```(sh|python)\n(.*?)^```")
 _PATIENCE_S = 240
 INSTALLED = {

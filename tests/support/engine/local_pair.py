@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec.config import DraftSettings, TargetSettings
 from specdec.config.drafter_options import DrafterOptions
+from specdec.drafting.heads.footprint import footprint
 from specdec.drafting.role.drafter import Drafter
 from specdec.drafting.role.local import LocalDraft
 from specdec.drafting.role.metrics import DraftRecorder
@@ -69,7 +70,8 @@ class LocalPair:
         options = {"num_threads": 1, "num_blocks": 256, **(draft_options or {})}
         self.draft_settings = DraftSettings(model=draft or str(MODELS / "draft"), **options)
         self.target_port, self.draft_port = ListPort(), ListPort()
-        self.target_built = build_engine(self.target_settings, self.target_port)  # type: ignore[arg-type]
+        heads = footprint(self.target_settings.drafters)
+        self.target_built = build_engine(self.target_settings, self.target_port, heads=heads)  # type: ignore[arg-type]
         self.draft_built = build_engine(self.draft_settings, self.draft_port)  # type: ignore[arg-type]
         self.translated = self._translate()
         if self.translated is not None:

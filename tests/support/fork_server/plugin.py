@@ -14,10 +14,10 @@ from specdec.replica.bridge import engine_launch
 from tests.support.fork_server.popen import Forking, Template
 
 _KINDS = {
-    "coordinator": "service",
-    "gateway": "gateway",
-    "target_service": "engine",
-    "draft_service": "engine",
+    "specdec.coordinator": "service",
+    "specdec.gateway": "gateway",
+    "specdec.target_service": "engine",
+    "specdec.draft_service": "engine",
     "specdec.replica.bridge.engine_child": "engine",
 }
 """The template for each module; another module is executed."""

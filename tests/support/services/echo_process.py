@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from specdec.service.settings import ClientSettings
 from specdec.wire.channel import open_channel
 from specdec.wire.errors import SpecdecError, from_rpc_error
+from specdec.wire.settings import ClientSettings
 
 SERVICE = "specdec.v1.TargetService"
 VERIFY = f"/{SERVICE}/Verify"

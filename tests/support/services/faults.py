@@ -199,7 +199,7 @@ def another(role: str, log_dir: Path, *, build: Build | None = None, **settings:
 def addresses_of(cluster: Cluster) -> dict[str, list[str]]:
     """The replicas of a cluster, as settings of a coordinator."""
     return {
-        f"{role}s": [s.spec.address for s in cluster.services.values() if s.spec.module == f"{role}_service"]
+        f"{role}s": [s.spec.address for s in cluster.services.values() if s.spec.role == role]
         for role in ("target", "draft")
     }
 
@@ -254,8 +254,7 @@ async def target_in_use(cluster: Cluster) -> str:
         names[:] = [
             name
             for name, service in cluster.services.items()
-            if service.spec.module == "target_service"
-            and (await load_of("target", service.spec.address)).kv_blocks_used
+            if service.spec.role == "target" and (await load_of("target", service.spec.address)).kv_blocks_used
         ]
         return len(names) == 1
 

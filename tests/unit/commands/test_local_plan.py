@@ -183,11 +183,7 @@ def plan(environment: dict[str, str] | None = None, **wishes: object) -> list[Se
 
 def test_three_services_are_planned_with_the_coordinator_last() -> None:
     target, draft, coordinator = plan()
-    assert (target.module, draft.module, coordinator.module) == (
-        "target_service",
-        "draft_service",
-        "coordinator",
-    )
+    assert (target.role, draft.role, coordinator.role) == ("target", "draft", "coordinator")
     assert target.environment["SPECDEC_TARGET_ENGINE_CORES"] == "0,1"
     assert target.environment["SPECDEC_TARGET_NUM_THREADS"] == "2"
     assert target.cores == (0, 1, 3)
@@ -243,7 +239,7 @@ def test_a_missing_gpu_is_told_as_a_failure_to_start(monkeypatch: pytest.MonkeyP
 
 def test_a_target_that_drafts_itself_has_the_draft_its_settings_and_the_cores() -> None:
     target, coordinator = plan(placement="together", draft_settings={"num_siblings": 1, "weight_quantization": "int8"})
-    assert (target.module, coordinator.module) == ("target_service", "coordinator")
+    assert (target.role, coordinator.role) == ("target", "coordinator")
     assert "--drafts=" in coordinator.arguments
     assert (target.environment["SPECDEC_TARGET_ENGINE_CORES"], coordinator.cores) == ("0,1,2", (3,))
     assert target.environment["SPECDEC_TARGET_NUM_THREADS"] == "3"

@@ -48,9 +48,11 @@ case "$command" in
   quit) %(quit)s ;;
 esac
 """
-TARGET = ServiceSpec(name="target", module="target_service", address="", gpus=(0, 1))
-DRAFT = ServiceSpec(name="draft", module="draft_service", address="", gpus=(0,), environment={"A": "b"})
-COORDINATOR = ServiceSpec(name="coordinator", module="coordinator", address="")
+TARGET = ServiceSpec(name="target", role="target", module="specdec.target_service", address="", gpus=(0, 1))
+DRAFT = ServiceSpec(
+    name="draft", role="draft", module="specdec.draft_service", address="", gpus=(0,), environment={"A": "b"}
+)
+COORDINATOR = ServiceSpec(name="coordinator", role="coordinator", module="specdec.coordinator", address="")
 SPECS = [TARGET, DRAFT, COORDINATOR]
 SHORT = MpsTimeouts(start_s=1.0, stop_s=0.5)
 LONG = MpsTimeouts(start_s=60.0, stop_s=60.0)
@@ -196,7 +198,13 @@ def test_services_of_up_are_clients_of_a_daemon_that_ends_after_them(
         port = free_port()
         address, arguments = f"127.0.0.1:{port}", (*serve, str(port))
         spec = ServiceSpec(
-            name=role, module="http.server", address=address, arguments=arguments, gpus=(0,), speaks_http=True
+            name=role,
+            role=role,
+            module="http.server",
+            address=address,
+            arguments=arguments,
+            gpus=(0,),
+            speaks_http=True,
         )
         specs.append(spec)
     monkeypatch.setattr("specdec.commands.up.command.plan_services", lambda plan: specs)

@@ -23,7 +23,9 @@ DEADLINE_S = 60.0
 
 
 def spec(module: str, *arguments: str, name: str = "target", cores: tuple[int, ...] = ()) -> ServiceSpec:
-    return ServiceSpec(name=name, module=module, address=f"127.0.0.1:{free_port()}", arguments=arguments, cores=cores)
+    return ServiceSpec(
+        name=name, role="target", module=module, address=f"127.0.0.1:{free_port()}", arguments=arguments, cores=cores
+    )
 
 
 def wait_for_log(process: ServiceProcess, text: str) -> None:
@@ -73,7 +75,7 @@ def test_it_may_be_started_again(server: ServiceProcess) -> None:
 def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from specdec.commands.up.service_process import *\n"
-        f"p = ServiceProcess(ServiceSpec(name='t', module={LISTENS!r}, address='', arguments=('0',)),"
+        f"p = ServiceProcess(ServiceSpec(name='t', role='target', module={LISTENS!r}, address='', arguments=('0',)),"
         f" Path({str(tmp_path / 'log')!r}))\n"
         "p.start(); print(p.pid, flush=True); sys.stdin.read()"
     )

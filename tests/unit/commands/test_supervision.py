@@ -22,7 +22,9 @@ FEW = RestartPolicy(Backoff(first_s=0.01, longest_s=0.04), max_futile=3)
 def cluster_of(log_dir: Path, *arguments: str, timeouts: ClusterTimeouts | None = None) -> Cluster:
     """One service, which is `python -m` these arguments."""
     module, *flags = arguments
-    spec = ServiceSpec(name="target", module=module, address=f"127.0.0.1:{free_port()}", arguments=tuple(flags))
+    spec = ServiceSpec(
+        name="target", role="target", module=module, address=f"127.0.0.1:{free_port()}", arguments=tuple(flags)
+    )
     return Cluster([spec], log_dir=log_dir, timeouts=timeouts)
 
 

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 from specdec.config import CoordinatorSettings
 from specdec.coordinator.processes.child import CoordinatorProcess, as_json, reserved_port
 from specdec.coordinator.processes.supervisor import process_settings
-from specdec.service.startup import StartupFailed
+from specdec.service.listening import StartupFailed
 
 HOST = "127.0.0.1"
 PATIENCE_S = 60.0

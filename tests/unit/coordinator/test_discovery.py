@@ -15,8 +15,8 @@ from specdec.coordinator.links.replica_link import ReplicaLink
 from specdec.coordinator.replicas.discovery import Discovery, Endpoint, keep_finding
 from specdec.coordinator.replicas.roster import Roster
 from specdec.coordinator.service import CoordinatorService
-from specdec.service.settings import ClientSettings
 from specdec.wire.channel import ReplicaChannel
+from specdec.wire.settings import ClientSettings
 from specdec.wire.tls_files import TlsFilesBroken
 from tests.support.scripted.draft import ScriptedDraft
 from tests.support.scripted.target import ScriptedTarget

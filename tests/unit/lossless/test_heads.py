@@ -27,6 +27,7 @@ from specdec.config.drafter_options import (
 from specdec.drafting.heads.methods.registry import CAPABILITIES, make_head
 from specdec.drafting.heads.serial import SerialHead
 from specdec.drafting.heads.session import HeadAsk
+from specdec.drafting.heads.target import HeadTarget
 from specdec.drafting.interface import Offer
 from specdec.target_service.pacing.expectations import Expectations
 from specdec.target_service.proposals.part import DrafterPart
@@ -163,8 +164,8 @@ def test_heads_come_and_go_while_sessions_run(
     for body in opens.values():
         plainly(body)
     restored.reset(drafters=[NgramOptions()])
-    target = restored.target_built.heads
-    assert target is not None
+    built = restored.target_built
+    target = HeadTarget(built.model, built.engine, built.sampler)
     rng = random.Random(5)
     heads = {options[name].method: make_head(options[name], target) for name in ("dflash", "medusa", RIGHT)}
 

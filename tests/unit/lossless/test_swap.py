@@ -17,6 +17,7 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from specdec.config.drafter_options import Eagle3Options, NgramOptions, SuffixOptions, parse_drafters
 from specdec.drafting.heads.methods.registry import load_head
+from specdec.drafting.heads.target import HeadTarget
 from specdec.replica.bridge.frames import Frame, FrameKind
 from specdec.target_service.policy.gate_state import Phase
 from specdec.v1 import common_pb2 as pb
@@ -328,7 +329,7 @@ def test_what_is_told_of_drafters_sets_the_same_ones_again(running: LocalPair) -
 def test_files_of_a_head_are_read_without_a_pass_of_the_target(
     running: LocalPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = running.target_built.heads
-    assert target is not None
+    built = running.target_built
+    target = HeadTarget(built.model, built.engine, built.sampler)
     monkeypatch.setattr(target.runner, "_step_model", None)
     assert load_head(Eagle3Options(model=EAGLE3["model"]), target).layer_ids

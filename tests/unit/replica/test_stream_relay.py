@@ -10,7 +10,6 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.service.settings import ClientSettings
 from specdec.v1 import common_pb2, target_pb2_grpc
 from specdec.wire.channel import open_channel
 from specdec.wire.errors import (
@@ -20,6 +19,7 @@ from specdec.wire.errors import (
     Unavailable,
     from_rpc_error,
 )
+from specdec.wire.settings import ClientSettings
 from tests.support.services.echo_process import (
     NOT_SERVING,
     SERVICE,

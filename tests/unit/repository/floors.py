@@ -4,43 +4,151 @@ from __future__ import annotations
 
 FLOORS = {
     "specdec": """
-        addresses backoff certificates chat_template_files grpc_polling message_sizes parent_process session_keys
-        sampling_limits sampling_params settings_sources shipped_pair tls_files v1
-        constraint_limits
-        endpoints engine grammar store telemetry
-        drafters
-        heads
-        layer_skip
-        rpc
-        client config
-        worker
+        v1 wire
+        store telemetry
+        engine service
+        client config constraints
+        replica
         drafting
-        auditing benchmark debugging
-        tuning
-        training
-        checkup
-        cli
+        commands
+        coordinator draft_service gateway target_service
     """,
-    "specdec.drafting.lookup": """
-        corpus options
-        interface
-        growing
-        lookahead ngram openai_api prediction suffix token_recycling
-        registry
+    "specdec.commands": """
+        connection keys sampling_options shipped_pair views
+        errors measuring
+        drafters generate health inputs models
+        debug up
+        audit bench demo serve tune
+        train
+        doctor
+        app
+        main
+    """,
+    "specdec.commands.audit": """
+        greedy reference sampled services
+        audit
+        command
+    """,
+    "specdec.commands.debug": """
+        steps
+        debug_view page
+        command
+    """,
+    "specdec.commands.doctor": """
+        findings
+        behaviour head_layers replicas surroundings
+        settings_file
+        command
+    """,
+    "specdec.commands.measuring": """
+        figures progress requests streams svg tables
+        closed_loop prompts report served
+        summary
+        breakdown
+    """,
+    "specdec.commands.train": """
+        layer_ids losses
+        recipe
+        checkpoint texts
+        continued states
+        trainee
+        kinds loop
+        acceptance
+        job
+        trial
+        worth
+        command
+    """,
+    "specdec.commands.tune": """
+        measured probe
+        prediction
+        advice probe_processes
+        pages settings_files
+        verification
+        placements
+        command
+    """,
+    "specdec.commands.up": """
+        child cores devices drafters service_process tokenizers
+        cluster mps
+        log_view plan supervision
+        placement
+        command
+    """,
+    "specdec.config": """
+        endpoint_options replica sources
+        coordinator drafter_options
+        draft
+        target
+    """,
+    "specdec.constraints": """
+        limits
+        grammar
+    """,
+    "specdec.constraints.grammar": """
+        failure json_schemas
+        figures structural_tags
+        source
+        checker checker_child follower
+        compiler
+        awaited
+    """,
+    "specdec.constraints.limits": """
+        formats
+        structural_tags
+        faults
+    """,
+    "specdec.coordinator": """
+        tasks text
+        sessions tenants
+        journal links
+        observer replicas
+        finishing intake
+        decode_loop recovery replay
+        connections generation
+        servicer
+        service
+        processes
+        __main__
+    """,
+    "specdec.coordinator.intake": """
+        constraint_start conversation line overload prompt_bytes reading resume validation
+        fair_queue sizes
+        admission
+        tokenizing
+        prompt
+        conversions planning
+    """,
+    "specdec.draft_service": """
+        servicer target_facts wire
+        __main__ model_process plain
+        worker
+    """,
+    "specdec.draft_service.plain": """
+        proposals recorder session
+        opening
+        role
+        process
+    """,
+    "specdec.drafting": """
+        corpus role translation
+        interface text
+        endpoints heads lookup
+        layer_skip registry
     """,
     "specdec.drafting.endpoints": """
-        options
-        calls
+        alignment calls ledger
+        stream
+        drafter
     """,
     "specdec.drafting.heads": """
-        checkpoint parts session
-        cache config vocabulary
-        footprint passes
-        drawing replays
+        checkpoint drawing parts session
+        cache config growth vocabulary
+        footprint passes slots
+        replays
         target
         cached
-        growth
-        serial slots
+        serial
         methods
     """,
     "specdec.drafting.heads.methods": """
@@ -52,18 +160,17 @@ FLOORS = {
         matchness search
         drafter
     """,
+    "specdec.drafting.lookup": """
+        growing suffix token_recycling
+        lookahead ngram prediction
+    """,
     "specdec.drafting.role": """
-        commits growth metrics session translation
+        commits growth metrics session
         forced guess host opening proposals
-        branches work
-        ahead block text
+        block branches work
+        ahead
         drafter
         local
-    """,
-    "specdec.constraints.limits": """
-        formats
-        structural_tags
-        faults
     """,
     "specdec.drafting.text": """
         bridge
@@ -77,110 +184,21 @@ FLOORS = {
         files runner
         build
     """,
-    "specdec.constraints.grammar": """
-        failure json_schemas
-        structural_tags
-        source
-        checker checker_child figures follower
-        compiler
-        awaited
-    """,
     "specdec.engine": """
-        errors sublayers
-        settings
-        block_pool tap tree
+        errors sublayers tap
+        block_pool settings tree
         sequence
-        outputs scheduler
-        ahead batch
+        ahead outputs scheduler
+        batch
         attention parallel runner
         cuda flight native
-        checkpoints engine
-        model sampling
+        checkpoints engine sampling
+        model
         drawing leading_runner
     """,
-    "specdec.replica.worker": """
-        clamping engine_gauges errors rank_child trace
-        opening ranks sessions
-        isolation role
-        pending_responses
-        host
-        loop
-        entry
-        build
-    """,
-    "specdec.service": """
-        affinity error_details listening metrics_server startup tls_watch
-        errors settings
-        abort reading
-        error_interceptor readiness tls
-        channel metrics_endpoint
-        server
-        bridge
-    """,
-    "specdec.commands.measuring": """
-        figures progress svg tables
-        report requests streams
-        closed_loop prompts served
-        summary
-        breakdown
-    """,
-    "specdec.commands.audit": """
-        greedy reference sampled services
-        audit
-    """,
-    "specdec.commands.doctor": """
-        findings
-        behaviour head_layers replicas surroundings
-        settings_file
-    """,
-    "specdec.commands.debug": """
-        steps
-        page
-    """,
-    "specdec.commands.tune": """
-        measured probe
-        prediction
-        advice
-        pages settings_files
-    """,
-    "specdec.commands.train": """
-        layer_ids losses
-        recipe
-        checkpoint texts
-        continued states
-        trainee
-        kinds loop
-        acceptance
-        job
-        trial
-        worth
-    """,
-    "specdec.commands": """
-        connection inputs keys sampling_options views
-        errors
-        generate health local models
-        serve tuning up
-        bench demo inspection train tune
-        app
-        main
-    """,
-    "coordinator": """
-        tasks text
-        sessions tenants
-        journal links
-        observer replicas
-        finishing intake
-        decode_loop replay
-        generation recovery
-        connections servicer
-        service
-        processes
-        __main__
-    """,
-    "gateway": """
+    "specdec.gateway": """
         api chat page upstream
-        settings
-        http translation
+        http settings translation
         parts
         routes
         app
@@ -193,36 +211,61 @@ FLOORS = {
         reasoning
         parsing
     """,
-    "target_service": """
-        logprobs policy servicer tree
-        prompt_logprobs
-        __main__ session
+    "specdec.replica": """
+        bridge
+        worker
+    """,
+    "specdec.replica.bridge": """
+        abort_frames frame_codec pulse step_memory
+        engine_watch frame_writer
+        frames
+        engine_answers engine_child
+        engine_launch
+        engine_process
+        engine_keeper stream_relay
+        replica_service
+    """,
+    "specdec.replica.worker": """
+        clamping engine_gauges errors rank_child trace
+        opening ranks sessions
+        isolation role
+        pending_responses
+        host
+        loop
+        entry
+        build
+    """,
+    "specdec.service": """
+        affinity error_interceptor grpc_polling listening metrics_server parent_process tls_watch
+        metrics_endpoint settings
+        readiness
+        server
+    """,
+    "specdec.store": """
+        errors interface packing scripts
+        announcer checks guarded keys tls
+        memory records
+        redis_store
+        urls
+        settings
+    """,
+    "specdec.target_service": """
+        logprobs policy servicer tree wire
+        __main__ api prompt_logprobs
+        session
         admission masks pacing
         decide
-        api candidates records
+        candidates records
         proposals
         turns verdicts
         commits
         verifier
-        processes
+        model_process
         worker
-    """,
-    "specdec.config": """
-        replica
-        coordinator draft
-        target
     """,
     "specdec.target_service.admission": """
         forks opening
         admission
-    """,
-    "specdec.target_service.pacing": """
-        expectations
-        pacing
-    """,
-    "specdec.target_service.processes": """
-        wire
-        model
     """,
     "specdec.target_service.api": """
         answers session
@@ -230,22 +273,17 @@ FLOORS = {
         role
         process
     """,
-    "draft_service": """
-        servicer target_facts wire
-        model_process plain
-        worker
-        __main__
+    "specdec.target_service.pacing": """
+        expectations
+        pacing
     """,
-    "specdec.draft_service.plain": """
-        proposals session recorder
-        opening
-        role
-        process
-    """,
-    "specdec.drafting.endpoints": """
-        alignment ledger
-        stream
-        drafter
+    "specdec.wire": """
+        addresses backoff chat_template_files error_details message_sizes
+        sampling_limits sampling_params session_keys tls_files
+        errors settings
+        abort reading
+        tls
+        channel
     """,
 }
 """Floors from the lowest up: a line imports from lines before it only. Names on one line do not know each other."""

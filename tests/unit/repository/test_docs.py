@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from datetime import date
 from pathlib import Path
 
@@ -83,6 +86,24 @@ def test_decisions_are_dated_newest_first_and_listed(page: Path) -> None:
     assert days
     assert days == sorted(days, reverse=True)
     assert f"({page.name})" in (page.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=lambda path: path.name)
+def test_a_decision_has_at_most_150_words(page: Path) -> None:
+    records = [record.split() for record in re.split(r"(?m)^## ", page.read_text())[1:]]
+    assert {" ".join(words[:9]): len(words) for words in records if len(words) > 150} == {}
+
+
+def test_the_page_of_settings_is_current() -> None:
+    written = subprocess.run(
+        [sys.executable, ROOT / "docs" / "site" / "settings_page.py"],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert written.returncode == 0, written.stderr
+    assert (ROOT / "docs" / "settings.md").read_text() == written.stdout, "docs/settings.md is old: make settings-doc"
 
 
 def test_events_that_troubleshooting_names_are_logged() -> None:

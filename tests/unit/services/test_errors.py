@@ -12,12 +12,13 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from specdec.service.server import build_server
-from specdec.service.settings import ClientSettings, ServiceSettings
+from specdec.service.settings import ServiceSettings
 from specdec.telemetry import setup_logging
 from specdec.v1.coordinator_pb2 import ResumeInfo
 from specdec.wire import errors
 from specdec.wire.channel import open_channel
 from specdec.wire.errors import SpecdecError, from_rpc_error, from_status, to_status
+from specdec.wire.settings import ClientSettings
 
 
 def every_error() -> Iterator[SpecdecError]:

@@ -1,1 +1,1 @@
-"""Kinds of drafters in training."""
+"""The kinds of drafters that can be trained, a file for each."""

@@ -1,0 +1,215 @@
+"""Reading messages of peers: what one costs to parse, found without parsing it, and answers that do not parse.
+
+Time and memory go by the number of a message's parts, not by its bytes: eight million empty messages in a list are
+16 MB on the wire, and take 400 MB and a second of CPU time, in which nothing else runs. So a long message is walked
+first, up to as many parts as anyone needs, which takes some hundredths of a second at most, and no memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar, cast
+
+import grpc
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError
+
+from specdec.wire.errors import Internal
+
+MOST_PARTS = 32_768
+"""Of a message: its fields, those of messages inside included. Thousands of chat messages have half as many."""
+_PACKED_BYTES_PER_PART = 128
+"""Numbers in a list are parsed so much faster: 4 MiB of token ids may come in one message."""
+_VARINT, _FIXED64, _LENGTH_DELIMITED, _START_GROUP, _END_GROUP, _FIXED32 = range(6)
+_WIDTHS = {_FIXED64: 8, _FIXED32: 4, _START_GROUP: 0, _END_GROUP: 0}
+_LONGEST_VARINT_BITS = 70
+_CONTINUES = 0x80
+"""The bit of a varint's byte that says that another one follows."""
+
+
+class TooManyParts(Exception):
+    """A message has more parts than may be; `field` is the path of the field that had one too many, without indices."""
+
+    def __init__(self, field: str, most: int) -> None:
+        super().__init__(f"more than {most} values in one message")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    is_string: bool = False
+    is_packed: bool = False
+    message: Any = None
+    """The descriptor of what is inside."""
+    is_repeated: bool = False
+
+
+def check_parts(message: Any, data: bytes, most: int = MOST_PARTS) -> None:
+    """Raise TooManyParts for what would take long to parse. What is malformed is left to the parser.
+
+    Args:
+        message: the descriptor of what `data` should be.
+        data: an encoded message.
+        most: how many parts it may have.
+    """
+    if len(data) <= most:  # each takes a byte at least
+        return
+    path: list[str] = []
+    try:
+        _count(message, data, 0, len(data), most, path)
+    except _Exceeded:
+        raise TooManyParts(".".join(path) or "request", most) from None
+    except (IndexError, KeyError):
+        return
+
+
+def find_invalid_utf8(message: Any, data: bytes) -> str | None:
+    """The path of the first string that is not UTF-8, as in sampling.stop[1]; None when there is none.
+
+    For messages that do not parse, and have passed `check_parts`.
+    """
+    try:
+        return _invalid_utf8(message, data, 0, len(data))
+    except (IndexError, KeyError):
+        return None
+
+
+class _Exceeded(Exception):
+    pass
+
+
+@cache
+def _length_delimited(message: Any) -> Mapping[int, _Field]:
+    """A message's fields that may come with a length, by their tags."""
+    fields = {}
+    for field in message.fields:
+        is_text = field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES)
+        fields[field.number << 3 | _LENGTH_DELIMITED] = _Field(
+            field.name,
+            is_string=field.type == FieldDescriptor.TYPE_STRING,
+            is_packed=not is_text and field.message_type is None,
+            message=field.message_type,
+            is_repeated=field.is_repeated,
+        )
+    return fields
+
+
+def _count(message: Any, data: bytes, at: int, end: int, left: int, path: list[str]) -> int:
+    """How many parts are left of those that may be. Raises _Exceeded, with `path` where that was."""
+    fields = _length_delimited(message)
+    while at < end:
+        tag, at = _varint(data, at) if data[at] >= _CONTINUES else (data[at], at + 1)
+        left -= 1
+        if tag & 7 != _LENGTH_DELIMITED:
+            if left < 0:
+                raise _Exceeded
+            at = _skip(data, at, tag & 7)
+            continue
+        length, at = _varint(data, at) if data[at] >= _CONTINUES else (data[at], at + 1)
+        field = fields.get(tag)
+        if field is not None:
+            path.append(field.name)
+            if field.is_packed:
+                left -= length // _PACKED_BYTES_PER_PART
+            elif field.message is not None and length and left >= 0:
+                left = _count(field.message, data, at, at + length, left, path)
+        if left < 0:
+            raise _Exceeded
+        if field is not None:
+            path.pop()
+        at += length
+    return left
+
+
+def _invalid_utf8(message: Any, data: bytes, at: int, end: int) -> str | None:
+    fields = _length_delimited(message)
+    num_seen: dict[str, int] = {}
+    while at < end:
+        tag, at = _varint(data, at)
+        if tag & 7 != _LENGTH_DELIMITED:
+            at = _skip(data, at, tag & 7)
+            continue
+        length, at = _varint(data, at)
+        first, at = at, at + length
+        field = fields.get(tag)
+        if field is None or at > end:
+            continue
+        index = num_seen[field.name] = num_seen.get(field.name, -1) + 1
+        path = f"{field.name}[{index}]" if field.is_repeated else field.name
+        if field.is_string and not _is_utf8(data[first:at]):
+            return path
+        if field.message is not None and (below := _invalid_utf8(field.message, data, first, at)) is not None:
+            return f"{path}.{below}"
+    return None
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _skip(data: bytes, at: int, wire_type: int) -> int:
+    """Where a value without a length ends. Raises KeyError for a wire type that there is not."""
+    return _varint(data, at)[1] if wire_type == _VARINT else at + _WIDTHS[wire_type]
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number of the wire format, and where the next byte is. Raises IndexError at the end of the data."""
+    value = shift = 0
+    while shift < _LONGEST_VARINT_BITS:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < _CONTINUES:
+            break
+        shift += 7
+    return value, at
+
+
+_T = TypeVar("_T")
+_ChannelT = TypeVar("_ChannelT", grpc.Channel, grpc.aio.Channel)
+
+
+class Unparsable:
+    """Stands in for an answer that does not parse."""
+
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+        """For people."""
+
+
+def parsing(channel: _ChannelT) -> _ChannelT:
+    """The channel for stubs whose answers are looked at with `parsed`; it is closed through the original."""
+    return cast(_ChannelT, _ParsingChannel(channel))
+
+
+def parsed(answer: _T) -> _T:
+    """An answer as it came. Raises Internal where it did not parse."""
+    if isinstance(answer, Unparsable):
+        raise Internal(f"the answer does not parse: {answer.cause}", reason="MALFORMED_ANSWER")
+    return answer
+
+
+class _ParsingChannel:
+    def __init__(self, channel: grpc.Channel | grpc.aio.Channel) -> None:
+        self._channel = channel
+
+    def __getattr__(self, arity: str) -> Callable[..., Any]:
+        make = getattr(self._channel, arity)
+
+        def multi_callable(path: str, *, response_deserializer: Callable[[bytes], Any], **options: Any) -> Any:
+            def deserialize(data: bytes) -> Any:
+                try:
+                    return response_deserializer(data)
+                except (DecodeError, TypeError) as error:  # there is no data where a call ended well without an answer
+                    return Unparsable(str(error))
+
+            return make(path, response_deserializer=deserialize, **options)
+
+        return multi_callable
