@@ -78,11 +78,11 @@ async def test_who_asks_for_no_number_reserves_nothing() -> None:
         call = harness.stub.Generate(asked(None))
         await read_tokens(call, 64)
         [session] = target.sessions.values()
-        assert session.opened.sampling.max_tokens == LONG - NUM_PROMPT
+        assert session.body.sampling.max_tokens == LONG - NUM_PROMPT
         waiting = harness.stub.Generate(asked(None, prompt="other"))
         call.cancel()
         target.set_limit(None)
-        await read_tokens(waiting, 64)
+        await read_tokens(waiting, 16)
         waiting.cancel()
 
 
