@@ -17,8 +17,7 @@ from specdec.gateway.routes.answers import JsonResponse, body_of, errors, stream
 from specdec.gateway.routes.output import new_id, output, stream_error, whole_output
 from specdec.gateway.translation.chat_answer import ChatEvents, ChatWhole
 from specdec.gateway.translation.chat_request import (
-    CHAT_FIELD_NAMES,
-    chat_constraint_names,
+    chat_field_names,
     chat_to_generate,
     echoed,
     parsers,
@@ -40,7 +39,7 @@ def chat_routes(parts: Parts) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         """Go on with a conversation."""
         asked = await parts.reader.read(request, ChatRequest)
-        names = {**CHAT_FIELD_NAMES, **chat_constraint_names(asked, parts.settings.tool_parser)}
+        names = chat_field_names(asked, parts.settings.tool_parser)
         request.state.field_names = names
         make_parser = parsers(asked, parts.settings.reasoning_parser, parts.settings.tool_parser)
         body = chat_to_generate(asked, parts.settings.tool_parser, parts.settings.reasoning_parser)
