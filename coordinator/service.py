@@ -247,7 +247,8 @@ class CoordinatorService:
         return Limits(
             vocab_size=identity.vocab_size,
             max_model_len=identity.max_model_len,
-            max_tokens=settings.max_tokens_limit,
+            max_tokens=min(settings.max_tokens_limit or identity.max_model_len, identity.max_model_len),
+            refuses_excess_tokens=settings.excess_max_tokens == "refuse",
             max_choices=settings.max_choices,
             max_stop_strings=settings.max_stop_strings,
             max_stop_string_bytes=settings.max_stop_string_bytes,

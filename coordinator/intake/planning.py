@@ -22,7 +22,7 @@ from specdec.coordinator.intake.resume import (
     planned_terms,
     prompt_logprobs_start,
 )
-from specdec.coordinator.intake.sizes import check_opening, check_resumable
+from specdec.coordinator.intake.sizes import check_opening, check_resumable, output_room
 from specdec.coordinator.intake.tokenizing import TokenizingTurns
 from specdec.coordinator.intake.validation import (
     CheckedSampling,
@@ -190,9 +190,14 @@ class Planner:
             resolve_start(sampling.token_sampling.constraint, prompt, served.tokenizer)
         max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
         input_field = str(body.WhichOneof("input"))
-        num_open_bytes = opening_bytes(len(prompt) + max_tokens, limits.vocab_size, sampling.token_sampling.ByteSize())
+        num_open_bytes = opening_bytes(len(prompt), limits.vocab_size, sampling.token_sampling.ByteSize())
         num_open_bytes += tokens_bytes(len(prediction), limits.vocab_size)
-        check_opening(input_field, num_open_bytes, sampling, self._fleet.most_open_bytes())
+        most_open_bytes = self._fleet.most_open_bytes()
+        if sampling.max_tokens is None:
+            room = output_room(body, num_open_bytes, sampling.n, most_open_bytes, self._max_message_bytes)
+            max_tokens = min(max_tokens, max(1, room // tokens_bytes(1, limits.vocab_size)))
+        num_open_bytes += tokens_bytes(max_tokens, limits.vocab_size)
+        check_opening(input_field, num_open_bytes, sampling, most_open_bytes)
         check_resumable(body, input_field, sampling.n, max_tokens, limits.vocab_size, self._max_message_bytes)
         trace.accepted(
             body,

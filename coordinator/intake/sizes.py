@@ -15,6 +15,8 @@ _RESUME_CHOICE_BYTES = 32
 """What a ResumeChoice has besides its tokens."""
 _RESUME_BYTES = 4096 + 512
 """What taking a request up adds besides: resume token, request id, seed."""
+_OTHER_BYTES = 8 * 1024
+"""What a request has beside its input, prediction and sampling parameters, and more."""
 
 
 def check_opening(field: str, num_bytes: int, sampling: CheckedSampling, most_bytes: int | None) -> None:
@@ -67,3 +69,35 @@ def check_resumable(
             "sampling.max_tokens" if 2 * num_held_bytes > num_bytes else field,
             f"to take it up again may take {num_bytes} bytes, with all output; the limit is {max_message_bytes}",
         )
+
+
+def output_room(
+    body: api.GenerateRequest, num_open_bytes: int, n: int, most_open_bytes: int | None, max_message_bytes: int
+) -> int:
+    """How many bytes of output tokens a choice may have so that messages carry the request with all of its output.
+
+    The same for a request and for the one that takes it up.
+
+    Args:
+        body: the request.
+        num_open_bytes: what a message that opens a session of it takes without output.
+        n: number of choices.
+        most_open_bytes: what targets take; None: unknown.
+        max_message_bytes: what is taken from clients.
+    """
+    sampling = api.SamplingParams()
+    sampling.CopyFrom(body.sampling)
+    sampling.ClearField("seed")  # which a request may leave open, and the one that takes it up may not
+    num_told_bytes = _input_bytes(body) + body.prediction.ByteSize() + sampling.ByteSize()
+    resumed = (max_message_bytes - num_told_bytes - _OTHER_BYTES) // n - _RESUME_CHOICE_BYTES
+    return resumed if most_open_bytes is None else min(resumed, most_open_bytes - num_open_bytes)
+
+
+def _input_bytes(body: api.GenerateRequest) -> int:
+    match body.WhichOneof("input"):
+        case "prompt":
+            return len(body.prompt.encode())
+        case "messages":
+            return body.messages.ByteSize()
+        case _:
+            return body.prompt_token_ids.ByteSize()

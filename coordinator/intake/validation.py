@@ -23,6 +23,7 @@ from specdec.wire.sampling_limits import (
     leaves_no_token,
 )
 
+_MOST_COUNT = 2**32 - 1
 _MAX_REQUEST_ID_BYTES = 256
 """It is part of keys in the store, and of each session's id on the wire."""
 
@@ -46,6 +47,8 @@ class Limits:
     knows_constraints: bool = False
     trusts_chat_templates: bool = False
     """Those that requests bring."""
+    refuses_excess_tokens: bool = False
+    """A request for more output than there may be is refused; else it gets what there may be."""
 
     def within(self, allowance: Allowance) -> Limits:
         """These limits for a caller who may use no more than this."""
@@ -129,9 +132,10 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,
     )
-    max_tokens = _count(params, "max_tokens", limits.max_tokens, lowest=1)
+    max_tokens = _count(params, "max_tokens", _MOST_COUNT, lowest=1)
     if max_tokens is not None and params.min_tokens > max_tokens:
-        raise InvalidRequest("sampling.min_tokens", f"{params.min_tokens} is more than max_tokens ({max_tokens})")
+        message = f"{params.min_tokens} is more than the most output tokens ({max_tokens})"
+        raise InvalidRequest("sampling.min_tokens", message)
     if params.min_tokens > limits.max_tokens:
         raise InvalidRequest("sampling.min_tokens", f"must be at most {limits.max_tokens}")
     _check_stop_strings(params.stop, limits)
@@ -158,7 +162,7 @@ def check_sampling(params: api.SamplingParams, limits: Limits) -> CheckedSamplin
         include_stop_in_output=params.include_stop_in_output,
         skip_special_tokens=params.skip_special_tokens if params.HasField("skip_special_tokens") else True,
         prompt_logprobs=_count(params, "prompt_logprobs", limits.max_logprobs),
-        truncate_prompt_tokens=_count(params, "truncate_prompt_tokens", 2**32 - 1, lowest=1),
+        truncate_prompt_tokens=_count(params, "truncate_prompt_tokens", _MOST_COUNT, lowest=1),
     )
 
 
@@ -286,10 +290,19 @@ def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling
 
 
 def resolve_max_tokens(sampling: CheckedSampling, num_prompt_tokens: int, limits: Limits) -> int:
-    """Most output tokens: what was asked for, at most what the context leaves and the deployment allows."""
+    """Most output tokens: what the context leaves and the caller may have, or the fewer that were asked for.
+
+    Raises:
+        InvalidRequest: more were asked for, where that is refused.
+    """
     room = limits.max_model_len - num_prompt_tokens
-    wanted = limits.max_tokens if sampling.max_tokens is None else sampling.max_tokens
-    return min(room, wanted)
+    most = min(room, limits.max_tokens)
+    wanted = most if sampling.max_tokens is None else sampling.max_tokens
+    if wanted <= most or not limits.refuses_excess_tokens:
+        return min(wanted, most)
+    context = f"this model's maximum context length is {limits.max_model_len} tokens, and the prompt has"
+    bound = f"{context} {num_prompt_tokens}" if most == room else f"the limit is {most}"
+    raise InvalidRequest("sampling.max_tokens", f"{wanted} output tokens are too many: {bound}")
 
 
 def _number(params: api.SamplingParams, name: str, *, default: float) -> float:

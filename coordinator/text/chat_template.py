@@ -14,14 +14,14 @@ import jinja2
 import jinja2.ext
 import jinja2.sandbox
 
+from specdec.coordinator.text.call_format import CallFormats, with_names
 from specdec.coordinator.text.content_format import ContentFormats, fit_content
+from specdec.coordinator.text.json_values import JsonValues
 from specdec.wire.errors import InvalidRequest, SpecdecError
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _MOST_RENDER_S = 10.0
 """Templates that look at all messages for each take long for many: looked at whenever one gives a piece of text."""
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Names under which callers tell what the model thought; templates read the first, or the second."""
 _RENDERED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 _OF_JINJA = ("self", "loop", "caller", "varargs", "kwargs", "super", "true", "false", "none")
 _CONTINUE = "messages.continue_final_message"
@@ -40,6 +40,8 @@ class Conversation:
     """What the answer may draw on, objects; a variable of the same name is not there besides."""
     variables: Mapping[str, Any] = field(default_factory=dict)
     """Further variables of the template; none of the template's `reserved_variables`."""
+    values: JsonValues = field(default_factory=JsonValues)
+    """Reads arguments of calls that are texts, in the bounds of all its JSON."""
 
 
 class ChatTemplate:
@@ -70,13 +72,16 @@ class ChatTemplate:
             InvalidRequest: the template refuses the conversation or takes too long, or the text is too long.
         """
         compiled = self._default if conversation.tools is None else self._for_tools
-        messages = [_with_reasoning(message) for message in conversation.messages]
+        messages = [_without_nulls(message) for message in conversation.messages]
         messages = [fit_content(i, m, compiled.formats.of_role(m["role"])) for i, m in enumerate(messages)]
         tag = content = ""
         if conversation.continue_final_message:
             # Of no text that a client could know: it marks where the content ends, and whether spaces are kept there.
             tag = f"CONTINUED-{secrets.token_hex(16)} "
             messages[-1], content = _tagged(messages[-1], tag)
+        messages = [compiled.calls.fit(index, message, conversation.values) for index, message in enumerate(messages)]
+        if any(m["role"] == "tool" and "name" not in m for m in messages) and compiled.calls.results_need_names:
+            messages = with_names(messages)
         variables = {
             "documents": conversation.documents,
             **conversation.variables,
@@ -95,7 +100,9 @@ class _Compiled:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _environment().from_string(source)
         self._special_tokens = special_tokens
-        self.formats = ContentFormats(self._probe)
+        self._probe_left_s = _MOST_RENDER_S
+        self.formats = ContentFormats(self._probe, lambda: self.calls.called())
+        self.calls = CallFormats(self._probe, lambda message: fit_content(0, message, self.formats.of_role("user")))
 
     def render(self, variables: Mapping[str, Any], most_bytes: int) -> str:
         """The text. Raises InvalidRequest."""
@@ -113,9 +120,9 @@ class _Compiled:
             raise _too_long(most_bytes)
         return text
 
-    def _pieces(self, variables: Mapping[str, Any], most_bytes: int) -> Iterator[str]:
+    def _pieces(self, variables: Mapping[str, Any], most_bytes: int, most_s: float | None = None) -> Iterator[str]:
         num_left = most_bytes
-        end_s = time.monotonic() + _MOST_RENDER_S
+        end_s = time.monotonic() + (_MOST_RENDER_S if most_s is None else most_s)
         for piece in self._template.generate(variables):
             num_left -= len(piece)
             if num_left < 0:
@@ -124,14 +131,17 @@ class _Compiled:
                 raise InvalidRequest("messages", f"the chat template takes longer than {_MOST_RENDER_S:g} s for them")
             yield piece
 
-    def _probe(self, messages: list[dict[str, Any]]) -> str | None:
-        variables = {"documents": None, "tools": None, "add_generation_prompt": False, **self._special_tokens}
+    def _probe(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str | None:
+        variables = {"documents": None, "add_generation_prompt": False, **self._special_tokens}
+        most_bytes = sum(len(str(message)) for message in messages) + 65536
+        started_s = time.monotonic()
         try:
-            return "".join(
-                self._pieces({**variables, "messages": messages}, sum(len(str(m)) for m in messages) + 65536)
-            )
+            pieces = self._pieces({**variables, "tools": tools, "messages": messages}, most_bytes, self._probe_left_s)
+            return "".join(pieces)
         except Exception:  # as above; a probe that is refused tells nothing
             return None
+        finally:
+            self._probe_left_s -= time.monotonic() - started_s
 
 
 def template_sources(config: Mapping[str, Any]) -> dict[str, str] | None:
@@ -175,11 +185,12 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body, lineno=line)
 
 
-def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without fields that are null, and with its reasoning under all names that templates read."""
-    kept = {name: value for name, value in message.items() if value is not None}
-    reasoning = next((kept[name] for name in _REASONING_FIELDS if name in kept), None)
-    return kept if reasoning is None else {"thinking": reasoning, **kept, "reasoning_content": reasoning}
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without fields that are null, but for the content of one with calls, which may mean something."""
+    keeps_content = bool(message.get("tool_calls"))
+    return {
+        name: value for name, value in message.items() if value is not None or (name == "content" and keeps_content)
+    }
 
 
 def _tagged(message: dict[str, Any], tag: str) -> tuple[dict[str, Any], str]:

@@ -10,15 +10,7 @@ from specdec.wire.errors import InvalidRequest
 
 _PROBE = "What this part says."
 _USER = "user"
-_CALL = {"type": "function", "id": "call00000", "function": {"name": "probe", "arguments": {}}}
-_BEFORE: dict[str, list[dict[str, Any]]] = {
-    "assistant": [{"role": _USER, "content": "Hello."}],
-    "tool": [
-        {"role": _USER, "content": "Hello."},
-        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-    ],
-}
-"""What templates want to see before a message of a role."""
+_ASKED = {"role": _USER, "content": "Hello."}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +24,17 @@ class ContentFormat:
 class ContentFormats:
     """The formats of one template, by role. A role is looked at when its first message comes."""
 
-    def __init__(self, probe: Callable[[list[dict[str, Any]]], str | None]) -> None:
-        """Know nothing yet. `probe` renders messages; None where the template refuses them."""
+    def __init__(
+        self, probe: Callable[[list[dict[str, Any]]], str | None], called: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Know nothing yet.
+
+        Args:
+            probe: renders messages; None where the template refuses them.
+            called: gives a message with a call that the template takes.
+        """
         self._probe = probe
+        self._called = called
         self._known: dict[str, ContentFormat] = {}
 
     def of_role(self, role: str) -> ContentFormat:
@@ -58,11 +58,15 @@ class ContentFormats:
         return None
 
     def _render(self, role: str, content: Any) -> str | None:
+        """The message, among those that templates want to see before and after one of its role."""
         message = {"role": role, "content": content}
-        if role == "tool":
-            message |= {"name": "probe", "tool_call_id": _CALL["id"]}
-        after = [] if role in (_USER, "tool") else [{"role": _USER, "content": "Hello."}]
-        return self._probe([*_BEFORE.get(role, ()), message, *after])
+        if role == _USER:
+            return self._probe([message])
+        if role != "tool":
+            return self._probe([*([_ASKED] if role == "assistant" else []), message, _ASKED])
+        called = self._called()
+        call = called["tool_calls"][0]
+        return self._probe([_ASKED, called, {**message, "name": call["function"]["name"], "tool_call_id": call["id"]}])
 
 
 def fit_content(index: int, message: dict[str, Any], known: ContentFormat) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from specdec.gateway.api.fields import (
+    MOST_TOKENS,
     UNSUPPORTED_IN_ALL,
     ChatTemplateText,
     Count,
@@ -57,7 +58,7 @@ class ChatRequest(SamplingFields):
         description="Oldest first: objects with role (system, developer, user, assistant, tool) and content, which is "
         "a text or a list of parts of type text.",
     )
-    max_completion_tokens: PositiveCount | None = Field(None, description="Default: what the context leaves.")
+    max_completion_tokens: PositiveCount | None = Field(None, description=MOST_TOKENS)
     max_tokens: PositiveCount | None = Field(None, description="The older name of max_completion_tokens, which wins.")
     logprobs: bool | None = Field(None, description="Tell log-probabilities of the output.")
     top_logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; needs logprobs.")

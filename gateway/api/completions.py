@@ -37,7 +37,8 @@ class CompletionRequest(SamplingFields):
 
     prompt: Prompts = Field(description="A text, a list of texts, token ids, or a list of lists of token ids.")
     max_tokens: Count | None = Field(
-        None, description="Default 16. With 0 nothing is generated: for log-probabilities of the prompt."
+        None,
+        description="Default 16; else as in chats. With 0 nothing is generated: for log-probabilities of the prompt.",
     )
     logprobs: NumLogprobs | None = Field(None, description="Alternatives per token; absent: no log-probabilities.")
     echo: bool | None = Field(None, description="Begin with the prompt, and with its log-probabilities.")

@@ -29,6 +29,10 @@ from specdec.wire.sampling_limits import (
 )
 
 MAX_REQUEST_ID_CHARS = 128
+MOST_TOKENS = (
+    "Most output tokens of a choice. Default: what the context leaves, and no more than the deployment's limit, if it "
+    "has one. More than that is cut to it, or refused where the deployment is set so."
+)
 _MOST_COUNT = 2**32 - 1
 
 

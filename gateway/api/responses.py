@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from specdec.gateway.api.fields import (
+    MOST_TOKENS,
     CacheSalt,
     Empty,
     Items,
@@ -68,7 +69,7 @@ class ResponsesRequest(RequestModel):
         description="A text, or messages with role and content, which is a text or a list of parts of text."
     )
     instructions: str | None = Field(None, description="A system message before all others.")
-    max_output_tokens: PositiveCount | None = None
+    max_output_tokens: PositiveCount | None = Field(None, description=MOST_TOKENS)
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_logprobs: NumLogprobs | None = Field(None, description="Log-probabilities with so many alternatives.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,8 @@ from specdec.wire.errors import InvalidRequest
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of parts that are text, and where it stands in them."""
-_KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_KEPT = ("name", "tool_call_id", *_REASONING)
 """What templates may read of a message besides; all of it is text."""
 _MOST_NAME_CHARS = 256
 
@@ -34,8 +34,8 @@ def to_chat_messages(
 ) -> api.ChatMessages:
     """Return the conversation of a chat request, checked.
 
-    Developers count as the system, as templates know no developer. Arguments of earlier calls, which are JSON text in
-    requests, become objects. With the tool choice none the template is shown no tools, with a named function that one.
+    Developers count as the system, as templates know no developer. Calls stay as they are told: the coordinator knows
+    what its template takes. With the tool choice none the template is shown no tools, with a named function that one.
 
     Args:
         messages: dicts or pydantic models.
@@ -119,6 +119,8 @@ def _message(path: str, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls") if role == "assistant" else None
     if content is None and role == "assistant":
         content = message.get("refusal")
+        is_thought = any(message.get(name) for name in _REASONING)
+        content = "" if content is None and is_thought and not calls else content
     if content is not None:
         read["content"] = _content(f"{path}.content", content)
     elif not calls:
@@ -162,19 +164,10 @@ def _call(path: str, call: Any) -> dict[str, Any]:
 
 
 def _arguments(path: str, arguments: Any) -> Any:
-    """As an object where it is one. A model's own call may have been none: it is shown as it was."""
-    if arguments is None or isinstance(arguments, Mapping):
-        return arguments or {}
-    text = _text(f"{path}.function.arguments", arguments)
-    try:
-        value = json.loads(text or "{}", parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) else text
-
-
-def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+    """As they were told; none are an empty object."""
+    if isinstance(arguments, Mapping):
+        return arguments
+    return _text(f"{path}.function.arguments", "{}" if arguments is None or arguments == "" else arguments)
 
 
 def _list(path: str, value: Any) -> Sequence[Any]:

@@ -19,8 +19,7 @@ from specdec.gateway.routes.answers import JsonResponse, body_of, errors, stream
 from specdec.gateway.routes.output import new_id, output, stream_error, whole_output
 from specdec.gateway.translation.chat_answer import ChatEvents, ChatWhole
 from specdec.gateway.translation.chat_request import (
-    CHAT_FIELD_NAMES,
-    chat_constraint_names,
+    chat_field_names,
     chat_to_generate,
     echoed,
     parsers,
@@ -44,7 +43,7 @@ def chat_routes(parts: Parts) -> APIRouter:
         reasoning_parser, tool_parser = parts.settings.reasoning_parser, parts.settings.tool_parser
 
         def translated(asked: ChatRequest) -> tuple[Callable[[], StreamingParser], api.GenerateRequest]:
-            request.state.field_names = {**CHAT_FIELD_NAMES, **chat_constraint_names(asked, tool_parser)}
+            request.state.field_names = chat_field_names(asked, tool_parser)
             make_parser = parsers(asked, reasoning_parser, tool_parser)
             return make_parser, chat_to_generate(asked, tool_parser, reasoning_parser)
 

@@ -19,6 +19,7 @@ from specdec.gateway.chat.messages import to_chat_messages
 from specdec.gateway.http.connected import while_connected
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, body_of, errors
+from specdec.gateway.translation.sampling import add_token_ids
 from specdec.gateway.upstream.coordinators import Caller
 from specdec.v1 import coordinator_pb2 as api
 
@@ -44,9 +45,9 @@ def token_routes(parts: Parts) -> APIRouter:
     )
     async def tokenize(request: Request) -> JsonResponse:
         """Token ids of a text or a conversation."""
-        asked = await parts.reader.read(request, TokenizeBody)
         request.state.field_names = _TOKENIZE_NAMES
-        return JsonResponse(await while_connected(request.receive, _tokenize(parts.caller(request), asked)))
+        asked, body = await parts.reader.read(request, TokenizeBody, _tokenize_request)
+        return JsonResponse(await while_connected(request.receive, _tokenize(parts.caller(request), asked, body)))
 
     @router.post(
         "/detokenize",
@@ -55,9 +56,8 @@ def token_routes(parts: Parts) -> APIRouter:
     )
     async def detokenize(request: Request) -> JsonResponse:
         """Text of token ids."""
-        asked = await parts.reader.read(request, DetokenizeBody)
         request.state.field_names = _DETOKENIZE_NAMES
-        body = api.DetokenizeRequest(model=asked.model or "", token_ids=asked.tokens, skip_special_tokens=False)
+        _, body = await parts.reader.read(request, DetokenizeBody, _detokenize_request)
         return JsonResponse({"prompt": (await parts.caller(request).call("Detokenize", body)).text})
 
     @router.get("/tokenizer_info", responses={200: {"model": TokenizerInfoAnswer}, **errors(has_body=False)})
@@ -78,7 +78,13 @@ def token_routes(parts: Parts) -> APIRouter:
     return router
 
 
-async def _tokenize(caller: Caller, asked: TokenizeBody) -> dict[str, object]:
+def _detokenize_request(asked: DetokenizeBody) -> api.DetokenizeRequest:
+    body = api.DetokenizeRequest(model=asked.model or "", skip_special_tokens=False)
+    add_token_ids(body.token_ids, asked.tokens)
+    return body
+
+
+def _tokenize_request(asked: TokenizeBody) -> api.TokenizeRequest:
     body = api.TokenizeRequest(model=asked.model or "", add_special_tokens=asked.add_special_tokens)
     if (asked.prompt is None) == (asked.messages is None):
         raise invalid("prompt", "one of prompt and messages is required")
@@ -96,6 +102,10 @@ async def _tokenize(caller: Caller, asked: TokenizeBody) -> dict[str, object]:
                 chat_template=asked.chat_template,
             )
         )
+    return body
+
+
+async def _tokenize(caller: Caller, asked: TokenizeBody, body: api.TokenizeRequest) -> dict[str, object]:
     answer = await caller.call("Tokenize", body)
     info = await caller.call("GetModelInfo", api.GetModelInfoRequest())
     told: dict[str, object] = {

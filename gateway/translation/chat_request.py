@@ -85,11 +85,14 @@ def _force_calls(request: ChatRequest, sampling: api.SamplingParams, reasoning_p
     sampling.constraint.CopyFrom(pb.Constraint(json_schema=schema, after_token=after))
 
 
-def chat_constraint_names(request: ChatRequest, tool_parser: str) -> Mapping[str, str]:
-    """As `constraint_names`, where a tool choice may be what constrains."""
+def chat_field_names(request: ChatRequest, tool_parser: str) -> Mapping[str, str]:
+    """As `CHAT_FIELD_NAMES`, of a request: by what it sent of fields that have two names, or stand for another."""
+    names = dict(CHAT_FIELD_NAMES)
+    if request.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
     if forces_calls(request, tool_parser):
-        return {"constraint": "tool_choice", "constraint.json_schema": "tools"}
-    return constraint_names(request)
+        return {**names, "constraint": "tool_choice", "constraint.json_schema": "tools"}
+    return {**names, **constraint_names(request)}
 
 
 def parsers(request: ChatRequest, reasoning_parser: str, tool_parser: str) -> Callable[[], StreamingParser]:

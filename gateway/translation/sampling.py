@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence, Sequence
 from types import MappingProxyType
 
 from specdec.gateway.api.errors import invalid
@@ -22,6 +23,8 @@ _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("n", "min_tokens", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
 )
+_IDS_AT_ONCE = 64 * 1024
+"""Token ids that are copied in one call, about a millisecond."""
 FIELD_NAMES = MappingProxyType({"include_stop_in_output": "include_stop_str_in_output"})
 """Fields of the HTTP request by those of the gRPC request, where they differ."""
 
@@ -77,6 +80,12 @@ def generate_request(
         prompt_logprobs_in_parts=True,
         with_steps=bool(request.return_steps),
     )
+
+
+def add_token_ids(field: MutableSequence[int], token_ids: Sequence[int]) -> None:
+    """Add token ids to a field of a message, so many at a time that other threads go on meanwhile."""
+    for start in range(0, len(token_ids), _IDS_AT_ONCE):
+        field.extend(token_ids[start : start + _IDS_AT_ONCE])
 
 
 def check_stream(request: SamplingFields) -> None:

@@ -9,22 +9,21 @@ from typing import Annotated
 import typer
 
 from specdec.client import ClientSettings
+from specdec.commands.addresses import DEFAULT_ADDRESS as DEFAULT_ADDRESS
+from specdec.commands.addresses import check_address
 from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
 """There is no flag for the key: process lists would show it."""
 _PANEL = "Connection"
-_NAME_SCHEMES = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
-"""How names begin that gRPC itself takes apart."""
 
 
 def parse_address(address: str) -> str:
     """Return the address. Raises typer.BadParameter if it is neither host:port nor a name that gRPC takes apart."""
-    host, _, port = address.rpartition(":")
-    if not address.startswith(_NAME_SCHEMES) and not (host and port.isdecimal() and 0 < int(port) < 2**16):
-        raise typer.BadParameter(f"{address!r} is not HOST:PORT")
-    return address
+    try:
+        return check_address(address)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
 
 
 Address = Annotated[

@@ -27,7 +27,14 @@ from specdec.commands.up.command import (
     watch,
 )
 from specdec.commands.up.devices import device_kind
-from specdec.commands.up.plan import PORTS, LocalPlan, gateway_is_installed, shipped_model, usual_placement
+from specdec.commands.up.plan import (
+    PORTS,
+    LocalPlan,
+    gateway_is_installed,
+    require_engine,
+    shipped_model,
+    usual_placement,
+)
 from specdec.commands.up.supervision import Supervision
 from specdec.v1 import coordinator_pb2
 
@@ -58,6 +65,7 @@ def demo(
     """Start the shipped pair on free ports, complete a prompt with and without speculation, stop."""
     console = Console(stderr=True, highlight=False)
     with reported_errors(console), stop_on_signals():
+        require_engine({})
         plan = LocalPlan(
             target_model=target or shipped_model("target"),
             draft_model=draft or shipped_model("draft"),

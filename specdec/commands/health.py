@@ -1,75 +1,134 @@
-"""`specdec health`: ask a service whether it can serve, for health checks of containers."""
+"""`specdec health`: ask a service whether it can serve, for health checks of containers.
+
+A container runs it every few seconds for as long as it lives, so that it imports little: no typer, no protobuf unless
+something is wrong, no gRPC for HTTP.
+"""
 
 from __future__ import annotations
 
-import http
-import http.client
-from typing import Annotated
+import argparse
+import os
+import sys
+from collections.abc import Sequence
 
-import grpc
-import typer
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from specdec.commands.addresses import DEFAULT_ADDRESS, check_address
+from specdec.commands.views.failures import EXIT_CODES, EXIT_FAILURE, connect_failure
 
-from specdec.commands.connection import DEFAULT_ADDRESS, parse_address
-from specdec.commands.errors import EXIT_CODES, EXIT_FAILURE, connect_failure
-
-_SERVING = health_pb2.HealthCheckResponse.SERVING
 _HTTP = "http://"
+_HTTP_OK = 200
+_LEAST_TIMEOUT_S, _MOST_TIMEOUT_S = 0.001, 1e6
+_SERVING = b"\x08\x01"
+"""A HealthCheckResponse with SERVING."""
+
+
+def probe(arguments: Sequence[str]) -> int:
+    """Ask as the arguments say, and print the answer. Returns the exit code; leaves for --help and bad flags."""
+    asked = _parser().parse_args(arguments)
+    if asked.address.startswith(_HTTP):
+        return _probe_http(asked.address.removeprefix(_HTTP), asked.timeout_s)
+    return _probe_grpc(asked.address, asked.service, asked.timeout_s)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "specdec health",
+        description="Ask a service whether it can serve: exit code 0 if it is SERVING, 1 if not, for health checks. It "
+        "speaks plaintext only: where the main port has TLS, ask the health port. A gateway is asked over HTTP, and "
+        "has no services to name.",
+        epilog="Each flag has a variable, such as SPECDEC_HEALTH_ADDRESS.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--address",
+        type=_address,
+        default=os.environ.get("SPECDEC_HEALTH_ADDRESS") or DEFAULT_ADDRESS,
+        help="host:port that answers in plaintext, such as a service's health_port; http://host:port of a gateway. "
+        f"[default: {DEFAULT_ADDRESS}]",
+    )
+    parser.add_argument(
+        "--service",
+        default=os.environ.get("SPECDEC_HEALTH_SERVICE", ""),
+        help="Full name of a gRPC service; empty: all of them.",
+    )
+    parser.add_argument(
+        "--timeout-s",
+        type=_timeout_s,
+        default=os.environ.get("SPECDEC_HEALTH_TIMEOUT_S") or "2",
+        metavar="SECONDS",
+        help="Longest wait, in seconds. [default: 2]",
+    )
+    return parser
 
 
 def _address(value: str) -> str:
-    return _HTTP + parse_address(value.removeprefix(_HTTP)) if value.startswith(_HTTP) else parse_address(value)
+    try:
+        check_address(value.removeprefix(_HTTP))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return value
 
 
-def health(
-    address: Annotated[
-        str,
-        typer.Option(
-            help="host:port that answers in plaintext, such as a service's health_port; http://host:port of a gateway.",
-            callback=_address,
-        ),
-    ] = DEFAULT_ADDRESS,
-    service: Annotated[str, typer.Option(help="Full name of a gRPC service; empty: all of them.")] = "",
-    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Longest wait, in seconds.", min=0.001)] = 2.0,
-) -> None:
-    """Ask a service whether it can serve: exit code 0 if it is SERVING, 1 if not, for health checks.
+def _timeout_s(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{value!r} is no number") from None
+    if not _LEAST_TIMEOUT_S <= seconds <= _MOST_TIMEOUT_S:
+        raise argparse.ArgumentTypeError(f"{value} is not from {_LEAST_TIMEOUT_S:g} to {_MOST_TIMEOUT_S:g}")
+    return seconds
 
-    It speaks plaintext only: where the main port has TLS, ask the health port. A gateway is asked over HTTP,
-    and has no services to name.
-    """
-    if address.startswith(_HTTP):
-        _check_http(address.removeprefix(_HTTP), timeout_s)
-        return
-    request = health_pb2.HealthCheckRequest(service=service)
+
+def _probe_grpc(address: str, service: str, timeout_s: float) -> int:
+    import grpc
+
+    request = _request(service) if service else b""
     # A proxy from the environment is for the way out, not for a probe.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
-        check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]
+        check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/grpc.health.v1.Health/Check")
         try:
-            status: int = check(request, timeout=timeout_s).status
+            answer = check(request, timeout=timeout_s)
         except grpc.RpcError as error:
             if not isinstance(error, grpc.Call):
                 raise
+            code = error.code().name
             why = connect_failure(error.details() or "") or error.details() or f"no service {service!r} there"
-            typer.echo(f"{address}: {error.code().name}: {why}", err=True)
-            raise typer.Exit(EXIT_CODES.get(error.code(), EXIT_FAILURE)) from None
-    typer.echo(f"{address}: {health_pb2.HealthCheckResponse.ServingStatus.Name(status)}")
-    if status != _SERVING:
-        raise typer.Exit(EXIT_FAILURE)
+            sys.stderr.write(f"{address}: {code}: {why}\n")
+            return EXIT_CODES.get(code, EXIT_FAILURE)
+    is_serving = answer == _SERVING
+    sys.stdout.write(f"{address}: {'SERVING' if is_serving else _status(answer)}\n")
+    return 0 if is_serving else EXIT_FAILURE
 
 
-def _check_http(address: str, timeout_s: float) -> None:
+def _request(service: str) -> bytes:
+    from grpc_health.v1 import health_pb2
+
+    return health_pb2.HealthCheckRequest(service=service).SerializeToString()
+
+
+def _status(answer: bytes) -> str:
+    from google.protobuf.message import DecodeError
+    from grpc_health.v1 import health_pb2
+
+    try:
+        status = health_pb2.HealthCheckResponse.FromString(answer).status
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(status)
+    except (DecodeError, ValueError):
+        return "an answer that is none"
+
+
+def _probe_http(address: str, timeout_s: float) -> int:
     """GET /health: 200 is SERVING, 503 is not."""
+    import http.client
+
     connection = http.client.HTTPConnection(address, timeout=timeout_s)
     try:
         connection.request("GET", "/health")
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
-        code = grpc.StatusCode.UNAVAILABLE
-        typer.echo(f"{address}: {code.name}: {str(error) or type(error).__name__}", err=True)
-        raise typer.Exit(EXIT_CODES[code]) from None
+        sys.stderr.write(f"{address}: UNAVAILABLE: {str(error) or type(error).__name__}\n")
+        return EXIT_CODES["UNAVAILABLE"]
     finally:
         connection.close()
-    is_serving = status == http.HTTPStatus.OK
-    typer.echo(f"{address}: {'SERVING' if is_serving else f'NOT_SERVING ({status})'}")
-    if not is_serving:
-        raise typer.Exit(EXIT_FAILURE)
+    is_serving = status == _HTTP_OK
+    sys.stdout.write(f"{address}: {'SERVING' if is_serving else f'NOT_SERVING ({status})'}\n")
+    return 0 if is_serving else EXIT_FAILURE

@@ -18,7 +18,9 @@ _LEAST_KEY_CHARS = 32
 _ID_OTHERS, _MOST_ID_CHARS = "._-", 64
 _TENANT_OTHERS, _MOST_TENANT_CHARS = "._@:/-", 128
 
-keys = typer.Typer(no_args_is_help=True, help="Make API keys for a coordinator with api_keys_file.")
+keys = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Make API keys for a coordinator with api_keys_file."
+)
 
 
 @keys.command()

@@ -7,11 +7,8 @@ from typing import Annotated
 
 import typer
 
-from specdec.commands.errors import EXIT_USAGE
-from specdec.commands.up.cluster import MODULES
-
-# Flags belong to the service, which has its own --help.
-PASS_THROUGH = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+from specdec.commands.up.service_process import MODULES
+from specdec.commands.views.failures import EXIT_USAGE
 
 
 def serve(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -108,7 +108,14 @@ class CoordinatorSettings(ServiceSettings, ClientSettings):
     )
 
     max_choices: int = Field(default=16, ge=1, description="Most choices of a request.")
-    max_tokens_limit: int = Field(default=4096, ge=1, description="Most output tokens of a choice.")
+    max_tokens_limit: int | None = Field(
+        default=None, ge=1, description="Most output tokens of a choice; null: what the context leaves."
+    )
+    excess_max_tokens: Literal["cut", "refuse"] = Field(
+        default="cut",
+        description="What becomes of a request for more output tokens than the context, max_tokens_limit and the "
+        "caller's key leave: it is cut to these, or refused.",
+    )
     max_stop_strings: int = Field(default=16, ge=0, description="Most stop strings of a request.")
     max_stop_string_bytes: int = Field(default=256, ge=1, description="Longest stop string, in UTF-8.")
     max_logprobs: int = Field(default=20, ge=0, le=MAX_LOGPROBS, description="Most alternatives per log-probability.")

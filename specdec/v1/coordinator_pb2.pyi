@@ -191,7 +191,9 @@ class SamplingParams(_message.Message):
     seed: _builtins.int
     """Seed of the noise; random when absent (the first chunk tells it)."""
     max_tokens: _builtins.int
-    """Most output tokens; default: what the context leaves, at most the deployment's limit."""
+    """Most output tokens of a choice; default: what the context leaves, and no more than the deployment's limit and the key's, if there are
+    any. More than that is cut to it, or refused where the deployment is set so.
+    """
     min_tokens: _builtins.int
     """Fewest output tokens; default 0. Refused where the tokens that end a choice are the whole vocabulary."""
     include_stop_in_output: _builtins.bool
@@ -1401,7 +1403,7 @@ class GetModelInfoResponse(_message.Message):
     max_model_len: _builtins.int
     """The longest prompt plus output, in tokens."""
     max_tokens_limit: _builtins.int
-    """Most output tokens per choice."""
+    """Most output tokens per choice, as the context, the deployment and the key allow."""
     max_choices: _builtins.int
     """Most choices per request."""
     has_chat_template: _builtins.bool

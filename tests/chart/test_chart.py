@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from specdec.commands.app import app
 from specdec.commands.connection import API_KEY_VARIABLE
-from specdec.commands.up.cluster import MODULES
+from specdec.commands.up.service_process import MODULES
 from specdec.config import CoordinatorSettings, load_settings
 from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.telemetry import DraftMetrics, TargetMetrics
@@ -339,7 +339,7 @@ def test_the_test_hook_calls_the_client_with_flags_it_has(case: str, render: Ren
     assert pods.keys() == {"generate"} | ({"complete"} if case != "without-gateways" else set())
     (container,) = pods["generate"]["spec"]["containers"]
     assert container["command"] == ["specdec", "generate"]
-    command = typer.main.get_command(app).commands["generate"]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).get_command(None, "generate")  # type: ignore[attr-defined]
     options = {option for parameter in command.params for option in parameter.opts}
     flags, prompt = container["args"][:-1], container["args"][-1]
     assert {flag.partition("=")[0] for flag in flags} <= options

@@ -144,7 +144,7 @@ def test_the_notes_name_objects_that_exist_and_commands_that_run(case: str, rend
         # Parsed only: --help ends it before it calls anyone.
         result = CliRunner().invoke(app, [name, *arguments, "--help"])
         assert result.exit_code == 0, result.output
-        options = {option for p in get_command(app).commands[name].params for option in p.opts}  # type: ignore[attr-defined]
+        options = {option for p in get_command(app).get_command(None, name).params for option in p.opts}  # type: ignore[attr-defined]
         assert {word for word in arguments if word.startswith("--")} <= options
 
 

@@ -16,8 +16,8 @@ import grpc
 import pytest
 
 from specdec.client import Client, Completion
-from specdec.commands.errors import EXIT_CODES, EXIT_USAGE
 from specdec.commands.up.cluster import Cluster
+from specdec.commands.views.failures import EXIT_CODES, EXIT_USAGE
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.v1 import target_pb2, target_pb2_grpc
@@ -203,7 +203,7 @@ def test_the_command_lists_and_sets(cluster: Cluster) -> None:
     assert unknown.returncode == EXIT_USAGE
     assert "unheard_of" in unknown.stderr
     misfit = run_command(address, "--set", json.dumps([{"method": "eagle3", "model": "nowhere"}]))
-    assert misfit.returncode == EXIT_CODES[FailedPrecondition.code]
+    assert misfit.returncode == EXIT_CODES[FailedPrecondition.code.name]
     assert "eagle3: nowhere" in misfit.stderr
     assert run_command(address).stdout.splitlines() == shown
     assert run_command(address, "--set", "").stdout.split() == ["none"]

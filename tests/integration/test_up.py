@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from specdec.client import Client, Completion, generate_resuming
-from specdec.commands.up.cluster import MODULES
 from specdec.commands.up.placement import choose_placement
 from specdec.commands.up.plan import LocalPlan
+from specdec.commands.up.service_process import MODULES
 from tests.support.services.faults import CREDIT_WINDOW, held_back, make_request
 from tests.support.services.tiny_pair import ModelPair
 from tests.support.services.up_command import running_up

@@ -94,7 +94,7 @@ def forms(text: str) -> list[str]:
 def errors_of(address: str) -> list[str]:
     """What clients are told that do everything wrong, with a key and without, about a prompt that is a secret."""
     told = []
-    bad: list[dict[str, Any]] = [{"temperature": -1.0}, {"stop": [STOP] * 1000}, {"max_tokens": 2**31}, {"top_p": 7.0}]
+    bad: list[dict[str, Any]] = [{"temperature": -1.0}, {"stop": [STOP] * 1000}, {"max_tokens": 0}, {"top_p": 7.0}]
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_stream("/specdec.v1.CoordinatorService/Generate")
         bodies = [api.GenerateRequest(prompt=PROMPT, sampling=api.SamplingParams(**fields)) for fields in bad]

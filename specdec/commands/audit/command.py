@@ -16,7 +16,7 @@ from rich.markup import escape
 import specdec
 from specdec.client import Client, ClientSettings
 from specdec.commands import connection
-from specdec.commands.errors import EXIT_FAILURE, ClusterFailed, reported_errors
+from specdec.commands.errors import ClusterFailed, reported_errors
 from specdec.commands.inputs.destinations import report_folder
 from specdec.commands.inputs.number_lists import MOST_TOKENS, prompts_from
 from specdec.commands.measuring.progress import Progress
@@ -24,6 +24,7 @@ from specdec.commands.measuring.prompts import Prompts, prompts_for
 from specdec.commands.measuring.report import Report
 from specdec.commands.measuring.tables import Table
 from specdec.commands.up.plan import shipped_model
+from specdec.commands.views.failures import EXIT_FAILURE
 from specdec.engine.checkpoints.files import find_model_files, weights_digest
 from specdec.engine.errors import ModelLoadError
 from specdec.v1 import coordinator_pb2 as api

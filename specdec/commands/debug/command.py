@@ -17,9 +17,10 @@ from specdec.commands import sampling_options as options
 from specdec.commands.debug import debug_view
 from specdec.commands.debug.page import page_of
 from specdec.commands.debug.steps import Explained, explain, token_ids_of
-from specdec.commands.errors import EXIT_FAILURE, reported_errors
+from specdec.commands.errors import reported_errors
 from specdec.commands.inputs.destinations import output_file
 from specdec.commands.views import tables
+from specdec.commands.views.failures import EXIT_FAILURE
 from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024

@@ -17,17 +17,11 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from specdec.commands.errors import ClusterFailed
-from specdec.commands.up.service_process import ServiceProcess, ServiceSpec
+from specdec.commands.up.service_process import MODULES, ServiceProcess, ServiceSpec
 from specdec.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 HOST = "127.0.0.1"
 POLL_S = 0.1
-MODULES = {
-    "target": "specdec.target_service",
-    "draft": "specdec.draft_service",
-    "coordinator": "specdec.coordinator",
-    "gateway": "specdec.gateway",
-}
 _PROBE_S = 1.0
 
 

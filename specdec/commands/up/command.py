@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from specdec.commands.errors import reported_errors
+from specdec.commands.errors import ClusterFailed, reported_errors
 from specdec.commands.inputs.config_file import by_parameter, read_config
 from specdec.commands.measuring.progress import Progress
 from specdec.commands.up.cluster import Cluster
@@ -31,11 +31,13 @@ from specdec.commands.up.plan import (
     describe_placement,
     gateway_is_installed,
     plan_services,
+    require_engine,
     shipped_model,
 )
 from specdec.commands.up.supervision import Supervision
 from specdec.commands.views.tables import make_table
 from specdec.config.drafter_options import DRAFT_MODEL
+from specdec.engine.errors import ModelLoadError
 
 _CHECK_S = 0.2
 
@@ -131,6 +133,7 @@ def up(
     console = Console(stderr=True, highlight=False)
     with reported_errors(console), stop_on_signals():
         settings = parse_settings(target_set or [], "--target-set")
+        require_engine(settings)
         if drafter:
             if "drafters" in settings:
                 raise typer.BadParameter("--target-set names drafters, too", param_hint="--drafter")
@@ -172,7 +175,10 @@ def _placement(wish: Literal["auto", "apart", "together"], plan: LocalPlan, cons
     if device_kind(plan.device) != "cpu" or not is_pair or drafts_text:
         return "apart"
     with Progress(console) as progress:
-        choice = choose_placement(plan, progress.tell)
+        try:
+            choice = choose_placement(plan, progress.tell)
+        except ModelLoadError as error:
+            raise ClusterFailed(str(error)) from error
     console.print(f"placement: {choice}; --placement sets it.", style="dim")
     return choice.placement
 

@@ -31,6 +31,8 @@ from specdec.commands.up.tokenizers import may_differ
 Placement = Literal["apart", "together"]
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053, "gateway": 8000}
 _FEW_CORES = 2
+_WITHOUT_ENGINE = {"api", "specdec_target_api", "specdec_target_config"}
+"""Settings and variables by which a target may be behind an endpoint."""
 METRICS_PORTS = {"coordinator": 9090, "target": 9092, "draft": 9093}
 DRAIN_S = 5.0
 # Replicas load for seconds; the coordinator, which starts with them, should be there when they are.
@@ -148,6 +150,13 @@ def _with_own_drafts(plan: LocalPlan, devices: DevicePlan) -> LocalPlan:
         own.setdefault("kv_cache_memory_bytes", min(budgets))
     settings = {"own_draft": json.dumps(own), **plan.target_settings}
     return dataclasses.replace(plan, num_drafts=0, target_settings=settings)
+
+
+def require_engine(target_settings: Mapping[str, object]) -> None:
+    """Raise ClusterFailed where a target would run a model and nothing here can."""
+    told = {*target_settings, *(name.lower() for name in os.environ)}
+    if importlib.util.find_spec("torch") is None and not told & _WITHOUT_ENGINE:
+        raise ClusterFailed("this needs torch: pip install 'specdec[engine]'")
 
 
 def gateway_is_installed() -> bool:

@@ -12,6 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+MODULES = {
+    "target": "specdec.target_service",
+    "draft": "specdec.draft_service",
+    "coordinator": "specdec.coordinator",
+    "gateway": "specdec.gateway",
+}
 _END_LINES = 50
 """An error further up is not what ended a service."""
 _ERROR = re.compile(r"\[(error|critical) *\]|\"level\": ?\"(error|critical)\"|^[\w.]*(Error|Exception)\b")

@@ -13,11 +13,29 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
+from specdec.engine.attention.declared_masks import DeclaredMask
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.batch import Batch
 
 ATTENTION_NAME = "specdec_paged"
 CONTEXT_KWARG = "specdec_context"
+_WITHOUT_EFFECT = frozenset(
+    {
+        CONTEXT_KWARG,
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "use_cache",
+    }
+)
+"""Keyword arguments of the attention function that change nothing for a causal model without dropout and cache."""
 
 
 class AttentionError(RuntimeError):
@@ -66,6 +84,8 @@ class ForwardContext:
     kernel: AttentionKernel
     layers: Sequence[int] | None = None
     """KV layers of the pass's attention calls, in order; None: all, as they come."""
+    mask_windows: Sequence[int | None] = ()
+    """By KV layer, the window that the model declares in its masks only; empty: none does."""
     num_calls: int = 0
     """Attention calls so far: the ordinal names the KV layer."""
     scratch: dict[str, Any] = field(default_factory=dict)
@@ -104,7 +124,7 @@ def paged_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | DeclaredMask | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -114,26 +134,45 @@ def paged_attention_forward(
     """The function that transformers calls: query ``[1, H, T, D]``, key and value ``[1, Hkv, T, D]``.
 
     Returns ``[1, T, H, value_dim]`` and no weights. Raises ``AttentionError`` where the layer did not pass
-    the context on, or asks for a mask.
+    the context on, brings a mask of its own, or asks for something that is not known here.
     """
     context: ForwardContext | None = kwargs.get(CONTEXT_KWARG)
     if context is None:
         raise AttentionError(f"{type(module).__name__} drops the keyword arguments of the forward pass")
-    if attention_mask is not None:
-        raise AttentionError(f"{type(module).__name__} brings an attention mask of its own")
+    unknown = sorted(name for name in kwargs.keys() - _WITHOUT_EFFECT if kwargs[name] is not None)
+    if unknown or kwargs.get("is_causal") is False:
+        raise AttentionError(f"{type(module).__name__} asks its attention for {', '.join(unknown) or 'no causal mask'}")
     if query.shape[0] != 1 or query.shape[2] != context.batch.input_ids.shape[0]:
         raise AttentionError(f"{type(module).__name__} reshapes the batch: queries are {tuple(query.shape)}")
     layer = context.num_calls if context.layers is None else context.layers[context.num_calls]
     context.num_calls += 1
+    sliding_window = _window_of(module, sliding_window or None, attention_mask, layer, context)
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        sliding_window=sliding_window or None,
+        sliding_window=sliding_window,
         softcap=softcap or None,
         sinks=s_aux,
     )
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # [T, heads, dim]
     out = context.kernel(query, key, value, layer, context, options)
     return out.unsqueeze(0), None
+
+
+def _window_of(
+    module: nn.Module,
+    window: int | None,
+    mask: torch.Tensor | DeclaredMask | None,
+    layer: int,
+    context: ForwardContext,
+) -> int | None:
+    """The window of a layer, from the keyword argument or from its declared mask. Raises ``AttentionError``."""
+    if mask is None:
+        return context.mask_windows[layer] if context.mask_windows else window
+    if not isinstance(mask, DeclaredMask):
+        raise AttentionError(f"{type(module).__name__} brings an attention mask of its own")
+    if mask.other:
+        raise AttentionError(mask.other)
+    return mask.window
 
 
 def cache_of(context: ForwardContext) -> KVCache:

@@ -25,6 +25,7 @@ from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant,
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.probe import Probe, ProbeLog, tolerance
 from specdec.engine.model.ragged import RaggedModel, StepModel
+from specdec.engine.model.switches import shortened
 from specdec.engine.native.build import NativeUnavailable
 from specdec.engine.native.kernels import KERNEL_VERSION, NativeAttention, NativeKernels
 from specdec.engine.native.packing import FORMATS, FORMATS_OF_QUANTIZED
@@ -92,9 +93,13 @@ class _Builder:
         if self._group is not None:
             self._group.wait_for_all()  # from here on no rank waits long for another
         expected = self._dense_logits() if settings.self_test else {}
+        with shortened(loaded.model) as has_switches:
+            short = self._dense_logits() if settings.self_test and has_switches else {}
         if self._group is not None:
             shard_model(loaded.model, self._group)  # expected is what transformers' own wrappers made of the shards
         ragged = RaggedModel(loaded.model, TiledAttention())
+        if short:
+            self._prove_switches(ragged, short)
         recorded = ragged.record_attention(self._probe)
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
@@ -137,7 +142,7 @@ class _Builder:
             loaded.model = load_model(self._settings, self._group).model
             if self._group is not None:
                 shard_model(loaded.model, self._group)
-            ragged = RaggedModel(loaded.model, ragged.kernel)
+            ragged = RaggedModel(loaded.model, ragged.kernel, ragged.mask_windows)
         if (
             kernels is not None
             and self._group is None  # the fused decoder has no place for collectives
@@ -151,7 +156,7 @@ class _Builder:
                 return fused, f"fused-{KERNEL_VERSION}-{kernels.variant}", row_invariant
             _logger.error("the fused decoder failed its self-test and is not used", extra={"logit_error": error})
             loaded.model = ragged.model = load_model(self._settings).model
-            ragged = RaggedModel(loaded.model, ragged.kernel)
+            ragged = RaggedModel(loaded.model, ragged.kernel, ragged.mask_windows)
         kernel_path = self._install_kernels(ragged)
         error, row_invariant = self._test(ragged, recorded.geometries, expected)
         if not error <= tolerance(loaded.dtype):
@@ -172,6 +177,19 @@ class _Builder:
                 why = "GPUs have row-invariant kernels for models of Llama's shape"
             raise ModelLoadError(f"{loaded.identity.name} is not row-invariant on this machine: {why}")
         return ragged, kernel_path, row_invariant
+
+    def _prove_switches(self, ragged: RaggedModel, expected: DenseLogits) -> None:
+        """Compare paged logits with dense ones on both sides of every window and scale. Raises ModelNotSupported."""
+        loaded = self._loaded
+        with shortened(loaded.model):
+            recorded = ragged.record_attention(self._probe)
+            error, _ = self._test(ragged, recorded.geometries, expected)
+        if not error <= tolerance(loaded.dtype):
+            raise ModelNotSupported(
+                loaded.model.config.model_type,
+                f"past its windows, or where it scales attention by position, paged logits differ from dense ones by "
+                f"{error:.2g} of their spread",
+            )
 
     def _agreed(self, is_good: bool) -> bool:
         """Whether it is at all ranks."""

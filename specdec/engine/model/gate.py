@@ -3,26 +3,29 @@
 Most incompatibilities are silent: the model runs and its logits are wrong. So nothing is believed that a
 config or a class name says. The checks, cheapest first:
 
-    1. the config: encoder-decoder, recurrent or chunked layers, frequencies that depend on the batch
+    1. the config: encoder-decoder, recurrent layers, frequencies that depend on the batch
     2. the attention implementation, once switched
-    3. the attention calls of a forward pass: how many, always as many, with the engine's context
-    4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``probe.py``)
+    3. the attention calls of a forward pass: how many, always as many, with the engine's context, with the mask that is
+       declared for each layer (``declared_masks.py``), and with no keyword that is unknown here
+    4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``probe.py``); and the same
+       with every window and position-dependent scale moved to a few tokens (``switches.py``)
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specdec.engine.attention.paged import AttentionError
 from specdec.engine.errors import EngineError, ModelNotSupported
 from specdec.engine.model.skipping import NoAttention
+from specdec.engine.model.switches import rope_parameter_sets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from specdec.engine.attention.kv_cache import LayerGeometry
 
-_PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention"})
+_PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 _RECURRENT_HINTS = (
     "ssm_state_size",
     "state_size",
@@ -34,43 +37,28 @@ _RECURRENT_HINTS = (
 
 
 def check_config(config: "PreTrainedConfig") -> None:
-    """Refuse what the config already rules out, before any weight is read. Raises ``ModelNotSupported``."""
+    """Refuse what the config rules out, of a wrapper that of its text model, too. Raises ``ModelNotSupported``.
+
+    It is asked before any weight is read, and again for the config that the loaded model was made from.
+    """
+    text = config.get_text_config(decoder=True)
+    for one in (config,) if text is config else (config, text):
+        _check_one(one)
+
+
+def _check_one(config: "PreTrainedConfig") -> None:
     name = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise ModelNotSupported(name, "it is an encoder-decoder model; only decoder-only models are paged")
     foreign = sorted({str(t) for t in getattr(config, "layer_types", None) or ()} - _PAGED_LAYER_TYPES)
     if foreign:
         raise ModelNotSupported(name, f"layers of type {', '.join(foreign)} keep state outside paged attention")
-    if getattr(config, "attention_chunk_size", None):
-        raise ModelNotSupported(name, "chunked attention exists only in the mask, which paged attention does not see")
     for hint in _RECURRENT_HINTS:
         if getattr(config, hint, None) is not None:
             raise ModelNotSupported(name, f"its config has {hint}: it keeps recurrent state outside attention")
     for rope in rope_parameter_sets(config):
         if "dynamic" in str(rope.get("rope_type", "default")):
             raise ModelNotSupported(name, "dynamic rope takes its frequencies from the longest sequence of the batch")
-
-
-def rope_parameter_sets(config: "PreTrainedConfig") -> Iterator[dict[str, Any]]:
-    """Every set of rope parameters: one, or one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in parameters or "rope_theta" in parameters:
-        yield parameters
-        return
-    for value in parameters.values():
-        if isinstance(value, dict):
-            yield value
-
-
-def longrope_limit(config: "PreTrainedConfig") -> int | None:
-    """Length up to which longrope keeps its short frequencies, whatever the batch; None without longrope."""
-    shared = getattr(config, "original_max_position_embeddings", 0)
-    limits = [
-        int(rope.get("original_max_position_embeddings") or shared or 0)
-        for rope in rope_parameter_sets(config)
-        if rope.get("rope_type") == "longrope"
-    ]
-    return min(limits) if limits else None
 
 
 def switch_attention(model: "PreTrainedModel", name: str) -> None:

@@ -1,10 +1,12 @@
 """How much of a GPU's memory the KV cache may take: what weights, the largest step, captures and heads leave free."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from transformers import modeling_utils
 
 from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
 from specdec.engine.batch import Batch
@@ -13,6 +15,9 @@ CAPTURE_BYTES = 1 << 30  # of specdec.engine.cuda.buckets: what steps that are c
 _FREE_SHARE = 0.9
 _SAMPLED_ROWS = 64  # rows that the sampler takes at once on a GPU
 _BYTES_PER_SAMPLED_LOGIT = 64  # top-p: scores sorted with their ids, and integer weights with their sums
+
+_AHEAD = "caching_allocator_warmup"
+"""transformers' function that takes the memory of all weights in one piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +136,22 @@ def largest_batch(num_rows: int, max_model_len: int, block_size: int, device: to
         num_seqs=num_seqs,
     )
     return batch, num_seqs * blocks_per_seq
+
+
+@contextlib.contextmanager
+def allocated_one_by_one() -> Iterator[None]:
+    """Have each weight that transformers loads meanwhile in memory of its own, which is given back when it is freed.
+
+    transformers takes the memory of all in one piece first, to save some hundred allocations of a millisecond. A
+    decoder joins weights, and the pieces leave holes in it that are neither given back nor large enough for what comes:
+    of 60 GiB, 16 more were kept (a model of torch's allocator, with weights in the order of four threads that load).
+    """
+    ahead = getattr(modeling_utils, _AHEAD, None)
+    if ahead is None:
+        yield
+        return
+    setattr(modeling_utils, _AHEAD, lambda *_args, **_kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(modeling_utils, _AHEAD, ahead)

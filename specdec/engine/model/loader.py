@@ -24,8 +24,8 @@ from specdec.engine.checkpoints.files import (
 from specdec.engine.checkpoints.formats import check_format
 from specdec.engine.checkpoints.rounding import quantize_linear_weights
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
-from specdec.engine.model.allocation import allocated_one_by_one
-from specdec.engine.model.gate import check_config, longrope_limit
+from specdec.engine.model.gate import check_config
+from specdec.engine.model.kv_budget import allocated_one_by_one
 from specdec.engine.model.skipping import (
     LEAST_AGREEMENT,
     agreement,
@@ -34,6 +34,7 @@ from specdec.engine.model.skipping import (
     sample_ids,
     too_different,
 )
+from specdec.engine.model.switches import length_limits, switch_off_limited
 from specdec.engine.parallel.rank_group import RankGroup
 from specdec.engine.parallel.sharding import TensorParallelRefused, check_plan
 from specdec.engine.settings import EngineSettings
@@ -115,9 +116,13 @@ def load_model(settings: EngineSettings, group: RankGroup | None = None) -> Load
     else:
         digest = weights_digest(directory)
         model = _read_model(directory, settings, dtype, device, group)
+    check_config(model.config)
+    switch_off_limited(model)
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    num_logits = int(config.vocab_size if weight is None or checkpoint_format else weight.shape[0])
+    num_logits = int(
+        config.get_text_config(decoder=True).vocab_size if weight is None or checkpoint_format else weight.shape[0]
+    )
     tokenizer = read_tokenizer(directory)
     if not checkpoint_format:  # which are where they belong, and may refuse to be moved
         model.to(device)  # type: ignore[arg-type]
@@ -276,17 +281,16 @@ def _choose_dtype(name: str, device: torch.device, config: PreTrainedConfig) -> 
 
 def _choose_max_model_len(asked: int | None, config: PreTrainedConfig) -> int:
     """The longest sequence: what was asked, or what the model allows."""
-    limit = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
-    longrope = longrope_limit(config)
-    if longrope is not None:
-        if asked is not None and asked > longrope:
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None)
+    for what, most in length_limits(text).items():
+        if asked is not None and asked > most:
             raise ModelNotSupported(
-                config.model_type,
-                f"longrope changes all frequencies once the longest sequence of the batch passes {longrope} "
-                f"tokens; set max_model_len to {longrope} or less",
+                config.model_type, f"it is exact up to {most} tokens ({what}); set max_model_len to {most} or less"
             )
-        _logger.warning("longrope is pinned to its short frequencies", extra={"max_model_len": asked or longrope})
-        limit = longrope
+        if limit is None or most < limit:
+            limit = most
+            _logger.warning("the context is limited", extra={"max_model_len": asked or most, "by": what})
     if limit is not None and asked is not None and asked > limit:
         raise ModelLoadError(f"max_model_len {asked} exceeds the {limit} positions of the model")
     return int(asked or limit or _UNLIMITED_LEN)

@@ -69,6 +69,8 @@ class Probe:
     """The script of the self-test for one vocabulary and block size."""
 
     def __init__(self, vocab_size: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+        self.num_positions = max_model_len
+        """Of the context that the model is to have."""
         generator = torch.Generator().manual_seed(20)
         longest = min(_LENGTHS[0], max_model_len - 2)
         drawn = torch.randint(0, vocab_size, (longest + _LENGTHS[1],), generator=generator).tolist()

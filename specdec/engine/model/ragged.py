@@ -1,10 +1,12 @@
 """An unmodified transformers model, run over ragged batches through the paged attention function."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel
 
+from specdec.engine.attention.declared_masks import declared_masks
 from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.attention.paged import (
     ATTENTION_NAME,
@@ -36,15 +38,19 @@ class RaggedModel:
     Raises ``ModelNotSupported`` where the model does not take the registered function.
     """
 
-    def __init__(self, model: PreTrainedModel, kernel: AttentionKernel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, kernel: AttentionKernel, mask_windows: Sequence[int | None] = ()
+    ) -> None:
+        """`mask_windows`: see ``ForwardContext``; empty until ``record_attention`` finds them."""
         register_paged_attention()
         switch_attention(model, ATTENTION_NAME)
         self.model = model
         self.kernel = kernel
+        self.mask_windows = tuple(mask_windows)
 
     def __call__(self, batch: Batch, cache: KVCache) -> torch.Tensor:
         """See ``StepModel``."""
-        return self._run(ForwardContext(batch, cache, self.kernel))
+        return self._run(ForwardContext(batch, cache, self.kernel, mask_windows=self.mask_windows))
 
     def without(self, skipped: SkippedSublayers) -> StepModel:
         """A pass of the same modules that leaves sublayers out, and writes the keys and values of the others where the
@@ -61,7 +67,7 @@ class RaggedModel:
             if cache.num_layers != len(layers):
                 raise ModelLoadError("layer_skip: the model's layers do not attend once each")
             with leaving_out(self.model, skipped):
-                return self._run(ForwardContext(batch, cache, self.kernel, layers=attending))
+                return self._run(ForwardContext(batch, cache, self.kernel, attending, self.mask_windows))
 
         return run
 
@@ -71,10 +77,12 @@ class RaggedModel:
         Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in all layers.
         """
         recorders = (RecordingKernel(), RecordingKernel())
-        with refusing(self.model.config.model_type):
+        masks = declared_masks(ATTENTION_NAME, probe.num_positions)
+        with refusing(self.model.config.model_type), masks:
             for recorder, num_rows in zip(recorders, (2, 7), strict=True):
                 self._run(ForwardContext(probe.batch(probe.prefix_rows(num_rows)), None, recorder))
         check_attention_calls(self.model, [recorder.geometries for recorder in recorders])
+        self.mask_windows = tuple(options.sliding_window for options in recorders[0].options)
         return recorders[0]
 
     def _run(self, context: ForwardContext) -> torch.Tensor:

@@ -19,11 +19,11 @@ import structlog
 from specdec.replica.bridge.frames import EnginePort, FrameKind, PeerGone
 from specdec.replica.bridge.pulse import Pulse
 from specdec.replica.bridge.step_memory import StepMemory
+from specdec.service.extras import missing_extra
 from specdec.service.parent_process import die_with_parent, leave_signals_to_parent
 from specdec.telemetry import setup_logging
 
 _LAST_FRAMES_S = 2.0
-_ENGINE_EXTRA = frozenset({"accelerate", "llguidance", "numpy", "safetensors", "torch", "transformers"})
 
 
 class EngineInstructions(TypedDict):
@@ -69,20 +69,18 @@ def main() -> int:
     except PeerGone:
         return 0
     except Exception as error:
-        structlog.get_logger(__name__).exception("engine_failed")
-        port.send(FrameKind.FATAL, payload=_reason(error).encode())
+        reason = missing_extra(error)
+        log = structlog.get_logger(__name__)
+        if reason is None:
+            log.exception("engine_failed")
+        else:
+            log.error("engine_failed", reason=reason)
+        port.send(FrameKind.FATAL, payload=(reason or f"{type(error).__name__}: {error}").encode())
         return 1
     finally:
         port.flush(_LAST_FRAMES_S)
         port.close()
     return 0
-
-
-def _reason(error: Exception) -> str:
-    reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, ModuleNotFoundError) and error.name in _ENGINE_EXTRA:
-        return f"{reason}; pip install 'specdec[engine]'"
-    return reason
 
 
 def _resolve(path: str) -> Any:

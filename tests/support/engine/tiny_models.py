@@ -8,19 +8,29 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
+    Cohere2Config,
+    Exaone4Config,
     FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
+    GptOssConfig,
+    Llama4Config,
     LlamaConfig,
     MambaConfig,
+    Ministral3Config,
     MistralConfig,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    SmolLM3Config,
     StableLmConfig,
     T5Config,
     T5ForConditionalGeneration,
@@ -47,6 +57,19 @@ _GPT2_STYLE: dict[str, Any] = {
     "n_embd": 64,
     "n_layer": 3,
     "n_head": 4,
+}
+_QWEN_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+_LLAMA_4_SCALES = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 10.0,
+    "original_max_position_embeddings": 16,
+    "llama_4_scaling_beta": 0.5,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 80}
 
@@ -81,6 +104,46 @@ SUPPORTED: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
+SWITCHED: dict[str, Callable[[], PreTrainedConfig]] = {
+    # Windows that are in masks only, or in keywords only: transformers' eager attention goes by the mask.
+    "qwen2_moe": lambda: Qwen2MoeConfig(
+        **_GQA, use_sliding_window=True, sliding_window=12, max_window_layers=1, **_QWEN_EXPERTS
+    ),
+    "phimoe": lambda: PhimoeConfig(**_GQA, sliding_window=12, num_local_experts=4),
+    "olmoe_window_by_keyword": lambda: OlmoeConfig(**_GQA, sliding_window=12, num_experts=4, num_experts_per_tok=2),
+    "gpt_oss_sinks": lambda: GptOssConfig(
+        **{**_GQA, "max_position_embeddings": 8192}, sliding_window=12, head_dim=16, num_local_experts=4
+    ),
+    "gemma3": lambda: Gemma3TextConfig(**_GQA, head_dim=16, sliding_window=12),
+    "cohere2": lambda: Cohere2Config(**_GQA, sliding_window=12),
+    "exaone4": lambda: Exaone4Config(**_GQA, sliding_window=12, sliding_window_pattern=2),
+    "smollm3_without_rope": lambda: SmolLM3Config(**_GQA, no_rope_layers=[1, 0, 1]),
+    "ministral3_scales": lambda: Ministral3Config(**_GQA, head_dim=16, rope_parameters=_LLAMA_4_SCALES),
+}
+"""Models that compute something else from some position on, which comes within 20 tokens here."""
+
+LLAMA4_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 2,
+    "max_position_embeddings": 160,
+    "attn_temperature_tuning": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def llama4(chunk: int, floor_scale: int) -> Llama4Config:
+    """Llama 4 as it is published: the text model's config is nested."""
+    return Llama4Config(text_config={**LLAMA4_TEXT, "attention_chunk_size": chunk, "floor_scale": floor_scale})
+
+
 REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "falcon": lambda: FalconConfig(**_COMMON, alibi=False),
     "gptj": lambda: GPTJConfig(**_GPT2_STYLE, rotary_dim=8),
@@ -96,7 +159,11 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
 
 def save_tiny_model(name: str, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write a tiny model with random weights (biases and norms too), rounded to ``dtype``; returns the directory."""
-    config = (SUPPORTED.get(name) or REFUSED[name])()
+    return save_random(({**SUPPORTED, **SWITCHED, **REFUSED}[name])(), directory, seed, dtype)
+
+
+def save_random(config: PreTrainedConfig, directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """The same for a config of your own."""
     torch.manual_seed(seed)
     if isinstance(config, T5Config):
         model = T5ForConditionalGeneration(config)

@@ -48,7 +48,9 @@ def read_settings(cls: Any, spec: ServiceSpec) -> Any:
 def test_up_takes_every_value_of_the_file(tmp_path: Path) -> None:
     values = written(tmp_path, up_file(advice(), PLACE))
     group: Any = typer.main.get_command(app)
-    flags = {flag.lstrip("-").replace("-", "_") for param in group.commands["up"].params for flag in param.opts}
+    flags = {
+        flag.lstrip("-").replace("-", "_") for param in group.get_command(None, "up").params for flag in param.opts
+    }
     assert values.keys() <= flags
     plan = LocalPlan(
         target_model=values["target"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -67,6 +68,15 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
     return messages
 
 
+def rendered_there(template: str, messages: list[dict[str, Any]], **options: Any) -> str | None:
+    """What transformers gives, for an empty content where it gives nothing for null; None: nothing at all."""
+    for nothing in (None, ""):
+        given = [{**m, "content": nothing} if m["content"] is None else m for m in messages]
+        with contextlib.suppress(Exception):  # templates raise what they like
+            return render_there(template, given, **options)
+    return None
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @given(
     messages=conversations(),
@@ -80,12 +90,10 @@ def test_a_conversation_reads_as_transformers_renders_it(
 ) -> None:
     template = FAMILIES[family]
     chat = chat_messages(messages, tools=tools, add_generation_prompt=begin, template_variables=variables)
-    try:
-        expected = render_there(template, messages, tools=tools, add_generation_prompt=begin, **variables)
-    except Exception:  # templates raise what they like
+    expected = rendered_there(template, messages, tools=tools, add_generation_prompt=begin, **variables)
+    if expected is None:
         assert refusal(template, chat).field == "messages"
-        return
-    if expected:
+    elif expected:
         assert render(template, chat) == expected
 
 
@@ -97,12 +105,10 @@ def test_a_message_is_continued_as_transformers_continues_it(
 ) -> None:
     messages = [*before, {"role": "assistant", "content": content}]
     chat = chat_messages(messages, continue_final_message=True, template_variables=variables)
-    try:
-        expected = render_there(FAMILIES[family], messages, continue_final_message=True, **variables)
-    except Exception:  # as above
+    expected = rendered_there(FAMILIES[family], messages, continue_final_message=True, **variables)
+    if expected is None:
         refusal(FAMILIES[family], chat)
-        return
-    if expected:
+    elif expected:
         assert render(FAMILIES[family], chat) == expected
 
 

@@ -15,6 +15,7 @@ from specdec.coordinator.intake.validation import (
     check_speculation,
     resolve_max_tokens,
 )
+from specdec.coordinator.tenants.quotas import Allowance
 from specdec.coordinator.text.bad_words import bad_word_sequences
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -105,10 +106,28 @@ def test_truncation_keeps_the_end_of_the_prompt() -> None:
     assert check_prompt("prompt", list(range(60)), checked, LIMITS) == [57, 58, 59]
 
 
-def test_max_tokens_is_cut_to_what_the_context_leaves() -> None:
-    checked = check_sampling(api.SamplingParams(max_tokens=30), LIMITS)
-    assert resolve_max_tokens(checked, 10, LIMITS) == 30
-    assert resolve_max_tokens(checked, 45, LIMITS) == 5
+@pytest.mark.parametrize(
+    ("wanted", "num_prompt_tokens", "given"),
+    [(None, 1, 40), (None, 30, 20), (30, 10, 30), (30, 45, 5), (8192, 1, 40), (2**32 - 1, 49, 1)],
+)
+def test_max_tokens_is_what_was_asked_for_and_can_be_had(
+    wanted: int | None, num_prompt_tokens: int, given: int
+) -> None:
+    checked = check_sampling(api.SamplingParams(max_tokens=wanted), LIMITS)
+    assert resolve_max_tokens(checked, num_prompt_tokens, LIMITS) == given
+
+
+def test_what_cannot_be_had_is_refused_where_that_is_wanted() -> None:
+    limits = replace(LIMITS, refuses_excess_tokens=True)
+    checked = check_sampling(api.SamplingParams(max_tokens=31), limits)
+    assert resolve_max_tokens(checked, 19, limits) == 31
+    with pytest.raises(InvalidRequest, match="maximum context length is 50 tokens, and the prompt has 20") as caught:
+        resolve_max_tokens(checked, 20, limits)
+    assert caught.value.field == "sampling.max_tokens"
+    with pytest.raises(InvalidRequest, match="the limit is 7") as caught:
+        resolve_max_tokens(checked, 1, limits.within(Allowance(max_tokens=7)))
+    assert caught.value.field == "sampling.max_tokens"
+    assert resolve_max_tokens(check_sampling(api.SamplingParams(), limits), 20, limits) == 30
 
 
 def test_no_draft_tokens_means_no_speculation() -> None:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from specdec.config.drafter_options import DRAFT_MODEL, DRAFTER_NAMES, SERVICE_DRAFTER_NAMES, parse_drafters
+from specdec.drafting import registry
 from specdec.drafting.endpoints import drafter as openai_drafter
 from specdec.drafting.heads.methods.registry import CAPABILITIES as HEADS
 from specdec.drafting.interface import Capabilities
 from specdec.drafting.layer_skip import drafter as layer_skip
-from specdec.drafting.role import registry
 
 PAGE = Path(__file__).parents[3] / "docs" / "drafters.md"
 STATED = {

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, dynamic_module_utils
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, Phi3Config, dynamic_module_utils
+from transformers.models.llama import modeling_llama as llama_module
 from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.mistral.modeling_mistral import MistralAttention
 
 from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.gate import check_config
 from specdec.engine.model.loader import load_model
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
-from tests.support.engine.tiny_models import REFUSED, SUPPORTED, save_tiny_model
+from tests.support.engine.tiny_models import REFUSED, SUPPORTED, SWITCHED, llama4, save_random, save_tiny_model
 
 REASONS = {
     "falcon": "does not look its function up",
@@ -55,11 +57,75 @@ def test_hybrid_layers_are_refused_before_weights_are_read() -> None:
         check_config(config)
 
 
-def test_chunked_attention_is_refused() -> None:
-    config = LlamaConfig()
-    config.attention_chunk_size = 8192
-    with pytest.raises(ModelNotSupported, match="chunked"):
+def test_the_text_model_of_a_wrapper_is_checked() -> None:
+    config = llama4(chunk=48, floor_scale=100)
+    config.text_config.layer_types = ["full_attention", "linear_attention", "full_attention", "full_attention"]
+    with pytest.raises(ModelNotSupported, match="linear_attention"):
         check_config(config)
+
+
+def test_what_the_loaded_model_was_made_from_is_checked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    plain = LlamaForCausalLM.__init__
+
+    def init(self: LlamaForCausalLM, config: LlamaConfig, *args: Any, **kwargs: Any) -> None:
+        plain(self, config, *args, **kwargs)
+        self.config.layer_types = ["linear_attention"] * 3
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", init)
+    with pytest.raises(ModelNotSupported, match="linear_attention"):
+        load(directory)
+
+
+@pytest.mark.parametrize(
+    ("extra", "reason"),
+    [
+        ({"bias_per_head": 1.0}, "asks its attention for bias_per_head"),
+        ({"is_causal": False}, "asks its attention for no causal mask"),
+    ],
+)
+def test_a_keyword_that_attention_does_not_know_is_refused(
+    extra: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    plain = LlamaAttention.forward
+
+    def asking(self: LlamaAttention, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **kwargs, **extra)
+
+    monkeypatch.setattr(LlamaAttention, "forward", asking)
+    with pytest.raises(ModelNotSupported, match=reason):
+        load(directory, self_test=False)
+
+
+def test_a_mask_that_is_no_window_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every third key is left out, from a position on that the self-test does not reach."""
+    directory = save_tiny_model("llama", tmp_path)
+    plain = llama_module.create_causal_mask
+
+    def gappy(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs, and_mask_function=lambda batch, head, q, kv: (kv % 3 != 1) | (q < 100))
+
+    monkeypatch.setattr(llama_module, "create_causal_mask", gappy)
+    with pytest.raises(ModelNotSupported, match="leaves out keys"):
+        load(directory)
+
+
+def test_a_scale_by_the_place_in_the_batch_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first step comes after 100 tokens; the self-test has 37, and moves it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(vocab_size=131, num_hidden_layers=2, sliding_window=100, initializer_range=0.2, **sizes)
+    directory = save_random(config, tmp_path)
+    plain = MistralAttention.forward
+
+    def scaled(self: MistralAttention, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        places = torch.arange(hidden_states.shape[1])
+        scale = torch.log1p(torch.floor(places / self.config.sliding_window)) + 1
+        return plain(self, hidden_states * scale[None, :, None], *args, **kwargs)
+
+    monkeypatch.setattr(MistralAttention, "forward", scaled)
+    with pytest.raises(ModelNotSupported, match="past its windows"):
+        load(directory)
 
 
 def longrope_model(directory: Path) -> Path:
@@ -130,7 +196,7 @@ def test_a_fused_decoder_that_computes_something_else_is_not_used(
 
 
 def test_every_supported_config_passes_the_static_checks() -> None:
-    for make in SUPPORTED.values():
+    for make in (*SUPPORTED.values(), *SWITCHED.values()):
         check_config(make())
 
 

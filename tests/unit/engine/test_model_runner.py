@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from specdec.engine.errors import ModelLoadError
+from specdec.engine.errors import ModelLoadError, ModelNotSupported
 from specdec.engine.model.runner import ModelRunner
 from specdec.engine.settings import EngineSettings
 from tests.support.engine import paged_scenarios as play
-from tests.support.engine.tiny_models import SUPPORTED, VOCAB_SIZE, save_tiny_model
+from tests.support.engine.tiny_models import SUPPORTED, SWITCHED, VOCAB_SIZE, llama4, save_random, save_tiny_model
 
 TOKENS = play.random_tokens(45, 1, VOCAB_SIZE)
 OTHER = play.random_tokens(45, 2, VOCAB_SIZE)
@@ -83,6 +83,27 @@ def test_paged_logits_are_those_of_one_dense_forward(model_dir: Path, settings: 
     assert runner.row_invariant
     errors = {name: reference.largest_error(scenario(runner)) for name, scenario in SCENARIOS.items()}
     assert max(errors.values()) < MAX_ERROR, errors
+
+
+@pytest.mark.parametrize("name", list(SWITCHED))
+def test_logits_past_windows_and_scales_are_those_of_one_dense_forward(name: str, tmp_path: Path) -> None:
+    directory = save_tiny_model(name, tmp_path)
+    runner, reference = load(directory), Reference(directory)
+    errors = {name: reference.largest_error(scenario(runner)) for name, scenario in SCENARIOS.items()}
+    assert max(errors.values()) < MAX_ERROR, errors
+
+
+@pytest.mark.parametrize(("chunk", "floor_scale", "limit"), [(64, 100, 64), (100, 64, 63)])
+def test_nested_llama_4_is_served_up_to_its_first_chunk_and_scale(
+    chunk: int, floor_scale: int, limit: int, tmp_path: Path
+) -> None:
+    directory = save_random(llama4(chunk, floor_scale), tmp_path)
+    runner, reference = load(directory), Reference(directory)
+    assert runner.max_model_len == limit
+    errors = {name: reference.largest_error(scenario(runner)) for name, scenario in SCENARIOS.items()}
+    assert max(errors.values()) < MAX_ERROR, errors
+    with pytest.raises(ModelNotSupported, match=f"set max_model_len to {limit} or less"):
+        load(directory, max_model_len=limit + 1)
 
 
 @pytest.mark.parametrize(("dtype", "max_error"), [("bfloat16", 0.35), ("float16", 0.05)])

@@ -17,7 +17,7 @@ from specdec.gateway.api.errors import ApiError, from_specdec
 from specdec.gateway.api.fields import RequestModel
 from specdec.gateway.api.problems import validated
 from specdec.gateway.api.tokens import TokenizeBody
-from specdec.gateway.http.body import parsed
+from specdec.gateway.http.json_reader import parsed
 from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate
 from specdec.gateway.translation.completion_request import completion_to_generate
 from specdec.wire.errors import SpecdecError

@@ -42,20 +42,16 @@ def test_developers_are_the_system() -> None:
     assert read({"role": "developer", "content": "Be terse."}) == {"role": "system", "content": "Be terse."}
 
 
-def test_arguments_of_earlier_calls_become_objects() -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+def test_calls_stay_as_they_were_told() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":"é"}'}}
     told = read({"role": "assistant", "content": None, "tool_calls": [call]})
-    assert told["content"] is None
-    assert told["tool_calls"] == [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}]
+    assert told == {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [("", {}), (None, {}), ({"a": 1}, {"a": 1}), ('{"a"', '{"a"'), ("[1]", "[1]"), ('{"a": NaN}', '{"a": NaN}'),
-     ("[" * 100_000, "[" * 100_000)],
-    ids=str,
-)  # fmt: skip
-def test_arguments_that_are_no_object_are_shown_as_they_were(arguments: Any, expected: Any) -> None:
+    ("arguments", "expected"), [("", "{}"), (None, "{}"), ({"a": 1}, {"a": 1}), ('{"a"', '{"a"'), ("[1]", "[1]")]
+)
+def test_no_arguments_are_an_empty_object_and_others_stay(arguments: Any, expected: Any) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     assert read({"role": "assistant", "tool_calls": [call]})["tool_calls"][0]["function"]["arguments"] == expected
 
@@ -102,6 +98,10 @@ def test_models_of_pydantic_are_taken_as_dicts_are() -> None:
         ({"role": "assistant", "tool_calls": "f"}, ".tool_calls"),
         ({"role": "assistant", "tool_calls": [{}]}, ".tool_calls[0].function"),
         ({"role": "assistant", "tool_calls": [{"type": "custom"}]}, ".tool_calls[0].type"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 0}}]},
+            ".tool_calls[0].function.arguments",
+        ),
         ({"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}, ".tool_calls[0].function.name"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]},

@@ -14,7 +14,7 @@ from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.errors import ApiError
 from specdec.gateway.chat.parsing import make_message_parser
 from specdec.gateway.chat.tool_calls import TOOL_PARSERS
-from specdec.gateway.translation.chat_request import chat_constraint_names, chat_to_generate
+from specdec.gateway.translation.chat_request import chat_field_names, chat_to_generate
 from specdec.wire.errors import InvalidRequest
 from tests.support.chat.parsed import cut, parse
 
@@ -104,7 +104,7 @@ def test_models_that_write_channels_are_not_held_to_a_list() -> None:
 
 
 def test_errors_name_what_the_client_sent() -> None:
-    assert chat_constraint_names(request(), "hermes")["constraint.json_schema"] == "tools"
+    assert chat_field_names(request(), "hermes")["constraint.json_schema"] == "tools"
     with pytest.raises(ApiError) as refused:
         chat_to_generate(request(structured_outputs={"regex": "a"}), "hermes")
     assert refused.value.param == "structured_outputs"

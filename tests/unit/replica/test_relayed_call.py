@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
-from specdec.commands.errors import EXIT_CODES
+from specdec.commands.views.failures import EXIT_CODES
 from specdec.wire.errors import FailedPrecondition, InvalidRequest, NotReady, SpecdecError, Unavailable, from_rpc_error
 from tests.support.servers.certificates import Authority
 from tests.support.services.echo_process import SERVICE, echo_process, ready_echo, verify_stream
@@ -120,4 +120,4 @@ async def test_the_command_reaches_a_target_that_demands_a_certificate(tmp_path:
             return subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment, timeout=60)
 
         assert json.loads(run(*own).stdout) == []
-        assert run().returncode == EXIT_CODES[Unavailable.code]
+        assert run().returncode == EXIT_CODES[Unavailable.code.name]

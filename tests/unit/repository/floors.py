@@ -14,9 +14,9 @@ FLOORS = {
         coordinator draft_service gateway target_service
     """,
     "specdec.commands": """
-        connection keys sampling_options shipped_pair views
-        errors measuring
-        drafters generate health inputs models
+        addresses keys sampling_options shipped_pair views
+        connection errors health measuring
+        drafters generate inputs models
         debug up
         audit bench demo serve tune
         train
@@ -236,7 +236,7 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        affinity error_interceptor grpc_polling listening metrics_server parent_process tls_watch
+        affinity error_interceptor extras grpc_polling listening metrics_server parent_process tls_watch
         metrics_endpoint settings
         readiness
         server

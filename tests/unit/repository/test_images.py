@@ -9,30 +9,23 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from concurrent import futures
-from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health as grpc_health
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from grpc_health.v1 import health_pb2
 from typer.testing import CliRunner
 
 import specdec
 from specdec.commands.app import app
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 from specdec.gateway.settings import GatewaySettings
+from tests.support.dockerfile import DOCKERFILE, FINAL, STAGES, copied_stages, environment, last, requirement_files
+from tests.support.installed import distributions_of
 from tests.support.services.gateways import gateway
+from tests.support.services.health import served_health
 
 ROOT = Path(__file__).parents[3]
-DOCKERFILE = ROOT / "deploy" / "Dockerfile"
-FINAL = ("coordinator", "gateway", "engine-cpu", "engine-cuda")
 SETTINGS: dict[str, type[Any]] = {
     "coordinator": CoordinatorSettings,
     "gateway": GatewaySettings,
@@ -47,42 +40,6 @@ REQUIRED = {
 }
 SMALL = ("coordinator", "gateway")
 """Images without an engine."""
-
-
-def parsed_stages() -> dict[str, list[tuple[str, str]]]:
-    """Each stage's instructions by its name, with those of the stages that it is made from first."""
-    text = re.sub(r"(?m)^#.*\n", "", DOCKERFILE.read_text(encoding="utf-8"))
-    stages: dict[str, list[tuple[str, str]]] = {}
-    name = ""
-    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
-        keyword, _, rest = line.strip().partition(" ")
-        if keyword == "FROM":
-            base, _, name = rest.partition(" AS ")
-            stages[name] = [*stages.get(base, []), ("FROM", base)]
-        elif keyword and name:
-            stages[name].append((keyword, rest.strip()))
-    return stages
-
-
-STAGES = parsed_stages()
-
-
-def last(stage: str, keyword: str) -> str:
-    return [rest for found, rest in STAGES[stage] if found == keyword][-1]
-
-
-def environment(stage: str) -> dict[str, str]:
-    pairs = " ".join(rest for keyword, rest in STAGES[stage] if keyword == "ENV")
-    return dict(pair.split("=", 1) for pair in pairs.split())
-
-
-def copied_stages(stage: str) -> list[str]:
-    """The stages that a stage copies from, in this order."""
-    return [
-        rest.split()[0].removeprefix("--from=")
-        for keyword, rest in STAGES[stage]
-        if keyword == "COPY" and rest.startswith("--from=")
-    ]
 
 
 def test_hadolint_finds_nothing() -> None:
@@ -148,15 +105,12 @@ def test_an_image_is_labelled_with_its_version_and_source_and_attested_where_tha
 
 
 def test_the_images_install_what_pyproject_asks_for(tmp_path: Path) -> None:
-    (command,) = [rest for keyword, rest in STAGES["requirements"] if keyword == "RUN" and "tomllib" in rest]
-    (tmp_path / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
-    subprocess.run(["sh", "-euc", command], cwd=tmp_path, check=True)
+    written = requirement_files(tmp_path)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     core = project["dependencies"]
-    assert (tmp_path / "coordinator.txt").read_text(encoding="utf-8").splitlines() == core
+    assert written["coordinator.txt"] == core
     for extra in ("engine", "gateway"):
-        wanted = [*core, *project["optional-dependencies"][extra]]
-        assert (tmp_path / f"{extra}.txt").read_text(encoding="utf-8").splitlines() == wanted
+        assert written[f"{extra}.txt"] == [*core, *project["optional-dependencies"][extra]]
 
 
 @pytest.mark.parametrize("stage", SMALL)
@@ -178,17 +132,8 @@ def test_kernels_are_built_with_the_application_and_only_the_image_with_cuda_kee
 
 
 @pytest.mark.parametrize("stage", SMALL)
-def test_what_images_without_an_engine_install_brings_no_tensors(stage: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    found: set[str] = set()
-    extra = project["optional-dependencies"]["gateway"] if stage == "gateway" else []
-    pending = [Requirement(line) for line in (*project["dependencies"], *extra)]
-    while pending:
-        requirement = pending.pop()
-        name = canonicalize_name(requirement.name)
-        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
-            found.add(name)
-            pending += [Requirement(line) for line in metadata.requires(name) or ()]
+def test_what_images_without_an_engine_install_brings_no_tensors(stage: str, tmp_path: Path) -> None:
+    found = distributions_of(requirement_files(tmp_path)[f"{stage}.txt"])
     assert {"grpcio", "huggingface-hub"} <= found, "requirements of requirements are followed"
     assert not found & {"numpy", "torch", "transformers"}
 
@@ -242,20 +187,6 @@ def test_entrypoints_are_commands_whose_settings_load(stage: str, role: str, mon
     assert {str(settings.port), str(settings.metrics_port), str(settings.health_port)} <= set(exposed)
     result = CliRunner().invoke(app, [*command[1:], "--help"])
     assert result.exit_code == 0, result.output
-
-
-@contextmanager
-def served_health(status: int) -> Iterator[str]:
-    servicer = grpc_health.HealthServicer()
-    servicer.set("", status)
-    server = grpc.server(futures.ThreadPoolExecutor(1))
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        server.stop(0).wait()
 
 
 @pytest.mark.parametrize("stage", [stage for stage in FINAL if stage != "gateway"])

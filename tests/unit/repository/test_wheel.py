@@ -61,9 +61,12 @@ def test_a_wheel_brings_all_kernels_of_its_machine_and_they_load_without_a_compi
     machine = platform.machine()
     assert wheel.name.endswith(f"-py3-none-linux_{machine}.whl")
     libraries = {f"specdec/engine/native/lib/{library_name(variant)}" for variant in variants_for(machine)}
-    page = {f"gateway/page/files/{path.name}" for path in (ROOT / "gateway/page/files").iterdir()}
+    page = {f"specdec/gateway/page/files/{path.name}" for path in (ROOT / "gateway/page/files").iterdir()}
     with zipfile.ZipFile(wheel) as archive:
-        assert libraries | page <= set(archive.namelist())
+        names = set(archive.namelist())
+        assert libraries | page <= names
+        assert {"specdec/coordinator/__main__.py", "specdec/target_service/verifier.py"} <= names
+        assert {name.split("/")[0].partition("-")[0] for name in names} == {"specdec"}, "names of users' own modules"
         archive.extractall(tmp_path / "installed")
     script = "from specdec.engine.native.build import load_library; print(load_library()[0]._name)"
     loaded = subprocess.run(

@@ -119,7 +119,7 @@ def test_its_checkpoint_holds_what_is_its_own_under_the_names_of_speculators(
         "d2t": (24,),
         "t2d": (40,),
     }
-    fixture = Path(__file__).parents[2] / "fixtures" / "heads" / "dspark-vanilla" / "config.json"
+    fixture = Path(__file__).parents[3] / "fixtures" / "heads" / "dspark-vanilla" / "config.json"
     of_speculators, ours = (json.loads(file.read_text()) for file in (fixture, tmp_path / "out" / "config.json"))
     assert ours["architectures"] == of_speculators["architectures"]
     assert ours["transformer_layer_config"]["model_type"] == of_speculators["transformer_layer_config"]["model_type"]

@@ -1,0 +1,40 @@
+"""Why a call failed, as an exit code and in plain words. Imports no gRPC: the probe of an HTTP service needs none."""
+
+from __future__ import annotations
+
+_CONNECT_FAILURES = {
+    "Connection refused": "nothing listens there",
+    "Domain name not found": "there is no such host",
+    "errors resolving": "the host's name cannot be resolved",
+    "Socket closed": "the server closed the connection: it wants TLS, or a client certificate that it accepts (its log "
+    "says which)",
+    "WRONG_VERSION_NUMBER": "the server does not speak TLS",
+    "CERTIFICATE_VERIFY_FAILED": "the server's certificate does not come from an authority that is trusted "
+    "here (--tls-ca)",
+    "Hostname Verification": "the server's certificate is not for this host name",
+    "Failed parsing HTTP/2": "what listens there is no gRPC server",
+}
+"""What gRPC says of a connection that does not come about, and what it means."""
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_CODES = {
+    "INVALID_ARGUMENT": EXIT_USAGE,
+    "NOT_FOUND": 3,
+    "ALREADY_EXISTS": 4,
+    "RESOURCE_EXHAUSTED": 5,
+    "UNAVAILABLE": 6,
+    "DEADLINE_EXCEEDED": 7,
+    "CANCELLED": 8,
+    "FAILED_PRECONDITION": 9,
+    "DATA_LOSS": 10,
+    "UNAUTHENTICATED": 11,
+    "PERMISSION_DENIED": 11,
+}
+"""By the name of gRPC's status."""
+
+
+def connect_failure(message: str) -> str | None:
+    """Return why gRPC could not connect, in plain words; None when that is not what its message is about."""
+    return next((words for sign, words in _CONNECT_FAILURES.items() if sign in message), None)

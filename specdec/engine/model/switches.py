@@ -1,0 +1,96 @@
+"""Positions from which on a model computes something else: sliding windows, chunks, scales, frequencies.
+
+The self-test's sequences are short, and the switches of published models lie thousands of tokens further. A switch
+whose far side cannot be served limits the context (`length_limits`). The others are proved on both sides by moving them
+into the self-test's reach (`shortened`), on the loaded model itself: its modules read them when they run.
+"""
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+SHORT = 12
+"""Tokens after which every shortened switch comes: the self-test has 37."""
+_WINDOW = "sliding_window"
+_TEMPERATURE = "attn_temperature_tuning"
+_SCALE_FROM = "original_max_position_embeddings"
+_SCALE_BETA = "llama_4_scaling_beta"
+
+
+def rope_parameter_sets(config: PreTrainedConfig) -> Iterator[dict[str, Any]]:
+    """Every set of rope parameters: one, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in parameters or "rope_theta" in parameters:
+        yield parameters
+        return
+    for value in parameters.values():
+        if isinstance(value, dict):
+            yield value
+
+
+def length_limits(config: PreTrainedConfig) -> dict[str, int]:
+    """Tokens up to which a model of this text config is served exactly, by what changes after them."""
+    shared = getattr(config, _SCALE_FROM, 0)
+    longrope = [
+        int(rope.get(_SCALE_FROM) or shared or 0)
+        for rope in rope_parameter_sets(config)
+        if rope.get("rope_type") == "longrope"
+    ]
+    limits = {} if not longrope else {"longrope, which changes all frequencies": min(longrope)}
+    chunk = getattr(config, "attention_chunk_size", None)
+    if chunk:
+        limits["chunked attention, whose chunks are in masks only"] = int(chunk)
+    scale = getattr(config, "floor_scale", None)
+    if scale and getattr(config, _TEMPERATURE, False):
+        limits["attention temperature, which goes by the place in the batch"] = int(scale) - 1
+    return limits
+
+
+def switch_off_limited(model: PreTrainedModel) -> None:
+    """Take out what only begins past `length_limits`, but would go by a row's place in a batch of many rows."""
+    for module in model.modules():
+        if getattr(module, _TEMPERATURE, False):
+            setattr(module, _TEMPERATURE, False)
+
+
+@contextmanager
+def shortened(model: PreTrainedModel) -> Iterator[bool]:
+    """Move every switch that is served on both sides to `SHORT` tokens. Yields whether the model has any."""
+    undo: list[tuple[Any, str, Any]] = []
+
+    def shorten(owner: Any, name: str) -> None:
+        value = owner.get(name) if isinstance(owner, MutableMapping) else getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > SHORT:
+            undo.append((owner, name, value))
+            _set(owner, name, SHORT)
+
+    configs = {id(config): config for config in _configs(model)}
+    try:
+        for config in configs.values():
+            shorten(config, _WINDOW)
+            for rope in rope_parameter_sets(config):
+                if rope.get(_SCALE_BETA):
+                    shorten(rope, _SCALE_FROM)
+        for module in model.modules():
+            shorten(module, _WINDOW)
+        yield bool(undo)
+    finally:
+        for owner, name, value in reversed(undo):
+            _set(owner, name, value)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, MutableMapping):
+        owner[name] = value
+    else:
+        setattr(owner, name, value)
+
+
+def _configs(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            yield config
+            yield config.get_text_config()

@@ -1,0 +1,22 @@
+"""Which extra of the package brings what cannot be imported. Imports little: the command starts with it."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+_REQUIREMENT = re.compile(r"""([\w.-]+).*\bextra == ["']([\w-]+)""")
+
+
+def missing_extra(error: BaseException) -> str | None:
+    """Return what to install, in words, where an import failed for want of an extra; None: it is another error."""
+    if not isinstance(error, ModuleNotFoundError) or error.name is None:
+        return None
+    try:
+        requirements = metadata.requires("specdec") or []
+    except metadata.PackageNotFoundError:
+        return None
+    wanted = error.name.partition(".")[0].replace("_", "-")
+    found = (_REQUIREMENT.match(line) for line in requirements)
+    extra = next((one[2] for one in found if one and one[1] == wanted), None)
+    return None if extra is None else f"this needs {wanted}: pip install 'specdec[{extra}]'"
