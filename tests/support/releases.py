@@ -74,7 +74,16 @@ def install(baseline: Baseline, folder: Path) -> Build:
     environment = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run([*command, baseline.wheel], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
+    have_services_in_specdec(folder)
     return Build(baseline.version, folder)
+
+
+def have_services_in_specdec(folder: Path) -> None:
+    """Let `python -m specdec.target_service` and the like run services that a version has beside its package specdec."""
+    for service in ("coordinator", "draft_service", "gateway", "target_service"):
+        inside = folder / "specdec" / service
+        if (folder / service).is_dir() and not inside.exists():
+            inside.symlink_to(Path("..", service))
 
 
 def this_version() -> Build:
@@ -88,6 +97,7 @@ def checked_out(revision: str, folder: Path) -> Build:
     archive = subprocess.run(["git", "archive", revision], cwd=ROOT, capture_output=True, check=False)
     assert archive.returncode == 0, archive.stderr.decode()
     subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+    have_services_in_specdec(folder)
     for name in _STARTER:
         if not (folder / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
