@@ -93,7 +93,7 @@ def test_a_service_that_can_never_start_again_ends_the_command_with_the_reason(
     with running_up(tiny_pair, variables={"SPECDEC_COORDINATOR_CONFIG": str(config)}) as up:
         children = up.children()
         config.write_text("max_runing: 8\n")
-        up.service("coordinator").kill()
+        up.service(MODULES["coordinator"]).kill()
         assert up.wait_end() == 1
         output = "\n".join(up.lines)
         assert "error: coordinator ended with exit code 2, 5 times before it was ready" in output
