@@ -35,7 +35,7 @@ from tests.chart.rendered import (
     component,
     containers,
 )
-from tests.support.each import each
+from tests.support.for_each import for_each
 from tests.support.servers.certificates import Authority, SecretVolume
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,7 +46,7 @@ GRPC_NAMES = {
     "target": target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
     "draft": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
 }
-every_case = each("case", CASES)
+every_case = for_each("case", CASES)
 
 
 def _flag(documents: list[Document], role: str, name: str) -> str:

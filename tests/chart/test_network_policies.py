@@ -7,10 +7,10 @@ import re
 import yaml
 
 from tests.chart.rendered import CASES, CHART, WITH_REDIS, Document, Helm, Render, component, containers
-from tests.support.each import each
+from tests.support.for_each import for_each
 
 ASKING = "a-draft-with-another-tokenizer"
-every_case = each("case", CASES)
+every_case = for_each("case", CASES)
 
 
 def _policies(documents: list[Document]) -> dict[str, Document]:

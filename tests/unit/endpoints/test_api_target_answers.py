@@ -15,6 +15,7 @@ from specdec.worker.sessions import Owner
 from target_service.api.answers import greedy_body, greedy_tokens, next_token, sampled_body
 from target_service.api.session import ApiSession
 from target_service.tree.walk import EndOfChoice
+from tests.support.for_each import for_each
 
 VOCABULARY = 100
 
@@ -35,8 +36,8 @@ def test_the_likeliest_tokens_of_a_block_are_read_in_both_forms() -> None:
     assert greedy_tokens(answer(), 4, 0, "echo", VOCABULARY) == [9]
 
 
-@pytest.mark.parametrize(
-    ("told", "fields", "kind"),
+@for_each(
+    "told, fields, kind",
     [
         ({}, "prompt_logprobs", "wrong_json"),
         ({"choices": [{"text": "a"}]}, "prompt_logprobs", "no_token_ids"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.each import each
+from tests.support.for_each import for_each
 from tests.support.import_graph import Graph, circle, grouped, import_graph
 from tests.unit.repository.floors import FLOORS
 
@@ -169,7 +169,7 @@ def test_modules_import_each_other_in_no_circle() -> None:
 
 
 @pytest.mark.smoke
-@each("package", FLOORS)
+@for_each("package", FLOORS)
 def test_imports_go_down_only(package: str) -> None:
     floors = [line.split() for line in FLOORS[package].strip().splitlines()]
     floor_of = {f"{package}.{name}": number for number, names in enumerate(floors) for name in names}

@@ -18,6 +18,7 @@ from specdec.rpc.server import build_server
 from specdec.rpc.settings import ClientSettings, ServiceSettings
 from specdec.telemetry import setup_logging
 from specdec.v1.coordinator_pb2 import ResumeInfo
+from tests.support.for_each import for_each
 
 
 def every_error() -> Iterator[SpecdecError]:
@@ -34,7 +35,7 @@ def every_error() -> Iterator[SpecdecError]:
             yield value("what happened", metadata={"a": "b"})
 
 
-@pytest.mark.parametrize("error", list(every_error()), ids=lambda error: type(error).__name__)
+@for_each("error", list(every_error()))
 def test_every_error_survives_the_wire(error: SpecdecError) -> None:
     back = from_status(status_pb2.Status.FromString(to_status(error).SerializeToString()))
 

@@ -1,4 +1,4 @@
-"""tests/support/each.py: all cases are checked, whatever fails."""
+"""tests/support/for_each.py: all cases are checked, whatever fails."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import inspect
 
 import pytest
 
-from tests.support.each import each
+from tests.support.for_each import for_each
 
 
 def test_one_failure_names_all_cases_that_failed_and_fixtures_are_passed_on() -> None:
     checked = []
 
-    @each("number", [1, 2, 3])
-    @each("word, length", [("a", 1), ("bb", 2)])
+    @for_each("number", [1, 2, 3])
+    @for_each("word, length", [("a", 1), ("bb", 2)])
     def check(number: int, fixture: str, word: str, length: int) -> None:
         checked.append((number, word))
         assert fixture == "given" and len(word) == length

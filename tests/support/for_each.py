@@ -1,6 +1,6 @@
 """One test over many cases: it fails once, with what each of the cases that failed said.
 
-@each("page", PAGES)                                      # as pytest.mark.parametrize, in one item
+@for_each("page", PAGES)                                      # as pytest.mark.parametrize, in one item
 def test_links_lead_somewhere(page: Path) -> None: ...
 
 For cases of some milliseconds that need nothing of their own: fixtures are those of the one item.
@@ -18,7 +18,7 @@ import pytest
 Test = Callable[..., None]
 
 
-def each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
+def for_each(names: str, cases: Iterable[Any]) -> Callable[[Test], Test]:
     """Decorator of a test. `names`: one argument, or several with commas between them, a case is then a tuple.
 
     Two of them on one test check all combinations.
