@@ -1,8 +1,8 @@
 """Runs the tests of numerics as CPUs with less than this one run them: `make test-isa`.
 
 The variables cap what the kernels, ATen, oneDNN and MKL use (MKL heeds its own on Intel's processors only). What this
-CPU cannot run is told by name; with --others, what it runs anyway when nothing is capped is left to "make test-all". Exits
-with 1 where a selection failed.
+CPU cannot run is told by name; with --others, what it runs anyway when nothing is capped is left to "make test-all".
+Exits with 1 where a selection failed.
 """
 
 import argparse
