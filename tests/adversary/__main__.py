@@ -86,7 +86,7 @@ def chaos(
     clients: Annotated[int, typer.Option(help="Clients at once.", min=1)] = 16,
     bound_s: Annotated[float, typer.Option(help="Within which every stream is to go on.")] = BOUND_S,
     pair: Annotated[str, typer.Option(help="shipped or tiny")] = "shipped",
-    short: Annotated[bool, typer.Option(help="The plan of the short run in `make test`.")] = False,
+    short: Annotated[bool, typer.Option(help="The plan of the short run in `make test-all`.")] = False,
     logs: Annotated[Path | None, typer.Option(help="Folder of the services' logs; none: a new one.")] = None,
     results: Annotated[Path, typer.Option(help="Folder of results.")] = report.RESULTS,
     keep: Annotated[bool, typer.Option(help="Write results.")] = True,

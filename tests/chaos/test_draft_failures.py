@@ -55,6 +55,7 @@ async def test_killing_the_draft_in_the_middle_of_a_stream_changes_no_token(whol
     assert completion.identity == undisturbed.identity
 
 
+@pytest.mark.long
 async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(whole: Cluster) -> None:
     body = make_request(max_tokens=NUM_TOKENS)
     async with held_back(whole.address) as client:
@@ -76,6 +77,7 @@ async def test_a_draft_that_comes_back_in_the_middle_of_a_stream_is_used_again(w
     assert origins[-100:].count(pb.ORIGIN_DRAFT) > 20
 
 
+@pytest.mark.long
 async def test_a_hung_draft_is_waited_for_a_few_times_and_then_no_more(whole: Cluster) -> None:
     body = make_request()
     async with held_back(whole.address) as client:

@@ -42,6 +42,7 @@ async def test_a_target_that_is_killed_and_restarted_goes_on_with_the_same_token
     assert completion.identity == undisturbed.identity
 
 
+@pytest.mark.long
 async def test_target_and_draft_killed_together_and_restarted_go_on_with_the_same_tokens(whole: Cluster) -> None:
     body = make_request(temperature=0.7)
     async with held_back(whole.address) as client:
@@ -55,6 +56,7 @@ async def test_target_and_draft_killed_together_and_restarted_go_on_with_the_sam
     assert completion.identity == undisturbed.identity
 
 
+@pytest.mark.long
 async def test_a_target_that_hangs_for_a_while_goes_on_with_the_same_tokens(whole: Cluster) -> None:
     body = make_request()
     async with held_back(whole.address) as client:
@@ -68,6 +70,7 @@ async def test_a_target_that_hangs_for_a_while_goes_on_with_the_same_tokens(whol
             assert (await reading).identity == undisturbed.identity
 
 
+@pytest.mark.long
 async def test_a_target_that_stays_away_ends_the_stream_so_that_it_can_be_resumed(
     whole: Cluster, tmp_path: Path
 ) -> None:
@@ -92,6 +95,7 @@ async def test_a_target_that_stays_away_ends_the_stream_so_that_it_can_be_resume
     assert part.text + end.text == ours.text
 
 
+@pytest.mark.long
 async def test_a_replica_whose_engine_dies_stops_serving_until_it_has_another(whole: Cluster) -> None:
     service = whole.services["target"]
     assert service.pid is not None
@@ -107,6 +111,7 @@ async def test_a_replica_whose_engine_dies_stops_serving_until_it_has_another(wh
     assert any("SIGKILL" in line for line in service.last_log_lines())
 
 
+@pytest.mark.long
 async def test_requests_wait_for_a_target_that_is_starting(whole: Cluster) -> None:
     body = make_request(max_tokens=20)
     async with held_back(whole.address) as client:
@@ -118,6 +123,7 @@ async def test_requests_wait_for_a_target_that_is_starting(whole: Cluster) -> No
         assert (await waiting).identity == undisturbed.identity
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["target", "draft"])
 async def test_a_replica_that_drains_lets_its_sessions_end(whole: Cluster, name: str) -> None:
     body = make_request()

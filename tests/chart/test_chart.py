@@ -35,17 +35,18 @@ from tests.chart.rendered import (
     component,
     containers,
 )
+from tests.support.for_each import for_each
 from tests.support.servers.certificates import Authority, SecretVolume
 
 GOLDEN = Path(__file__).parent / "golden"
 GOLDEN_CASES = ("defaults", "single-node-cpu", "two-gpus", "production", "everything")
-KUBE_VERSIONS = ("1.27", "1.31", "1.37")
+KUBE_VERSIONS = ("1.27", pytest.param("1.31", marks=pytest.mark.smoke), "1.37")
 GRPC_NAMES = {
     "coordinator": SERVICE_NAME,
     "target": target_pb2.DESCRIPTOR.services_by_name["TargetService"].full_name,
     "draft": draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name,
 }
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = for_each("case", CASES)
 
 
 def _flag(documents: list[Document], role: str, name: str) -> str:
@@ -115,27 +116,30 @@ def test_commands_start_a_role_with_settings_it_has(case: str, render: Render) -
     assert roles == set(SETTINGS) - {{"without-drafts": "draft", "without-gateways": "gateway"}.get(case)}
 
 
-@every_case
-def test_the_services_accept_the_flags_as_rendered(
-    case: str, render: Render, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounted = tmp_path / "secrets"
+@pytest.fixture
+def mounted(tmp_path: Path) -> Path:
+    """The files of mounted secrets, here."""
+    folder = tmp_path / "secrets"
     authority = Authority("internal")
-    SecretVolume(mounted, authority.issue("service"), authority.certificate)
-    (mounted / "api-keys.yaml").write_text("")
+    SecretVolume(folder, authority.issue("service"), authority.certificate)
+    (folder / "api-keys.yaml").write_text("")
+    return folder
+
+
+@pytest.mark.smoke
+@every_case
+def test_the_services_accept_the_flags_as_rendered(case: str, render: Render, mounted: Path) -> None:
     secrets = {"REDIS_URL": "rediss+sentinel://a:26379,b:26379/main/0", "OTLP_HEADERS": "authorization=Bearer%20key"}
-    for name in [name for name in os.environ if name.startswith("SPECDEC_")]:
-        monkeypatch.delenv(name)
     for role, _, container in containers(render(case)):
         cls = SETTINGS[role]
-        # The files of mounted secrets, here.
         args = [re.sub(r"=/etc/specdec/[a-z-]+/", f"={mounted}/", flag) for flag in container["args"]]
         args = [flag.replace("$(POD_IP)", "10.1.2.3") for flag in args]
-        for variable in container["env"]:
-            if "secretKeyRef" in variable.get("valueFrom", {}):
-                name = variable["name"].removeprefix(cls.env_prefix)
-                monkeypatch.setenv(variable["name"], secrets.get(name, "a secret of a certain length"))
-        settings = load_settings(cls, args, env_prefix=cls.env_prefix, prog=role)
+        with pytest.MonkeyPatch.context() as environment:
+            for variable in container["env"]:
+                if "secretKeyRef" in variable.get("valueFrom", {}):
+                    name = variable["name"].removeprefix(cls.env_prefix)
+                    environment.setenv(variable["name"], secrets.get(name, "a secret of a certain length"))
+            settings = load_settings(cls, args, env_prefix=cls.env_prefix, prog=role)
         assert settings.health_port == 8081
         assert {port["name"]: port["containerPort"] for port in container["ports"]} == {
             "http" if role == "gateway" else "grpc": settings.port,

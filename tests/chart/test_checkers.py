@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.chart.rendered import CASES, CHART, CUSTOM_KINDS, ROOT, Document, Render, component
+from tests.support.for_each import for_each
 
 NODE_MODULES = ROOT / ".tools/node_modules"
 CHECKOV = ROOT / ".tools/checkov/bin/checkov"
@@ -27,7 +28,6 @@ GROUPS = {
 }
 # The SDK cannot be told which Kubernetes to render for and takes its own, which is newer than all the chart asks about.
 HELM_4_KUBERNETES = "1.37.0"
-every_case = pytest.mark.parametrize("case", CASES)
 
 
 def _merged(case: str) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def _by_name(documents: list[Document]) -> dict[tuple[str, str], Document]:
     return {(document["kind"], document["metadata"]["name"]): document for document in documents}
 
 
-@every_case
+@for_each("case", CASES)
 def test_helm_4_finds_nothing_and_renders_what_helm_3_renders(case: str, render: Render) -> None:
     values = _merged(case)
     report = helm_python.lint(str(CHART), values, strict=True, kube_version="v1.31.0")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 
-import pytest
 import yaml
 
 from tests.chart.rendered import CASES, CHART, WITH_REDIS, Document, Helm, Render, component, containers
+from tests.support.for_each import for_each
 
 ASKING = "a-draft-with-another-tokenizer"
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = for_each("case", CASES)
 
 
 def _policies(documents: list[Document]) -> dict[str, Document]:

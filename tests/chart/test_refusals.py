@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.chart.rendered import CHART, Document, Helm
+from tests.support.for_each import for_each
 
 
-@pytest.mark.parametrize(
-    ("values", "named"),
+@for_each(
+    "values, named",
     [
         ({"target": {"replics": 2}}, "replics"),
         ({"targets": {}}, "targets"),

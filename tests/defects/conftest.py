@@ -1,7 +1,7 @@
 """Defects of revision 6227d38, each reproduced through real processes; all are mended.
 
 `make defects` holds this version against them, `make defects REVISION=6227d38` any revision's services: there every
-test fails. What runs in `make test` looks at each of them closer (docs/operations.md, "What is survived").
+test fails. What runs in `make test-all` looks at each of them closer (docs/operations.md, "What is survived").
 """
 
 from __future__ import annotations

@@ -114,6 +114,7 @@ async def check_cases(address: str, cases: list[dict[str, Any]], *, least_accept
         await eventually(is_enough, f"more than {least_accepted} tokens are accepted")
 
 
+@pytest.mark.smoke
 @pytest.mark.timeout(300)
 async def test_tokens_with_speculation_equal_tokens_without_on_the_shipped_pair(shipped_cluster: Cluster) -> None:
     await check_cases(shipped_cluster.address, pairwise_cases(PARAMETERS), least_accepted=100)

@@ -1,4 +1,4 @@
-"""Links fuzzed from a fixed seed, as `make test` does, and from a random one for minutes."""
+"""Links fuzzed from a fixed seed, as `make test-all` does, and from a random one for minutes."""
 
 from __future__ import annotations
 

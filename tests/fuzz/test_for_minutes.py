@@ -1,4 +1,4 @@
-"""Every link for a minute, from a random seed: what `make test` is too short for."""
+"""Every link for a minute, from a random seed: what `make test-all` is too short for."""
 
 from __future__ import annotations
 

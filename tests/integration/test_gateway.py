@@ -24,7 +24,7 @@ from tests.support.services.faults import eventually
 from tests.support.services.gateways import gateway, post, raw_request
 from tests.support.services.key_files import hash_key
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.smoke, pytest.mark.timeout(120)]
 PROMPT = [5, 6, 7]
 
 

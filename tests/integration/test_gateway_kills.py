@@ -210,6 +210,7 @@ async def failovers(fleet: Fleet) -> float:
     return float(line.split()[1])
 
 
+@pytest.mark.smoke
 async def test_http_and_grpc_give_the_same_streamed_and_whole(whole: Fleet) -> None:
     expected = await over_grpc(whole, 3)
     async with whole.http() as client:
@@ -257,6 +258,7 @@ async def test_who_is_killed_in_mid_stream_is_not_seen(
         assert whole.counted("session_reopens_total") + whole.counted("draft_fallbacks_total") > 0
 
 
+@pytest.mark.smoke
 async def test_one_of_each_killed_one_after_the_other_in_one_stream_is_not_seen(whole: Fleet) -> None:
     expected = await over_grpc(whole, 14)
     asked = body(14, stream=True)

@@ -36,7 +36,7 @@ from tests.support.services.coordinator_harness import (
 )
 from tests.support.services.faults import another, scrape
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.smoke]
 
 SECRET = "a secret that two coordinators share"
 

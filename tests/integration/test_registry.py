@@ -301,6 +301,7 @@ async def test_the_second_turn_at_another_coordinator_finds_the_first_ones_token
             assert coordinators == {registered.address, second.address}
 
 
+@pytest.mark.smoke
 async def test_processes_find_each_other_in_redis_and_outlive_it(
     registered: Cluster, shared_redis: RedisServer
 ) -> None:

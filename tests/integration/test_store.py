@@ -24,6 +24,7 @@ from specdec.v1.common_pb2 import GetReplicaInfoResponse
 from tests.support.servers.redis_server import RedisCluster, RedisServer, redis_cluster
 from tests.support.services.faults import eventually
 
+pytestmark = pytest.mark.smoke
 KEY = RequestKey("ten{ant}:a", "request/1")
 LIMITS = StoreLimits(max_replicas=3, max_holders=2, max_digests=64, max_tokens=100, max_choices=4, max_params_bytes=64)
 # Longer than any test takes.

@@ -79,6 +79,7 @@ def test_openais_client_parses_what_it_asked_for(client: openai.OpenAI) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
+@pytest.mark.smoke
 def test_response_formats_hold_with_and_without_a_stream(client: openai.OpenAI) -> None:
     schema: Any = {"type": "json_schema", "json_schema": {"name": "paint", "schema": SCHEMA, "strict": True}}
     whole = client.chat.completions.create(

@@ -104,6 +104,7 @@ def secure_cluster(tiny_pair: ModelPair, tmp_path_factory: pytest.TempPathFactor
         yield SecureCluster(cluster, secured, volumes, health_ports, metrics_ports)
 
 
+@pytest.mark.smoke
 async def test_a_generation_with_mutual_tls_on_every_hop_speculates(secure_cluster: SecureCluster) -> None:
     async with secure_cluster.client() as client:
         completion = await speculated(client, story())

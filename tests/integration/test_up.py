@@ -50,6 +50,7 @@ def test_nothing_survives_a_killed_parent(tiny_pair: ModelPair) -> None:
         assert psutil.wait_procs(children, timeout=DEADLINE_S)[1] == []
 
 
+@pytest.mark.smoke
 async def test_a_stream_goes_on_exactly_while_each_service_dies_and_is_started_again(tiny_pair: ModelPair) -> None:
     body = make_request(max_tokens=400, temperature=1.0)
     with running_up(tiny_pair, STANDS_STILL) as up:

@@ -13,6 +13,7 @@ _NUM_SHORT = 24
 _NUM_LONG = 3000
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("seed", range(_NUM_SHORT))
 def test_tokens_are_the_references_with_one_owner_and_an_end_whatever_breaks(seed: int) -> None:
     schedule = draw(seed)

@@ -1,4 +1,4 @@
-"""Tests that failed in the last `make test`, each alone: is it a defect of the code, or of a test on a busy machine?
+"""Tests that failed in the last test run, each alone: is it a defect of the code, or of a test on a busy machine?
 
 Their names stay in the output, as what is to be mended. More than a few are not looked at: that is no accident.
 """

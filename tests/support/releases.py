@@ -79,7 +79,7 @@ def install(baseline: Baseline, folder: Path) -> Build:
 
 
 def have_services_in_specdec(folder: Path) -> None:
-    """Let `python -m specdec.target_service` and the like run services that a version has beside its package specdec."""
+    """Let `python -m specdec.target_service` and the like run services that a version has beside its package."""
     for service in ("coordinator", "draft_service", "gateway", "target_service"):
         inside = folder / "specdec" / service
         if (folder / service).is_dir() and not inside.exists():

@@ -1,8 +1,8 @@
 """Runs the tests of numerics as CPUs with less than this one run them: `make test-isa`.
 
 The variables cap what the kernels, ATen, oneDNN and MKL use (MKL heeds its own on Intel's processors only). What this
-CPU cannot run is told by name; with --others, what it runs anyway when nothing is capped is left to "make test". Exits
-with 1 where a selection failed.
+CPU cannot run is told by name; with --others, what it runs anyway when nothing is capped is left to "make test-all".
+Exits with 1 where a selection failed.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def main() -> int:
     for selection in SELECTIONS:
         reason, started = why_not(selection), time.monotonic()
         if has_others and is_own(selection):
-            reason = "this machine's own, which make test runs"
+            reason = "this machine's own, which make test-all runs"
         if not reason:
             sys.stdout.write(f"-- {selection.name}\n")
             sys.stdout.flush()

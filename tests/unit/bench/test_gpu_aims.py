@@ -9,6 +9,7 @@ from bench.gpu_slot.services import _check_fits
 from bench.gpu_slot.streams import _median
 from bench.pairs import DRAFTS, TARGETS
 from bench.roofline import GPUS, step_s
+from tests.support.for_each import for_each
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -53,7 +54,7 @@ def test_what_a_step_found_before_is_told_where_it_has_not_found_it_again() -> N
     assert told[0] == "8B, 1 row at 1k, ms: 4 (aim: at most 4.7): met"
 
 
-@pytest.mark.parametrize("aim", AIMS, ids=lambda aim: aim.what)
+@for_each("aim", AIMS)
 def test_every_aim_is_measured_by_a_step(aim: Aim) -> None:
     assert aim.step in STEPS
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from specdec.commands.app import app
 from specdec.commands.up.cluster import free_port
+from tests.support.for_each import for_each
 from tests.support.services.fake_coordinator import FakeCoordinator, running_fake_coordinator
 
 QUICK = ("--concurrency", "1,2", "--requests", "3", "--repeats", "2")
@@ -117,8 +118,8 @@ def test_requests_that_fail_are_named_and_the_rest_is_measured(
     assert "RESOURCE_EXHAUSTED (OVERLOADED)" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+@for_each(
+    "arguments, code, words",
     [
         (("--model", "missing"), 3, "MODEL_NOT_FOUND"),
         (("--temperature", "3"), 2, "must be in [0, 2]"),

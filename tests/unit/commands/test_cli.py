@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import specdec
 from specdec.commands.app import app
 from specdec.v1 import common_pb2, coordinator_pb2
+from tests.support.for_each import for_each
 from tests.support.services.fake_coordinator import TEXT, FakeCoordinator, running_fake_coordinator
 
 
@@ -141,8 +142,8 @@ def test_the_prompt_may_be_token_ids_or_messages(command: Command) -> None:
     assert messages == [("system", "Be brief."), ("user", "a:b")]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
+@for_each(
+    "arguments, named",
     [
         (["x", "--token-ids", "1"], "--token-ids"),
         (["--token-ids", "1,x"], "'x' is not a token id"),

@@ -26,6 +26,7 @@ from specdec.commands.up.plan import LocalPlan, plan_services
 from specdec.commands.up.service_process import ServiceSpec
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings, load_settings
 from tests.support.engine.other_tokenizers import draft_with_fewer_tokens
+from tests.support.for_each import for_each
 
 CHOICE = Choice(draft_tokens=5, num_siblings=1, max_heads=2, mode="rejection")
 PLACE = Deployment(target_model="t", draft_model="d", device="cpu", target_cores=(0,), draft_cores=(1,))
@@ -123,8 +124,8 @@ def tune(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["tune", "--device", "cpu", *arguments], env={"COLUMNS": "160"})
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
+@for_each(
+    "arguments, code, words",
     [
         (("--target", "/no/such/model"), 1, "no such directory: /no/such/model"),
         (("--temperature", "-1"), 2, "-1.0 is outside [0, 100]"),

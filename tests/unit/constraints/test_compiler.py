@@ -13,6 +13,7 @@ from specdec.constraints.grammar.failure import GrammarError
 from specdec.constraints.limits import MAX_CHOICES, MAX_CONSTRAINT_BYTES
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.grammars import compiled, follower, ids, json_schema, wait_for
+from tests.support.for_each import for_each
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ HOSTILE: dict[str, Callable[[], pb.Constraint]] = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@for_each("name", HOSTILE)
 def test_what_cannot_be_compiled_is_refused_and_the_next_grammar_compiles(name: str, compiler: GrammarCompiler) -> None:
     constraint = HOSTILE[name]()
     with pytest.raises(GrammarError) as error:

@@ -15,6 +15,7 @@ from specdec.constraints.grammar.structural_tags import SpecialTokens
 from specdec.constraints.limits import MAX_CONSTRAINT_BYTES, fault_of
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.grammars import EOS, TOKENIZER, VOCAB_SIZE, compiled, follower, ids, wait_for
+from tests.support.for_each import for_each
 
 NUMBER: dict[str, Any] = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 NUMBER["additionalProperties"] = False
@@ -161,7 +162,7 @@ CASES: dict[str, tuple[Any, dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@for_each("name", CASES)
 def test_outputs_are_told_apart(name: str, compiler: GrammarCompiler) -> None:
     format, expected = CASES[name]
     found = follower(compiler, tag(format))
@@ -284,7 +285,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_is_not_taken_is_named(name: str, compiler: GrammarCompiler) -> None:
     value, path = REFUSED[name]
     fault = fault_of(pb.Constraint(structural_tag=json.dumps(value)))

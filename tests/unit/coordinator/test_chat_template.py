@@ -16,6 +16,7 @@ from specdec.coordinator.text.tokenizer import TextTokenizer
 from specdec.v1 import coordinator_pb2 as api
 from tests.support.chat.rendering import USER, refusal, render, render_there, tokenizer_with
 from tests.support.chat.templates import CHATML_TOOLS, DEEPSEEK_R1, FAMILIES, GEMMA, LLAMA3_TOOLS, PARTS, PARTS_ONLY
+from tests.support.for_each import for_each
 from tests.support.scripted.model import make_tokenizer
 
 TOOL = {
@@ -237,11 +238,8 @@ def test_all_json_of_a_conversation_has_one_bound() -> None:
     assert refusal(CHATML_TOOLS, api.ChatMessages(messages=messages)).field == "messages.messages[1].fields_json"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token", "mask_token",
-     "chat_template", "namespace", "self", "_x", "a b", ""],
-)  # fmt: skip
+@for_each("name", ["messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token",
+     "mask_token", "chat_template", "namespace", "self", "_x", "a b", ""])  # fmt: skip
 def test_variables_shadow_nothing_of_the_template(name: str) -> None:
     chat = chat_messages([USER], template_variables={name: "x"})
     assert refusal(CHATML_TOOLS, chat).field == f"messages.template_variables_json.{name}"

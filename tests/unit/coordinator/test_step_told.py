@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from specdec.coordinator.sessions.step_told import tree_fault
 from specdec.v1 import common_pb2 as pb
+from tests.support.for_each import for_each
 
 UINT32_MAX = 2**32 - 1
 
@@ -31,8 +30,8 @@ def test_a_tree_and_no_tree_pass() -> None:
     assert tree_fault(tree(drafters=[], proposed_by=b""), 10) is None, "a target of the last release"
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
+@for_each(
+    "changes, why",
     [
         ({"token_ids": [5] * 65}, "65 nodes"),
         ({"parents": [-1, 0]}, "without a parent"),

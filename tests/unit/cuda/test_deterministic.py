@@ -23,7 +23,7 @@ pytestmark = [
 
 TOKENS = play.random_tokens(13, 5, VOCAB_SIZE)
 WRONG = play.random_tokens(4, 6, VOCAB_SIZE)
-OTHERS = [play.random_tokens(3 + 5 * i, 10 + i, VOCAB_SIZE) for i in range(2)]
+OTHERS = [play.random_tokens(3, 10, VOCAB_SIZE)]
 PROMPT = 7
 
 

@@ -15,6 +15,7 @@ from specdec.target_service.api.session import ApiSession
 from specdec.target_service.tree.walk import EndOfChoice
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import SamplingParams
+from tests.support.for_each import for_each
 
 VOCABULARY = 100
 
@@ -35,8 +36,8 @@ def test_the_likeliest_tokens_of_a_block_are_read_in_both_forms() -> None:
     assert greedy_tokens(answer(), 4, 0, "echo", VOCABULARY) == [9]
 
 
-@pytest.mark.parametrize(
-    ("told", "fields", "kind"),
+@for_each(
+    "told, fields, kind",
     [
         ({}, "prompt_logprobs", "wrong_json"),
         ({"choices": [{"text": "a"}]}, "prompt_logprobs", "no_token_ids"),

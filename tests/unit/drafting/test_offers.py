@@ -13,6 +13,7 @@ from specdec.drafting.lookup.ngram import Ngram
 from specdec.drafting.lookup.prediction import Prediction
 from specdec.drafting.lookup.suffix import Suffix
 from specdec.drafting.lookup.token_recycling import TokenRecycling
+from tests.support.for_each import for_each
 
 ROOM = Room(8, 8)
 
@@ -55,8 +56,8 @@ def slow_matches(tokens: list[int], context: list[int], key: int, most: int) -> 
     return found
 
 
-@pytest.mark.parametrize("key", [1, 2])
-@pytest.mark.parametrize("seed", range(6))
+@for_each("key", [1, 2])
+@for_each("seed", range(6))
 def test_a_corpus_finds_all_occurrences_newest_first_also_after_old_ones_are_dropped(key: int, seed: int) -> None:
     rng = random.Random(seed)
     corpus, tokens, first = Corpus(key), list[int](), 0

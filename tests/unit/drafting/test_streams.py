@@ -11,6 +11,7 @@ from specdec.config.drafter_options import OpenAiApiOptions
 from specdec.drafting.endpoints.calls import ApiRefused, read_endpoint
 from specdec.drafting.endpoints.ledger import Ledger
 from specdec.drafting.endpoints.stream import CompletionStream
+from tests.support.for_each import for_each
 from tests.support.servers.hostile_api import HEAD, event, fixed_api, said
 
 PATIENCE_S = 30.0
@@ -48,8 +49,8 @@ def test_text_arrives_and_what_was_used_is_counted() -> None:
     assert b'"prompt": "abc"' in api.requests[0]
 
 
-@pytest.mark.parametrize(
-    ("answer", "kind"),
+@for_each(
+    "answer, kind",
     [
         (b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 0\r\n\r\n", "redirect"),
         (b"HTTP/1.1 500 no\r\ncontent-length: 0\r\n\r\n", "status_5xx"),

@@ -14,6 +14,7 @@ from specdec.engine.sampling.rejection import DraftSample, verify_token
 from specdec.engine.sampling.sampler import RowContext, Sampler
 from specdec.wire.sampling_params import SamplingParams
 from tests.support.engine.extreme_rows import MAX_VOCAB_SIZE, Batch, all_results, batches, exact_scores
+from tests.support.for_each import for_each
 
 PATHS = ("torch", "native")
 SAMPLERS = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -120,10 +121,10 @@ def a_row(**changed: Any) -> RowContext:
     return RowContext(SamplingParams(**{"seed": 3, "max_tokens": 9, **changed}), 5, 2)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("place", [0, 1, 511, 512, 1023, 1499])
-@pytest.mark.parametrize("poison", [math.nan, -math.nan, math.inf])
-@pytest.mark.parametrize("changed", [{}, {"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str)
+@for_each("path", PATHS)
+@for_each("place", [0, 1, 511, 512, 1023, 1499])
+@for_each("poison", [math.nan, -math.nan, math.inf])
+@for_each("changed", [{}, {"temperature": 0.0}, {"top_k": 9}, {"top_p": 0.5}, {"min_p": 0.5}])
 def test_one_bad_logit_anywhere_is_found(path: str, place: int, poison: float, changed: dict[str, Any]) -> None:
     sampler, logits = make_sampler(1500, path), torch.randn(3, 1500, generator=torch.Generator().manual_seed(1))
     expected = sampler.sample(logits, [a_row(**changed)] * 3)

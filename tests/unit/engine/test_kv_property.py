@@ -361,6 +361,6 @@ TestKVOfARealModel.settings = settings(TestKV.settings, max_examples=25, statefu
 
 @pytest.mark.long
 class TestKVWithOtherExamplesInEveryRun(KVMachine.TestCase):
-    """`make test` sees the same examples in every run; a state that nobody thought of is found by those of no run."""
+    """`make test-all` has the same examples in every run; a state that nobody thought of is found by others."""
 
     settings = settings(TestKV.settings, max_examples=3000, stateful_step_count=60, derandomize=False)

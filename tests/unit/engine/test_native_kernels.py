@@ -12,6 +12,7 @@ from specdec.engine.attention.paged import AttentionOptions
 from specdec.engine.attention.torch_kernels import TiledAttention
 from specdec.engine.native.kernels import NativeAttention, NativeKernels
 from tests.support.engine.paged_attention import GEOMETRIES, OPTIONS, Paged, random_rows
+from tests.support.for_each import for_each
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +45,8 @@ def test_packed_product_of_a_row_has_the_same_bits_for_any_rows_and_threads(
         assert torch.equal(packed(rows[67 - count :]), same[67 - count :]), count
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@for_each("options", OPTIONS.values())
+@for_each("geometry", GEOMETRIES)
 def test_attention_is_that_of_torch(
     teams: list[NativeKernels], geometry: tuple[int, int, int], options: AttentionOptions
 ) -> None:

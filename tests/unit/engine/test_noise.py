@@ -21,6 +21,7 @@ from specdec.engine.sampling.noise import (
     uniform_from_bits,
 )
 from tests.support.engine.chi_square import FALSE_ALARM_RATE, p_value_of_fit, p_value_of_independence
+from tests.support.for_each import for_each
 
 NUM_HASHES = 2**32
 FROZEN_TOKEN_IDS = [0, 1, 4095, 151935, 2**20]
@@ -215,8 +216,8 @@ VARIED = {
 }
 
 
-@pytest.mark.parametrize("byte", [top_byte, low_byte])
-@pytest.mark.parametrize("varied", VARIED)
+@for_each("byte", [top_byte, low_byte])
+@for_each("varied", VARIED)
 def test_hashes_are_uniform_across(varied: str, byte: Callable[[np.ndarray], np.ndarray]) -> None:
     arguments = VARIED[varied]
     h = hashes(arguments, 2**20 // len(arguments))

@@ -8,12 +8,13 @@ from specdec.engine.sampling.noise import Purpose, gumbel, noise_key
 from specdec.engine.sampling.sampler import RowContext, Sampler, TokenHistory
 from tests.support.cost import lines_run
 from tests.support.engine.sampling_rows import PROMPT, VOCAB_SIZE, make_logits, make_row, make_sampler
+from tests.support.for_each import for_each
 
 # ---- the draw ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 63, 512, 513, 5000])
-@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 30.0])
+@for_each("vocab_size", [1, 2, 63, 512, 513, 5000])
+@for_each("scale", [0.0, 0.3, 3.0, 30.0])
 def test_pruned_sampling_equals_noise_for_every_token(path: str, vocab_size: int, scale: float) -> None:
     logits = make_logits(6, vocab_size, scale=scale)
     rows = [make_row(position=t, temperature=0.8, choice=t) for t in range(6)]

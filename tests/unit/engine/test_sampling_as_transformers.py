@@ -11,6 +11,7 @@ from transformers.generation import logits_process as reference
 
 from specdec.engine.sampling.sampler import Sampler
 from tests.support.engine.sampling_rows import OUTPUT, PROMPT, VOCAB_SIZE, kept, make_logits, make_row, make_sampler
+from tests.support.for_each import for_each
 
 INPUT_IDS: Any = torch.tensor([PROMPT + OUTPUT])
 
@@ -111,8 +112,8 @@ CUTS = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@for_each("temperature", [0.5, 1.0, 2.0])
+@for_each("cuts", CUTS)
 def test_kept_tokens_are_those_of_transformers(sampler: Sampler, cuts: dict[str, Any], temperature: float) -> None:
     logits = make_logits(64)
     expected = reference.TemperatureLogitsWarper(temperature)(INPUT_IDS, logits.clone())
@@ -133,8 +134,8 @@ def test_top_k_keeps_all_that_tie_with_the_last(sampler: Sampler) -> None:
     assert kept(scores).tolist() == [[True, True, True, True, True, False]]
 
 
-@pytest.mark.parametrize("far", [44.0, 44.5, 46.0, 63.9, 64.1, 500.0])
-@pytest.mark.parametrize("num_far", [1, 40, 300])
+@for_each("far", [44.0, 44.5, 46.0, 63.9, 64.1, 500.0])
+@for_each("num_far", [1, 40, 300])
 def test_tokens_far_below_the_best_weigh_nothing_in_top_p(sampler: Sampler, far: float, num_far: int) -> None:
     wide = make_sampler(4 + num_far, "native" if sampler.is_native else "torch")
     logits = torch.tensor([[0.0] * 4 + [-far] * num_far])

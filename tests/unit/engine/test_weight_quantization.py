@@ -19,6 +19,7 @@ from tests.support.engine.kernel_variants import runnable_variants
 from tests.support.engine.local_pair import LocalPair, open_session, prompts
 from tests.support.engine.paged_attention import random_rows
 from tests.support.engine.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.support.for_each import for_each
 
 SIZES = [(1, 1), (15, 3), (33, 7), (64, 64), (131, 100), (271, 129)]
 ROUNDED = {"int8": (round_to_int8, WeightFormat.INT8), "int4": (round_to_int4, WeightFormat.INT4)}
@@ -41,8 +42,8 @@ def weight_of(num_outputs: int, depth: int) -> torch.Tensor:
     return weight
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
-@pytest.mark.parametrize(("num_outputs", "depth"), SIZES)
+@for_each("kind", ROUNDED)
+@for_each("num_outputs, depth", SIZES)
 def test_a_product_with_quantized_weights_has_the_bits_of_the_rounded_float32_weights(
     variant: str, kind: str, num_outputs: int, depth: int
 ) -> None:

@@ -99,6 +99,7 @@ def prefill(gpu: Gpu, token_ids: list[int], line: int) -> torch.Tensor:
     return gpu.runner.replays.forward(batch, gpu.runner._cache)
 
 
+@pytest.mark.smoke
 def test_a_model_is_loaded_proved_and_captured(gpu: Gpu) -> None:
     assert "float32/cuda/triton-decoder" in gpu.runner.numerics_id
     assert gpu.runner.row_edges == ROWS

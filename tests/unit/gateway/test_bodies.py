@@ -21,6 +21,7 @@ from specdec.gateway.http.json_reader import parsed
 from specdec.gateway.translation.chat_request import CHAT_FIELD_NAMES, chat_to_generate
 from specdec.gateway.translation.completion_request import completion_to_generate
 from specdec.wire.errors import SpecdecError
+from tests.support.for_each import for_each
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 MODELS: tuple[type[RequestModel], ...] = (ChatRequest, CompletionRequest)
@@ -37,8 +38,8 @@ def refusal(model: type[RequestModel], /, **fields: Any) -> ApiError:
     return error
 
 
-@pytest.mark.parametrize(
-    ("name", "allowed", "refused"),
+@for_each(
+    "name, allowed, refused",
     [
         ("temperature", [0, 0.7, 100], [-0.1, 100.5, "1", True, [1]]),
         ("top_p", [0.01, 1], [0, -1, 1.01, "a"]),
@@ -64,7 +65,7 @@ def refusal(model: type[RequestModel], /, **fields: Any) -> ApiError:
         ("speculation", [{"enabled": False}, {"verify_mode": "coupled", "max_draft_tokens": 3}], [{"mode": 1}, 5]),
     ],
 )
-@pytest.mark.parametrize("model", MODELS)
+@for_each("model", MODELS)
 def test_each_field_has_limits_and_is_named_when_they_are_crossed(
     model: type[RequestModel], name: str, allowed: list[Any], refused: list[Any]
 ) -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from specdec.gateway.chat.messages import to_chat_messages
 from specdec.wire.errors import InvalidRequest
+from tests.support.for_each import for_each
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "g"}}
@@ -77,8 +78,8 @@ def test_models_of_pydantic_are_taken_as_dicts_are() -> None:
     assert told == to_chat_messages([{"role": "user", "content": [{"type": "text", "text": "a"}]}])
 
 
-@pytest.mark.parametrize(
-    ("message", "path"),
+@for_each(
+    "message, path",
     [
         ("hello", ""),
         ({"content": "a"}, ".role"),

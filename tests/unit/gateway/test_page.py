@@ -18,6 +18,7 @@ PAGE = assembled()
 HTML = PAGE.html.decode()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("tag", "directive"), [("style", "style-src"), ("script", "script-src")])
 def test_the_policy_allows_exactly_what_is_in_the_file(tag: str, directive: str) -> None:
     (inside,) = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", HTML, re.DOTALL)
@@ -28,6 +29,7 @@ def test_the_policy_allows_exactly_what_is_in_the_file(tag: str, directive: str)
     assert "unsafe" not in PAGE.policy
 
 
+@pytest.mark.smoke
 def test_the_file_names_nothing_to_load_and_keeps_nothing() -> None:
     assert not re.findall(r"""\s(?:src|href)=["'](?!#)""", HTML)
     assert not re.findall(r"https?://(?!www\.w3\.org/2000/svg)", HTML)
@@ -44,6 +46,7 @@ def test_the_file_names_nothing_to_load_and_keeps_nothing() -> None:
         assert forbidden not in HTML
 
 
+@pytest.mark.smoke
 def test_modules_become_one_script_without_imports() -> None:
     script = HTML.split('<script type="module">')[1]
     assert not re.search(r"^(import|export) ", script, re.MULTILINE)
@@ -60,6 +63,7 @@ def test_modules_name_only_what_they_import_and_what_browsers_have() -> None:
     assert run.returncode == 0, run.stdout
 
 
+@pytest.mark.smoke
 def test_every_field_has_a_label() -> None:
     ids = set(re.findall(r'<(?:input|select|textarea) [^>]*?id="(\w+)"', HTML))
     labelled = set(re.findall(r'<label for="(\w+)"', HTML))

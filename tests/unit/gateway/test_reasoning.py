@@ -10,6 +10,7 @@ from specdec.gateway.chat.messages import ToolChoice
 from specdec.gateway.chat.parsing import make_message_parser
 from specdec.gateway.chat.reasoning import REASONING_PARSERS, make_reasoning_parser
 from tests.support.chat.parsed import Message, cut, parse, told
+from tests.support.for_each import for_each
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
@@ -19,8 +20,8 @@ def reasoned(name: str, text: str, thinking: bool | None = None) -> tuple[str, s
     return message.reasoning, message.content
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "expected"),
+@for_each(
+    "name, text, expected",
     [
         ("deepseek_r1", "Hm, well.\n</think>\n\nParis.", ("Hm, well.", "Paris.")),
         ("deepseek_r1", "<think>\nHm.\n</think>\n\nParis.", ("Hm.", "Paris.")),

@@ -15,6 +15,7 @@ from specdec.gateway.translation.response_answer import ResponseEvents
 from specdec.gateway.translation.response_request import response_to_chat, response_to_generate
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
+from tests.support.for_each import for_each
 from tests.support.services.chunks import choice_finished, delta, finished, started, texts_of
 
 TEXTS = texts_of(["zero", "one", "two"])
@@ -54,8 +55,8 @@ def test_messages_of_an_earlier_answer_are_taken() -> None:
     assert [message.role for message in generate(input=said).messages.messages] == ["user", "assistant", "system"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
+@for_each(
+    "fields, param",
     [
         ({"store": True}, "store"),
         ({"previous_response_id": "resp_0"}, "previous_response_id"),

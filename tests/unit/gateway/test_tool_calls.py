@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specdec.gateway.chat.tool_calls import TOOL_PARSERS, make_tool_parser
 from tests.support.chat.parsed import Message, cut, parse, told
+from tests.support.for_each import for_each
 
 FAMILIES = [name for name in TOOL_PARSERS if name != "none"]
 DS = {
@@ -191,8 +192,8 @@ def test_a_text_that_ends_early_gives_the_calls_so_far_and_never_more(
         assert part.content == text[:end]
 
 
-@pytest.mark.parametrize(
-    ("family", "text"),
+@for_each(
+    "family, text",
     [
         ("hermes", "<tool_call>\nnot json\n</tool_call>"),
         ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'),
@@ -227,7 +228,6 @@ def test_a_text_that_ends_early_gives_the_calls_so_far_and_never_more(
         ("harmony", "<|channel|>" + "x" * 1100),
         ("deepseek", f"{DS['calls']}{DS['call']}function{DS['sep']}f\nno fence"),
     ],
-    ids=lambda value: value[:40],
 )
 def test_what_turns_out_to_be_no_call_is_content_in_full(family: str, text: str) -> None:
     assert told(whole(family, text)) == (text, "", [])

@@ -13,6 +13,7 @@ from specdec.gateway.chat.parsing import check_names, make_message_parser
 from specdec.gateway.chat.tool_calls import make_tool_parser
 from specdec.gateway.chat.tool_calls.typed_text import as_json_of_type, types_of
 from tests.support.chat.parsed import Message, cut, parse, told
+from tests.support.for_each import for_each
 
 PROPERTIES = {
     "text": {"type": "string"}, "count": {"type": "integer"}, "share": {"type": "number"}, "flag": {"type": "boolean"},
@@ -57,8 +58,8 @@ def test_values_are_of_the_types_of_the_schema_however_a_text_is_cut(
         assert told(parse(make_tool_parser("qwen3_coder", SCHEMAS), pieces)) == told(message)
 
 
-@pytest.mark.parametrize(
-    ("text", "types", "expected"),
+@for_each(
+    "text, types, expected",
     [
         ("5", {"integer"}, "5"),
         ("5.0", {"integer"}, "5.0"),
@@ -79,7 +80,6 @@ def test_values_are_of_the_types_of_the_schema_however_a_text_is_cut(
         ("plain", {"string", "null"}, '"plain"'),
         ("null", {"string", "null"}, "null"),
     ],
-    ids=lambda value: str(sorted(value) if isinstance(value, set) else value)[:20],
 )
 def test_a_value_that_is_not_of_its_type_is_told_as_a_text(text: str, types: set[str], expected: str) -> None:
     assert as_json_of_type(text, frozenset(types)) == expected

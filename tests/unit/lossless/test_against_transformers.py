@@ -21,6 +21,7 @@ def reference_model() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(MODELS / "target", dtype=torch.float32).eval()
 
 
+@pytest.mark.smoke
 def test_greedy_decoding_is_that_of_transformers_but_for_near_ties(
     pair: LocalPair, reference_model: PreTrainedModel
 ) -> None:

@@ -29,6 +29,7 @@ def assert_all_alike(
     return found
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_every_schema_is_obeyed_and_speculation_changes_nothing(temperature: float, pair: LocalPair) -> None:
     assert len(SCHEMAS) >= 30

@@ -77,6 +77,7 @@ def check_set(
     return outcomes
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", EVERY)
 def test_each_alone_changes_no_token_over_the_table_and_is_accepted_sometimes(
     name: str, restored: LocalPair, plainly: Plainly

@@ -114,6 +114,7 @@ def test_each_alone_changes_no_token_over_the_table(
         assert num_accepted > 100
 
 
+@pytest.mark.smoke
 @given(seed=st.integers(0, 2**32))
 @examples
 def test_random_sets_of_heads_and_others_beside_a_draft_change_no_token(

@@ -30,6 +30,7 @@ def test_the_table_holds_every_pair_of_values() -> None:
         assert all(pair in found for pair in itertools.product(FACTORS[a], FACTORS[b])), (a, b)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"temperature={case['temperature']}")
 def test_speculation_does_not_change_tokens_logprobs_or_the_end(
     case: dict[str, Any], pair: LocalPair, plainly: Plainly

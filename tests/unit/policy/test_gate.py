@@ -35,6 +35,7 @@ ADVERSITIES = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("num_sessions", [1, 8])
 @pytest.mark.parametrize("name", ADVERSITIES)
 def test_decoding_is_never_slower_than_without_drafts(name: str, num_sessions: int) -> None:

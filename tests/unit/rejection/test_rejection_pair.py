@@ -150,6 +150,7 @@ def test_a_coupled_session_takes_proposals_without_distributions(pair: LocalPair
 # --- the distribution
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("mode", [REJECTION, pb.VERIFY_MODE_COUPLED])
 def test_first_tokens_follow_the_target_exactly(mode: pb.VerifyMode.ValueType, pair: LocalPair) -> None:
     check_distribution(pair, mode, 768)

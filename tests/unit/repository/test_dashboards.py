@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.support.for_each import for_each
+
 ROOT = Path(__file__).parents[3]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 GRAFANA = ROOT / "deploy" / "grafana"
@@ -141,7 +143,7 @@ def test_each_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
     assert silent == names
 
 
-@pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
+@for_each("alert", alerts())
 def test_an_alert_tells_how_bad_it_is_and_what_to_do(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in {"page", "ticket"}
     annotations = alert["annotations"]

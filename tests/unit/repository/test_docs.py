@@ -15,7 +15,9 @@ from pydantic import BaseModel
 from specdec.config import CoordinatorSettings, DraftSettings, TargetSettings
 from specdec.gateway.settings import GatewaySettings
 from specdec.telemetry.catalogue import exported_series
+from tests.support.for_each import for_each
 
+pytestmark = pytest.mark.smoke
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(
     path
@@ -48,7 +50,7 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each("page", PAGES)
 def test_links_lead_to_pages_and_sections_that_exist(page: Path) -> None:
     for link in _LINK.findall(_CODE_BLOCK.sub("", page.read_text())):
         if link.startswith(("http:", "https:")):
@@ -59,13 +61,13 @@ def test_links_lead_to_pages_and_sections_that_exist(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each("page", PAGES)
 def test_metrics_that_are_named_are_exported(page: Path) -> None:
     known = {*exported_series(), *(name.removesuffix("_bucket") for name in exported_series())}
     assert set(_METRIC.findall(page.read_text())) <= known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each("page", PAGES)
 def test_variables_that_are_named_are_settings(page: Path) -> None:
     for service, name in _VARIABLE.findall(page.read_text()):
         is_service_link = name in ("SERVICE_HOST", "PORT")
@@ -79,7 +81,7 @@ def test_pages_that_code_and_comments_name_exist() -> None:
     assert [(path, page) for path, page in sorted(named) if not (ROOT / page).is_file()] == []
 
 
-@pytest.mark.parametrize("page", DECISIONS, ids=lambda path: path.name)
+@for_each("page", DECISIONS)
 def test_decisions_are_dated_newest_first_and_listed(page: Path) -> None:
     headings = re.findall(r"(?m)^##+ (.+)$", page.read_text())
     days = [date.fromisoformat(heading.split(" ", 1)[0]) for heading in headings]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.for_each import for_each
 from tests.support.import_graph import Graph, circle, grouped, import_graph
 from tests.unit.repository.floors import FLOORS
 
@@ -63,23 +64,28 @@ def libraries_loaded_by(module: str, libraries: tuple[str, ...]) -> str:
     return run.stdout.strip()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("service", SERVICES)
 def test_services_never_import_each_other(service: str) -> None:
     assert offences(service, *(f"specdec.{other}" for other in SERVICES if other != service)) == []
 
 
+@pytest.mark.smoke
 def test_the_shared_package_never_imports_a_service() -> None:
     assert offences("specdec", *(f"specdec.{service}" for service in SERVICES)) == []
 
 
+@pytest.mark.smoke
 def test_the_coordinator_never_names_tensors_or_the_engine() -> None:
     assert offences("coordinator", *TENSORS, "specdec.engine") == []
 
 
+@pytest.mark.smoke
 def test_the_gateway_never_names_tensors_a_tokenizer_or_the_engine() -> None:
     assert offences("gateway", *TENSORS, "tokenizers", "specdec.engine") == []
 
 
+@pytest.mark.smoke
 def test_rpc_never_imports_the_engine() -> None:
     assert offences("specdec/service", *TENSORS, "specdec.engine") == []
 
@@ -133,15 +139,18 @@ def test_the_exporter_is_loaded_only_where_tracing_is_on() -> None:
     assert libraries_loaded_by("specdec.coordinator.__main__", ("opentelemetry.exporter",)) == ""
 
 
+@pytest.mark.smoke
 def test_the_engine_knows_neither_role() -> None:
     assert offences("specdec/engine", *(f"specdec.{service}" for service in SERVICES), "grpc", "asyncio") == []
 
 
+@pytest.mark.smoke
 def test_no_module_is_named_after_nothing() -> None:
     modules = [path for package in ("specdec", *SERVICES) for path in modules_of(package)]
     assert [str(path) for path in modules if path.stem in FORBIDDEN_NAMES] == []
 
 
+@pytest.mark.smoke
 def test_no_test_file_or_conftest_is_imported() -> None:
     """What several of them use stands in tests/support, or beside them in a module that holds no tests."""
     imported = [
@@ -160,11 +169,13 @@ def graph_of_all() -> Graph:
     return import_graph(ROOT, PACKAGES)
 
 
+@pytest.mark.smoke
 def test_modules_import_each_other_in_no_circle() -> None:
     assert circle(graph_of_all()) == []
 
 
-@pytest.mark.parametrize("package", FLOORS)
+@pytest.mark.smoke
+@for_each("package", FLOORS)
 def test_imports_go_down_only(package: str) -> None:
     floors = [line.split() for line in FLOORS[package].strip().splitlines()]
     floor_of = {f"{package}.{name}": number for number, names in enumerate(floors) for name in names}
@@ -181,6 +192,7 @@ def test_imports_go_down_only(package: str) -> None:
     assert upwards == []
 
 
+@pytest.mark.smoke
 def test_no_folder_is_a_crowd() -> None:
     folders = {path.parent for package in PACKAGES for path in modules_of(package)}
     sizes = {

@@ -12,6 +12,7 @@ import pytest
 from specdec.coordinator.links.link_events import LinkState
 from specdec.telemetry.catalogue import catalogue, exported_series, render
 from specdec.telemetry.registry import MetricDoc
+from tests.support.for_each import for_each
 
 PAGE = Path(__file__).parents[3] / "docs" / "metrics.md"
 ADDED_BY_PROMETHEUS = {"job", "instance"}
@@ -28,13 +29,13 @@ def test_names_are_unique() -> None:
     assert len(names) == len(set(names))
 
 
-@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+@for_each("doc", DOCS)
 def test_a_query_names_its_metric_and_nothing_that_is_not_exported(doc: MetricDoc) -> None:
     assert unknown_names(doc.promql) == set()
     assert doc.series.keys() & {selector.name for selector in selectors_of(promql_parser.parse(doc.promql))}
 
 
-@pytest.mark.parametrize("doc", DOCS, ids=lambda doc: doc.name)
+@for_each("doc", DOCS)
 def test_names_and_texts_follow_the_conventions(doc: MetricDoc) -> None:
     assert doc.name.endswith("_total") == (doc.type == "counter")
     assert not doc.name.endswith(("_ms", "_us", "_count", "_sum", "_bucket"))

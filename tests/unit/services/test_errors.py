@@ -19,6 +19,7 @@ from specdec.wire import errors
 from specdec.wire.channel import open_channel
 from specdec.wire.errors import SpecdecError, from_rpc_error, from_status, to_status
 from specdec.wire.settings import ClientSettings
+from tests.support.for_each import for_each
 
 
 def every_error() -> Iterator[SpecdecError]:
@@ -35,7 +36,7 @@ def every_error() -> Iterator[SpecdecError]:
             yield value("what happened", metadata={"a": "b"})
 
 
-@pytest.mark.parametrize("error", list(every_error()), ids=lambda error: type(error).__name__)
+@for_each("error", list(every_error()))
 def test_every_error_survives_the_wire(error: SpecdecError) -> None:
     back = from_status(status_pb2.Status.FromString(to_status(error).SerializeToString()))
 

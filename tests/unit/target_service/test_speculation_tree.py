@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from specdec.replica.worker.errors import SessionFailure
 from specdec.target_service.tree.speculation_tree import DEFAULT_SCORE, SpeculationTree
 from specdec.v1 import common_pb2 as pb
+from tests.support.for_each import for_each
 
 COMMITTED = [10, 11, 12]
 
@@ -214,8 +215,8 @@ def _paths(tree: SpeculationTree) -> set[tuple[int, ...]]:
     return {tuple(ids[node] for node in tree.tokens.path(last)) for last in range(len(tree))}
 
 
-@pytest.mark.parametrize(
-    ("bad", "named"),
+@for_each(
+    "bad, named",
     [
         (proposal([1, 2], [1, 0]), "proposal.parents[0]"),
         (proposal([1, 2], [-1, 1]), "proposal.parents[1]"),

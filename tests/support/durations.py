@@ -1,0 +1,151 @@
+"""Decides which tests are quick: `make test` runs these, `make test-all` the others too.
+
+A test is quick if it is marked `smoke`; or if it is not in one of NEVER_QUICK, and its function, with all cases, takes
+at most QUICK_S of processor time by tests/durations.json. What is not recorded there is quick. Functions that take
+_LEAST_RECORDED_S or more are recorded by name, all others of a file in one sum under its name. `--store-durations`
+records the files of a run; run whole files. Processor time is that of the worker and of all processes below it:
+a busy machine hardly changes it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "tests/durations.json"
+QUICK_S = 2.0
+"""Processor seconds that all cases of a quick test function take together."""
+QUICK_SUM_S = 420.0
+"""Processor seconds of all quick tests: 3.5 minutes on two cores, beside 1.5 for collecting and for what only waits."""
+_LEAST_RECORDED_S = 0.3
+NEVER_QUICK = (
+    "adversary", "chaos", "chart", "clients", "defects", "e2e", "fuzz", "gpu", "integration", "security", "upgrade",
+    "unit/cuda", "unit/fake_cuda", "unit/gateway/test_page.py", "unit/repository",
+)  # fmt: skip
+"""Folders and files of tests/ that start services, wait, or need tools which only `make test-all` installs."""
+_PROPERTY = "processor_s"
+
+
+def function_of(item: str) -> str:
+    """The function of an item's id: the id without the case."""
+    return item.partition("[")[0]
+
+
+def is_quick(item: pytest.Item, recorded: dict[str, float]) -> bool:
+    """`recorded`: what the file says."""
+    if any(item.get_closest_marker(name) for name in ("long", "gpu")):
+        return False
+    if item.get_closest_marker("smoke"):
+        return True
+    if _is_never_quick(item.path):
+        return False
+    return recorded.get(function_of(item.nodeid), 0.0) <= QUICK_S
+
+
+def _is_never_quick(path: Path) -> bool:
+    return any(ROOT / "tests" / name in (path, *path.parents) for name in NEVER_QUICK)
+
+
+def read() -> dict[str, float]:
+    """Processor seconds by function, and by file for the rest of it."""
+    recorded: dict[str, float] = json.loads(FILE.read_text())
+    return recorded
+
+
+def updated(recorded: dict[str, float], measured: dict[str, float]) -> dict[str, float]:
+    """The records after a run, in which items took `measured` seconds.
+
+    Files of the run are recorded anew; files that do not exist any more are left out.
+    """
+    by_function: defaultdict[str, float] = defaultdict(float)
+    for item, seconds in measured.items():
+        by_function[function_of(item)] += seconds
+    fresh: defaultdict[str, float] = defaultdict(float)
+    for function, seconds in by_function.items():
+        fresh[function if seconds >= _LEAST_RECORDED_S else function.partition("::")[0]] += seconds
+    ran = {function.partition("::")[0] for function in by_function}
+    kept = {
+        name: s
+        for name, s in recorded.items()
+        if (file := name.partition("::")[0]) not in ran and (ROOT / file).is_file()
+    }
+    return {name: round(seconds, 2) for name, seconds in sorted({**kept, **fresh}.items())}
+
+
+def _is_kept(file: str, ran: set[str]) -> bool:
+    return file not in ran and (ROOT / file).is_file()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--store-durations", action="store_true", help="record in tests/durations.json what tests took")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--store-durations"):
+        config.pluginmanager.register(_Recorder())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out, where only quick tests are wanted, files that hold none: importing all takes half a minute."""
+    if config.option.markexpr != "quick" or collection_path.suffix != ".py" or not _is_never_quick(collection_path):
+        return None
+    return None if "mark.smoke" in collection_path.read_text() else True
+
+
+# Before -m chooses.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    recorded = read()
+    for item in items:
+        if is_quick(item, recorded):
+            item.add_marker(pytest.mark.quick)
+
+
+class _Recorder:
+    """Measures in workers, writes where there are none, or in what started them."""
+
+    def __init__(self) -> None:
+        self._began_s = 0.0
+        self._measured: dict[str, float] = {}
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        self._began_s = _processor_s()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if call.when == "teardown":
+            # Less than nothing where a process with children was killed.
+            report.user_properties.append((_PROPERTY, max(0.0, _processor_s() - self._began_s)))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == _PROPERTY:
+                self._measured[report.nodeid] = value
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if not hasattr(session.config, "workerinput"):
+            FILE.write_text(json.dumps(updated(read(), self._measured), indent=0) + "\n")
+
+
+def _processor_s() -> float:
+    """Seconds that this process, those below it and those that these have waited for have taken."""
+    total = 0.0
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        try:
+            total += sum(process.cpu_times()[:4])
+        except psutil.NoSuchProcess:
+            continue  # Its parent has it now.
+    return total
