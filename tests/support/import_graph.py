@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -19,7 +20,7 @@ def import_graph(root: Path, packages: Mapping[str, str]) -> dict[str, frozenset
     A package's own module (`__init__`) counts as a module; generated code does not count at all.
     """
     paths = _paths(root, packages)
-    return {name: frozenset(_known(_imported(_parsed(path)), paths)) - {name} for name, path in paths.items()}
+    return {name: frozenset(_known(_read(path)[0], paths)) - {name} for name, path in paths.items()}
 
 
 def foreign_imports(root: Path, packages: Mapping[str, str], start: str) -> dict[str, frozenset[str]]:
@@ -33,11 +34,10 @@ def foreign_imports(root: Path, packages: Mapping[str, str], start: str) -> dict
     pending = {start}
     while pending:
         name = pending.pop()
-        tree = _parsed(paths[name])
-        names = list(_imported(tree))
-        found[name] = frozenset(each.partition(".")[0] for each in names if not _longest_known(each, paths))
+        imported, texts = _read(paths[name])
+        found[name] = frozenset(each.partition(".")[0] for each in imported if not _longest_known(each, paths))
         parents = {name.rpartition(".")[0]} & paths.keys()
-        pending |= (parents | set(_known(names, paths)) | set(_named(tree, paths))) - found.keys()
+        pending |= {*parents, *_known(imported, paths), *_started(texts, paths)} - found.keys()
     return found
 
 
@@ -80,23 +80,25 @@ def _paths(root: Path, packages: Mapping[str, str]) -> dict[str, Path]:
     }
 
 
-def _parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-def _imported(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+@functools.cache
+def _read(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a source imports, and the texts in it."""
+    imported: set[str] = set()
+    texts: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            imported.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.add(node.value)
+    return frozenset(imported), frozenset(texts)
 
 
-def _named(tree: ast.Module, known: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value.partition(":")[0]
-            yield from (each for each in (name, f"{name}.__main__") if each in known)
+def _started(texts: Iterable[str], known: Mapping[str, Path]) -> Iterator[str]:
+    for text in texts:
+        name = text.partition(":")[0]
+        yield from (module for module in (name, f"{name}.__main__") if module in known)
 
 
 def _known(names: Iterable[str], known: Mapping[str, Path]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -84,6 +85,7 @@ def without(modules: Iterable[str], folder: Path) -> Installed:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Installed]:
+    @functools.cache
     def make(kind: str) -> Installed:
         folder = tmp_path_factory.mktemp("installed")
         of, _, name = kind.partition(" ")
