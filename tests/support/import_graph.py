@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+SERVICES = ("coordinator", "draft_service", "gateway", "target_service")
+PACKAGES = {"specdec": "specdec", **{service: f"specdec.{service}" for service in SERVICES}}
+"""Names of packages by folder."""
 Graph = Mapping[str, frozenset[str]]
 
 
@@ -15,12 +19,26 @@ def import_graph(root: Path, packages: Mapping[str, str]) -> dict[str, frozenset
 
     A package's own module (`__init__`) counts as a module; generated code does not count at all.
     """
-    paths = {
-        _module_name(path, root / folder, package): path
-        for folder, package in packages.items()
-        for path in _sources(root / folder)
-    }
-    return {name: frozenset(_imported(path, paths)) - {name} for name, path in paths.items()}
+    paths = _paths(root, packages)
+    return {name: frozenset(_known(_read(path)[0], paths)) - {name} for name, path in paths.items()}
+
+
+def foreign_imports(root: Path, packages: Mapping[str, str], start: str) -> dict[str, frozenset[str]]:
+    """For each module that `start` leads to, itself included: the top-level names that it imports from elsewhere.
+
+    Besides imports, text that is a module's name (`module` or `module:attribute`) is followed: processes start so.
+    Raises KeyError where `start` is no module of these packages.
+    """
+    paths = _paths(root, packages)
+    found: dict[str, frozenset[str]] = {}
+    pending = {start}
+    while pending:
+        name = pending.pop()
+        imported, texts = _read(paths[name])
+        found[name] = frozenset(each.partition(".")[0] for each in imported if not _longest_known(each, paths))
+        parents = {name.rpartition(".")[0]} & paths.keys()
+        pending |= {*parents, *_known(imported, paths), *_started(texts, paths)} - found.keys()
+    return found
 
 
 def circle(graph: Graph) -> list[str]:
@@ -54,15 +72,37 @@ def _module_name(path: Path, folder: Path, package: str) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _imported(path: Path, known: Mapping[str, Path]) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def _paths(root: Path, packages: Mapping[str, str]) -> dict[str, Path]:
+    return {
+        _module_name(path, root / folder, package): path
+        for folder, package in packages.items()
+        for path in _sources(root / folder)
+    }
+
+
+@functools.cache
+def _read(path: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a source imports, and the texts in it."""
+    imported: set[str] = set()
+    texts: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (found for name in names if (found := _longest_known(name, known)))
+            imported.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.add(node.value)
+    return frozenset(imported), frozenset(texts)
+
+
+def _started(texts: Iterable[str], known: Mapping[str, Path]) -> Iterator[str]:
+    for text in texts:
+        name = text.partition(":")[0]
+        yield from (module for module in (name, f"{name}.__main__") if module in known)
+
+
+def _known(names: Iterable[str], known: Mapping[str, Path]) -> Iterator[str]:
+    return (found for name in names if (found := _longest_known(name, known)))
 
 
 def _longest_known(name: str, known: Mapping[str, Path]) -> str:

@@ -108,6 +108,10 @@ def audit(
     model's distribution. The exit code is 1 where the service is not what its model is. Needs torch, and memory for the
     model in float32. An API key is read from SPECDEC_API_KEY.
     """
+    # Before a checkpoint is fetched in vain: they import torch.
+    from specdec.commands.audit.audit import Wishes
+    from specdec.commands.audit.services import AuditImpossible
+
     own = None if prompts is None else prompts_from(prompts)
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     notes = Console(stderr=True, highlight=False)
@@ -115,9 +119,6 @@ def audit(
         progress.part("audit")
         progress.tell("loading the model")
         folder = _folder(target or shipped_model("target"))
-        from specdec.commands.audit.audit import Wishes
-        from specdec.commands.audit.services import AuditImpossible
-
         wishes = Wishes(
             prompts=(),
             greedy_tokens=max_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import functools
 import json
 import re
 import subprocess
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -20,6 +21,7 @@ from typer.main import get_command
 from specdec.commands.app import app
 from specdec.commands.up.service_process import MODULES
 from tests.support.dockerfile import FINAL, last, requirements_of_image
+from tests.support.import_graph import PACKAGES, foreign_imports
 from tests.support.installed import distributions_of, environment_without, modules_without
 from tests.support.services.fake_coordinator import running_fake_coordinator
 from tests.support.services.health import served_health
@@ -31,15 +33,8 @@ EXTRAS = ("engine", "gateway", "shipped")
 KINDS = (*(f"image {stage}" for stage in FINAL), "no extra", *(f"extra {name}" for name in EXTRAS))
 NEEDS = {"tune --help": "engine", "serve gateway --help": "gateway"}
 """Commands that cannot even tell of themselves without an extra."""
-FOLDERS = {
-    "no extra": "coordinator specdec/client specdec/config specdec/service specdec/store specdec/telemetry "
-    "specdec/wire",
-    "extra gateway": "gateway",
-    "extra engine": "draft_service target_service specdec/commands specdec/constraints specdec/drafting specdec/engine "
-    "specdec/replica",
-}
-"""Where what each of them brings has to do."""
 SERVING = 1
+Told = tuple[int, str, str]
 RUN_ALL = """
 import contextlib, io, json, sys
 from specdec.commands.main import main
@@ -58,6 +53,12 @@ json.dump(results, sys.stdout)
 """
 
 
+def roles(stage: str) -> list[str]:
+    """The services that an image may start."""
+    _, _, *role = json.loads(last(stage, "ENTRYPOINT"))
+    return role or ["target", "draft"]
+
+
 @dataclass(frozen=True)
 class Installed:
     """A Python with what an image or extra brings."""
@@ -71,6 +72,12 @@ class Installed:
         environment = {**self.variables, **variables}
         return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
+    def tell(self, lines: list[str]) -> dict[str, Told]:
+        """What `specdec` answers to each line: its exit code, output and errors."""
+        done = self.run("-c", RUN_ALL, json.dumps(lines))
+        assert done.returncode == 0, done.stderr
+        return {line: (code, output, errors) for line, (code, output, errors) in json.loads(done.stdout).items()}
+
 
 def without(modules: Iterable[str], folder: Path) -> Installed:
     return Installed(frozenset(modules), environment_without(modules, folder, ROOT))
@@ -78,10 +85,12 @@ def without(modules: Iterable[str], folder: Path) -> Installed:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Installed]:
+    @functools.cache
     def make(kind: str) -> Installed:
         folder = tmp_path_factory.mktemp("installed")
         of, _, name = kind.partition(" ")
-        extra = PROJECT["optional-dependencies"].get(name, []) if of == "extra" else []
+        extras = name.split("+") if of == "extra" else []
+        extra = [line for each in extras for line in PROJECT["optional-dependencies"][each]]
         wanted = requirements_of_image(name, folder) if of == "image" else [*PROJECT["dependencies"], *extra]
         return without(modules_without(distributions_of(wanted)), folder)
 
@@ -89,18 +98,18 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Installed]
 
 
 @pytest.fixture(scope="module")
-def helps(made: Callable[[str], Installed]) -> Callable[[str], dict[str, tuple[int, str, str]]]:
+def helps(made: Callable[[str], Installed]) -> Callable[[str], dict[str, Told]]:
     """What each command says of itself, by its line; equal environments are asked once."""
-    commands = get_command(app).commands  # type: ignore[attr-defined]
-    lines = ["--help", *(f"{name} --help" for name in commands), *(f"serve {role} --help" for role in MODULES)]
-    known: dict[frozenset[str], dict[str, tuple[int, str, str]]] = {}
+    lines = [
+        *(f"{line} --help".strip() for line in lines_of(get_command(app))),
+        *(f"serve {role} --help" for role in MODULES),
+    ]
+    known: dict[frozenset[str], dict[str, Told]] = {}
 
-    def of(kind: str) -> dict[str, tuple[int, str, str]]:
+    def of(kind: str) -> dict[str, Told]:
         one = made(kind)
         if one.blocked not in known:
-            done = one.run("-c", RUN_ALL, json.dumps(lines))
-            assert done.returncode == 0, done.stderr
-            known[one.blocked] = json.loads(done.stdout)
+            known[one.blocked] = one.tell(lines)
         return known[one.blocked]
 
     return of
@@ -108,7 +117,7 @@ def helps(made: Callable[[str], Installed]) -> Callable[[str], dict[str, tuple[i
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_command_tells_of_itself_or_names_the_extra_that_it_needs(
-    kind: str, helps: Callable[[str], dict[str, tuple[int, str, str]]]
+    kind: str, helps: Callable[[str], dict[str, Told]]
 ) -> None:
     has = {"engine-cpu": "engine", "engine-cuda": "engine"}.get(kind.split()[-1], kind.split()[-1])
     for line, (code, output, errors) in helps(kind).items():
@@ -121,13 +130,17 @@ def test_each_command_tells_of_itself_or_names_the_extra_that_it_needs(
 
 
 @pytest.mark.parametrize("stage", FINAL)
-def test_what_an_image_starts_runs_with_what_it_installs(
-    stage: str, helps: Callable[[str], dict[str, tuple[int, str, str]]]
-) -> None:
-    _, *words = json.loads(last(stage, "ENTRYPOINT"))
+def test_what_an_image_starts_runs_with_what_it_installs(stage: str, helps: Callable[[str], dict[str, Told]]) -> None:
     told = helps(f"image {stage}")
-    for role in words[1:] or ("target", "draft"):
+    for role in roles(stage):
         assert told[f"serve {role} --help"][0] == 0
+
+
+def lines_of(command: Any, line: str = "") -> Iterator[str]:
+    """What is typed for a command, then for each of its sub-commands."""
+    yield line
+    for name in list(getattr(command, "commands", ())):
+        yield from lines_of(command.get_command(None, name), f"{line} {name}".strip())
 
 
 class _Healthy(BaseHTTPRequestHandler):
@@ -191,37 +204,45 @@ def test_the_clients_example_runs_without_an_extra(made: Callable[[str], Install
     assert first == second != ""
 
 
-@pytest.mark.parametrize("arguments", ["up --free-ports --no-gateway --target m --draft m", "doctor --settings"])
-def test_a_command_that_wants_to_run_a_model_without_an_engine_says_so_in_a_line(
-    arguments: str, made: Callable[[str], Installed], tmp_path: Path
+def test_a_command_that_runs_a_model_says_first_and_in_a_line_that_it_needs_the_engine(
+    made: Callable[[str], Installed], tmp_path: Path
 ) -> None:
-    (tmp_path / "settings.yaml").write_text("up: {}\n")
-    words = arguments.split() + ([str(tmp_path / "settings.yaml")] if arguments.endswith("--settings") else [])
-    done = made("no extra").run("-m", "specdec.commands.main", *words)
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: this needs torch: pip install 'specdec[engine]'"
-    assert "Traceback" not in done.stderr
+    settings, prompts = tmp_path / "settings.yaml", tmp_path / "prompts.json"
+    settings.write_text("up: {}\n")
+    prompts.write_text('["x"]')
+    lines = [
+        "up --free-ports --no-gateway --target none/m --draft none/m",
+        "demo",
+        "tune --target none/m --draft none/m",
+        f"train medusa --target none/m --prompts {prompts} --out {tmp_path / 'head'}",
+        "audit --target none/m",
+        f"doctor --settings {settings}",
+    ]
+    for line, (code, output, errors) in made("no extra").tell(lines).items():
+        said = errors.removeprefix("doctor: starting\n")
+        assert (code, output) == (1, ""), line
+        assert re.fullmatch(r"error: this needs \w+: pip install 'specdec\[engine\]'\n", said), f"{line}: {errors}"
 
 
-@pytest.mark.parametrize("kind", FOLDERS)
-def test_every_import_wherever_it_stands_is_of_something_that_the_extra_brings(
-    kind: str, made: Callable[[str], Installed]
+@pytest.mark.parametrize(
+    ("kind", "start"),
+    [
+        *((f"image {stage}", f"{MODULES[role]}.__main__") for stage in FINAL for role in roles(stage)),
+        ("no extra", "specdec.client"),
+        ("extra engine+gateway", "specdec.commands.main"),
+    ],
+)
+def test_all_that_a_start_leads_to_imports_only_what_is_installed(
+    kind: str, start: str, made: Callable[[str], Installed]
 ) -> None:
+    """Wherever the statement stands, and in the processes that it starts."""
     blocked = made(kind).blocked - {"triton"}  # torch for CUDA brings it
-    sources = [path for folder in FOLDERS[kind].split() for path in (ROOT / folder).rglob("*.py")]
-    found = {
-        f"{path.relative_to(ROOT)} imports {module}"
-        for path in sources
-        for module in imported(path)
-        if module in blocked
-    }
-    assert found == set()
+    reached = foreign_imports(ROOT, PACKAGES, start)
+    assert {module: names & blocked for module, names in reached.items() if names & blocked} == {}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Top-level names."""
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
+def test_processes_that_services_start_are_followed() -> None:
+    assert {"specdec.replica.bridge.engine_child", "specdec.target_service.model_process"} <= set(
+        foreign_imports(ROOT, PACKAGES, "specdec.target_service.__main__")
+    )
+    assert "specdec.coordinator.processes.child_main" in foreign_imports(ROOT, PACKAGES, "specdec.coordinator.__main__")

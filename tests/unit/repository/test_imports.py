@@ -12,14 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.for_each import for_each
-from tests.support.import_graph import Graph, circle, grouped, import_graph
+from tests.support.import_graph import PACKAGES, SERVICES, Graph, circle, grouped, import_graph
 from tests.unit.repository.floors import FLOORS
 
 ROOT = Path(__file__).resolve().parents[3]
-SERVICES = ("coordinator", "draft_service", "gateway", "target_service")
 TENSORS = ("torch", "transformers", "safetensors")
-PACKAGES = {"specdec": "specdec", **{service: f"specdec.{service}" for service in SERVICES}}
-"""Names of packages by folder."""
 MOST_FILES = 16
 """Of one folder, the face (`__init__.py`) included."""
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
