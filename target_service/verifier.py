@@ -84,7 +84,7 @@ class Verifier:
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
-        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, built.heads)
+        self.panel = DrafterPanel(settings.drafters, recorder, built.heads)
         """The drafters of its own; they may be changed while sessions run."""
         hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
         # With heads it is known only now which steps are captured, and whether that went well.
@@ -258,7 +258,7 @@ class Verifier:
         decisions = each_or_halves(
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
-        self.panel.read(decisions, output.logits)
+        self.panel.read(decisions)
         self.panel.charge(decisions, output.num_tokens, self.pacing.step_time)
         self._recorder.masks(self._masks.fill_s, self._masks.wait_s)
         self.panel.feed(output, decisions, by_seq)

@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import structlog
-import torch
 
 from specdec.drafters.interface import Context, Drafter, OfNoUse, Room
 from specdec.drafters.options import DrafterOptions, HeadOptions, LayerSkipOptions
@@ -35,7 +34,6 @@ from target_service.policy.step_time import StepTimeModel
 from target_service.proposals.deadline import Deadline, Overdue
 from target_service.proposals.drawn import tell_drawn
 from target_service.proposals.head_desk import Due, HeadDesk
-from target_service.proposals.likeliest import tell_likeliest
 from target_service.proposals.part import DrafterPart, DrafterStep, Known, PanelRecorder
 from target_service.proposals.turns import Turns
 from target_service.proposals.window import charge_windows
@@ -53,7 +51,6 @@ class DrafterPanel:
     def __init__(
         self,
         options: Iterable[DrafterOptions],
-        vocab_size: int,
         recorder: PanelRecorder,
         target: HeadTarget | None = None,
     ) -> None:
@@ -66,7 +63,6 @@ class DrafterPanel:
         self._heads = HeadDesk(target)
         self._recorder = recorder
         self._known: dict[str, Known] = {}
-        self._vocab_size = vocab_size
         self._turns = Turns()
         self._deadline = Deadline(MOST_CALL_S)
         for each in options:
@@ -83,7 +79,7 @@ class DrafterPanel:
         """
         if isinstance(options, HeadOptions | LayerSkipOptions):
             return self._heads.load(options)
-        return make_drafter(options, self._vocab_size)
+        return make_drafter(options)
 
     @property
     def names(self) -> list[str]:
@@ -246,14 +242,10 @@ class DrafterPanel:
 
     # --- after a step
 
-    def read(self, decisions: Sequence[Decision], logits: torch.Tensor) -> None:
-        """Tell drafters that want it what the target has drawn, and found likeliest, before decisions are committed."""
+    def read(self, decisions: Sequence[Decision]) -> None:
+        """Tell drafters that want it what the target has drawn, before decisions are committed."""
         readers = {name for name, drafter in self._drafters.items() if drafter.capabilities.reads_drawn}
         for name, error in tell_drawn(decisions, readers, self._parts, self._deadline):
-            self._drop(name, error)
-        real = logits[:, : self._vocab_size]
-        failed = tell_likeliest(decisions, real, self._drafters, self._known, self._deadline, self._recorder)
-        for name, error in failed:
             self._drop(name, error)
 
     def charge(self, decisions: Sequence[Decision], num_rows: int, step_time: StepTimeModel) -> None:

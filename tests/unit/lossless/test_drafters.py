@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,6 @@ from specdec.drafters.options import (
     NgramOptions,
     PredictionOptions,
     SuffixOptions,
-    TokenRecyclingOptions,
 )
 from specdec.drafters.registry import make_drafter
 from specdec.v1 import common_pb2 as pb
@@ -33,7 +32,6 @@ EVERY: dict[str, DrafterOptions] = {
     "ngram": NgramOptions(prompt_lookup_min=1),
     "suffix": SuffixOptions(),
     "prediction": PredictionOptions(),
-    "token_recycling": TokenRecyclingOptions(),
     "lookahead": LookaheadOptions(),
 }
 
@@ -181,7 +179,7 @@ def test_lookahead_is_asked_less_where_its_windows_rows_cost_more_than_it_brings
 def test_a_session_may_name_those_that_propose_for_it(restored: LocalPair, plainly: Plainly) -> None:
     body = open_session(prompts()[0][:40] * 2, max_tokens=40, ignore_eos=True)
     expected = plainly(body)
-    restored.reset(drafters=[EVERY["ngram"], EVERY["suffix"], EVERY["token_recycling"]])
+    restored.reset(drafters=[EVERY["ngram"], EVERY["suffix"], EVERY["lookahead"]])
     opens = {}
     for key, names in {"all": [], "one": ["suffix", "unheard_of"], "none": ["draft_model"]}.items():
         opens[key] = pb.OpenSession()
@@ -191,7 +189,7 @@ def test_a_session_may_name_those_that_propose_for_it(restored: LocalPair, plain
     for outcome in outcomes.values():
         assert_equal(outcome, expected)
     asked = {key: {record.name for v in outcome.verdicts for record in v.drafters} for key, outcome in outcomes.items()}
-    assert asked == {"all": {"ngram", "suffix", "token_recycling"}, "one": {"suffix"}, "none": set()}
+    assert asked == {"all": {"ngram", "suffix", "lookahead"}, "one": {"suffix"}, "none": set()}
     assert outcomes["none"].num_verified == 0
 
 
@@ -207,7 +205,7 @@ def test_drafters_come_and_go_while_sessions_run(restored: LocalPair, plainly: P
         if rng.random() < 0.5:
             pair.verifier.panel.remove(name)
         elif name not in pair.verifier.panel.names:
-            pair.verifier.panel.add(name, make_drafter(EVERY[name], 4096))
+            pair.verifier.panel.add(name, make_drafter(EVERY[name]))
 
     outcomes = restored.run(opens, use_draft=False, each_turn=disturb)
     assert_all_equal(outcomes, opens, plainly)
@@ -243,9 +241,6 @@ class Failing:
         return self
 
     def close(self, context: Context) -> None:
-        pass
-
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
         pass
 
     def propose(self, context: Context, room: Room) -> Offer | None:
