@@ -29,7 +29,6 @@ from specdec.sampling_params import VerifyMode
 from target_service.decide import Decision
 from target_service.pacing.expectations import most_accepted, note_asked
 from target_service.pacing.pacing import Pacing
-from target_service.policy.source_records import OwnRecord
 from target_service.policy.step_time import StepTimeModel
 from target_service.proposals.deadline import Deadline, Overdue
 from target_service.proposals.drawn import tell_drawn
@@ -228,7 +227,7 @@ class DrafterPanel:
         """Ask a drafter for a session, if it may be."""
         if known.session.may_use(name):
             self._open(known, name, drafter)
-            known.session.own_records[name] = OwnRecord()
+            known.session.own_records.pop(name, None)
 
     def _open(self, known: Known, name: str, drafter: Drafter) -> None:
         try:
@@ -286,21 +285,15 @@ class DrafterPanel:
             depth = reached.get(tree.tokens.parents[node])
             if depth is None or depth == len(decision.walk.token_ids):
                 continue
-            is_next = tree.tokens.token_ids[node] == decision.walk.token_ids[depth]
-            if is_next:
+            if tree.tokens.token_ids[node] == decision.walk.token_ids[depth]:
                 reached[node] = depth + 1
-            for source, score in payload.offers():
-                if source in steps:
-                    pacing.expectations.sources[source].observe(
-                        score, depth + 1, is_next, session.own_records.get(source)
-                    )
             if node in accepted:
                 who = _steps_of(payload, steps)
                 for step in who:
                     step.num_accepted += 1
                     depths[step.name].append(depth + 1)
                     credits[step.name] += 1 / len(who)
-        token_s = pacing.step_time.predict(1)
+        token_s = pacing.clock.rows.predict(1)
         for part in known.parts:
             if part.step is not None:
                 cost_s = self._turns.observe(part.name, part.step.elapsed_s)

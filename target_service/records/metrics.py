@@ -14,8 +14,7 @@ from specdec.grammar.compiler import GrammarCompiler
 from specdec.telemetry import Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
 from specdec.worker.engine_gauges import EngineGauges
-from target_service.policy.payoff import Payoff
-from target_service.records.step_record import StepRecord
+from target_service.records.step_record import Payoff, StepRecord
 from target_service.session import TargetSession
 from target_service.tree.speculation_tree import SpeculationTree
 

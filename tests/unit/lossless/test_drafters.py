@@ -167,8 +167,8 @@ def test_lookahead_is_asked_less_where_its_windows_rows_cost_more_than_it_brings
     restored.reset(drafters=[EVERY["lookahead"]])
 
     def price(pair: LocalPair) -> None:
-        if is_dear and not isinstance(pair.verifier.pacing.step_time, DearRows):
-            pair.verifier.pacing.step_time = DearRows(base_s=0.075, row_s=0.025)
+        if is_dear and not isinstance(pair.verifier.pacing.clock.rows, DearRows):
+            pair.verifier.pacing.clock.rows = DearRows(base_s=0.075, row_s=0.025)
 
     outcome = restored.run({"one": body}, use_draft=False, verify_all=not is_dear, each_turn=price)["one"]
     assert_equal(outcome, expected)
