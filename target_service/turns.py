@@ -14,7 +14,7 @@ _STARVED_S = 1.0
 """A session that has had no step for so long waits for its client."""
 
 
-class Turns:
+class TurnTimes:
     """A turn is what happens for one step: a draft of this process works, proposals are merged, the engine runs once,
     and tokens are decided and sent.
 

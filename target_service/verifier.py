@@ -40,7 +40,7 @@ from target_service.records.recording import StepRecording
 from target_service.records.step_record import StepObserver, StepRecord
 from target_service.records.trace import trace_end, trace_preemptions
 from target_service.session import SessionState, TargetSession
-from target_service.turns import Turns
+from target_service.turns import TurnTimes
 from target_service.verdicts import end_position
 
 _BESIDE_SHARE = 0.75
@@ -80,7 +80,7 @@ class Verifier:
         self._recording = StepRecording(recorder)
         host.before_send = self._recording.write
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
-        self._turns = Turns(self._own_draft, self._admission.by_seq.values())
+        self._turns = TurnTimes(self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)

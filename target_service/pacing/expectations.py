@@ -9,12 +9,11 @@ from specdec.engine.tree import ROOT
 from specdec.sampling_params import VerifyMode
 from target_service.policy.acceptance import Acceptance, OwnRecord
 from target_service.policy.marginal_gains import Asked, Left, MarginalGains
+from target_service.policy.means import WEIGHT
 from target_service.session import TargetSession
 from target_service.tree.speculation_tree import Node
 from target_service.tree.walk import Walk
 
-_RATE_WEIGHT = 0.05
-"""Of one step in the mean rate of tokens."""
 _LEAST_COST_S = 1e-9
 _ASK_ALL_STEPS = 16
 """In one step of so many a session's sources are asked whatever is expected of them: else a bad record would last."""
@@ -88,7 +87,7 @@ class Expectations:
         """A step of decoding committed so many, `turn_s` after the one before."""
         if turn_s > 0:
             rate = num_tokens / turn_s
-            self.tokens_per_s += _RATE_WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
+            self.tokens_per_s += WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
 
     def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
         """Learn from the nodes whose parents were accepted; `chosen`: of the tree's nodes, those that were verified."""

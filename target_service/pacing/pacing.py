@@ -19,6 +19,7 @@ from target_service.policy.hold_off import (
     kind_of,
     pays_for_all,
 )
+from target_service.policy.means import WEIGHT
 from target_service.policy.step_clock import StepClock
 from target_service.policy.step_time import StepTimeModel
 from target_service.policy.verify_policy import select_nodes
@@ -48,8 +49,6 @@ than one step for each to pay; what is over is for drafts that are far away and 
 wait along have drafts of their own: one that lies about its times, or answers as late as it can, costs them no more."""
 _MOST_NODE_US = 1e6
 """A draft's own word for how long it takes: nobody is believed to need more than a second for a token."""
-_CREDIT_WEIGHT = 0.05
-"""Of one session's step in the mean number of verified nodes: the mean follows about the last twenty."""
 _CREDIT_MARGIN = 1.5
 """Drafts are told to propose this much more than steps have verified of late, and one node on top: the mean is over
 steps of unequal size, and with no more than was verified on offer it could only fall."""
@@ -120,7 +119,7 @@ class Pacing:
             weights = [s.urgency(now_s) for s in candidates]
         selected = select_nodes(scores, limits, len(ready) - len(candidates), self.clock.rows, weights)
         for nodes in selected:
-            self._mean_nodes += _CREDIT_WEIGHT * (len(nodes) - self._mean_nodes)
+            self._mean_nodes += WEIGHT * (len(nodes) - self._mean_nodes)
         chosen: dict[str, list[int]] = {}
         for session, likely in zip(candidates, selected, strict=True):
             nodes = _with_window(session, likely) if session.tree.has_window else likely
