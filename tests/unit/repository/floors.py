@@ -25,7 +25,7 @@ FLOORS = {
         corpus options
         interface
         growing
-        lookahead ngram openai_api prediction suffix token_recycling
+        lookahead ngram openai_api prediction suffix
         registry
     """,
     "specdec.drafting.endpoints": """
