@@ -14,7 +14,7 @@ _STARVED_S = 1.0
 """A session that has had no step for so long waits for its client."""
 
 
-class Turns:
+class TurnTimes:
     """A turn is what happens for one step: a draft of this process works, proposals are merged, the engine runs once,
     and tokens are decided and sent.
 
@@ -46,8 +46,6 @@ class Turns:
         if not step.is_decode:
             return
         pacing.expectations.observe_rate(sum(step.num_committed), turn_s - prompt_s)
-        if not pacing.gate.is_gating:
-            return
         decoding = [
             session
             for session in self._sessions
@@ -56,12 +54,11 @@ class Turns:
         pacing.gate.observe_turn(
             step.gates,
             num_tokens=step.num_committed,
-            num_open=len(decoding),
             turn_s=turn_s,
             now_s=now_s,
             prompt_s=prompt_s,
             waiting=[session.gate for session in decoding if session.gate is not None],
             num_nodes=step.num_nodes,
-            row_s=pacing.step_time.row_s,
+            row_s=pacing.clock.rows.row_s,
             are_free=step.are_free,
         )

@@ -40,7 +40,7 @@ from specdec.target_service.records.recording import StepRecording
 from specdec.target_service.records.step_record import StepObserver, StepRecord
 from specdec.target_service.records.trace import trace_end, trace_preemptions
 from specdec.target_service.session import SessionState, TargetSession
-from specdec.target_service.turns import Turns
+from specdec.target_service.turns import TurnTimes
 from specdec.target_service.verdicts import end_position
 from specdec.v1 import common_pb2 as pb
 
@@ -81,12 +81,12 @@ class Verifier:
         self._recording = StepRecording(recorder)
         host.before_send = self._recording.write
         self._admission = Admission(host.sessions, built.engine, built.grammars, self._fault)
-        self._turns = Turns(self._own_draft, self._admission.by_seq.values())
+        self._turns = TurnTimes(self._own_draft, self._admission.by_seq.values())
         self._compiler = built.grammars
         self._steps = IsolatedSteps(built.engine, is_alone=settings.tensor_parallel_size == 1)
         self._reader = CandidateReader(host, built.engine, self._admission, self._fault)
         heads = None if built.model is None else HeadTarget(built.model, built.engine, built.sampler)
-        self.panel = DrafterPanel(settings.drafters, self._identity.vocab_size, recorder, heads)
+        self.panel = DrafterPanel(settings.drafters, recorder, heads)
         """The drafters of its own; they may be changed while sessions run."""
         hold_off_ms = 0.0 if self._own_draft.is_there else settings.hold_off_ms
         # With heads it is known only now which steps are captured, and whether that went well.
@@ -137,7 +137,6 @@ class Verifier:
             session.has_draft = True
             is_read = self._host.is_beside and self.pacing.may_verify(session)
             session.arrived = self._intake.read(session, body) if is_read else body
-            self._recording.payoff.proposal_came(self._turns.due_at_s)
         elif kind == "credit":
             session.credit_position = max(session.credit_position, body.position)
             while session.sent and end_position(session.sent[0]) <= body.acknowledged_position:
@@ -180,7 +179,7 @@ class Verifier:
             session.gate is not None and session.gate.phase is Phase.OFF for session in self._host.sessions
         )
         self._own_draft.load()
-        self._recorder.load(stats, len(self._host.sessions), credit, num_suspended, self.pacing.gate.price)
+        self._recorder.load(stats, len(self._host.sessions), credit, num_suspended, self.pacing.gate.min_gain_tokens)
         self._recorder.grammars(self._compiler)
         for session in due_for_progress(self._host.sessions, time.monotonic()):
             self._host.emit(session, progress=describe_progress(session))
@@ -193,7 +192,7 @@ class Verifier:
             max_sessions=self._settings.max_sessions,
             num_waiting_tokens=self._engine.num_waiting_tokens(),
             draft_credit=credit,
-            step_us=microseconds(self.pacing.step_time.predict(max(1, stats.running))),
+            step_us=microseconds(self.pacing.clock.rows.predict(max(1, stats.running))),
             drafters=pb.DrafterNames(names=self.panel.names, options=self.panel.told_options),
         )
 
@@ -260,8 +259,8 @@ class Verifier:
         decisions = each_or_halves(
             candidates, decide_some, lambda candidate, error: self._fault(candidate.session, error)
         )
-        self.panel.read(decisions, output.logits)
-        self.panel.charge(decisions, output.num_tokens, self.pacing.step_time)
+        self.panel.read(decisions)
+        self.panel.charge(decisions, output.num_tokens, self.pacing.clock.rows)
         self._recorder.masks(self._masks.fill_s, self._masks.wait_s)
         self.panel.feed(output, decisions, by_seq)
         elapsed_s = time.monotonic() - started_s
@@ -283,7 +282,6 @@ class Verifier:
             self._fail_undecided(each)
         self._host.sends_later = self._steps_at_once()
         record.turn_s = time.monotonic() - self._turns.began_s
-        record.drafts_may_work = any(self.pacing.may_verify(session) for session in self._host.sessions)
         for observe in self._observers:
             observe(record)
 
@@ -296,7 +294,7 @@ class Verifier:
         """
         self._host.send_results()
         self._masks.fill()
-        until_s = started_s + _BESIDE_SHARE * self.pacing.step_time.predict(self._engine.num_launched_rows)
+        until_s = started_s + _BESIDE_SHARE * self.pacing.clock.rows.predict(self._engine.num_launched_rows)
         self._host.take_frames(until_s, self._engine.is_done)
         self._host.steps.work_on(self._pass_keys)
 
@@ -322,7 +320,7 @@ class Verifier:
     # --- observers of steps
 
     def _record(self, step: StepRecord) -> None:
-        self._recording.observe(step, self.pacing.step_time)
+        self._recording.observe(step, self.pacing.clock)
 
     # --- faults
 

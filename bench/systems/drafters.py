@@ -25,7 +25,7 @@ from specdec.commands.measuring.requests import Sampling, make_request, new_tena
 from specdec.commands.measuring.tables import Table
 from specdec.commands.shipped_pair import shipped_head
 
-EVERY = ("ngram", "suffix", "prediction", "token_recycling")
+EVERY = ("ngram", "suffix", "prediction")
 DEAR = ("lookahead", "layer_skip")
 """What takes passes or rows of the target itself: measured alone."""
 PLAIN = "plain"

@@ -47,7 +47,7 @@ def run_plain(port: EnginePort, settings: DraftSettings, wire: Wire) -> None:
 def _make(options: object, facts: TargetFacts) -> Drafter:
     if isinstance(options, OpenAiApiOptions):
         return OpenAiApi(options, facts.tokenizer_json)
-    return make_drafter(options, facts.identity.vocab_size)  # type: ignore[arg-type]
+    return make_drafter(options)  # type: ignore[arg-type]
 
 
 def _identity(settings: DraftSettings, target: pb.ModelIdentity) -> pb.ModelIdentity:

@@ -62,14 +62,6 @@ class PredictionOptions(_Options):
     method: Literal["prediction"] = "prediction"
 
 
-class TokenRecyclingOptions(_Options):
-    """The target's likeliest tokens after each token, as last seen."""
-
-    method: Literal["token_recycling"] = "token_recycling"
-    max_bytes: int = Field(default=64 * 2**20, ge=2**20)
-    """Memory for the matrices of all tenants; that of the one unused for longest leaves first."""
-
-
 class LookaheadOptions(_Options):
     """Lookahead decoding: n-grams that the target draws beside its step."""
 
@@ -196,7 +188,7 @@ class OpenAiApiOptions(EndpointOptions):
 
 ServiceOptions = Annotated[NgramOptions | SuffixOptions | OpenAiApiOptions, Field(discriminator="method")]
 """Of drafters that a draft service runs without a model."""
-PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | TokenRecyclingOptions | LookaheadOptions
+PlainOptions = NgramOptions | SuffixOptions | PredictionOptions | LookaheadOptions
 """Of drafters without weights."""
 DrafterOptions = Annotated[
     PlainOptions
@@ -217,7 +209,7 @@ HEAD_NAMES = frozenset({"medusa", "eagle", "eagle3", "peagle", "dflash", "dspark
 """Of those that are heads over the target's hidden states."""
 SERVICE_DRAFTER_NAMES = frozenset({"ngram", "suffix", "openai_api"})
 """Of those that a draft service runs without a model."""
-DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "token_recycling", "lookahead", "layer_skip"}) | HEAD_NAMES
+DRAFTER_NAMES = frozenset({"ngram", "suffix", "prediction", "lookahead", "layer_skip"}) | HEAD_NAMES
 
 
 OptionsT = TypeVar("OptionsT", DrafterOptions, ServiceOptions)
@@ -239,7 +231,10 @@ def read_drafters(value: Any) -> Any:
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, list | tuple):
-        return [{"method": item} if isinstance(item, str) else item for item in value]
+        made = [{"method": item} if isinstance(item, str) else item for item in value]
+        if any(isinstance(item, dict) and item.get("method") == "token_recycling" for item in made):
+            raise ValueError("token_recycling is no more: ngram and suffix take fewer steps on every text")
+        return made
     return value
 
 

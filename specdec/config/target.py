@@ -96,7 +96,7 @@ class TargetSettings(ReplicaSettings):
         default=(),
         description="What proposes beside the draft: names with commas between them, or JSON with options, "
         '[{"method": "eagle3", "model": "DIR"}, {"method": "ngram", "prompt_lookup_max": 4}, "suffix"]. '
-        "Without weights there are ngram, suffix, prediction, token_recycling, lookahead, and layer_skip, the target "
+        "Without weights there are ngram, suffix, prediction, lookahead, and layer_skip, the target "
         "without some of its layers; heads over the target's hidden "
         "states are medusa, eagle, eagle3, peagle, dflash and dspark.",
     )

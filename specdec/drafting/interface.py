@@ -25,8 +25,6 @@ class Capabilities:
     """It computes with the target's own weights and blocks, for all sessions at once."""
     reads_drawn: bool = False
     """What the target draws at every row of a step."""
-    num_target_top: int = 0
-    """So many of the target's likeliest tokens at every verified row; 0: none."""
     is_serial: bool = False
     """It computes one token after the other, so that its time grows with depth."""
     makes_trees: bool = True
@@ -109,9 +107,3 @@ class Drafter(Protocol):
 
     def open(self, context: Context) -> SessionDrafter | None:
         """Begin with a session; None: there is nothing it could do for it."""
-
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """After each of these tokens the target found these to be the likeliest, best first.
-
-        Called where `capabilities.num_target_top` is not 0.
-        """

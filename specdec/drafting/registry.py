@@ -11,17 +11,15 @@ from specdec.config.drafter_options import (
     PlainOptions,
     PredictionOptions,
     SuffixOptions,
-    TokenRecyclingOptions,
 )
 from specdec.drafting.interface import Capabilities, Drafter
-from specdec.drafting.lookup import lookahead, ngram, prediction, suffix, token_recycling
+from specdec.drafting.lookup import lookahead, ngram, prediction, suffix
 
 CAPABILITIES: Mapping[str, Capabilities] = MappingProxyType(
     {
         "ngram": ngram.CAPABILITIES,
         "suffix": suffix.CAPABILITIES,
         "prediction": prediction.CAPABILITIES,
-        "token_recycling": token_recycling.CAPABILITIES,
         "lookahead": lookahead.CAPABILITIES,
     }
 )
@@ -32,8 +30,8 @@ DRAFT_MODEL_CAPABILITIES = Capabilities(
 """Of `draft_model`, with the target's tokenizer; a drafter's part of it is `specdec.drafting.role`."""
 
 
-def make_drafter(options: PlainOptions, vocab_size: int) -> Drafter:
-    """The drafter that these options describe, for a target of so many token ids."""
+def make_drafter(options: PlainOptions) -> Drafter:
+    """The drafter that these options describe."""
     match options:
         case NgramOptions():
             return ngram.Ngram(options)
@@ -41,7 +39,5 @@ def make_drafter(options: PlainOptions, vocab_size: int) -> Drafter:
             return suffix.Suffix(options)
         case PredictionOptions():
             return prediction.Prediction(options)
-        case TokenRecyclingOptions():
-            return token_recycling.TokenRecycling(options, vocab_size)
         case LookaheadOptions():
             return lookahead.Lookahead(options)

@@ -6,16 +6,14 @@ from collections.abc import Iterable, Sequence, Set
 
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.engine.tree import ROOT
+from specdec.target_service.policy.acceptance import Acceptance, OwnRecord
 from specdec.target_service.policy.marginal_gains import Asked, Left, MarginalGains
-from specdec.target_service.policy.source_records import SourceRecords
-from specdec.target_service.policy.verify_policy import AcceptanceCalibration
+from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import Node
 from specdec.target_service.tree.walk import Walk
 from specdec.wire.sampling_params import VerifyMode
 
-_RATE_WEIGHT = 0.05
-"""Of one step in the mean rate of tokens."""
 _LEAST_COST_S = 1e-9
 _ASK_ALL_STEPS = 16
 """In one step of so many a session's sources are asked whatever is expected of them: else a bad record would last."""
@@ -25,10 +23,8 @@ class Expectations:
     """Learnt from what became of proposals; of all sessions of a target."""
 
     def __init__(self) -> None:
-        self.acceptance = AcceptanceCalibration()
-        """Of what drafts propose."""
-        self.sources = SourceRecords()
-        """Of what drafters of the target's own offer."""
+        self.acceptance = Acceptance()
+        """Of what drafts propose, and drafters of the target's own."""
         self.marginal = MarginalGains()
         """Of asking one more of them."""
         self.tokens_per_s = 0.0
@@ -41,28 +37,23 @@ class Expectations:
         tokens = session.tree.tokens
         is_rejection = session.mode is VerifyMode.REJECTION
         scores: list[float] = []
-        rates: dict[float, float] = {}  # of nodes that only a draft proposed, by its score
         for node, parent, depth in zip(session.tree.nodes, tokens.parents, tokens.depths, strict=True):
             if depth > max_depth:
                 rate = 0.0
             elif is_rejection and not node.is_passing:
                 # What is verified must not depend on the tokens drawn, so not on their scores either.
                 rate = self.acceptance.depth_rate
-            elif node.others or node.is_passing:
-                rate = self._rate(session, node, depth)
             else:
-                known = rates.get(node.score)
-                rate = rates[node.score] = self.acceptance.rate(node.score) if known is None else known
+                rate = self._rate(session, node, depth)
             scores.append(rate * scores[parent] if parent >= 0 else rate)
         return scores
 
     def _rate(self, session: TargetSession, node: Node, depth: int) -> float:
         """Of several who propose a token the one counts who is right most often with such a score."""
-        best = 0.0 if node.is_passing else self.acceptance.rate(node.score)
-        for source, score in node.offers():
-            if source != DRAFT_MODEL:
-                best = max(best, self.sources[source].rate(score, depth, session.own_records.get(source)))
-        return best
+        return max(
+            self.acceptance[source].rate(score, depth, session.own_records.get(source))
+            for source, score in node.offers()
+        )
 
     # --- sources
 
@@ -96,28 +87,42 @@ class Expectations:
         """A step of decoding committed so many, `turn_s` after the one before."""
         if turn_s > 0:
             rate = num_tokens / turn_s
-            self.tokens_per_s += _RATE_WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
+            self.tokens_per_s += WEIGHT * (rate - self.tokens_per_s) if self.tokens_per_s else rate
 
     def observe_walk(self, session: TargetSession, chosen: Sequence[int], walk: Walk) -> None:
         """Learn from the nodes whose parents were accepted; `chosen`: of the tree's nodes, those that were verified."""
         session.num_walks += 1
         accepted = {chosen[index] for index in walk.path}
         self._observe_sources(session, accepted)
+        self._observe_offers(session, walk.token_ids)
         reached = {ROOT, *accepted}
         if walk.finish_reason and walk.path and len(walk.path) == len(walk.token_ids):
             reached.discard(chosen[walk.path[-1]])  # the choice ends there: nothing below was asked for
         branched: dict[int, bool] = {}
-        parents, nodes = session.tree.tokens.parents, session.tree.nodes
         for node in chosen:
-            parent = parents[node]
-            if parent not in reached or (payload := nodes[node]).is_passing:
-                continue
-            is_accepted = node in accepted
-            branched[parent] = branched.get(parent, False) or is_accepted
-            if not payload.is_forced:  # says nothing of a draft that is sure
-                self.acceptance.observe(payload.score, is_accepted)
+            parent = session.tree.tokens.parents[node]
+            if parent in reached and not session.tree.nodes[node].is_passing:
+                branched[parent] = branched.get(parent, False) or node in accepted
         for went_on in branched.values():
             self.acceptance.observe_depth(went_on)
+
+    def _observe_offers(self, session: TargetSession, token_ids: Sequence[int]) -> None:
+        """Of all that hangs from a committed token, verified or not; `token_ids` are those committed now."""
+        tokens = session.tree.tokens
+        depths = {ROOT: 0}
+        for node, (payload, parent) in enumerate(zip(session.tree.nodes, tokens.parents, strict=True)):
+            depth = depths.get(parent, len(token_ids))
+            if depth == len(token_ids):
+                continue
+            is_next = tokens.token_ids[node] == token_ids[depth]
+            if is_next:
+                depths[node] = depth + 1
+            for source, score in payload.offers():
+                # A draft's forced node says nothing of its scores, and in rejection mode it has none.
+                if source == DRAFT_MODEL and (payload.is_forced or session.mode is VerifyMode.REJECTION):
+                    continue
+                own = session.own_records.setdefault(source, OwnRecord())
+                self.acceptance[source].observe(score, depth + 1, is_next, own)
 
     def _observe_sources(self, session: TargetSession, accepted: Set[int]) -> None:
         if session.grammar is None:  # what is dropped from a tree has its nodes numbered anew
@@ -127,7 +132,7 @@ class Expectations:
 
     def forget(self, source: str) -> None:
         """Another one has its name."""
-        self.sources.forget(source)
+        self.acceptance.forget(source)
         self.marginal.forget(source)
 
 

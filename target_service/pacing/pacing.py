@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from specdec.target_service.pacing.expectations import Expectations, most_accepted
+from specdec.target_service.policy.budget import WaitPurse
 from specdec.target_service.policy.gate import SpeculationGate
 from specdec.target_service.policy.hold_off import (
     DEPTHS,
@@ -14,10 +15,11 @@ from specdec.target_service.policy.hold_off import (
     Episode,
     HoldOff,
     HoldOffChoice,
-    WaitAllowance,
     kind_of,
     pays_for_all,
 )
+from specdec.target_service.policy.means import WEIGHT
+from specdec.target_service.policy.step_clock import StepClock
 from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.target_service.policy.verify_policy import select_nodes
 from specdec.target_service.session import SessionState, TargetSession
@@ -28,13 +30,15 @@ _MAX_FITTED_ROWS = 128
 """Prefill chunks would bend the line that decodes and verifications lie on."""
 _MAX_UNANSWERED = 2
 """A draft that so many steps in a row have waited for in vain is silent until it has sent something: it may be gone, or
-slower than steps are, so that what it sends is stale. Then it is waited for as `WaitAllowance` grants. Chosen, not
+slower than steps are, so that what it sends is stale. Then it is waited for as `WaitPurse` grants. Chosen, not
 measured: every wait in vain delays a token, and a single answer may be late."""
 _MAX_VAIN = 8
 """So many waits in a row, whoever's, that no answer ended: all drafts are taken for silent until one comes in time.
 Requests are short, and each begins with a draft of which nothing is known."""
 _CATCH_UP_DEPTH = DEPTHS[1]
 """What a silent draft is waited for, where nothing is known to be better."""
+CATCH_UP_S = 0.01
+"""Seconds that a silent draft may be waited for, where steps are shorter."""
 _PATIENCE = 1.5
 """A step waits this many times what a draft takes on average for the depth that is wanted. About half of the answers
 take longer than the average, and one that is missed by little has cost the wait and brought nothing. Chosen, not
@@ -45,8 +49,6 @@ than one step for each to pay; what is over is for drafts that are far away and 
 wait along have drafts of their own: one that lies about its times, or answers as late as it can, costs them no more."""
 _MOST_NODE_US = 1e6
 """A draft's own word for how long it takes: nobody is believed to need more than a second for a token."""
-_CREDIT_WEIGHT = 0.05
-"""Of one session's step in the mean number of verified nodes: the mean follows about the last twenty."""
 _CREDIT_MARGIN = 1.5
 """Drafts are told to propose this much more than steps have verified of late, and one node on top: the mean is over
 steps of unequal size, and with no more than was verified on offer it could only fall."""
@@ -63,13 +65,13 @@ class Pacing:
         """`hold_off_ms`: of every wait for a draft; None: learnt. `is_gated`: sessions speculate only where it pays.
         `row_edges`: what the engine pads steps to.
         """
-        self.gate = SpeculationGate(is_gated)
-        self.step_time = StepTimeModel(edges=row_edges)
+        self.clock = StepClock(StepTimeModel(edges=row_edges))
+        self.gate = SpeculationGate(is_gated, clock=self.clock)
         self.expectations = Expectations()
         """Of what is proposed."""
         self.draft_latency = DraftLatency()
         self._hold_off: defaultdict[str, HoldOffChoice] = defaultdict(HoldOffChoice)
-        self._allowance = WaitAllowance()
+        self._purse = WaitPurse(CATCH_UP_S)
         self._hold_off_ms = hold_off_ms
         self._mean_nodes = _FIRST_MEAN_NODES
         self._num_vain, self._waited_s = 0, -math.inf
@@ -80,23 +82,12 @@ class Pacing:
         Stops at a session that waits for nothing: the step is due then, for those after it as well.
         """
         self.gate.expect(len(ready))
-        if self.gate.is_gating:
-            self._reconsider(ready, now_s)
         may_wait = self._hold_off_ms is not None or self._may_keep_waiting(ready)
         for session in ready:
             if session.state is SessionState.DECIDED:
                 session.plan(self._plan_hold_off(session, now_s, len(ready)) if may_wait else None)
             if _waits_for_nothing(session):
                 return
-
-    def _reconsider(self, ready: Sequence[TargetSession], now_s: float) -> None:
-        for session in ready:
-            if session.gate is not None:
-                self.gate.reconsider(session.gate, now_s)
-                if not session.tree.nodes or self.gate.is_open(session.gate):
-                    continue
-                if not (self.may_offer(session) and session.tree.is_passing):
-                    session.tree.clear()
 
     def wait_s(self, ready: Sequence[TargetSession], now_s: float) -> float | None:
         """Time until the next step is due; 0: now; None: nothing to step.
@@ -126,9 +117,9 @@ class Pacing:
         weights = None
         if any(s.wanted_token_s for s in candidates):
             weights = [s.urgency(now_s) for s in candidates]
-        selected = select_nodes(scores, limits, len(ready) - len(candidates), self.step_time, weights)
+        selected = select_nodes(scores, limits, len(ready) - len(candidates), self.clock.rows, weights)
         for nodes in selected:
-            self._mean_nodes += _CREDIT_WEIGHT * (len(nodes) - self._mean_nodes)
+            self._mean_nodes += WEIGHT * (len(nodes) - self._mean_nodes)
         chosen: dict[str, list[int]] = {}
         for session, likely in zip(candidates, selected, strict=True):
             nodes = _with_window(session, likely) if session.tree.has_window else likely
@@ -151,7 +142,7 @@ class Pacing:
     def observe_step(self, num_rows: int, elapsed_s: float) -> None:
         """A step took this long."""
         if num_rows <= _MAX_FITTED_ROWS:
-            self.step_time.observe(num_rows, elapsed_s)
+            self.clock.rows.observe(num_rows, elapsed_s)
 
     def observe_gain(self, session: TargetSession, walk: Walk, num_nodes: int, now_s: float) -> bool:
         """A session got on by a step; its tree is as it was then. Returns whether its draft is suspended now."""
@@ -212,7 +203,7 @@ class Pacing:
             wanted = choice.choose(max_depth) if not is_silent else _CATCH_UP_DEPTH if max_depth > 1 else 0
             hold_s = self._patience_s(wanted, num_ready, is_silent=is_silent)
         needs_grant = is_silent or (is_learnt and choice.is_trial(wanted))
-        if hold_s <= 0 or (needs_grant and not self._allowance.grants(hold_s, now_s)):
+        if hold_s <= 0 or (needs_grant and not self._purse.grants(hold_s, now_s)):
             wanted = 0
         if is_learnt and (wanted or not is_silent):
             misses.episode = Episode(wanted, now_s, session.num_tokens)
@@ -228,8 +219,8 @@ class Pacing:
         if not wanted:
             return 0.0
         expected_s = _PATIENCE * self.draft_latency.until_depth(wanted)
-        most_s = _MOST_STEPS_PER_NODE * wanted * self.step_time.predict(num_ready)
-        return min(expected_s, max(most_s, self._allowance.most_s) if is_silent else most_s)
+        most_s = _MOST_STEPS_PER_NODE * wanted * self.clock.rows.predict(num_ready)
+        return min(expected_s, max(most_s, CATCH_UP_S) if is_silent else most_s)
 
     def _has_enough(self, session: TargetSession) -> bool:
         """Whether there is no need to wait for a draft: it has proposed something, or others offer a token at least."""

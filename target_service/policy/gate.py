@@ -1,15 +1,14 @@
-"""Which sessions speculate: those for which it pays now, so that speculation is never slower than plain decoding.
+"""Who speculates: the sessions for which it pays now, so that speculation is never slower than plain decoding.
 
-A session gains tokens by its draft, and costs every session of the batch time (`StepCosts`). It speculates while it
+A session gains tokens by its draft, and costs every session of the batch time (`StepClock`). It speculates while it
 gains more than it costs. Where it does not, its draft is suspended: told nothing, it computes nothing. What a
 suspended session would gain is found out by *probing*: one session at a time speculates for some steps, and each that
 pays lets twice as many be probed. What a plain step takes is found out by a *reference*: now and then nobody
 speculates for some steps.
 
-Probes and misjudgements cost time. An account of each kind of sessions keeps what they may (`Account`): what
-speculation has saved comes in, and a small share of all time; what steps took longer than plain ones of the same tokens
-would have goes out. Below zero nothing of that kind is probed, at its floor every session of it is suspended. So
-decoding takes at most that share longer than plain decoding, whatever drafts do, and a constant for each kind.
+Probes and misjudgements cost time. The account of each kind of sessions bounds that (`budget.py`): below zero
+nothing of that kind is probed, at its floor every session of it is suspended. Worst case: decoding takes 1.4 % longer
+than plain decoding, plus max(40 ms, a step) whenever a kind is lent that much again.
 
 Lossless: in coupled mode a token is fixed before any proposal is looked at, so a policy may look at anything. In
 rejection mode it may not depend on tokens that were drawn and are not decided yet; this one knows how many were
@@ -26,32 +25,25 @@ from collections import Counter
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
-from specdec.target_service.policy.gate_account import Account
-from specdec.target_service.policy.gate_state import FIRST_GAIN, Gains, GateState, Phase
-from specdec.target_service.policy.probing import PROBE_STEPS, Probing
+from specdec.target_service.policy.budget import Account
+from specdec.target_service.policy.gate_state import FIRST_GAIN, GateState, Phase
+from specdec.target_service.policy.means import WEIGHT
 from specdec.target_service.policy.references import References, Settling
-from specdec.target_service.policy.step_costs import StepCosts
+from specdec.target_service.policy.step_clock import StepClock
 
-_GAIN_WEIGHT = 1 / 32
-"""Of a step in what a session gains: streaks of a few bad steps are common where the mean is good."""
-_POOL_STEPS = 64
-_POOL_WEIGHT = 1 / _POOL_STEPS
 _LEAVE, _ENTER = 1.06, 1.15
-"""A session stops when it speeds decoding up by less than the one, and begins when by more than the other. Near 1
-nothing is gained, and what is not measured may be lost: requests that began together end one by one, and the last of
-them decode in small batches."""
-_SETTLED_STEPS = 16
-"""After it begins a session's mean is not judged before it has had so many."""
-_BARREN_ODDS = 8.0
-"""A run of steps without an accepted token that had odds of exp(-8) by what the session gained so far: that is over."""
-_LEAST_PROBES = 2
-"""Of a kind that must have failed before nothing more is lent: the first text may be one that nobody can guess."""
-_KNOWN_S = 5.0
-"""For so long what a session gained is taken for what it would gain."""
-_CATCH_UP_STEPS, _CATCH_UP_S = 40, 0.1
-"""A draft that was told to go on has so many steps, and at least so long, before its silence counts."""
-_MOST_STEPS_COUNTED = 4.0
-"""Sessions that were left out of a step make it count at most so many times: they may wait for their clients."""
+"""Factors over plain decoding below which a session stops, and above which one begins. Near 1 nothing is gained, and
+what is not measured may be lost: of requests that began together the last ones decode in small batches."""
+_ODDS = 8.0
+"""Exponent of the odds against a run of steps without an accepted token at which a session stops: exp(-8), by what it
+gained so far."""
+_LEAST_TRIALS = 2
+"""Trials of a kind (probes, emptied accounts) that must fail before nothing more is lent to it: the first text may be
+one that nobody can guess."""
+_PROBE_STEPS, _FRUITLESS_STEPS = 16, 6
+"""Steps of a probe, and steps without an accepted token that end it sooner; half as many for a kind that has failed."""
+_PROBE_EVERY_S = 0.4
+"""Seconds between two probes, and after a session was suspended."""
 
 
 @dataclass(slots=True)
@@ -62,10 +54,9 @@ class SpeculationGate:
     """False: everybody speculates, always."""
     computes_prompts: bool = False
     """The target runs a draft itself, for which prompts are computed first."""
-    costs: StepCosts = field(default_factory=StepCosts)
-    _gains: Gains = field(default_factory=Gains)
-    _accepted: Gains = field(default_factory=lambda: Gains(num_supposed=_POOL_STEPS))
-    """The same without what verifying costs, and slower to say that a kind gains nothing."""
+    clock: StepClock = field(default_factory=StepClock)
+    _gains: dict[str, float] = field(default_factory=dict)
+    """Tokens per step that sessions of a kind gain, less what verifying costs."""
     _accounts: dict[str, Account] = field(default_factory=dict)
     """By the kind of sessions, so that none pays for what another loses."""
     _beginning: Counter[str] = field(default_factory=Counter)
@@ -73,22 +64,24 @@ class SpeculationGate:
     _num_sessions: int = 1
     _references: References = field(default_factory=References)
     _settling: Settling = field(default_factory=Settling)
-    _probing: Probing = field(default_factory=Probing)
-    _price: float = 0.0
+    _probe_due_s: float = 0.0
+    _num_at_once: int = 1
+    """Sessions that are probed together: twice as many after each probe that found a gain."""
+    _min_gain_tokens: float = 0.0
     _priced_for: int = 0
-    """Sessions that the price is of; 0: steps were observed since."""
+    """Sessions that this is of; 0: steps were observed since."""
     _node_price: float = 0.0
     """Tokens of the batch that could be decoded while one more node is verified."""
 
     def admit(self, kind: str, now_s: float) -> GateState:
         """A session begins to decode: as others of its kind do; with nothing in their account, plainly."""
-        gain = self._gains.expected(kind, self._num_sessions)
+        gain = self._gains.get(kind)
         if not self.is_gating:
             return GateState(kind, Phase.ON, FIRST_GAIN, now_s)
         if not self._may_begin(kind):
             # Sessions that end before they are judged would else go on losing what none of them is charged with.
             return GateState(kind, Phase.OFF, gain or FIRST_GAIN, now_s)
-        if gain is not None and not self._pays(gain, _LEAVE, now_s):
+        if gain is not None and not self._pays(gain, _LEAVE):
             return GateState(kind, Phase.OFF, gain, now_s)
         self._note_beginning(kind)
         return GateState(kind, Phase.PROBE if gain is None else Phase.ON, gain or FIRST_GAIN, now_s)
@@ -96,15 +89,6 @@ class SpeculationGate:
     def expect(self, num_sessions: int) -> None:
         """The next step is of so many sessions."""
         self._num_sessions = max(1, num_sessions)
-
-    def reconsider(self, state: GateState, now_s: float) -> None:
-        """Before a session's first step: others may have come since it was admitted."""
-        if state.phase is not Phase.ON or state.num_steps:
-            return
-        if not state.is_measured:
-            state.gain = self._gains.expected(state.kind, self._num_sessions) or state.gain
-        if not self._pays(state.gain, _LEAVE, now_s):
-            state.enter(Phase.OFF, now_s)
 
     def is_open(self, state: GateState | None) -> bool:
         """Whether a session's proposals are verified, and its draft should make them. None: it never speculates."""
@@ -128,27 +112,25 @@ class SpeculationGate:
         """A session got on by a step, in which so many of the proposed tokens that it verified were accepted."""
         if not self.is_open(state):
             return
-        state.num_steps += 1
-        if not state.num_counted and not has_proposal and not self._is_overdue(state, now_s):
+        if not state.num_counted and not has_proposal:
             return
         state.num_counted += 1
         if not state.is_measured and state.invested_s:
             self._account(state.kind).observe_prompt(state.invested_s)
         state.is_measured = True
-        state.num_barren = 0 if num_accepted else state.num_barren + 1
-        weight = _GAIN_WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
+        state.num_without_acceptance = 0 if num_accepted else state.num_without_acceptance + 1
+        weight = WEIGHT if state.phase is Phase.ON else 1 / state.num_counted
         gain = num_accepted - num_nodes * self._node_price
         state.gain += weight * (gain - state.gain)
-        self._gains.learn(state.kind, self._num_sessions, gain, _POOL_WEIGHT)
-        self._accepted.learn(state.kind, self._num_sessions, num_accepted, _POOL_WEIGHT)
+        self._learn(state.kind, gain, WEIGHT)
         if not self.is_gating:
             return
         if state.phase is Phase.PROBE:
             self._consider_probe(state, now_s)
-        elif state.num_barren * math.log1p(max(0.0, state.gain)) > _BARREN_ODDS:
+        elif state.num_without_acceptance * math.log1p(max(0.0, state.gain)) > _ODDS:
             state.gain = 0.0
             self._suspend(state, now_s)
-        elif state.num_counted >= _SETTLED_STEPS and not self._pays(state.gain, _LEAVE, now_s):
+        elif not self._pays(state.gain, _LEAVE):
             self._suspend(state, now_s)
 
     def invested(self, state: GateState, seconds: float) -> None:
@@ -161,7 +143,6 @@ class SpeculationGate:
         states: Sequence[GateState | None],
         *,
         num_tokens: Sequence[int],
-        num_open: int,
         turn_s: float,
         now_s: float,
         waiting: Sequence[GateState],
@@ -175,7 +156,6 @@ class SpeculationGate:
         Args:
             states: of its sessions; None for those that never speculate.
             num_tokens: that each of them committed.
-            num_open: sessions that decode, whether or not they were in the step.
             turn_s: from the end of the step before, or from when there was something to do again.
             now_s: monotonic.
             prompt_s: of that time, what `invested` was told of; sessions whose drafts do not guess yet say nothing of
@@ -185,7 +165,7 @@ class SpeculationGate:
             row_s: what one of these costs; sessions are charged for their own, and share what is left.
             are_free: of which of them nodes were verified though their drafts are suspended; empty: of none.
         """
-        if not self.is_gating or not states:
+        if not states:
             return
         self.expect(len(states))
         self._priced_for = 0
@@ -194,11 +174,15 @@ class SpeculationGate:
             for state, is_free in zip(states, are_free or [False] * len(states), strict=True)
         ]
         num_speculating = sum(speculate)
-        step_s = (turn_s - prompt_s) * min(_MOST_STEPS_COUNTED, max(1.0, num_open / len(states)))
+        step_s = turn_s - prompt_s
         if not (self._settling.covers(now_s - turn_s) or prompt_s):
             rows_s = min(num_nodes * row_s, step_s / 2)
-            step_s = rows_s + self.costs.observe(len(states), num_speculating / len(states), step_s - rows_s, now_s)
-        plain_s = self.costs.plain_s(len(states))
+            step_s = rows_s + self.clock.observe_turn(
+                len(states), num_speculating / len(states), step_s - rows_s, now_s
+            )
+        if not self.is_gating:
+            return
+        plain_s = self.clock.plain_s(len(states))
         if plain_s is not None:
             self._node_price = len(states) * row_s / plain_s
             self._book(states, speculate, num_tokens, step_s, plain_s)
@@ -206,9 +190,7 @@ class SpeculationGate:
         if self._references.num_left:
             if self._references.ends(is_settled=now_s >= self._settling.until_s):
                 self._resume(waiting, now_s)
-        elif num_speculating and self._references.begins(
-            self.costs, self._num_sessions, sum(num_tokens), step_s, now_s
-        ):
+        elif num_speculating and self._references.begins(self.clock, self._num_sessions, step_s, now_s):
             self._settling.begin(now_s)
         if self.computes_prompts:
             self._beginning = Counter(
@@ -242,12 +224,13 @@ class SpeculationGate:
         for kind in kinds:
             account = self._account(kind)
             if account.has_fallen(plain_s, now_s):
+                account.num_failed += kind not in self._gains  # drafts that never proposed anything
                 for state in states:
                     if state.kind == kind and state.phase is not Phase.OFF:
                         self._suspend(state, now_s)
             elif account.is_due(now_s) and (
-                account.num_probes < _LEAST_PROBES
-                or any(state.kind == kind and self._pays(self._known_gain(state), _ENTER, now_s) for state in states)
+                account.num_failed < _LEAST_TRIALS
+                or any(state.kind == kind and self._pays(self._known_gain(state), _ENTER) for state in states)
             ):
                 account.make_even()
 
@@ -266,41 +249,44 @@ class SpeculationGate:
             self._note_beginning(state.kind)
 
     def _known_gain(self, state: GateState) -> float:
-        return state.gain if state.is_measured else self._gains.expected(state.kind, self._num_sessions) or 0.0
+        return state.gain if state.is_measured else self._gains.get(state.kind, 0.0)
 
     @property
-    def price(self) -> float:
+    def min_gain_tokens(self) -> float:
         """Tokens per step that a session must gain, as last asked for."""
-        return self._price
+        return self._min_gain_tokens
 
-    def _pays(self, gain: float, speed_up: float, now_s: float) -> bool:
-        """Whether so many accepted tokens per step, at what they cost at the present load, are so much faster."""
+    def _pays(self, gain: float, speed_up: float) -> bool:
+        """Whether `gain` accepted tokens per step, at what they cost at the present load, are so much faster."""
         if self._priced_for != self._num_sessions:
-            self._price, self._priced_for = self.costs.price(self._num_sessions, now_s), self._num_sessions
-        return 1 + gain >= speed_up * (1 + self._price)
+            self._min_gain_tokens = self.clock.min_gain_tokens(self._num_sessions)
+            self._priced_for = self._num_sessions
+        return 1 + gain >= speed_up * (1 + self._min_gain_tokens)
 
-    def _is_overdue(self, state: GateState, now_s: float) -> bool:
-        return state.num_steps >= _CATCH_UP_STEPS and now_s - state.since_s >= _CATCH_UP_S
+    def _learn(self, kind: str, gain: float, weight: float) -> None:
+        known = self._gains.get(kind, FIRST_GAIN)
+        self._gains[kind] = known + weight * (gain - known)
 
     def _consider_probe(self, state: GateState, now_s: float) -> None:
-        is_good = self._pays(state.gain * min(1.0, state.num_counted / PROBE_STEPS), _ENTER, now_s)
-        if not is_good and not self._probing.is_over(state, self._accepted.expected(state.kind, self._num_sessions)):
-            return
-        if is_good:
+        account = self._account(state.kind)
+        most_fruitless = _FRUITLESS_STEPS if account.num_failed < _LEAST_TRIALS else _FRUITLESS_STEPS // 2
+        if self._pays(state.gain * min(1.0, state.num_counted / _PROBE_STEPS), _ENTER):
             state.enter(Phase.ON, now_s)
             state.num_counted = 1  # its draft is under way
-            if state.gain > (self._gains.expected(state.kind, self._num_sessions) or 0.0):
-                self._gains.learn(state.kind, self._num_sessions, state.gain, 1 / 2)  # it may have been lucky
-            self._probing.succeeded(now_s)
-        else:
-            self._account(state.kind).num_probes += 1
+            if state.gain > self._gains[state.kind]:
+                self._learn(state.kind, state.gain, 1 / 2)  # it may have been lucky
+            self._num_at_once *= 2
+            self._probe_due_s = now_s
+        elif state.num_counted >= _PROBE_STEPS or state.num_without_acceptance >= most_fruitless:
+            account.num_failed += 1
             self._suspend(state, now_s)
-            self._probing.failed()
+            self._num_at_once = 1
 
     def _suspend(self, state: GateState, now_s: float) -> None:
+        """Drafts that are left show first what they gain, before anybody is probed."""
         state.enter(Phase.OFF, now_s)
         self._settling.begin(now_s)
-        self._probing.postpone(now_s)
+        self._probe_due_s = max(self._probe_due_s, now_s + _PROBE_EVERY_S)
 
     def _resume(self, states: Sequence[GateState], now_s: float) -> None:
         """Drafts begin again where they were told to stop: what they do until they have is not counted."""
@@ -316,12 +302,16 @@ class SpeculationGate:
         # What is left of a request pays its prompt back: of those whose prompts are to be computed the last come first.
         off = sorted((state for state in states if state.phase is Phase.OFF), key=_turn)
         for state in off:  # a load that has fallen makes worth it what was not
-            is_known = state.gain > 0 and now_s - state.since_s < _KNOWN_S
-            if is_known and self._pays(state.gain, _ENTER, now_s):
+            if state.gain > 0 and self._pays(state.gain, _ENTER):
                 self._probe(state, now_s)
-        num_under_way = sum(state.phase is Phase.PROBE for state in states)
+        num_free = self._num_at_once - sum(state.phase is Phase.PROBE for state in states)
+        if now_s < self._probe_due_s or num_free <= 0:
+            return
         off = [state for state in off if state.phase is Phase.OFF]
-        for state in self._probing.next_ones(off, num_under_way, now_s):
+        if not off:
+            self._num_at_once = 1
+        self._probe_due_s = now_s + _PROBE_EVERY_S
+        for state in off[:num_free]:
             self._probe(state, now_s)
 
 

@@ -1,14 +1,12 @@
-"""What the gate keeps of a session, and what it expects of one by its kind and the load."""
+"""What the gate keeps of a session, and what it expects of one by its kind."""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
-
-from specdec.target_service.policy.step_costs import band_of
+from dataclasses import dataclass
 
 FIRST_GAIN = 0.5
-"""Of a session of whose kind nothing is known."""
+"""Tokens per step that a session of an unknown kind is expected to gain."""
 
 
 class Phase(enum.Enum):
@@ -34,11 +32,9 @@ class GateState:
     since_s: float
     is_measured: bool = False
     """Its gain is its own, not what others of its kind gained."""
-    num_steps: int = 0
-    """Since the phase began."""
     num_counted: int = 0
-    """Of these, since there was a proposal."""
-    num_barren: int = 0
+    """Steps since the phase began and there was a proposal."""
+    num_without_acceptance: int = 0
     """Of these, since a token was accepted."""
     invested_s: float = 0.0
     """Of the target's own time, in which its prompt was computed for a draft, or is being so."""
@@ -55,35 +51,4 @@ class GateState:
 
     def restart(self) -> None:
         """Its draft begins where it was told to stop: what goes on until it proposes is not counted."""
-        self.num_steps = self.num_counted = self.num_barren = 0
-
-
-@dataclass(slots=True)
-class _Pool:
-    gain: float
-    num_learnt: int = 0
-
-
-@dataclass(slots=True)
-class Gains:
-    """What sessions gain by kind and load: with few of them a draft gets further ahead, and more is verified."""
-
-    num_supposed: int = 4
-    """So many steps what is known of no load, or of another one, counts as: the mean is a plain one at first."""
-    _pools: dict[str, dict[int, _Pool]] = field(default_factory=dict)
-
-    def expected(self, kind: str, num_sessions: int) -> float | None:
-        """Of a session of a kind at about this load; None: nothing is known of the kind."""
-        bands, wanted = self._pools.get(kind), band_of(num_sessions)
-        if not bands:
-            return None
-        return bands[min(bands, key=lambda band: (abs(band - wanted), -band))].gain
-
-    def learn(self, kind: str, num_sessions: int, gain: float, weight: float) -> None:
-        """One gained so much. `weight`: of it, once the mean is a moving one."""
-        expected = self.expected(kind, num_sessions)
-        pool = self._pools.setdefault(kind, {}).setdefault(
-            band_of(num_sessions), _Pool(FIRST_GAIN if expected is None else expected)
-        )
-        pool.num_learnt += 1
-        pool.gain += max(weight, 1 / (self.num_supposed + pool.num_learnt)) * (gain - pool.gain)
+        self.num_counted = self.num_without_acceptance = 0

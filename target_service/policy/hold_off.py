@@ -154,39 +154,6 @@ def pays_for_all(num_waiting: int, acceptance: float, tokens_per_s: float, laten
     return False
 
 
-@dataclass(slots=True, kw_only=True)
-class WaitAllowance:
-    """Waits that nothing speaks for: for drafts that have been silent, or to try again what did not pay.
-
-    They take at most a share of all time, and what has been saved up for one of them. A draft that is slower than the
-    target's steps sends nothing but what is stale until it is waited for: without such waits it never catches up.
-    """
-
-    share: float = 0.01
-    """Of all time."""
-    most_s: float = 0.01
-    """The longest wait for a silent draft: at that share one fits into each second."""
-    _saved_s: float = 0.01
-    _seen_s: float | None = None
-    _granted_s: float = 0.0
-    """How long the sessions that are planned now may wait."""
-
-    def grants(self, hold_s: float, now_s: float) -> bool:
-        """Whether a session may wait so long from now on; sessions of one moment wait together, and pay once."""
-        if self._seen_s != now_s:
-            if self._seen_s is not None:
-                earned_s = self.share * max(0.0, now_s - self._seen_s)
-                self._saved_s = min(max(self.most_s, hold_s), self._saved_s + earned_s)
-            self._seen_s, self._granted_s = now_s, 0.0
-        more_s = hold_s - self._granted_s
-        if more_s > self._saved_s:
-            return False
-        if more_s > 0:
-            self._saved_s -= more_s
-            self._granted_s = hold_s
-        return True
-
-
 def kind_of(temperature: float) -> str:
     """Sessions of one kind share what is learnt: acceptance depends on the temperature more than on anything else."""
     return "greedy" if temperature == 0 else "cool" if temperature < 0.75 else "warm"

@@ -1,28 +1,22 @@
-"""When nobody speculates for some steps, to find out what plain ones take."""
+"""When nobody speculates for some steps, to measure what plain ones take."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specdec.target_service.policy.step_costs import StepCosts, band_of
+from specdec.target_service.policy.budget import SHARE
+from specdec.target_service.policy.step_clock import LEAST_STEPS, StepClock, band_of
 
-_NUM_STEPS, _LEAD = 8, 2
-"""Of a reference; the first ones still meet drafts at work."""
-_SETTLING_S = 0.005
-"""Drafts that were told to stop may work on for so long: where steps are short, many meet them at it. A reference among
-them would find that plain steps take as long as any, and speculation to cost nothing."""
-_FIRST = 4
-"""Steps that speculate before the first reference of a load."""
-_INTERVAL_S, _MOST_INTERVAL_S = 2.0, 30.0
-"""Between two; the time doubles while speculation clearly pays."""
-_SHARE = 1 / 100
-"""Of steps at most."""
-_CLEARLY = 1.3
+_NUM_STEPS = 8
+"""Steps of a reference."""
+_SETTLING_STEPS, _SETTLING_S = 2, 0.005
+"""Steps, and seconds, that drafts may work on after they were told to stop. A reference among these would find plain
+steps as long as any, and speculation free."""
 
 
 @dataclass(slots=True)
 class Settling:
-    """Drafts that were told otherwise: steps until they have noticed say nothing of what any cost."""
+    """Drafts were told otherwise: steps until they have noticed say nothing of what any cost."""
 
     _num_left: int = 0
     until_s: float = float("-inf")
@@ -30,7 +24,7 @@ class Settling:
 
     def begin(self, now_s: float) -> None:
         """They were told at `now_s`."""
-        self._num_left, self.until_s = _LEAD, now_s + _SETTLING_S
+        self._num_left, self.until_s = _SETTLING_STEPS, now_s + _SETTLING_S
 
     def covers(self, began_s: float) -> bool:
         """Whether it goes on in the step that is over, which began then."""
@@ -42,27 +36,22 @@ class Settling:
 
 @dataclass(slots=True)
 class References:
-    """One at a time, and for each number of sessions, as `band_of` has them, as often as it pays to know."""
+    """One at a time, and for each number of sessions, as `band_of` has them, as often as the budget's share allows."""
 
     num_left: int = 0
     """Steps of the one that is under way."""
     _due_s: dict[int, float] = field(default_factory=dict)
     """The first one, by number of sessions."""
-    _every_s: dict[int, float] = field(default_factory=dict)
 
-    def begins(self, costs: StepCosts, num_sessions: int, num_tokens: int, step_s: float, now_s: float) -> bool:
-        """Begin one if it is due. A step of so many sessions that committed so many tokens has speculated."""
-        band, plain_s = band_of(num_sessions), costs.plain_s(num_sessions)
+    def begins(self, clock: StepClock, num_sessions: int, step_s: float, now_s: float) -> bool:
+        """Begin one if it is due. A step of so many sessions has speculated."""
+        plain_s = clock.plain_s(num_sessions)
         if plain_s is None:
-            if now_s < self._due_s.setdefault(band, now_s + _FIRST * step_s):
-                return False
+            due_s = self._due_s.setdefault(band_of(num_sessions), now_s + LEAST_STEPS * step_s)
         else:
-            every_s = self._every_s.get(band, _INTERVAL_S)
-            least_s = (_SETTLING_S + _NUM_STEPS * plain_s) / _SHARE
-            if now_s < costs.plain_seen_s(num_sessions) + max(least_s, every_s):
-                return False
-            is_clear = num_tokens / num_sessions * plain_s >= _CLEARLY * step_s
-            self._every_s[band] = min(_MOST_INTERVAL_S, 2 * every_s) if is_clear else _INTERVAL_S
+            due_s = clock.plain_seen_s(num_sessions) + (_SETTLING_S + _NUM_STEPS * plain_s) / SHARE
+        if now_s < due_s:
+            return False
         self.num_left = _NUM_STEPS
         return True
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_MOST_SURPRISE = 4.0
-"""A step counts as at most this many times what was expected of it."""
+from specdec.target_service.policy.means import MOST_SURPRISE, WEIGHT
+
 _PRIOR_WEIGHT = 0.5
-"""What the prior weighs against 1 / (1 - decay) steps."""
+"""Weight of the prior line, in all steps that a moving mean remembers."""
 
 
 @dataclass(slots=True)
@@ -25,8 +25,6 @@ class StepTimeModel:
     """Of a step without rows; the prior until steps are seen, as `row_s`."""
     row_s: float = 0.0005
     """More for each row."""
-    decay: float = 0.98
-    """What is left of a step's weight after one more."""
     edges: tuple[int, ...] = ()
     """Numbers of rows, rising, to the next of which a step is padded; empty where steps compute the rows they have."""
     _prior: tuple[float, float] = field(init=False)
@@ -40,12 +38,12 @@ class StepTimeModel:
     def observe(self, num_rows: int, elapsed_s: float) -> None:
         """A step of `num_rows` rows took `elapsed_s`."""
         num_rows = self.padded(num_rows)
-        elapsed_s = min(elapsed_s, _MOST_SURPRISE * self.predict(num_rows))
-        self._sums = [value * self.decay for value in self._sums]
+        elapsed_s = min(elapsed_s, MOST_SURPRISE * self.predict(num_rows))
+        self._sums = [value * (1 - WEIGHT) for value in self._sums]
         self._add(num_rows, elapsed_s)
         weight, x, y, _, _ = self._sums
         base_s, row_s = self._prior
-        self._add_prior(_PRIOR_WEIGHT * (1 - self.decay), scale=y / (base_s * weight + row_s * x))
+        self._add_prior(_PRIOR_WEIGHT * WEIGHT, scale=y / (base_s * weight + row_s * x))
         weight, x, y, xx, xy = self._sums
         spread = weight * xx - x * x
         if spread > 1e-6 * weight * weight:

@@ -11,7 +11,6 @@ taken in that order up to one of its edges, that of the most tokens per second.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from specdec.target_service.policy.step_time import StepTimeModel
 
@@ -85,41 +84,3 @@ def _up_to_an_edge(
     for session, node in taken[:num_best]:
         best[session].append(node)
     return [sorted(nodes) for nodes in best]
-
-
-@dataclass(slots=True)
-class AcceptanceCalibration:
-    """Turns the draft's advisory scores into acceptance rates, learnt online per score band.
-
-    Each band starts as if ``prior_weight`` nodes with the band's own score had been seen, and forgets with `decay`.
-    """
-
-    num_bands: int = 8
-    prior_weight: float = 4.0
-    decay: float = 0.995
-    depth_rate: float = 0.6
-    """Moving average over nodes that were reached: one of their verified children was the target's token."""
-    _accepted: list[float] = field(default_factory=list)
-    _verified: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._verified = [self.prior_weight] * self.num_bands
-        self._accepted = [self.prior_weight * (band + 0.5) / self.num_bands for band in range(self.num_bands)]
-
-    def _band(self, score: float) -> int:
-        return min(int(score * self.num_bands), self.num_bands - 1)
-
-    def observe(self, score: float, accepted: bool) -> None:
-        """A node whose parent was accepted was verified."""
-        band = self._band(score)
-        self._accepted[band] = self._accepted[band] * self.decay + accepted
-        self._verified[band] = self._verified[band] * self.decay + 1.0
-
-    def rate(self, score: float) -> float:
-        """Estimated probability that a node of this score is accepted when its parent is."""
-        band = self._band(score)
-        return self._accepted[band] / self._verified[band]
-
-    def observe_depth(self, went_on: bool) -> None:
-        """A node with verified children was reached; `went_on` when one of them was accepted."""
-        self.depth_rate += (1 - self.decay) * 4 * (went_on - self.depth_rate)

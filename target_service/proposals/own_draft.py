@@ -196,7 +196,7 @@ class OwnDraft:
 
     def _appetite(self, pacing: Pacing) -> Appetite:
         assert self.draft is not None
-        cost_s = self.draft.round_s + pacing.step_time.row_s
+        cost_s = self.draft.round_s + pacing.clock.rows.row_s
         return Appetite(
             num_tokens=pacing.draft_credit(self._most_tokens),
             min_path_score=min(_MOST_MIN_SCORE, _LENIENCE * pacing.expectations.tokens_per_s * cost_s),

@@ -17,7 +17,6 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import structlog
-import torch
 
 from specdec.config.drafter_options import DrafterOptions, HeadOptions, LayerSkipOptions
 from specdec.drafting.heads.target import HeadTarget
@@ -29,12 +28,10 @@ from specdec.engine.tree import ROOT
 from specdec.target_service.decide import Decision
 from specdec.target_service.pacing.expectations import most_accepted, note_asked
 from specdec.target_service.pacing.pacing import Pacing
-from specdec.target_service.policy.source_records import OwnRecord
 from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.target_service.proposals.deadline import Deadline, Overdue
 from specdec.target_service.proposals.drawn import tell_drawn
 from specdec.target_service.proposals.head_desk import Due, HeadDesk
-from specdec.target_service.proposals.likeliest import tell_likeliest
 from specdec.target_service.proposals.part import DrafterPart, DrafterStep, Known, PanelRecorder
 from specdec.target_service.proposals.turns import Turns
 from specdec.target_service.proposals.window import charge_windows
@@ -53,7 +50,6 @@ class DrafterPanel:
     def __init__(
         self,
         options: Iterable[DrafterOptions],
-        vocab_size: int,
         recorder: PanelRecorder,
         target: HeadTarget | None = None,
     ) -> None:
@@ -66,7 +62,6 @@ class DrafterPanel:
         self._heads = HeadDesk(target)
         self._recorder = recorder
         self._known: dict[str, Known] = {}
-        self._vocab_size = vocab_size
         self._turns = Turns()
         self._deadline = Deadline(MOST_CALL_S)
         for each in options:
@@ -83,7 +78,7 @@ class DrafterPanel:
         """
         if isinstance(options, HeadOptions | LayerSkipOptions):
             return self._heads.load(options)
-        return make_drafter(options, self._vocab_size)
+        return make_drafter(options)
 
     @property
     def names(self) -> list[str]:
@@ -232,7 +227,7 @@ class DrafterPanel:
         """Ask a drafter for a session, if it may be."""
         if known.session.may_use(name):
             self._open(known, name, drafter)
-            known.session.own_records[name] = OwnRecord()
+            known.session.own_records.pop(name, None)
 
     def _open(self, known: Known, name: str, drafter: Drafter) -> None:
         try:
@@ -246,14 +241,10 @@ class DrafterPanel:
 
     # --- after a step
 
-    def read(self, decisions: Sequence[Decision], logits: torch.Tensor) -> None:
-        """Tell drafters that want it what the target has drawn, and found likeliest, before decisions are committed."""
+    def read(self, decisions: Sequence[Decision]) -> None:
+        """Tell drafters that want it what the target has drawn, before decisions are committed."""
         readers = {name for name, drafter in self._drafters.items() if drafter.capabilities.reads_drawn}
         for name, error in tell_drawn(decisions, readers, self._parts, self._deadline):
-            self._drop(name, error)
-        real = logits[:, : self._vocab_size]
-        failed = tell_likeliest(decisions, real, self._drafters, self._known, self._deadline, self._recorder)
-        for name, error in failed:
             self._drop(name, error)
 
     def charge(self, decisions: Sequence[Decision], num_rows: int, step_time: StepTimeModel) -> None:
@@ -294,21 +285,15 @@ class DrafterPanel:
             depth = reached.get(tree.tokens.parents[node])
             if depth is None or depth == len(decision.walk.token_ids):
                 continue
-            is_next = tree.tokens.token_ids[node] == decision.walk.token_ids[depth]
-            if is_next:
+            if tree.tokens.token_ids[node] == decision.walk.token_ids[depth]:
                 reached[node] = depth + 1
-            for source, score in payload.offers():
-                if source in steps:
-                    pacing.expectations.sources[source].observe(
-                        score, depth + 1, is_next, session.own_records.get(source)
-                    )
             if node in accepted:
                 who = _steps_of(payload, steps)
                 for step in who:
                     step.num_accepted += 1
                     depths[step.name].append(depth + 1)
                     credits[step.name] += 1 / len(who)
-        token_s = pacing.step_time.predict(1)
+        token_s = pacing.clock.rows.predict(1)
         for part in known.parts:
             if part.step is not None:
                 cost_s = self._turns.observe(part.name, part.step.elapsed_s)

@@ -12,8 +12,7 @@ from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.outputs import EngineStats
 from specdec.replica.worker.engine_gauges import EngineGauges
-from specdec.target_service.policy.payoff import Payoff
-from specdec.target_service.records.step_record import StepRecord
+from specdec.target_service.records.step_record import Payoff, StepRecord
 from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import SpeculationTree
 from specdec.telemetry import Tallies, TargetMetrics

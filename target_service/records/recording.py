@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-from specdec.target_service.policy.payoff import Payoff, PayoffMeter
-from specdec.target_service.policy.step_time import StepTimeModel
+from specdec.target_service.policy.step_clock import StepClock
 from specdec.target_service.records.metrics import TargetRecorder
-from specdec.target_service.records.step_record import StepRecord
+from specdec.target_service.records.step_record import Payoff, StepRecord
 
 
 class StepRecording:
-    """What a step says is learnt at once; what it adds to metrics waits until `write`, which costs most of it."""
+    """What a step adds to metrics waits until `write`, which costs most of it."""
 
     def __init__(self, recorder: TargetRecorder) -> None:
-        self.payoff = PayoffMeter()
         self._recorder = recorder
         self._waiting: tuple[StepRecord, Payoff | None] | None = None
 
-    def observe(self, step: StepRecord, step_time: StepTimeModel) -> None:
-        """A step is over, and so is its turn. `step_time` predicts plain steps of a size that none was seen of."""
+    def observe(self, step: StepRecord, clock: StepClock) -> None:
+        """A step is over, and so is its turn. `clock` knows what a plain one takes."""
         self.write()
-        payoff = None
-        # A step that carries prefill says nothing of speculation: plain decoding would have carried it, too.
-        if step.is_decode:
-            payoff = self.payoff.of_step(
-                step.num_committed,
-                step.turn_s,
-                step.held_s,
-                is_plain=step.is_plain,
-                drafts_may_work=step.drafts_may_work,
-                began_at_s=step.due_at_s,
-                step_time=step_time,
-            )
-        self._waiting = step, payoff
+        self._waiting = step, step.payoff(clock.expected_plain_s(len(step.num_committed)))
 
     def write(self) -> None:
         """Write what waits, if anything does."""

@@ -12,6 +12,16 @@ from specdec.target_service.policy.gate_state import GateState
 from specdec.target_service.session import SessionState, TargetSession
 
 
+@dataclass(frozen=True, slots=True)
+class Payoff:
+    """Two times for the same tokens, in seconds, summed over the sessions that committed them."""
+
+    decode_s: float
+    """What they took, hold-off included."""
+    plain_s: float
+    """What plain decoding of the same batch would have taken; over decode_s it is the speed-up."""
+
+
 @dataclass(slots=True, kw_only=True)
 class StepRecord:
     """One step, once its verdicts are sent. Times are in seconds."""
@@ -19,8 +29,6 @@ class StepRecord:
     output: StepOutput
     preempted: list[TargetSession]
     """Sessions that gave up their blocks for it."""
-    due_at_s: float
-    """When it was due, on the worker's clock."""
     elapsed_s: float
     """From choosing trees to deciding tokens."""
     turn_s: float = 0.0
@@ -37,10 +45,18 @@ class StepRecord:
     """Where these sessions stand with the gate."""
     is_decode: bool
     """Every session in it had its first token before: it carried no prefill."""
-    is_plain: bool
-    """It verified nothing."""
-    drafts_may_work: bool = False
-    """Some session that is left has a use for a draft."""
+
+    def payoff(self, plain_step_s: float) -> Payoff | None:
+        """What its tokens took, against plain decoding, a step of which takes `plain_step_s`; None for prefill, which
+        plain decoding would have carried, too.
+
+        Plain decoding would have run one step of one row per session for each token. Every session of the batch waits
+        for the longest hold-off in it, so each is charged with that.
+        """
+        if not self.is_decode:
+            return None
+        decode_s = len(self.num_committed) * (self.turn_s + self.held_s)
+        return Payoff(decode_s=decode_s, plain_s=sum(self.num_committed) * plain_step_s)
 
     @classmethod
     def of(
@@ -60,7 +76,6 @@ class StepRecord:
         return cls(
             output=output,
             preempted=preempted,
-            due_at_s=due_at_s,
             elapsed_s=elapsed_s,
             held_s=max((decision.candidate.session.held_s(due_at_s) for decision in decisions), default=0.0),
             num_committed=[len(decision.walk.token_ids) for decision in decisions],
@@ -73,7 +88,6 @@ class StepRecord:
                 and session.state is not SessionState.PREFILL
                 for item in output.items
             ),
-            is_plain=not any(num_nodes),
         )
 
 

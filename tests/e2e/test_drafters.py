@@ -17,7 +17,7 @@ from tests.support.services.tiny_pair import ModelPair
 
 pytestmark = pytest.mark.integration
 
-EVERY = ["ngram", "prediction", "suffix", "token_recycling"]
+EVERY = ["ngram", "prediction", "suffix"]
 SETTINGS = {"drafters": ",".join(EVERY), "adaptive_speculation": False}
 """Whether speculation pays is not asked: that depends on how busy the machine is."""
 
@@ -69,7 +69,7 @@ async def test_beside_a_draft_service_nothing_changes_and_each_token_names_its_s
         stats = each.require_finished().stats
         named = [token for choice in each.choices.values() for token in choice.tokens if token.drafter]
         assert len(named) == stats.num_accepted
-        assert {record.name for record in stats.drafters} >= {"ngram", "suffix", "token_recycling"}
+        assert {record.name for record in stats.drafters} >= {"ngram", "suffix"}
 
 
 async def test_a_prediction_is_taken_over_and_counted_in_grpc_and_in_openais_http(cluster: Cluster) -> None:

@@ -102,7 +102,7 @@ def by_drafter(completions: list[Completion]) -> set[str]:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 async def test_streams_stay_the_same_while_drafters_come_and_go(cluster: Cluster, temperature: float) -> None:
     sets: list[tuple[Any, ...]] = [
-        ("suffix", "token_recycling"),
+        ("suffix", "ngram"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, EAGLE3),
         (EAGLE3, {"method": "layer_skip", "skip_mlp_layers": [1, 2, 4, 5, 6]}),
         (),
@@ -144,8 +144,8 @@ async def test_what_clients_are_told_follows(cluster: Cluster) -> None:
             return list((await client.model_info()).drafters) == list(names)
 
         await eventually(lambda: are("ngram"), "the coordinator knows of ngram")
-        await target.set("token_recycling", EAGLE3)
-        await eventually(lambda: are("eagle3", "token_recycling"), "the coordinator knows of the new ones")
+        await target.set("suffix", EAGLE3)
+        await eventually(lambda: are("eagle3", "suffix"), "the coordinator knows of the new ones")
         body = request(1, 0.0)
         body.speculation.drafters.append("eagle3")
         assert by_drafter([await client.complete(body)]) == {"eagle3"}

@@ -179,7 +179,7 @@ def scraped(
             shipped_pair,
             folder / "cluster",
             # A draft may come too late for each step of a small target; its own drafters are always in time.
-            target_settings={"metrics_port": ports["target"], "drafters": ["ngram", "token_recycling"]},
+            target_settings={"metrics_port": ports["target"], "drafters": ["ngram", "suffix"]},
             draft_settings={"metrics_port": ports["draft"]},
             coordinator_settings={
                 "metrics_port": ports["coordinator"],

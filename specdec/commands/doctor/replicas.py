@@ -8,7 +8,7 @@ from specdec.commands.doctor.findings import Finding, failed, passed, warned
 from specdec.config.drafter_options import HEAD_NAMES
 from specdec.v1 import coordinator_pb2 as api
 
-_LOOKING_UP = frozenset({"ngram", "suffix", "prediction", "token_recycling", "lookahead"})
+_LOOKING_UP = frozenset({"ngram", "suffix", "prediction", "lookahead"})
 """Drafters that have no weights: they find what was there before."""
 _HIGH_TEMPERATURE = 0.9
 _FULL = 0.9

@@ -74,12 +74,12 @@ def check_audit(report: Path | None, info: api.GetModelInfoResponse) -> Finding:
 def check_tenants(info: api.GetModelInfoResponse, has_key: bool) -> Finding:
     """Whether callers are told apart; what drafters remember is kept by tenant."""
     what = "tenants are isolated"
-    sharing = [name for name in info.drafters if name in ("suffix", "token_recycling")]
+    shares = "suffix" in info.drafters
     if has_key:
         return passed(what, "an API key names the tenant; caches and what drafters remember are kept by tenant")
     measured = "answers came without an API key"
-    if sharing:
-        measured += f"; {', '.join(sharing)} remember outputs of who has the same tenant"
+    if shares:
+        measured += "; suffix remembers outputs of who has the same tenant"
     return warned(what, measured, "give tenants keys (`specdec keys`), unless all callers are one")
 
 

@@ -39,7 +39,6 @@ DRAFTER_STYLES = {
     "ngram": "blue",
     "suffix": "bright_blue",
     "prediction": "bright_magenta",
-    "token_recycling": "bright_cyan",
     "lookahead": "yellow",
     "layer_skip": "bright_yellow",
     "medusa": "bright_green",

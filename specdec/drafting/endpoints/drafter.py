@@ -54,9 +54,6 @@ class OpenAiApi:
         """All sessions are alike."""
         return ApiSession(self)
 
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Of no use here."""
-
     def begin(self, token_ids: Sequence[int]) -> CompletionStream | None:
         """A stream after these tokens; None where none may be opened now."""
         if not self.ledger.may_ask:

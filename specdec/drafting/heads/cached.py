@@ -67,9 +67,6 @@ class CachedHead:
         """Begin with a session."""
         return HeadSession()
 
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Of no use."""
-
     def prepare(self) -> None:
         """See `Head`."""
         self.passes.prepare(self.kinds, self.target.runner.max_model_len)

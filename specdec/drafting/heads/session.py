@@ -92,9 +92,6 @@ class Head(Protocol):
     def open(self, context: Context) -> HeadSession:
         """Begin with a session."""
 
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Not called: heads do not ask for the target's top."""
-
     def prepare(self) -> None:
         """Do what can be done before the first request: nothing steps meanwhile, as it may take seconds."""
 
@@ -116,9 +113,6 @@ class StatelessHead:
 
     def prepare(self) -> None:
         """There is nothing to be done."""
-
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Of no use."""
 
     def forget(self, seq: EngineSequence, start: int, end: int) -> None:
         """There are no slots."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.config.drafter_options import LookaheadOptions
@@ -43,9 +43,6 @@ class Lookahead:
     def open(self, context: Context) -> LookaheadSession:
         """A session of its own."""
         return LookaheadSession(self._options, context)
-
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Not called: it reads what is drawn."""
 
 
 class LookaheadSession:

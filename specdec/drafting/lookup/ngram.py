@@ -7,8 +7,6 @@ past its end. No state but the session's index; a step costs 5 to 40 us.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from specdec.config.drafter_options import NgramOptions
 from specdec.drafting.interface import Capabilities, Context, Offer, Room
 from specdec.drafting.lookup.growing import ROOT, GrowingOffer
@@ -33,9 +31,6 @@ class Ngram:
     def open(self, context: Context) -> Ngram:
         """All sessions are alike."""
         return self
-
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Of no use here."""
 
     def close(self, context: Context) -> None:
         """Nothing is kept."""

@@ -40,9 +40,6 @@ class Prediction:
         """None for a session without a prediction."""
         return FollowedPrediction(context) if len(context.prediction) else None
 
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Of no use here."""
-
 
 class FollowedPrediction:
     """Where one session's output is in the text that was expected."""

@@ -84,9 +84,6 @@ class Suffix:
         """All sessions are alike."""
         return self
 
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Of no use here."""
-
     def close(self, context: Context) -> None:
         """Keep the session's output for others of its tenant."""
         start = max(context.num_prompt_tokens, len(context.token_ids) - _MOST_OUTPUT_TOKENS)

@@ -114,7 +114,6 @@ class World:
             self.gate.observe_turn(
                 states,
                 num_tokens=num_tokens,
-                num_open=len(states),
                 turn_s=step_s,
                 now_s=self.now_s,
                 prompt_s=prompt_s,

@@ -222,7 +222,7 @@ class LocalPair:
         is_drafted = use_draft or propose is not None
         self.verifier.pacing = Pacing(hold_off_ms if is_drafted else 0.0)
         if verify_all:
-            self.verifier.pacing.step_time = FreeRows()
+            self.verifier.pacing.clock.rows = FreeRows()
         if gate is not None:
             self.verifier.pacing.gate = gate
         self._withheld = {}

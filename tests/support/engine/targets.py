@@ -17,7 +17,7 @@ PROMPT = prompts()[0][:20]
 def target_client(pair: LocalPair, step_time: StepTimeModel) -> Iterator[WorkerClient]:
     """The target's client, whose steps take `step_time` as it believes; nothing of its sessions is left after."""
     client = WorkerClient(pair, "target")
-    client.pair.verifier.pacing.step_time = step_time
+    client.pair.verifier.pacing.clock.rows = step_time
     client.attach()
     client.turn()
     yield client

@@ -39,9 +39,6 @@ class Oracle:
     def open(self, context: Context) -> Oracle:
         return self
 
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Of no use."""
-
     def close(self, context: Context) -> None:
         """Nothing is kept."""
 
@@ -58,7 +55,7 @@ class PlainDraft:
         self.heard = Heard[PlainSession]()
         settings = DraftSettings(drafters=(NgramOptions(),), target="127.0.0.1:1", max_sessions=NUM_SAMPLES)
         recorder = PlainRecorder(DraftMetrics(CollectorRegistry()))
-        drafters = [Oracle(likely), make_drafter(NgramOptions(prompt_lookup_min=1), identity.vocab_size)]
+        drafters = [Oracle(likely), make_drafter(NgramOptions(prompt_lookup_min=1))]
         self.role = PlainDrafting(self.heard, drafters, identity, settings, recorder)  # type: ignore[arg-type]
         self._sessions: dict[str, PlainSession] = {}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -34,9 +32,6 @@ class Broken:
     def open(self, context: Context) -> Broken:
         return self
 
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
-        """Of no use."""
-
     def close(self, context: Context) -> None:
         """Nothing is kept."""
 
@@ -49,7 +44,7 @@ class World:
         self.heard = Heard[PlainSession]()
         settings = DraftSettings(drafters=(NgramOptions(),), target="127.0.0.1:1", max_ahead_tokens=4)
         recorder = PlainRecorder(DraftMetrics(CollectorRegistry()))
-        made = [*drafters, make_drafter(NgramOptions(), 1000)]
+        made = [*drafters, make_drafter(NgramOptions())]
         self.role = PlainDrafting(self.heard, made, IDENTITY, settings, recorder)  # type: ignore[arg-type]
 
     def open(self, *, rejection: bool = False, max_tokens: int = 20) -> PlainSession:

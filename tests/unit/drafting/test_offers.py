@@ -6,13 +6,12 @@ import random
 
 import pytest
 
-from specdec.config.drafter_options import NgramOptions, PredictionOptions, SuffixOptions, TokenRecyclingOptions
+from specdec.config.drafter_options import NgramOptions, PredictionOptions, SuffixOptions
 from specdec.drafting.corpus import SEPARATOR, Corpus
 from specdec.drafting.interface import Context, Offer, Room
 from specdec.drafting.lookup.ngram import Ngram
 from specdec.drafting.lookup.prediction import Prediction
 from specdec.drafting.lookup.suffix import Suffix
-from specdec.drafting.lookup.token_recycling import TokenRecycling
 from tests.support.for_each import for_each
 
 ROOM = Room(8, 8)
@@ -146,26 +145,12 @@ def test_prediction_is_followed_from_its_start_and_found_again_after_each_kind_o
     assert Prediction(PredictionOptions()).open(Context(prompt, 3)) is None
 
 
-def test_token_recycling_offers_the_tree_of_what_was_last_seen_to_follow_best_ranks_first() -> None:
-    drafter = TokenRecycling(TokenRecyclingOptions(), 100)
-    context = Context([1], 1)
-    assert drafter.propose(context, ROOM) is None
-    drafter.verified(context, [1, 2], [[2, 3, 4, 5, 6, 7, 8, 9], [10, 11, 12, 13, 14, 15, 16, 17]])
-    offer = drafter.propose(context, Room(4, 3))
-    assert offer is not None
-    assert list(zip(offer.token_ids, offer.parents, strict=True)) == [(2, -1), (10, 0), (3, -1), (4, -1)]
-    drafter.verified(context, [1], [[50, 3, 4, 5, 6, 7, 8, 9]])
-    assert first_tokens(drafter.propose(context, ROOM))[0] == 50
-    assert drafter.propose(Context([1], 1, salt=b"another"), ROOM) is None
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_offers_are_trees_within_their_room_whatever_the_text(seed: int) -> None:
     rng = random.Random(seed)
     drafters = [
         Ngram(NgramOptions(prompt_lookup_min=1)),
         Suffix(SuffixOptions(suffix_decoding_max_spec_factor=20)),
-        TokenRecycling(TokenRecyclingOptions(), 10),
         Prediction(PredictionOptions()),
     ]
     for _ in range(40):
@@ -174,7 +159,6 @@ def test_offers_are_trees_within_their_room_whatever_the_text(seed: int) -> None
         context = Context(tokens, rng.randrange(1, len(tokens) + 1), prediction=prediction)
         room = Room(rng.randrange(1, 20), rng.randrange(1, 9))
         for drafter in drafters:
-            drafter.verified(context, [tokens[-1]], [rng.sample(range(10), 8)])
             opened = drafter.open(context)
             offer = None if opened is None else opened.propose(context, room)
             if opened is not None:

@@ -31,7 +31,6 @@ def row(name: str, can: Capabilities) -> list[str]:
         *["hidden states"] * can.needs_hidden_states,
         *["its layers and blocks"] * can.needs_engine,
         *["what it draws at every row"] * can.reads_drawn,
-        *[f"its best {can.num_target_top} tokens of every verified row"] * bool(can.num_target_top),
     ]
     yes = {True: "yes", False: "no"}
     shape = "trees" if can.makes_trees else "chains"
@@ -57,6 +56,7 @@ def test_entries_name_the_places_where_a_drafter_can_be_set() -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
+        ("ngram,token_recycling", "token_recycling is no more: ngram and suffix take fewer steps on every text"),
         ("magic", "there is no drafter 'magic' here, only ngram, suffix, "),
         ("eagle3", "eagle3: model: is required"),
         ("ngram,ngram", "a method is named twice"),

@@ -6,10 +6,9 @@ import gc
 import random
 import tracemalloc
 
-from specdec.config.drafter_options import SuffixOptions, TokenRecyclingOptions
+from specdec.config.drafter_options import SuffixOptions
 from specdec.drafting.interface import Context, Room
 from specdec.drafting.lookup.suffix import SharedOutputs, Suffix
-from specdec.drafting.lookup.token_recycling import TokenRecycling
 from tests.support.cost import lines_run
 
 
@@ -49,16 +48,6 @@ def test_no_outputs_are_kept_where_none_may_be() -> None:
     drafter = Suffix(SuffixOptions(suffix_decoding_max_cached_requests=0))
     drafter.open(Context([0], 1)).close(Context([0, *range(50)], 1))
     assert drafter.outputs.num_requests == drafter.outputs.num_tokens == 0
-
-
-def test_matrices_of_tenants_unused_for_longest_leave_first() -> None:
-    drafter = TokenRecycling(TokenRecyclingOptions(max_bytes=2**20), vocab_size=2**14)  # half a MiB each
-    best = [list(range(8))]
-    for salt in (b"a", b"b"):
-        drafter.verified(Context([5], 1, salt=salt), [5], best)
-    assert drafter.propose(Context([5], 1, salt=b"a"), Room(4, 4)) is not None
-    drafter.verified(Context([5], 1, salt=b"c"), [5], best)
-    assert drafter.propose(Context([5], 1, salt=b"b"), Room(4, 4)) is None
 
 
 def test_a_step_costs_no_more_when_ever_more_is_kept() -> None:

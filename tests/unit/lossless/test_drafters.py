@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from specdec.config.drafter_options import (
     NgramOptions,
     PredictionOptions,
     SuffixOptions,
-    TokenRecyclingOptions,
 )
 from specdec.drafting.interface import Capabilities, Context, Offer, Room
 from specdec.drafting.registry import make_drafter
@@ -33,7 +32,6 @@ EVERY: dict[str, DrafterOptions] = {
     "ngram": NgramOptions(prompt_lookup_min=1),
     "suffix": SuffixOptions(),
     "prediction": PredictionOptions(),
-    "token_recycling": TokenRecyclingOptions(),
     "lookahead": LookaheadOptions(),
 }
 
@@ -170,8 +168,8 @@ def test_lookahead_is_asked_less_where_its_windows_rows_cost_more_than_it_brings
     restored.reset(drafters=[EVERY["lookahead"]])
 
     def price(pair: LocalPair) -> None:
-        if is_dear and not isinstance(pair.verifier.pacing.step_time, DearRows):
-            pair.verifier.pacing.step_time = DearRows(base_s=0.075, row_s=0.025)
+        if is_dear and not isinstance(pair.verifier.pacing.clock.rows, DearRows):
+            pair.verifier.pacing.clock.rows = DearRows(base_s=0.075, row_s=0.025)
 
     outcome = restored.run({"one": body}, use_draft=False, verify_all=not is_dear, each_turn=price)["one"]
     assert_equal(outcome, expected)
@@ -182,7 +180,7 @@ def test_lookahead_is_asked_less_where_its_windows_rows_cost_more_than_it_brings
 def test_a_session_may_name_those_that_propose_for_it(restored: LocalPair, plainly: Plainly) -> None:
     body = open_session(prompts()[0][:40] * 2, max_tokens=40, ignore_eos=True)
     expected = plainly(body)
-    restored.reset(drafters=[EVERY["ngram"], EVERY["suffix"], EVERY["token_recycling"]])
+    restored.reset(drafters=[EVERY["ngram"], EVERY["suffix"], EVERY["lookahead"]])
     opens = {}
     for key, names in {"all": [], "one": ["suffix", "unheard_of"], "none": ["draft_model"]}.items():
         opens[key] = pb.OpenSession()
@@ -192,7 +190,7 @@ def test_a_session_may_name_those_that_propose_for_it(restored: LocalPair, plain
     for outcome in outcomes.values():
         assert_equal(outcome, expected)
     asked = {key: {record.name for v in outcome.verdicts for record in v.drafters} for key, outcome in outcomes.items()}
-    assert asked == {"all": {"ngram", "suffix", "token_recycling"}, "one": {"suffix"}, "none": set()}
+    assert asked == {"all": {"ngram", "suffix", "lookahead"}, "one": {"suffix"}, "none": set()}
     assert outcomes["none"].num_verified == 0
 
 
@@ -208,7 +206,7 @@ def test_drafters_come_and_go_while_sessions_run(restored: LocalPair, plainly: P
         if rng.random() < 0.5:
             pair.verifier.panel.remove(name)
         elif name not in pair.verifier.panel.names:
-            pair.verifier.panel.add(name, make_drafter(EVERY[name], 4096))
+            pair.verifier.panel.add(name, make_drafter(EVERY[name]))
 
     outcomes = restored.run(opens, use_draft=False, each_turn=disturb)
     assert_all_equal(outcomes, opens, plainly)
@@ -244,9 +242,6 @@ class Failing:
         return self
 
     def close(self, context: Context) -> None:
-        pass
-
-    def verified(self, context: Context, token_ids: Sequence[int], top_ids: Sequence[Sequence[int]]) -> None:
         pass
 
     def propose(self, context: Context, room: Room) -> Offer | None:

@@ -22,7 +22,6 @@ from specdec.config.drafter_options import (
     NgramOptions,
     PEagleOptions,
     SuffixOptions,
-    TokenRecyclingOptions,
 )
 from specdec.drafting.heads.methods.registry import CAPABILITIES, make_head
 from specdec.drafting.heads.serial import SerialHead
@@ -134,7 +133,7 @@ def test_many_more_sets_change_no_token(
 
 def check_random_set(options: dict[str, HeadOptions], pair: LocalPair, plainly: Plainly, seed: int) -> None:
     rng = random.Random(seed)
-    plain: list[DrafterOptions] = [NgramOptions(prompt_lookup_min=1), SuffixOptions(), TokenRecyclingOptions()]
+    plain: list[DrafterOptions] = [NgramOptions(prompt_lookup_min=1), SuffixOptions()]
     names = rng.sample([*MAKERS, RIGHT], rng.randrange(1, 5))
     by_method: dict[str, DrafterOptions] = {options[name].method: options[name] for name in names}  # type: ignore[misc]
     by_method |= {each.method: each for each in rng.sample(plain, rng.randrange(3))}

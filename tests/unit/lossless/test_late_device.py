@@ -200,7 +200,7 @@ def told(
     engine.launch_pass = device.launch if is_late else None
     client = WorkerClient(pair, "target")
     pair.verifier.pacing = Pacing(0.0)
-    pair.verifier.pacing.step_time = unhurried()
+    pair.verifier.pacing.clock.rows = unhurried()
     client.attach()
     salt = b"%d" % next(salts)
     for name, body in bodies.items():

@@ -14,7 +14,6 @@ from specdec.config.drafter_options import (
     LayerSkipOptions,
     NgramOptions,
     SuffixOptions,
-    TokenRecyclingOptions,
 )
 from specdec.drafting.heads.session import HeadAsk
 from specdec.drafting.interface import Offer
@@ -93,7 +92,7 @@ def test_many_more_sets_change_no_token(restored: LocalPair, plainly: Plainly, s
 
 def check_random_set(pair: LocalPair, plainly: Plainly, seed: int) -> None:
     rng = random.Random(seed)
-    plain: list[DrafterOptions] = [NgramOptions(prompt_lookup_min=1), SuffixOptions(), TokenRecyclingOptions()]
+    plain: list[DrafterOptions] = [NgramOptions(prompt_lookup_min=1), SuffixOptions()]
     drafters = [SETS[rng.choice(sorted(SETS))], *rng.sample(plain, rng.randrange(3))]
     how = {"rng": rng, "use_draft": rng.random() < 0.5, "verify_all": rng.random() < 0.7}
     opens = {str(i): body_of(case) for i, case in enumerate(rng.sample(CASES, 5))}

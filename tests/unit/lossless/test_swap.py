@@ -72,7 +72,7 @@ def test_sets_that_come_and_go_change_no_token(temperature: float, running: Loca
     running.reset(drafters=[NgramOptions()])
     sets = [
         asked({"method": "ngram", "prompt_lookup_min": 1}, EAGLE3),
-        "suffix,token_recycling",
+        "suffix,prediction",
         asked("suffix", {**EAGLE3, "num_speculative_tokens": 3}, SKIP),
         asked({"method": "eagle3", "model": "nowhere"}),
         "",
@@ -92,7 +92,7 @@ def test_sets_that_come_and_go_change_no_token(temperature: float, running: Loca
         names |= {record.name for outcome in outcomes.values() for v in outcome.verdicts for record in v.drafters}
     kinds = [running.answer(call).kind for call in calls]
     assert {index % len(sets) for index, kind in enumerate(kinds) if kind is FrameKind.STREAM_ABORT} == {3}
-    assert {("ngram", "eagle3"), ("suffix", "token_recycling"), ("suffix", "eagle3", "layer_skip"), ()} <= seen
+    assert {("ngram", "eagle3"), ("suffix", "prediction"), ("suffix", "eagle3", "layer_skip"), ()} <= seen
     assert names >= {"ngram", "suffix", "eagle3", "layer_skip"}
 
 
@@ -280,7 +280,7 @@ def test_a_session_gets_no_drafter_that_it_did_not_name(running: LocalPair, plai
     def disturb(pair: LocalPair) -> None:
         nonlocal is_called
         if not is_called and pair.num_output("a") > 10:
-            is_called = told(pair, pair.call("suffix,token_recycling")) == ["suffix", "token_recycling"]
+            is_called = told(pair, pair.call("suffix,prediction")) == ["suffix", "prediction"]
 
     outcome = running.run({"a": body}, use_draft=False, each_turn=disturb)["a"]
     assert outcome.token_ids == expected.token_ids
@@ -304,12 +304,12 @@ def test_sessions_whose_drafters_change_are_judged_anew(running: LocalPair) -> N
 
 
 def test_the_load_tells_a_coordinator_at_once(running: LocalPair) -> None:
-    running.call(asked("token_recycling", {"method": "ngram", "prompt_lookup_min": 3}))
+    running.call(asked("suffix", {"method": "ngram", "prompt_lookup_min": 3}))
     running.target_port.outbox.clear()
     running.target._turn()
     loads = [frame for frame in running.target_port.outbox if frame.kind is FrameKind.LOAD]
     drafters = pb.LoadReport.FromString(loads[-1].payload).drafters
-    assert list(drafters.names) == ["token_recycling", "ngram"]
+    assert list(drafters.names) == ["suffix", "ngram"]
     assert [json.loads(options) for options in drafters.options] == [{}, {"prompt_lookup_min": 3}]
     order = [frame.kind for frame in running.target_port.outbox if frame.kind is FrameKind.LOAD or frame.stream_id > 1]
     assert order.index(FrameKind.LOAD) < order.index(FrameKind.MESSAGE)

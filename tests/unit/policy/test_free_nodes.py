@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from specdec.target_service.policy.acceptance import OwnRecord, SourceRecord
 from specdec.target_service.policy.gate import SpeculationGate
 from specdec.target_service.policy.gate_state import GateState, Phase
-from specdec.target_service.policy.source_records import OwnRecord, SourceRecord
 
 PLAIN_S = 0.010
 
@@ -13,9 +13,7 @@ def decode(
     gate: SpeculationGate, state: GateState, now_s: float, *, step_s: float, num_tokens: int, free: bool
 ) -> None:
     gate.stepped(state, num_tokens - 1, free, now_s, num_nodes=8 if free else 0)
-    gate.observe_turn(
-        [state], num_tokens=[num_tokens], num_open=1, turn_s=step_s, now_s=now_s, waiting=[state], are_free=[free]
-    )
+    gate.observe_turn([state], num_tokens=[num_tokens], turn_s=step_s, now_s=now_s, waiting=[state], are_free=[free])
 
 
 def suspended_gate() -> tuple[SpeculationGate, GateState, float]:
@@ -25,7 +23,7 @@ def suspended_gate() -> tuple[SpeculationGate, GateState, float]:
     for _ in range(200):
         now_s += PLAIN_S
         decode(gate, state, now_s, step_s=PLAIN_S, num_tokens=1, free=False)
-    assert gate.costs.plain_s(1) is not None
+    assert gate.clock.plain_s(1) is not None
     return gate, state, now_s
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from specdec.target_service.policy.gate import SpeculationGate
 from specdec.target_service.policy.gate_state import Phase
-from specdec.target_service.policy.step_costs import StepCosts, band_of
+from specdec.target_service.policy.step_clock import StepClock, band_of
 from tests.support.engine.gated_world import Weather, World
 
 BOUND = 0.97
@@ -210,21 +210,21 @@ def test_a_single_step_that_stalls_for_long_ends_no_speculation() -> None:
     world = World(lambda now_s: Weather(GOOD, 0.3, 4), length=100_000)
     world.run(5.0)
     states = [session.state for session in world.sessions if session.state is not None]
-    world.gate.observe_turn(states, num_tokens=[1] * 4, num_open=4, turn_s=0.3, now_s=world.now_s, waiting=states)
+    world.gate.observe_turn(states, num_tokens=[1] * 4, turn_s=0.3, now_s=world.now_s, waiting=states)
     assert world.share_speculating(2.0) > 0.8
 
 
 def test_costs_are_what_steps_took_longer_by_the_share_that_speculates() -> None:
-    costs = StepCosts()
+    clock = StepClock()
+    assert clock.expected_plain_s(8) == clock.rows.predict(8), "not measured: by its rows"
     for step in range(200):
         now_s = step * 0.01
-        costs.observe(8, 0.0, 0.010, now_s)
-        costs.observe(8, 0.5, 0.012, now_s)
-        costs.observe(8, 1.0, 0.014, now_s)
-    assert costs.plain_s(8) == pytest.approx(0.010)
-    assert costs.price(8, 2.0) == pytest.approx(0.4, abs=0.02)
-    assert costs.price(12, 2.0) == costs.price(8, 2.0), "what is not known of a load is taken from the nearest"
-    assert costs.price(8, 60.0) < 0.2, "what was long ago is doubted"
+        clock.observe_turn(8, 0.0, 0.010, now_s)
+        clock.observe_turn(8, 0.5, 0.012, now_s)
+        clock.observe_turn(8, 1.0, 0.014, now_s)
+    assert clock.plain_s(8) == clock.expected_plain_s(8) == pytest.approx(0.010)
+    assert clock.min_gain_tokens(8) == pytest.approx(0.4, abs=0.02)
+    assert clock.min_gain_tokens(12) == clock.min_gain_tokens(8), "what is not known of a load is the nearest one's"
 
 
 def test_bands_grow_with_the_load() -> None:

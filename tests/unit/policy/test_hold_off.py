@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from specdec.target_service.policy.hold_off import DEPTHS, DraftLatency, WaitAllowance, kind_of
+from specdec.target_service.policy.budget import SHARE, WaitPurse
+from specdec.target_service.policy.hold_off import DEPTHS, DraftLatency, kind_of
 from specdec.target_service.policy.hold_off import HoldOffChoice as AnyHoldOffChoice
 
 HoldOffChoice = partial(AnyHoldOffChoice, window=1)
@@ -70,25 +71,25 @@ def test_a_depth_is_a_trial_once_it_is_known_to_be_worse_than_not_waiting() -> N
     assert [choice.is_trial(depth) for depth in DEPTHS] == [False, False, True]
 
 
-def test_waits_that_nothing_speaks_for_take_a_hundredth_of_the_time() -> None:
-    allowance, now_s, waited_s = WaitAllowance(), 0.0, 0.0
+def test_waits_that_nothing_speaks_for_take_the_budgets_share_of_the_time() -> None:
+    allowance, now_s, waited_s = WaitPurse(0.01), 0.0, 0.0
     for _ in range(20_000):
         now_s += 0.0005
         if allowance.grants(0.004, now_s):
             waited_s += 0.004
             now_s += 0.004
-    assert 0.009 * now_s < waited_s <= 0.01 * now_s + allowance.most_s
+    assert 0.9 * SHARE * now_s < waited_s <= SHARE * now_s + allowance.most_s
 
 
 def test_a_wait_longer_than_what_is_saved_for_others_comes_when_it_is_paid_for() -> None:
-    allowance = WaitAllowance()
-    grants_s = [step * 0.01 for step in range(1000) if allowance.grants(0.04, step * 0.01)]
+    allowance = WaitPurse(0.01)
+    grants_s = [step * 0.01 for step in range(700) if allowance.grants(0.04, step * 0.01)]
     assert len(grants_s) == 2
-    assert grants_s[1] - grants_s[0] == pytest.approx(4.0, abs=0.1)
+    assert grants_s[1] - grants_s[0] == pytest.approx(0.04 / SHARE, abs=0.1)
 
 
 def test_sessions_that_wait_together_pay_for_it_once() -> None:
-    allowance = WaitAllowance()
+    allowance = WaitPurse(0.01)
     assert all(allowance.grants(0.008, 1.0) for _ in range(8))
     assert not allowance.grants(0.008, 1.001)
     assert allowance.grants(0.002, 1.002), "what is left"

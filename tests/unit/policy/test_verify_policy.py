@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.target_service.policy.acceptance import Acceptance, SourceRecord
 from specdec.target_service.policy.step_time import StepTimeModel
 from specdec.target_service.policy.urgency import urgency
-from specdec.target_service.policy.verify_policy import AcceptanceCalibration, select_nodes
+from specdec.target_service.policy.verify_policy import select_nodes
 
 
 def machine(base_s: float, row_s: float) -> StepTimeModel:
@@ -105,35 +106,35 @@ def test_where_steps_are_padded_nodes_fill_them_to_the_edge_that_pays_best(
     assert select_nodes(scores, limits, 0, model) == chosen
 
 
-def test_calibration_begins_with_the_scores_themselves() -> None:
-    calibration = AcceptanceCalibration()
-    assert calibration.rate(0.95) == pytest.approx(0.9375)
-    assert calibration.rate(0.0) == pytest.approx(0.0625)
-    assert calibration.rate(1.0) == calibration.rate(0.99)
+def test_a_record_begins_with_the_scores_themselves() -> None:
+    record = SourceRecord()
+    assert [record.rate(score, 1, None) for score in (0.95, 0.0, 1.0)] == pytest.approx([0.95, 0.0, 1.0])
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.3, 1.0])
-def test_calibration_learns_the_rate_of_its_band_and_leaves_others_alone(truth: float) -> None:
-    calibration = AcceptanceCalibration()
+def test_a_record_learns_the_rate_of_a_score_and_leaves_others_alone(truth: float) -> None:
+    record = SourceRecord()
     for i in range(1000):
-        calibration.observe(0.9, i % 10 < truth * 10)
-    assert calibration.rate(0.9) == pytest.approx(truth, abs=0.05)
-    assert calibration.rate(0.3) == pytest.approx(0.3125)
+        record.observe(0.9, 1, i % 10 < truth * 10, None)
+    assert record.rate(0.9, 1, None) == pytest.approx(truth, abs=0.05)
+    assert record.rate(0.3, 1, None) == pytest.approx(0.3)
+    assert record.rate(0.9, 2, None) == pytest.approx(0.9)
 
 
-def test_calibration_follows_a_change() -> None:
-    calibration = AcceptanceCalibration()
+def test_a_record_follows_a_change() -> None:
+    record = SourceRecord()
     for accepted in [True] * 1000 + [False] * 1000:
-        calibration.observe(0.6, accepted)
-    assert calibration.rate(0.6) < 0.02
+        record.observe(0.6, 1, accepted, None)
+    assert record.rate(0.6, 1, None) < 0.03
 
 
 @pytest.mark.parametrize("truth", [0.0, 0.5, 1.0])
 def test_the_rate_per_depth_follows_how_often_a_walk_goes_on(truth: float) -> None:
-    calibration = AcceptanceCalibration()
+    acceptance = Acceptance()
+    assert acceptance.depth_rate == pytest.approx(0.6)
     for i in range(2000):
-        calibration.observe_depth(i % 10 < truth * 10)
-    assert calibration.depth_rate == pytest.approx(truth, abs=0.06)
+        acceptance.observe_depth(i % 10 < truth * 10)
+    assert acceptance.depth_rate == pytest.approx(truth, abs=0.06)
 
 
 def test_a_request_that_is_behind_its_wish_gets_rows_before_others() -> None:

@@ -19,7 +19,6 @@ from specdec.config.drafter_options import (
     NgramOptions,
     PredictionOptions,
     SuffixOptions,
-    TokenRecyclingOptions,
 )
 from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import RejectionMethod
@@ -165,7 +164,7 @@ def test_first_tokens_follow_the_target_exactly_when_chains_are_decided_on_as_bl
 
 def test_point_masses_are_decided_on_as_blocks_too(pair: LocalPair) -> None:
     likely = max(exact_distribution(prompts()[1][:17], 3).items(), key=lambda item: item[1])[0]
-    drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1), TokenRecyclingOptions()]
+    drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1)]
     check_distribution(pair, REJECTION, 768, drafters=drafters, use_draft=False, prediction=likely, method=BLOCK)
 
 
@@ -201,9 +200,9 @@ def test_first_tokens_follow_the_target_exactly_over_many_seeds(mode: pb.VerifyM
 @pytest.mark.parametrize("use_draft", [False, True])
 def test_point_masses_of_the_targets_own_drafters_leave_the_distribution(use_draft: bool, pair: LocalPair) -> None:
     likely = max(exact_distribution(prompts()[1][:17], 3).items(), key=lambda item: item[1])[0]
-    drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1), TokenRecyclingOptions()]
+    drafters = [PredictionOptions(), SuffixOptions(), NgramOptions(prompt_lookup_min=1)]
     check_distribution(pair, REJECTION, 768, drafters=drafters, use_draft=use_draft, prediction=likely)
-    assert pair.verifier.panel.names == ["prediction", "suffix", "ngram", "token_recycling"]
+    assert pair.verifier.panel.names == ["prediction", "suffix", "ngram"]
 
 
 ALLOWED = [token for token in range(2, 1200) if token % 3]

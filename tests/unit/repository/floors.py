@@ -19,10 +19,8 @@ FLOORS = {
         drafters generate inputs models
         debug up
         audit bench demo serve tune
-        train
-        doctor
-        app
-        main
+        app train
+        doctor main
     """,
     "specdec.commands.audit": """
         greedy reference sampled services
@@ -161,7 +159,7 @@ FLOORS = {
         drafter
     """,
     "specdec.drafting.lookup": """
-        growing suffix token_recycling
+        growing suffix
         lookahead ngram prediction
     """,
     "specdec.drafting.role": """
@@ -278,8 +276,8 @@ FLOORS = {
         pacing
     """,
     "specdec.wire": """
-        addresses backoff chat_template_files error_details message_sizes
-        sampling_limits sampling_params session_keys tls_files
+        addresses backoff chat_template_files error_details message_sizes sampling_limits sampling_params
+        session_keys tls_files
         errors settings
         abort reading
         tls

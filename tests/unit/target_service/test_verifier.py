@@ -204,4 +204,4 @@ def test_rows_are_free_up_to_what_steps_are_really_padded_to(
     monkeypatch.setattr(loaded_pair.target_built.model, "replays", replays)
     monkeypatch.setattr(HeadDesk, "prepare", lambda self: setattr(replays, "row_edges", edges))
     loaded_pair.reset()
-    assert loaded_pair.verifier.pacing.step_time.edges == edges
+    assert loaded_pair.verifier.pacing.clock.rows.edges == edges

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.target_service.pacing.pacing import Pacing
-from specdec.target_service.policy.hold_off import DEPTHS, DraftLatency, WaitAllowance
+from specdec.target_service.pacing.pacing import CATCH_UP_S, Pacing
+from specdec.target_service.policy.hold_off import DEPTHS, DraftLatency
 from specdec.v1 import common_pb2 as pb
 from tests.support.engine.free_rows import FreeRows
 from tests.support.engine.local_pair import LocalPair, chain
@@ -15,7 +15,7 @@ from tests.support.engine.worker_client import WorkerClient
 
 def held(client: WorkerClient, pacing: Pacing) -> WorkerClient:
     """A session whose first token is decided, on a target that waits for drafts as `pacing` says."""
-    pacing.step_time = FreeRows()
+    pacing.clock.rows = FreeRows()
     client.pair.verifier.pacing = pacing
     client.entry("s", open=a_session())
     client.turn()
@@ -65,7 +65,7 @@ def test_a_draft_that_steps_leave_behind_is_waited_for_now_and_then_until_it_has
     """A step takes half a millisecond, an answer longer: what is proposed meanwhile is stale when it comes."""
     pacing = Pacing(None)
     held(client, pacing)
-    pacing.step_time.base_s = 0.0005
+    pacing.clock.rows.base_s = 0.0005
     waits_s: list[float] = []
     num_stale = num_verified = 0
     begin_s, client.session().misses.num_unanswered = client.clock.now_s, 2  # two waits were in vain already
@@ -90,7 +90,7 @@ def test_a_draft_that_steps_leave_behind_is_waited_for_now_and_then_until_it_has
         assert num_verified == 0
         assert len(waits_s) == 1, "another one is not paid for yet"
         assert num_stale > 30
-        assert sum(waits_s) <= WaitAllowance().most_s
+        assert sum(waits_s) <= CATCH_UP_S
     assert client.clock.now_s - begin_s < 1.0
 
 
@@ -99,7 +99,7 @@ def test_where_no_draft_answers_in_time_new_sessions_do_not_wait_to_find_out(
     client: WorkerClient, truth: list[int], answers: bool
 ) -> None:
     pacing = client.pair.verifier.pacing = Pacing(None)
-    pacing.step_time, pacing.step_time.base_s = FreeRows(), 0.002
+    pacing.clock.rows, pacing.clock.rows.base_s = FreeRows(), 0.002
     waits_s: list[int | float] = []
     for number in range(20):
         waits_s.append(0.0)
@@ -121,7 +121,7 @@ def test_where_no_draft_answers_in_time_new_sessions_do_not_wait_to_find_out(
         assert late_s > 0.02
     else:
         assert sum(waits_s[:10]) > 0
-        assert late_s <= WaitAllowance().most_s
+        assert late_s <= CATCH_UP_S
 
 
 def test_prefill_and_sessions_without_drafts_are_not_kept_waiting(client: WorkerClient) -> None:
@@ -135,7 +135,7 @@ def test_nobody_waits_for_a_draft_that_is_not_there_until_one_has_sent_something
     client: WorkerClient, truth: list[int]
 ) -> None:
     client.pair.verifier.pacing = Pacing(1e6)
-    client.pair.verifier.pacing.step_time = FreeRows()
+    client.pair.verifier.pacing.clock.rows = FreeRows()
     client.entry("s", open=a_session(body={"has_no_draft": True}))
     client.turn(4)
     assert client.session().num_tokens == 24
@@ -165,7 +165,7 @@ def test_a_draft_that_lies_about_its_times_makes_nobody_wait_for_longer_than_som
     """Sessions wait together: what one draft brings about, those of others feel."""
     pacing = Pacing(None)
     held(client, pacing)
-    step_s = pacing.step_time.predict(1)
+    step_s = pacing.clock.rows.predict(1)
     waits_s: list[float] = []
 
     def lie() -> None:

@@ -17,7 +17,7 @@ LATENCY = DraftLatency(first_s=0.005, node_s=0.001)
 def client(client: WorkerClient) -> WorkerClient:
     """Sessions s and t, whose first tokens are decided, on a target that finds it best to wait."""
     pacing = client.pair.verifier.pacing = Pacing(None)
-    pacing.step_time = FreeRows()
+    pacing.clock.rows = FreeRows()
     choice = pacing._hold_off["greedy"]
     choice._current, choice._num_left = DEPTHS[-1], 1000
     for name in ("s", "t"):

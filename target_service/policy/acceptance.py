@@ -1,8 +1,9 @@
-"""What became of what each drafter offered: acceptance by depth and score, of all sessions and of each one.
+"""The one record of acceptance: by source, depth and score, of all sessions and of each one.
 
-A drafter's own score says how sure it is, in a measure of its own. What it is worth is learnt, so that the nodes of all
-sources are ranked on one scale. The target's tokens say of every offered node that hangs from a committed one whether
-it would have been accepted, verified or not: a source that is asked is learnt about, however little of it is verified.
+A source's own score says how sure it is, in a measure of its own. What it is worth is learnt, so that the nodes of all
+sources, drafts among them, are ranked on one scale. The target's tokens say of every offered node that hangs from a
+committed one whether it would have been accepted, verified or not: a source that is asked is learnt about, however
+little of it is verified.
 
 What a session itself has seen counts more the more that is: a text that quotes is one of many that do not.
 """
@@ -12,16 +13,21 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+from specdec.target_service.policy.means import WEIGHT
+
 _NUM_BANDS = 8
+"""Equal ranges of scores, each counted apart."""
 _DEPTHS = (1, 2, 4)
-"""Depths from each to the one before the next are taken together."""
-_DECAY, _OWN_DECAY = 0.995, 0.95
-"""What is left of an observation's weight after one more."""
+"""First depths of the ranges that are counted apart."""
+_DECAY = 0.995
+"""Factor on an observation's weight with each one after it, over all sessions; in a session `means.WEIGHT` fades it."""
 _PRIOR_WEIGHT = 4.0
-"""In nodes, of a drafter's own word against what was seen of it; and of all sessions against one."""
+"""Weight, in nodes, of a source's own word against what was seen of it; and of all sessions against one."""
+_FIRST_DEPTH_RATE = 0.6
+"""Estimated probability that one of a draft's children is accepted, before any was verified."""
 
 
-def band_of(score: float) -> int:
+def score_band(score: float) -> int:
     """Scores that are taken for the same."""
     return max(0, min(int(score * _NUM_BANDS), _NUM_BANDS - 1))
 
@@ -37,7 +43,7 @@ class Counts:
     accepted: float = 0.0
     reached: float = 0.0
 
-    def observe(self, accepted: bool, decay: float) -> None:
+    def observe(self, accepted: bool, decay: float = _DECAY) -> None:
         """One more node."""
         self.accepted = self.accepted * decay + accepted
         self.reached = self.reached * decay + 1.0
@@ -62,26 +68,36 @@ class SourceRecord:
 
     def observe(self, score: float, depth: int, accepted: bool, own: OwnRecord | None) -> None:
         """A node that hangs from a committed token was, or was not, the target's next one."""
-        band = band_of(score)
+        band = score_band(score)
         self.bands[_depth_band(depth)][band].observe(accepted, _DECAY)
         if own is not None:
-            own.bands[band].observe(accepted, _OWN_DECAY)
+            own.bands[band].observe(accepted, 1 - WEIGHT)
 
     def rate(self, score: float, depth: int, own: OwnRecord | None) -> float:
         """Estimated probability that a node of this score is accepted when its parent is."""
-        band = band_of(score)
+        band = score_band(score)
         rate = self.bands[_depth_band(depth)][band].rate(min(1.0, max(0.0, score)))
         return rate if own is None else own.bands[band].rate(rate)
 
 
-class SourceRecords:
+class Acceptance:
     """Of all sources. Memory: some fifty numbers for each."""
 
     def __init__(self) -> None:
         self._records: defaultdict[str, SourceRecord] = defaultdict(SourceRecord)
+        self._went_on = Counts()
 
     def __getitem__(self, source: str) -> SourceRecord:
         return self._records[source]
+
+    @property
+    def depth_rate(self) -> float:
+        """Estimated probability that a walk goes on where a draft has proposed something, whatever its score."""
+        return self._went_on.rate(_FIRST_DEPTH_RATE)
+
+    def observe_depth(self, went_on: bool) -> None:
+        """A node with verified children of a draft was reached; `went_on` when one of them was accepted."""
+        self._went_on.observe(went_on)
 
     def forget(self, source: str) -> None:
         """Another one has its name."""
