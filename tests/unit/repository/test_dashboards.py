@@ -13,7 +13,7 @@ import yaml
 ROOT = Path(__file__).parents[3]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 GRAFANA = ROOT / "deploy" / "grafana"
-DASHBOARDS = sorted((GRAFANA / "dashboards").glob("*.json"))
+DASHBOARDS = sorted((ROOT / "helm/specdec/files/dashboards").glob("*.json"))
 RULES = [PROMETHEUS / "recording.yml", PROMETHEUS / "alerts.yml"]
 RULE_TESTS = sorted((PROMETHEUS / "tests").glob("*.yml"))
 
