@@ -20,7 +20,6 @@ import socket
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -34,9 +33,9 @@ from specdec.coordinator.servicer import SERVICE_NAME
 from specdec.service.listening import StartupFailed
 from specdec.service.metrics_endpoint import metrics_endpoint
 from specdec.service.readiness import Readiness, plaintext_health
+from specdec.service.restarts import RestartCount, RestartPolicy
 from specdec.service.server import install_signals
 from specdec.telemetry import SupervisorMetrics, enable_multiprocess_metrics
-from specdec.wire.backoff import Backoff
 from specdec.wire.tls_files import TlsFilesBroken
 
 _METRICS_NAME = "supervisor"
@@ -47,21 +46,11 @@ _STOP_MARGIN_S = 15.0
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """How long to wait before a process is started again. Times in seconds."""
-
-    backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.1, longest_s=10.0))
-    steady_s: float = 30.0
-    """A process that lived this long begins with the first wait."""
-
-
 class Supervisor:
     """Keeps `num_processes` coordinator processes running. One `run` per object."""
 
-    def __init__(self, settings: CoordinatorSettings, policy: RestartPolicy | None = None) -> None:
+    def __init__(self, settings: CoordinatorSettings) -> None:
         self._settings = settings
-        self._policy = policy or RestartPolicy()
         self._processes: list[CoordinatorProcess] = []
         self._readiness = Readiness((SERVICE_NAME,))
         self._stopping = asyncio.Event()
@@ -112,7 +101,7 @@ class Supervisor:
 
     async def _keep(self, process: CoordinatorProcess, metrics: SupervisorMetrics) -> int:
         """Start a process again and again until it is told to end; returns its last exit code."""
-        num_failures = 0
+        restarts = RestartCount(RestartPolicy())
         while True:
             started_s = time.monotonic()
             exit_code = await process.live()
@@ -121,9 +110,7 @@ class Supervisor:
             if not self._has_served.is_set():
                 _log.error("failed", reason="the first process did not start", exit_code=exit_code)
                 return exit_code
-            is_steady = time.monotonic() - started_s >= self._policy.steady_s
-            num_failures = 1 if is_steady else num_failures + 1
-            wait_s = self._policy.backoff.wait_s(num_failures)
+            wait_s = restarts.wait_after_end(time.monotonic() - started_s)
             metrics.process_restarts.inc()
             _log.warning("process_ended", process=process.index, exit_code=exit_code, restart_in_s=wait_s)
             with contextlib.suppress(TimeoutError):

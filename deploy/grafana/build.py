@@ -1,5 +1,7 @@
 """Writes the dashboards: `python deploy/grafana/build.py`; with `--check`, tells whether they are up to date.
 
+They are files of the chart, and Compose mounts them from there.
+
 With `--check` nothing is written, and the exit status is 1 when a file differs from what would be written.
 """
 
@@ -16,7 +18,7 @@ from overview_page import overview
 from speculation_page import speculation
 from tier_pages import draft, target
 
-FOLDER = Path(__file__).parent / "dashboards"
+FOLDER = Path(__file__).parents[2] / "helm/specdec/files/dashboards"
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from tests.support.services.faults import start_again
 from tests.support.services.model_pair import ModelPair
 from tests.support.services.secured import secure
 
-DASHBOARDS = Path(__file__).parents[2] / "deploy" / "grafana" / "dashboards"
+DASHBOARDS = Path(__file__).parents[2] / "helm" / "specdec" / "files" / "dashboards"
 RENDERS = Path(__file__).parents[1] / "chart" / "golden"
 CLUSTER_LABELS = re.compile(r'{namespace="[^"]*",service="[^"]*"}')
 JOBS = ("coordinator", "gateway", "target", "draft")

@@ -65,7 +65,7 @@ async def test_a_stream_goes_on_exactly_while_each_service_dies_and_is_started_a
                     up.service(MODULES[to_kill.pop(0)]).kill()
         assert not to_kill
         for name in REPLICAS_AND_COORDINATOR:
-            died = up.wait_line(f"{name} was killed by SIGKILL; starting it again in 0.5 s. Its log")
+            died = up.wait_line(f"{name} was killed by SIGKILL; starting it again in 0.25 s. Its log")
             assert "Its log: " in died
             up.wait_line(f"{name} is started again")
             up.wait_line(f"{name} is ready again")

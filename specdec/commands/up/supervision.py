@@ -4,23 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, end_of_log
 from specdec.commands.up.service_process import ServiceProcess
-from specdec.wire.backoff import Backoff
-
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """When a service is started again, and when not any more. Times in seconds."""
-
-    backoff: Backoff = field(default_factory=lambda: Backoff(first_s=0.5, longest_s=10.0))
-    steady_s: float = 30.0
-    """A service that was ready for this long begins with the first wait."""
-    max_futile: int = 5
-    """Starts in a row that end before the service is ready: whatever keeps it from starting is there to stay."""
+from specdec.service.restarts import RestartCount, RestartPolicy
 
 
 @dataclass(slots=True)
@@ -28,15 +17,13 @@ class _Watched:
     """What is known of one service. Points in time are those of time.monotonic()."""
 
     process: ServiceProcess
+    restarts: RestartCount
     is_ready: bool = True
     since_s: float = 0.0
     """When it became ready or, if it is not, when it was started."""
     ended_s: float = 0.0
     restart_s: float | None = None
     """When to start it; None while it runs."""
-    num_ends: int = 0
-    """In a row, without a steady life in between."""
-    num_futile: int = 0
 
 
 class Supervision:
@@ -46,9 +33,9 @@ class Supervision:
         """Take all services for ready. `tell` gets a line for people whenever one ends, starts or is ready again."""
         self._cluster = cluster
         self._tell = tell
-        self._policy = policy or RestartPolicy()
-        now_s = time.monotonic()
-        self._watched = [_Watched(service, since_s=now_s) for service in cluster.services.values()]
+        policy, now_s = policy or RestartPolicy(), time.monotonic()
+        services = cluster.services.values()
+        self._watched = [_Watched(service, RestartCount(policy), since_s=now_s) for service in services]
 
     def check(self) -> None:
         """Look at every service once; takes at most a second for each that is starting.
@@ -65,25 +52,17 @@ class Supervision:
                 self._look_for_ready(watched)
 
     def _on_end(self, watched: _Watched) -> None:
-        service, policy, now_s = watched.process, self._policy, time.monotonic()
-        name = service.spec.name
-        if watched.is_ready:
-            watched.num_futile = 0
-            if now_s - watched.since_s >= policy.steady_s:
-                watched.num_ends = 0
-        else:
-            watched.num_futile += 1
-        watched.num_ends += 1
-        ended = f"{name} {service.describe_end()}"
-        if watched.num_futile >= policy.max_futile:
+        service, restarts, now_s = watched.process, watched.restarts, time.monotonic()
+        wait_s = restarts.wait_after_end(now_s - watched.since_s if watched.is_ready else None)
+        ended = f"{service.spec.name} {service.describe_end()}"
+        if restarts.is_hopeless:
             raise ClusterFailed(
-                "\n".join([f"{ended}, {watched.num_futile} times before it was ready", *end_of_log(service)])
+                "\n".join([f"{ended}, {restarts.num_futile} times before it was ready", *end_of_log(service)])
             )
-        wait_s = policy.backoff.wait_s(watched.num_ends)
         service.kill()  # What it has left behind would keep its port, its cores or its memory.
         watched.is_ready, watched.ended_s, watched.restart_s = False, now_s, now_s + wait_s
         said = service.last_error_line()
-        self._tell(f"{ended}; starting it again in {wait_s:.1f} s" + (f". Its log: {said}" if said else ""))
+        self._tell(f"{ended}; starting it again in {wait_s:.3g} s" + (f". Its log: {said}" if said else ""))
 
     def _restart_when_due(self, watched: _Watched, due_s: float) -> None:
         if time.monotonic() < due_s:

@@ -12,14 +12,14 @@ import structlog
 
 from specdec.replica.bridge.engine_process import EngineProcess
 from specdec.service.listening import StartupFailed
+from specdec.service.restarts import RestartPolicy
 from specdec.telemetry import RelayMetrics
 from specdec.v1 import common_pb2
-from specdec.wire.backoff import Backoff
 
 _WINDOW_S = 600.0
 _KILLED_S = 10.0
 """How long the kernel may take to end a process that was killed."""
-_BACKOFF = Backoff(first_s=0.25, longest_s=10.0)
+_POLICY = RestartPolicy()
 _log = structlog.get_logger(__name__)
 
 
@@ -131,7 +131,7 @@ class EngineKeeper:
                 self._give_up(reason if times == 1 else f"{reason}; the engine ended {times} times in ten minutes")
                 return
             self._metrics.engine_restarts.labels(str(ended.end_cause)).inc()
-            wait_s = _BACKOFF.wait_s(len(self._restarts))
+            wait_s = _POLICY.backoff.wait_s(len(self._restarts))
             _log.warning("engine_restarts", reason=reason, cause=str(ended.end_cause), wait_s=wait_s)
             await asyncio.sleep(wait_s)
             self._last_end = self.last_end

@@ -10,7 +10,8 @@ import pytest
 from specdec.commands.errors import ClusterFailed
 from specdec.commands.up.cluster import Cluster, ClusterTimeouts, free_port
 from specdec.commands.up.service_process import ServiceSpec
-from specdec.commands.up.supervision import RestartPolicy, Supervision
+from specdec.commands.up.supervision import Supervision
+from specdec.service.restarts import RestartCount, RestartPolicy
 from specdec.wire.backoff import Backoff
 
 DEADLINE_S = 120.0
@@ -45,7 +46,7 @@ def test_a_service_that_ends_before_it_is_ready_again_and_again_is_given_up_with
     assert message.startswith("target ended with exit code 1, 3 times before it was ready")
     assert "No module named no_such_module_of_ours" in message
     starts = [line for line in told if line == "target is started again"]
-    ends = [line for line in told if line.startswith("target ended with exit code 1; starting it again in 0.0 s")]
+    ends = [line for line in told if line.startswith("target ended with exit code 1; starting it again in 0.0")]
     assert (len(starts), len(ends)) == (3, 3)
     assert all("No module named no_such_module_of_ours" in line for line in ends)
 
@@ -103,3 +104,13 @@ def test_errors_of_a_former_life_are_not_shown(tmp_path: Path) -> None:
     cluster.services["target"].start()
     assert cluster.services["target"].wait(DEADLINE_S)
     assert cluster.services["target"].last_error_line().startswith("Namespaces are one honking great idea")
+
+
+def test_waits_double_until_a_process_was_ready_for_a_steady_time_and_futile_starts_are_counted_in_a_row() -> None:
+    restarts = RestartCount(RestartPolicy(Backoff(first_s=1.0, longest_s=4.0), steady_s=30.0, max_futile=2))
+    assert [restarts.wait_after_end(lived_s) for lived_s in (5.0, 29.0, None, 0.0)] == [1.0, 2.0, 4.0, 4.0]
+    assert restarts.wait_after_end(30.0) == 1.0
+    assert not restarts.is_hopeless
+    assert [restarts.wait_after_end(None), restarts.is_hopeless] == [2.0, False]
+    assert [restarts.wait_after_end(None), restarts.is_hopeless] == [4.0, True]
+    assert restarts.num_futile == 2

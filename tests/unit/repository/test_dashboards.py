@@ -15,7 +15,7 @@ from tests.support.for_each import for_each
 ROOT = Path(__file__).parents[3]
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 GRAFANA = ROOT / "deploy" / "grafana"
-DASHBOARDS = sorted((GRAFANA / "dashboards").glob("*.json"))
+DASHBOARDS = sorted((ROOT / "helm/specdec/files/dashboards").glob("*.json"))
 RULES = [PROMETHEUS / "recording.yml", PROMETHEUS / "alerts.yml"]
 RULE_TESTS = sorted((PROMETHEUS / "tests").glob("*.yml"))
 
