@@ -234,7 +234,8 @@ FLOORS = {
         build
     """,
     "specdec.service": """
-        affinity error_interceptor extras grpc_polling listening metrics_server parent_process restarts tls_watch
+        affinity error_interceptor extras grpc_polling listening metrics_server parent_process restarts
+        tls_watch
         metrics_endpoint settings
         readiness
         server
