@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -21,7 +22,15 @@ from tests.support.services.coordinator_harness import (
     resumed,
     running,
 )
+from tests.support.services.gateways import gateway
 
+CHAT = {"messages": [{"role": "user", "content": "go"}]}
+ROUTES = [
+    ("/v1/chat/completions", CHAT, "max_tokens"),
+    ("/v1/chat/completions", CHAT, "max_completion_tokens"),
+    ("/v1/completions", {"prompt": [5, 6, 7]}, "max_tokens"),
+    ("/v1/responses", {"input": "go"}, "max_output_tokens"),
+]
 LONG = 131_072
 NUM_PROMPT = 3
 
@@ -100,3 +109,46 @@ async def test_who_asks_for_no_number_gets_what_messages_carry_and_can_take_it_u
         rest = await collect(harness.stub.Generate(again))
         assert not any(rest.ids(choice) for choice in range(16))
         assert {ended.reason for ended in rest.ended.values()} == {pb.FINISH_REASON_LENGTH}
+
+
+def chatting(max_model_len: int) -> ScriptedTarget:
+    """A target whose model has a chat template."""
+    target = a_target(max_model_len)
+    target.tokenizer_config = json.dumps({"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"})
+    return target
+
+
+@pytest.mark.parametrize(("path", "body", "field"), ROUTES)
+async def test_a_gateway_gives_what_there_is_to_who_asks_for_more(path: str, body: dict[str, Any], field: str) -> None:
+    async with running([chatting(200)]) as harness, gateway(harness.address) as one, one.http() as client:
+        answer = (await client.post(path, json={**body, field: 64_000})).json()
+    usage = answer["usage"]
+    assert usage["total_tokens"] == 200
+    assert usage.get("completion_tokens", usage.get("output_tokens")) > 100
+    if path == "/v1/responses":
+        assert answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    else:
+        assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(("path", "body", "field"), ROUTES)
+async def test_a_gateway_names_the_field_that_asks_for_too_much(path: str, body: dict[str, Any], field: str) -> None:
+    async with (
+        running([chatting(200)], excess_max_tokens="refuse") as harness,
+        gateway(harness.address) as one,
+        one.http() as client,
+    ):
+        answer = await client.post(path, json={**body, field: 64_000})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+    assert "maximum context length is 200 tokens" in answer.json()["error"]["message"]
+
+
+async def test_a_chat_that_names_no_number_goes_on_as_the_description_says() -> None:
+    async with running([chatting(6000)]) as harness, gateway(harness.address) as one, one.http() as client:
+        answer = (await client.post("/v1/chat/completions", json={**CHAT, "ignore_eos": True})).json()
+        described = (await client.get("/openapi.json")).json()["components"]["schemas"]
+    assert answer["usage"]["total_tokens"] == 6000
+    told = described["ChatRequest"]["properties"]["max_completion_tokens"]["description"]
+    assert told == described["ResponsesRequest"]["properties"]["max_output_tokens"]["description"]
+    assert "Default: what the context leaves" in told

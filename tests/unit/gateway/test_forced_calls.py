@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.gateway.api.chat import ChatRequest
-from specdec.gateway.api.errors import ApiError
+from specdec.gateway.api.errors import ApiError, param_of
 from specdec.gateway.chat.parsing import make_message_parser
 from specdec.gateway.chat.tool_calls import TOOL_PARSERS
 from specdec.gateway.translation.chat_request import chat_field_names, chat_to_generate
@@ -101,6 +101,19 @@ def test_other_choices_force_nothing(fields: dict[str, Any]) -> None:
 
 def test_models_that_write_channels_are_not_held_to_a_list() -> None:
     assert not chat_to_generate(request(), "harmony", "harmony").sampling.HasField("constraint")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 5}, "max_completion_tokens"),
+    ],
+)
+def test_errors_name_the_most_tokens_as_the_client_did(fields: dict[str, Any], param: str) -> None:
+    names = chat_field_names(request(tool_choice="auto", **fields), "hermes")
+    assert param_of("sampling.max_tokens", names) == param
 
 
 def test_errors_name_what_the_client_sent() -> None:
