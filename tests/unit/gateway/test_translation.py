@@ -190,6 +190,14 @@ def test_tools_are_shown_to_the_template_and_their_marks_kept_in_the_text() -> N
     assert not chat_to_generate(none, "mistral").messages.tools_json
 
 
+@pytest.mark.parametrize("parser", ["mistral", "harmony"])
+def test_marks_of_reasoning_are_kept_in_the_text_without_tools_too(parser: str) -> None:
+    asked = validated(ChatRequest, {"messages": [{"role": "user", "content": "u"}]})
+    sampling = chat_to_generate(asked, reasoning_parser=parser).sampling
+    assert sampling.HasField("skip_special_tokens") and not sampling.skip_special_tokens
+    assert not chat_to_generate(asked, reasoning_parser="qwen3").sampling.HasField("skip_special_tokens")
+
+
 def test_tools_that_nothing_reads_are_refused() -> None:
     asked = validated(ChatRequest, {"messages": [{"role": "user", "content": "u"}], "tools": [TOOL]})
     with pytest.raises(ApiError) as caught:

@@ -118,6 +118,12 @@ def test_max_draft_tokens_of_zero_ignores_proposals(client: WorkerClient, truth:
     assert [list(v.verified_by_depth) for v in client.take("verdict")] == [[]] * 4
 
 
+def test_no_owner_can_ask_for_longer_drafts_than_the_target_takes(client: WorkerClient) -> None:
+    client.entry("s", open=a_session(body={"max_draft_tokens": 64}))
+    client.turn()
+    assert client.session().max_nodes == 8
+
+
 def test_a_session_beyond_the_limit_is_refused_and_told_why(client: WorkerClient) -> None:
     for i in range(5):
         client.entry(f"s{i}", open=a_session())

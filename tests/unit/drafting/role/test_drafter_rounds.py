@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from specdec.config import DraftSettings
+from specdec.drafting.role.opening import read_opening
 from specdec.engine.sampling.noise import Purpose, uniform
 from specdec.engine.sampling.rejection import draw
 from specdec.v1 import common_pb2 as pb
@@ -28,6 +30,13 @@ def test_in_rejection_mode_a_round_is_sent_whole_and_with_its_distributions(clie
         assert token in sparse.token_ids
         assert len(sparse.token_ids) <= 64
         assert sum(sparse.probs) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_no_owner_can_ask_for_longer_rounds_than_the_draft_is_set_to() -> None:
+    body = a_session(temperature=1.0, body={"max_draft_tokens": 64})
+    body.verify_mode = pb.VERIFY_MODE_REJECTION
+    identity = pb.ModelIdentity(vocab_size=4096, max_model_len=512)
+    assert read_opening(body, identity, DraftSettings(model="draft", max_draft_tokens=3)).max_chain == 3
 
 
 def test_in_rejection_mode_a_round_goes_on_past_a_stop_token(client: WorkerClient) -> None:
