@@ -7,13 +7,13 @@ that reads does not hold up an event loop. Token ids, which alone come in millio
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Collection
 from typing import Any
 
 import orjson
 
 from specdec.gateway.api.errors import ApiError, cut, invalid
+from specdec.gateway.api.fields import PackedIds
 from specdec.gateway.api.problems import short
 
 MOST_DEPTH = 64
@@ -25,6 +25,8 @@ MOST_VALUES = 200_000
 sampling parameters have 20,000."""
 _PIECE_BYTES = 64 * 1024
 """Read in one call: half a millisecond."""
+_FEW_IDS = 256
+"""No more stay a list, and count as values."""
 _MOST_KEYS = 1024
 """Kept, so that equal keys are one text."""
 _MOST_NUMBER_CHARS = 512
@@ -47,8 +49,8 @@ def parsed(data: bytes | bytearray, token_fields: Collection[str] = ()) -> Any:
 
     Args:
         data: UTF-8.
-        token_fields: fields of the outermost object whose lists, and lists in these, are `array("I")` where they begin
-            with a token id.
+        token_fields: fields of the outermost object whose lists, and lists in these, are `PackedIds` where they begin
+            with a token id and are long.
 
     Raises:
         ApiError: it is no JSON, too deep, or of too many values, or a list of token ids has something else in it.
@@ -122,10 +124,10 @@ class _Reader:
                 return items
 
     def _token_ids(self, path: str, depth: int) -> Any:
-        """A list of token ids as an array; one that begins with something else as a list, where lists may be arrays."""
+        """A list of token ids; one that begins with something else is read as any, and lists in it as lists of ids."""
         if self._is_empty(depth, _LIST_END):
             return []
-        ids = array("I")
+        ids = PackedIds()
         while True:
             self._skip_space()
             found = _IDS.match(self._data, self._at, self._at + _PIECE_BYTES)
@@ -134,8 +136,14 @@ class _Reader:
             stop = end if is_last else self._data.rfind(b",", self._at, end)
             if stop < 0:
                 break
-            self._add_ids(path, ids, bytes(self._data[self._at : stop]))
+            piece = self._loaded(b"[" + self._data[self._at : stop] + b"]")
+            if not piece:
+                raise self._no_json("a value is expected")
             self._at = stop + 1
+            if is_last and not ids and len(piece) <= _FEW_IDS:
+                self._num_left -= len(piece)
+                return piece
+            _add(path, ids, piece)
             if is_last:
                 return ids
         if ids:
@@ -148,16 +156,6 @@ class _Reader:
             items.append(self._token_ids(f"{path}[{len(items)}]", depth + 1) if is_within else self._value(depth))
             if self._ends(_LIST_END):
                 return items
-
-    def _add_ids(self, path: str, ids: array[int], text: bytes) -> None:
-        piece = self._loaded(b"[" + text + b"]")
-        if not piece:
-            raise self._no_json("a value is expected")
-        try:
-            ids.extend(array("I", piece))
-        except (OverflowError, TypeError):
-            index = next(index for index, value in enumerate(piece) if not isinstance(value, int) or value >= 2**32)
-            raise _no_id(f"{path}[{len(ids) + index}]", piece[index]) from None
 
     def _key(self) -> str:
         if self._data[self._at] != _QUOTE:
@@ -242,6 +240,14 @@ class _Reader:
 
     def _refused(self, problem: str) -> ApiError:
         return invalid(self._field and cut(self._field), problem, "invalid_json")
+
+
+def _add(path: str, ids: PackedIds, piece: list[Any]) -> None:
+    try:
+        ids.add(piece)
+    except (ValueError, TypeError):
+        index = next(index for index, value in enumerate(piece) if not isinstance(value, int) or value >= 2**32)
+        raise _no_id(f"{path}[{len(ids) + index}]", piece[index]) from None
 
 
 def _no_id(path: str, value: Any) -> ApiError:

@@ -21,6 +21,7 @@ from specdec.gateway.api.responses import ResponsesRequest
 from specdec.gateway.api.tokens import DetokenizeBody, TokenizeBody
 from specdec.gateway.http.json_reader import MOST_DEPTH, MOST_VALUES, parsed
 from specdec.gateway.translation.completion_request import completion_to_generate
+from specdec.wire.errors import InvalidRequest
 from tests.support.cost import lines_run
 
 GROWN_BYTES = 1024
@@ -160,6 +161,56 @@ def test_the_first_wrong_token_id_is_named(ids: str, param: str) -> None:
     error = read(CompletionRequest, b'{"prompt": ' + ids.encode() + b"}")
     assert error is not None
     assert error.param == param
+
+
+MIB = 2**20
+LARGE = {
+    "ids of a digit": grown(b"7", 8 * MIB),
+    "ids of five digits": grown(b"30000", 8 * MIB),
+    "text": b'"' + b"a b " * (2 * MIB) + b'"',
+    "escapes": b'"' + rb"\n" * (4 * MIB) + b'"',
+    "lists": grown(b"[]", 8 * MIB),
+    "lists of an id": grown(b"[1]", 8 * MIB),
+    "texts": grown(b'"a"', 8 * MIB),
+    "objects": grown(b"{}", 8 * MIB),
+    "no ids at the end": grown(b"7", 8 * MIB)[:-1] + b",-1]",
+}
+
+
+@pytest.mark.parametrize("kind", LARGE)
+def test_the_largest_body_takes_few_times_its_bytes(kind: str) -> None:
+    data = b'{"prompt":' + LARGE[kind] + b"}"
+    tracemalloc.start()
+    try:
+        error = read(CompletionRequest, data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (error is None) == (kind.startswith("ids") or kind in ("text", "escapes"))
+    assert peak < 4 * len(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("structured_outputs", {"regex": "a" * 300_000}, "sampling.constraint"),
+        ("stop", ["a" * 300_000], "sampling.stop"),
+        ("model", "a" * 300_000, "model"),
+    ],
+)
+def test_parameters_that_each_of_many_prompts_takes_along_are_small(name: str, value: Any, param: str) -> None:
+    completion_to_generate(validated(CompletionRequest, {"prompt": ["x"], name: value}), 256)
+    with pytest.raises(InvalidRequest) as caught:
+        completion_to_generate(validated(CompletionRequest, {"prompt": ["x"] * 256, name: value}), 256)
+    assert caught.value.field == param
+
+
+def test_requests_of_many_prompts_are_made_one_at_a_time() -> None:
+    body = {"prompt": ["x"] * 256, "allowed_token_ids": list(range(16_000))}
+    requests = completion_to_generate(validated(CompletionRequest, body), 256)
+    requests.request_id = "a"
+    assert lines_run(lambda: completion_to_generate(validated(CompletionRequest, body), 256)) < 1000
+    assert [requests[0].request_id, requests[255].request_id] == ["a-0", "a-255"]
 
 
 JSON = st.recursive(
