@@ -118,6 +118,8 @@ class RequestModel(BaseModel):
     """Fields that clients send and that have one value here: the one that asks for nothing."""
     token_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that may have token ids by the million."""
+    large_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that may have other values by the hundred thousand."""
 
     @model_validator(mode="before")
     @classmethod
@@ -299,6 +301,8 @@ class SamplingFields(RequestModel):
         return self.has_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+CONVERSATION = frozenset({"messages", "tools", "documents", "chat_template_kwargs"})
+"""Fields whose values only the conversation's limit bounds."""
 UNSUPPORTED_IN_ALL = frozenset(
     {
         *("logits_processors", "thinking_token_budget"),

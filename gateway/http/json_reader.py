@@ -23,6 +23,8 @@ MOST_FIELDS = 16 * 1024
 MOST_VALUES = 200_000
 """Of a body, beside token ids. A conversation has 100,000 at most, and 16384 messages with three each besides; lists of
 sampling parameters have 20,000."""
+MOST_FIELD_VALUES = 32 * 1024
+"""Of a field that is no part of the conversation: a constraint's 64 KiB have as many, lists of token ids half of it."""
 _PIECE_BYTES = 64 * 1024
 """Read in one call: half a millisecond."""
 _FEW_IDS = 256
@@ -44,26 +46,28 @@ _IDS = re.compile(rb"[0-9, \t\n\r]*+")
 _QUOTE, _COMMA, _COLON, _LIST, _LIST_END, _OBJECT, _OBJECT_END = b'",:[]{}'
 
 
-def parsed(data: bytes | bytearray, token_fields: Collection[str] = ()) -> Any:
+def parsed(data: bytes | bytearray, token_fields: Collection[str] = (), large_fields: Collection[str] = ()) -> Any:
     """The value of a JSON text.
 
     Args:
         data: UTF-8.
         token_fields: fields of the outermost object whose lists, and lists in these, are `PackedIds` where they begin
             with a token id and are long.
+        large_fields: others of these that may have more than `MOST_FIELD_VALUES`.
 
     Raises:
         ApiError: it is no JSON, too deep, or of too many values, or a list of token ids has something else in it.
     """
-    return _Reader(data, token_fields).whole()
+    return _Reader(data, token_fields, {*token_fields, *large_fields}).whole()
 
 
 class _Reader:
-    def __init__(self, data: bytes | bytearray, token_fields: Collection[str]) -> None:
+    def __init__(self, data: bytes | bytearray, token_fields: Collection[str], large_fields: Collection[str]) -> None:
         self._data = data
         self._at = 0
         self._token_fields = token_fields
-        self._num_left = MOST_VALUES
+        self._large_fields = large_fields
+        self._num_left = self._most = MOST_VALUES
         self._keys: dict[bytes, str] = {}
         self._field: str | None = None
         """Of the outermost object: the one that is read."""
@@ -82,7 +86,7 @@ class _Reader:
     def _value(self, depth: int) -> Any:
         self._num_left -= 1
         if self._num_left < 0:
-            raise self._refused(f"the body has more than {MOST_VALUES} values")
+            raise self._refused(f"there are more than {self._most} values")
         first = self._data[self._at]
         if first == _QUOTE:
             return self._text()
@@ -103,16 +107,22 @@ class _Reader:
             return fields
         while True:
             name = self._key()
-            if depth == 1:
-                self._field = name
-            if depth == 1 and name in self._token_fields and self._data[self._at] == _LIST:
-                fields[name] = self._token_ids(name, depth + 1)
-            else:
-                fields[name] = self._value(depth)
+            fields[name] = self._outermost(name) if depth == 1 else self._value(depth)
             if len(fields) > MOST_FIELDS:
                 raise self._refused(f"an object of the body has more than {MOST_FIELDS} fields")
             if self._ends(_OBJECT_END):
                 return fields
+
+    def _outermost(self, name: str) -> Any:
+        """The value of a field of the outermost object, which has fewer values than the body may have."""
+        self._field = name
+        beyond = 0 if name in self._large_fields else max(0, self._num_left - MOST_FIELD_VALUES)
+        self._num_left -= beyond
+        self._most = MOST_FIELD_VALUES if beyond else MOST_VALUES
+        is_ids = name in self._token_fields and self._data[self._at] == _LIST
+        value = self._token_ids(name, 2) if is_ids else self._value(1)
+        self._num_left += beyond
+        return value
 
     def _list(self, depth: int) -> list[Any]:
         items: list[Any] = []
@@ -225,8 +235,8 @@ class _Reader:
         return found == end
 
     def _skip_space(self) -> None:
-        if self._data[self._at : self._at + 1] in (b" ", b"\n", b"\r", b"\t"):
-            found = _SPACE.match(self._data, self._at)
+        while self._data[self._at : self._at + 1] in (b" ", b"\n", b"\r", b"\t"):
+            found = _SPACE.match(self._data, self._at, self._at + _PIECE_BYTES)
             self._at = found.end() if found else self._at
 
     def _loaded(self, written: bytes | bytearray) -> Any:
