@@ -83,7 +83,7 @@ def named_function(tool_choice: ToolChoice) -> str | None:
     """The function that a tool choice names, if it does. Raises InvalidRequest where it is of no known form."""
     if tool_choice is None or isinstance(tool_choice, str):
         if tool_choice not in (None, "none", "auto", "required"):
-            raise InvalidRequest("tool_choice", f"{tool_choice!r} is none of none, auto, required and a function")
+            raise InvalidRequest("tool_choice", "must be none, auto, required or a function")
         return None
     choice = _fields("tool_choice", tool_choice)
     if choice.get("type") != "function":
