@@ -12,6 +12,7 @@ import orjson
 import pydantic
 import pytest
 
+from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.errors import ApiError
@@ -25,6 +26,7 @@ from specdec.gateway.http import json_reader
 from specdec.gateway.http.json_reader import MOST_FIELD_VALUES, MOST_FIELDS, MOST_VALUES, parsed
 from specdec.gateway.service import Gateway
 from specdec.gateway.settings import GatewaySettings
+from specdec.gateway.translation import forced_calls
 from specdec.gateway.translation.completion_request import completion_to_generate
 from specdec.wire.errors import InvalidRequest, Unavailable
 from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES
@@ -67,6 +69,9 @@ CONVERSATIONS = {
     "calls": b'{"messages":' + grown(CALL, ROOM) + b"}",
     "parts": b'{"messages":[{"role":"user","content":' + grown(b'{"type":"text","text":"a"}', ROOM - 80) + b"}]}",
     "parts that are texts": b'{"messages":[{"role":"user","content":' + grown(b'"a"', 4 * 700) + b"}]}",
+    "parts of a prediction": b'{"messages":[{"role":"user","content":"a"}],"prediction":{"type":"content","content":'
+    + grown(b'{"type":"text","text":"a"}', 240 * 27)
+    + b"}}",
     "tools": b'{"messages":[{"role":"user","content":"a"}],"tools":' + grown(TOOL, ROOM - 80) + b"}",
     "tools of which one is called": b'{"messages":[{"role":"user","content":"a"}],"tool_choice":"required","tools":'
     + grown(TOOL, 90 * (len(TOOL) + 1))
@@ -172,6 +177,7 @@ def smaller_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_reader, "MOST_FIELDS", MOST_FIELDS // SCALE)
     monkeypatch.setattr(json_reader, "_PIECE_BYTES", json_reader._PIECE_BYTES // SCALE)
     monkeypatch.setattr(messages, "MOST_CONVERSATION_VALUES", MOST_CONVERSATION_VALUES // SCALE)
+    monkeypatch.setattr(forced_calls, "MAX_CONSTRAINT_BYTES", MAX_CONSTRAINT_BYTES // SCALE)
 
 
 @pytest.mark.usefixtures("smaller_limits")
