@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m specdec.gatew
     arguments = sys.argv[1:] if argv is None else argv
     settings = settings_or_exit(GatewaySettings, arguments, env_prefix=GatewaySettings.env_prefix, prog=prog)
     setup_logging("gateway", settings.log_level, settings.log_format)
+    gc.freeze()  # modules stay for good: collections, in which no stream goes on, need not walk them
     return uvloop.run(run_gateway(settings))
 
 

@@ -153,7 +153,7 @@ def held_choices(
         if len(choice.token_ids) > max_tokens:
             message = f"{len(choice.token_ids)} ids are more than the {max_tokens} tokens that a choice may have"
             raise InvalidRequest(f"{path}.token_ids", message)
-        if any(token >= vocab_size for token in choice.token_ids):
+        if max(choice.token_ids, default=0) >= vocab_size:
             raise InvalidRequest(f"{path}.token_ids", f"a token id is outside the vocabulary of {vocab_size}")
         index = choice.index
         held[index] = _agreed(index, choice.token_ids, choice.text_offset_bytes, record, index in computed_again)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from specdec.config.drafter_options import DRAFT_MODEL, DRAFTER_NAMES
 from specdec.constraints.limits import fault_of
@@ -238,9 +239,7 @@ def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
         raise InvalidRequest(
             "token_ids", f"{len(token_ids)} ids are more than a context of {limits.max_model_len} tokens holds"
         )
-    for index, token_id in enumerate(token_ids):
-        if token_id >= limits.vocab_size:
-            raise InvalidRequest(f"token_ids[{index}]", f"{token_id} is outside the vocabulary of {limits.vocab_size}")
+    _check_vocabulary("token_ids", token_ids, limits)
 
 
 def check_prediction_length(field: str, num_tokens: int, limits: Limits) -> None:
@@ -254,10 +253,7 @@ def check_prediction_length(field: str, num_tokens: int, limits: Limits) -> None
 def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
     """Token ids that are expected: of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
     check_prediction_length(field, len(token_ids), limits)
-    for index, token_id in enumerate(token_ids):
-        if token_id >= limits.vocab_size:
-            message = f"token id {token_id} is outside the vocabulary of {limits.vocab_size}"
-            raise InvalidRequest(f"{field}.token_ids[{index}]", message)
+    _check_vocabulary(f"{field}.token_ids", token_ids, limits)
     return list(token_ids)
 
 
@@ -279,7 +275,7 @@ def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling
     """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
     # Lengths first: looking at millions of ids would hold up others.
     num_cut = len(token_ids) - check_prompt_length(field, len(token_ids), sampling, limits)
-    kept = list(token_ids[num_cut:])
+    kept = list(islice(token_ids, num_cut, None))
     if max(kept) >= limits.vocab_size:
         index = next(i for i, token in enumerate(kept) if token >= limits.vocab_size)
         raise InvalidRequest(
@@ -366,6 +362,12 @@ def _check_stop_strings(stop: Sequence[str], limits: Limits) -> None:
 def _check_token_ids(field: str, token_ids: Sequence[int], most: int, limits: Limits) -> None:
     if len(token_ids) > most:
         raise InvalidRequest(field, f"must have at most {most} ids")
-    for index, token_id in enumerate(token_ids):
-        if token_id >= limits.vocab_size:
-            raise InvalidRequest(f"{field}[{index}]", f"{token_id} is outside the vocabulary of {limits.vocab_size}")
+    _check_vocabulary(field, token_ids, limits)
+
+
+def _check_vocabulary(field: str, token_ids: Sequence[int], limits: Limits) -> None:
+    """Of a million ids `max` is told in hundredths of a second, a loop in a tenth of one, in which nobody is served."""
+    if max(token_ids, default=0) >= limits.vocab_size:
+        index = next(index for index, token_id in enumerate(token_ids) if token_id >= limits.vocab_size)
+        message = f"token id {token_ids[index]} is outside the vocabulary of {limits.vocab_size}"
+        raise InvalidRequest(f"{field}[{index}]", message)

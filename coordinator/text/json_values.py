@@ -7,9 +7,8 @@ import math
 from typing import Any
 
 from specdec.wire.errors import InvalidRequest
+from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES as _MOST_VALUES
 
-_MOST_VALUES = 100_000
-"""In all JSON of a conversation: what it takes in memory and time goes by these rather than by its bytes."""
 _MOST_DEPTH = 64
 """Of lists and objects in each other; templates walk them recursively."""
 

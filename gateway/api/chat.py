@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from specdec.gateway.api.fields import (
+    CONVERSATION,
     MOST_TOKENS,
     UNSUPPORTED_IN_ALL,
     ChatTemplateText,
@@ -53,6 +54,7 @@ class ChatRequest(SamplingFields):
         *("audio", "function_call", "functions", "media_io_kwargs", "modalities"),
         *("mm_processor_kwargs", "moderation", "store", "web_search_options"),
     }
+    large_fields: ClassVar[frozenset[str]] = CONVERSATION
 
     messages: Messages = Field(
         description="Oldest first: objects with role (system, developer, user, assistant, tool) and content, which is "

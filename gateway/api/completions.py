@@ -11,13 +11,14 @@ from specdec.gateway.api.fields import (
     Count,
     Items,
     NumLogprobs,
+    PackedIds,
     PositiveCount,
     SamplingFields,
     TokenIds,
 )
 
 DEFAULT_MAX_TOKENS = 16
-Prompt = str | TokenIds
+Prompt = str | list[int] | PackedIds
 Prompts = (
     str
     | Annotated[TokenIds, Field(min_length=1)]
@@ -53,9 +54,7 @@ class CompletionRequest(SamplingFields):
     def prompts(self) -> list[Prompt]:
         """All of them; a single one as a list of one."""
         prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if isinstance(prompt[0], int):
+        if isinstance(prompt, str | PackedIds) or isinstance(prompt[0], int):
             return [prompt]
         return list(prompt)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from array import array
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -17,6 +16,7 @@ from pydantic import (
 )
 
 from specdec.constraints.limits import MAX_CHOICES
+from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.sampling_limits import (
     LOGIT_BIAS,
     MAX_ALLOWED_TOKEN_IDS,
@@ -42,8 +42,28 @@ def _within(range_: Range) -> Any:
     return Field(ge=range_.low, le=range_.high)
 
 
+class PackedIds:
+    """Very many token ids as gRPC carries them: a list of Python's takes ten times their bytes."""
+
+    __slots__ = ("_num", "wire")
+
+    def __init__(self) -> None:
+        self._num = 0
+        self.wire = bytearray()
+        """An encoded `api.TokenIds`."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._num
+
+    def add(self, ids: list[int]) -> None:
+        """Some thousands more. Raises ValueError or TypeError where one is none."""
+        self.wire += api.TokenIds(token_ids=ids).SerializeToString()
+        self._num += len(ids)
+
+
 def _packed(value: Any, check: ValidatorFunctionWrapHandler) -> Any:
-    return value if isinstance(value, array) else check(value)
+    return value if isinstance(value, PackedIds) else check(value)
 
 
 def _until_wrong(biases: Any) -> Any:
@@ -71,7 +91,7 @@ ChatTemplateText = Annotated[
 ]
 TokenId = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 TokenIds = Annotated[Items[TokenId], WrapValidator(_packed)]
-"""From a request they come as `array("I")`, of ids that have been checked."""
+"""Of very many ids: `PackedIds`."""
 Count = Annotated[int, Field(ge=0, le=_MOST_COUNT)]
 PositiveCount = Annotated[int, Field(ge=1, le=_MOST_COUNT)]
 Temperature = Annotated[float, _within(RANGES["temperature"])]
@@ -98,6 +118,8 @@ class RequestModel(BaseModel):
     """Fields that clients send and that have one value here: the one that asks for nothing."""
     token_fields: ClassVar[frozenset[str]] = frozenset()
     """Fields that may have token ids by the million."""
+    large_fields: ClassVar[frozenset[str]] = frozenset()
+    """Fields that may have other values by the hundred thousand."""
 
     @model_validator(mode="before")
     @classmethod
@@ -279,6 +301,8 @@ class SamplingFields(RequestModel):
         return self.has_usage_chunk and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
+CONVERSATION = frozenset({"messages", "tools", "documents", "chat_template_kwargs"})
+"""Fields whose values only the conversation's limit bounds."""
 UNSUPPORTED_IN_ALL = frozenset(
     {
         *("logits_processors", "thinking_token_budget"),

@@ -63,6 +63,7 @@ class ResponsesRequest(RequestModel):
             *("previous_response_id", "prompt", "store", "tools", "truncation"),
         }
     )
+    large_fields: ClassVar[frozenset[str]] = frozenset({"input", "chat_template_kwargs"})
 
     model: str | None = Field(None, description="A name that /v1/models lists; default: the one that is served.")
     input: str | Messages = Field(

@@ -6,13 +6,23 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from specdec.gateway.api.fields import ChatTemplateText, Documents, EmptyObject, Items, Messages, RequestModel, TokenIds
+from specdec.gateway.api.fields import (
+    CONVERSATION,
+    ChatTemplateText,
+    Documents,
+    EmptyObject,
+    Items,
+    Messages,
+    RequestModel,
+    TokenIds,
+)
 
 
 class TokenizeBody(RequestModel):
     """A text (`prompt`) or a conversation (`messages`), one of the two."""
 
     unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs"})
+    large_fields: ClassVar[frozenset[str]] = CONVERSATION
 
     model: str | None = None
     prompt: str | None = None

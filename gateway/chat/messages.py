@@ -8,6 +8,7 @@ from typing import Any
 from specdec.client import chat_messages
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
+from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
@@ -16,6 +17,10 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 _KEPT = ("name", "tool_call_id", *_REASONING)
 """What templates may read of a message besides; all of it is text."""
 _MOST_NAME_CHARS = 256
+_VALUES_PER_PART = 3
+"""Itself, its type and its text."""
+_VALUES_PER_TOOL = 4
+"""Itself, its type, its function and that one's name."""
 
 ToolChoice = str | Mapping[str, Any] | None
 """none, auto, required or a named function, as in {"type": "function", "function": {"name": "f"}}."""
@@ -52,6 +57,7 @@ def to_chat_messages(
     """
     if not _list("messages", messages):
         raise InvalidRequest("messages", "must not be empty")
+    _check_num_values("messages", _VALUES_PER_PART * sum(map(_num_parts, messages)))
     read = [_message(f"messages[{index}]", _fields(f"messages[{index}]", m)) for index, m in enumerate(messages)]
     return chat_messages(
         read,
@@ -69,6 +75,7 @@ def check_tools(tools: Sequence[Any] | None) -> list[dict[str, Any]]:
     if tools is None:
         return []
     read = _list("tools", tools)
+    _check_num_values("tools", _VALUES_PER_TOOL * len(read))
     return [_tool(f"tools[{index}]", _fields(f"tools[{index}]", tool)) for index, tool in enumerate(read)]
 
 
@@ -76,7 +83,7 @@ def named_function(tool_choice: ToolChoice) -> str | None:
     """The function that a tool choice names, if it does. Raises InvalidRequest where it is of no known form."""
     if tool_choice is None or isinstance(tool_choice, str):
         if tool_choice not in (None, "none", "auto", "required"):
-            raise InvalidRequest("tool_choice", f"{tool_choice!r} is none of none, auto, required and a function")
+            raise InvalidRequest("tool_choice", "must be none, auto, required or a function")
         return None
     choice = _fields("tool_choice", tool_choice)
     if choice.get("type") != "function":
@@ -168,6 +175,17 @@ def _arguments(path: str, arguments: Any) -> Any:
     if isinstance(arguments, Mapping):
         return arguments
     return _text(f"{path}.function.arguments", "{}" if arguments is None or arguments == "" else arguments)
+
+
+def _num_parts(message: Any) -> int:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return len(content) if isinstance(content, list) else 0
+
+
+def _check_num_values(field: str, num_values: int) -> None:
+    """Before each takes several times its memory: what coordinators refuse."""
+    if num_values > MOST_CONVERSATION_VALUES:
+        raise InvalidRequest(field, f"the conversation has more than {MOST_CONVERSATION_VALUES} values")
 
 
 def _list(path: str, value: Any) -> Sequence[Any]:

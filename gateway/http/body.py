@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -62,10 +63,12 @@ class BodyReader:
         del data
 
         def work() -> tuple[M, T]:
-            asked = validated(model, parsed(held.pop(), model.token_fields))
+            asked = validated(model, parsed(held.pop(), model.token_fields, model.large_fields))
             return asked, translate(asked)
 
-        return work() if is_short else await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        if is_short:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, _without_collections, work)
 
     async def _bytes(self, request: Request) -> bytearray:
         most = self._limits.max_bytes
@@ -78,6 +81,17 @@ class BodyReader:
             if len(data) > most:
                 raise _too_large(most)
         return data
+
+
+def _without_collections(work: Callable[[], T]) -> T:
+    """In the one thread of a reader. What is read has no cycles, and each walk over it would hold up the event loop."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return work()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _too_large(most: int) -> ApiError:

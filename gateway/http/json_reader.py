@@ -7,13 +7,13 @@ that reads does not hold up an event loop. Token ids, which alone come in millio
 from __future__ import annotations
 
 import re
-from array import array
 from collections.abc import Collection
 from typing import Any
 
 import orjson
 
 from specdec.gateway.api.errors import ApiError, cut, invalid
+from specdec.gateway.api.fields import PackedIds
 from specdec.gateway.api.problems import short
 
 MOST_DEPTH = 64
@@ -23,8 +23,12 @@ MOST_FIELDS = 16 * 1024
 MOST_VALUES = 200_000
 """Of a body, beside token ids. A conversation has 100,000 at most, and 16384 messages with three each besides; lists of
 sampling parameters have 20,000."""
+MOST_FIELD_VALUES = 32 * 1024
+"""Of a field that is no part of the conversation: a constraint's 64 KiB have as many, lists of token ids half of it."""
 _PIECE_BYTES = 64 * 1024
 """Read in one call: half a millisecond."""
+_FEW_IDS = 256
+"""No more stay a list, and count as values."""
 _MOST_KEYS = 1024
 """Kept, so that equal keys are one text."""
 _MOST_NUMBER_CHARS = 512
@@ -42,26 +46,28 @@ _IDS = re.compile(rb"[0-9, \t\n\r]*+")
 _QUOTE, _COMMA, _COLON, _LIST, _LIST_END, _OBJECT, _OBJECT_END = b'",:[]{}'
 
 
-def parsed(data: bytes | bytearray, token_fields: Collection[str] = ()) -> Any:
+def parsed(data: bytes | bytearray, token_fields: Collection[str] = (), large_fields: Collection[str] = ()) -> Any:
     """The value of a JSON text.
 
     Args:
         data: UTF-8.
-        token_fields: fields of the outermost object whose lists, and lists in these, are `array("I")` where they begin
-            with a token id.
+        token_fields: fields of the outermost object whose lists, and lists in these, are `PackedIds` where they begin
+            with a token id and are long.
+        large_fields: others of these that may have more than `MOST_FIELD_VALUES`.
 
     Raises:
         ApiError: it is no JSON, too deep, or of too many values, or a list of token ids has something else in it.
     """
-    return _Reader(data, token_fields).whole()
+    return _Reader(data, token_fields, {*token_fields, *large_fields}).whole()
 
 
 class _Reader:
-    def __init__(self, data: bytes | bytearray, token_fields: Collection[str]) -> None:
+    def __init__(self, data: bytes | bytearray, token_fields: Collection[str], large_fields: Collection[str]) -> None:
         self._data = data
         self._at = 0
         self._token_fields = token_fields
-        self._num_left = MOST_VALUES
+        self._large_fields = large_fields
+        self._num_left = self._most = MOST_VALUES
         self._keys: dict[bytes, str] = {}
         self._field: str | None = None
         """Of the outermost object: the one that is read."""
@@ -80,7 +86,7 @@ class _Reader:
     def _value(self, depth: int) -> Any:
         self._num_left -= 1
         if self._num_left < 0:
-            raise self._refused(f"the body has more than {MOST_VALUES} values")
+            raise self._refused(f"there are more than {self._most} values")
         first = self._data[self._at]
         if first == _QUOTE:
             return self._text()
@@ -101,16 +107,22 @@ class _Reader:
             return fields
         while True:
             name = self._key()
-            if depth == 1:
-                self._field = name
-            if depth == 1 and name in self._token_fields and self._data[self._at] == _LIST:
-                fields[name] = self._token_ids(name, depth + 1)
-            else:
-                fields[name] = self._value(depth)
+            fields[name] = self._outermost(name) if depth == 1 else self._value(depth)
             if len(fields) > MOST_FIELDS:
                 raise self._refused(f"an object of the body has more than {MOST_FIELDS} fields")
             if self._ends(_OBJECT_END):
                 return fields
+
+    def _outermost(self, name: str) -> Any:
+        """The value of a field of the outermost object, which has fewer values than the body may have."""
+        self._field = name
+        beyond = 0 if name in self._large_fields else max(0, self._num_left - MOST_FIELD_VALUES)
+        self._num_left -= beyond
+        self._most = MOST_FIELD_VALUES if beyond else MOST_VALUES
+        is_ids = name in self._token_fields and self._data[self._at] == _LIST
+        value = self._token_ids(name, 2) if is_ids else self._value(1)
+        self._num_left += beyond
+        return value
 
     def _list(self, depth: int) -> list[Any]:
         items: list[Any] = []
@@ -122,10 +134,10 @@ class _Reader:
                 return items
 
     def _token_ids(self, path: str, depth: int) -> Any:
-        """A list of token ids as an array; one that begins with something else as a list, where lists may be arrays."""
+        """A list of token ids; one that begins with something else is read as any, and lists in it as lists of ids."""
         if self._is_empty(depth, _LIST_END):
             return []
-        ids = array("I")
+        ids = PackedIds()
         while True:
             self._skip_space()
             found = _IDS.match(self._data, self._at, self._at + _PIECE_BYTES)
@@ -134,8 +146,14 @@ class _Reader:
             stop = end if is_last else self._data.rfind(b",", self._at, end)
             if stop < 0:
                 break
-            self._add_ids(path, ids, bytes(self._data[self._at : stop]))
+            piece = self._loaded(b"[" + self._data[self._at : stop] + b"]")
+            if not piece:
+                raise self._no_json("a value is expected")
             self._at = stop + 1
+            if is_last and not ids and len(piece) <= _FEW_IDS:
+                self._num_left -= len(piece)
+                return piece
+            _add(path, ids, piece)
             if is_last:
                 return ids
         if ids:
@@ -148,16 +166,6 @@ class _Reader:
             items.append(self._token_ids(f"{path}[{len(items)}]", depth + 1) if is_within else self._value(depth))
             if self._ends(_LIST_END):
                 return items
-
-    def _add_ids(self, path: str, ids: array[int], text: bytes) -> None:
-        piece = self._loaded(b"[" + text + b"]")
-        if not piece:
-            raise self._no_json("a value is expected")
-        try:
-            ids.extend(array("I", piece))
-        except (OverflowError, TypeError):
-            index = next(index for index, value in enumerate(piece) if not isinstance(value, int) or value >= 2**32)
-            raise _no_id(f"{path}[{len(ids) + index}]", piece[index]) from None
 
     def _key(self) -> str:
         if self._data[self._at] != _QUOTE:
@@ -227,8 +235,8 @@ class _Reader:
         return found == end
 
     def _skip_space(self) -> None:
-        if self._data[self._at : self._at + 1] in (b" ", b"\n", b"\r", b"\t"):
-            found = _SPACE.match(self._data, self._at)
+        while self._data[self._at : self._at + 1] in (b" ", b"\n", b"\r", b"\t"):
+            found = _SPACE.match(self._data, self._at, self._at + _PIECE_BYTES)
             self._at = found.end() if found else self._at
 
     def _loaded(self, written: bytes | bytearray) -> Any:
@@ -242,6 +250,14 @@ class _Reader:
 
     def _refused(self, problem: str) -> ApiError:
         return invalid(self._field and cut(self._field), problem, "invalid_json")
+
+
+def _add(path: str, ids: PackedIds, piece: list[Any]) -> None:
+    try:
+        ids.add(piece)
+    except (ValueError, TypeError):
+        index = next(index for index, value in enumerate(piece) if not isinstance(value, int) or value >= 2**32)
+        raise _no_id(f"{path}[{len(ids) + index}]", piece[index]) from None
 
 
 def _no_id(path: str, value: Any) -> ApiError:

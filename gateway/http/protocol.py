@@ -8,6 +8,10 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MOST_HEADER_BYTES = 64 * 1024
+_BYTES_PER_HEADER = 128
+"""What one takes beside its own bytes."""
+_FRAMING_PER_BYTE = 8
+"""Of a body in chunks of a byte each, with room to spare."""
 _REFUSAL = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _NOT_HTTP_BODY = (
     b'{"error":{"message":"this is not valid HTTP","type":"invalid_request_error","param":null,"code":"invalid_http"}}'
@@ -20,6 +24,10 @@ _NOT_HTTP = (
 )
 
 
+class _TooManyHeaders(Exception):
+    """Ends the parsing of a request that has been refused."""
+
+
 def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
     """A protocol that closes connections whose request has not all its headers within `header_s`.
 
@@ -27,12 +35,12 @@ def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
     """
 
     class BoundedProtocol(HttpToolsProtocol):
-        """Counts the bytes and the time of headers."""
+        """Counts the time of headers, and the bytes of all but bodies: of headers, frames of chunks and trailers."""
 
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             self._header_timer: asyncio.TimerHandle | None = None
-            self._num_header_bytes = 0
+            self._num_bytes = 0
             self._in_headers = True
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -44,13 +52,22 @@ def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
-            if self._in_headers:
-                # Counted for all that came in one piece: a body that came along is no more than that piece.
-                self._num_header_bytes += len(data)
+            self._num_bytes += len(data)
             super().data_received(data)
-            if self._in_headers and self._num_header_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
-                self.transport.write(_REFUSAL)
-                self.transport.close()
+            if self._num_bytes > MOST_HEADER_BYTES and not self.transport.is_closing():
+                self._refuse()
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._num_bytes += _BYTES_PER_HEADER
+            super().on_header(name, value)
+
+        def on_body(self, body: bytes) -> None:
+            self._num_bytes = max(0, self._num_bytes - _FRAMING_PER_BYTE * len(body))
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self._num_bytes = 0
+            super().on_message_complete()
 
         def on_message_begin(self) -> None:
             self._in_headers = True
@@ -60,11 +77,20 @@ def protocol_class(header_s: float) -> type[HttpToolsProtocol]:
 
         def on_headers_complete(self) -> None:
             self._disarm()
-            self._in_headers, self._num_header_bytes = False, 0
+            if sum(len(name) + len(value) + _BYTES_PER_HEADER for name, value in self.headers) > MOST_HEADER_BYTES:
+                self._refuse()
+                raise _TooManyHeaders
+            self._in_headers, self._num_bytes = False, 0
             super().on_headers_complete()
 
         def send_400_response(self, msg: str) -> None:
-            self.transport.write(_NOT_HTTP)
+            if not self.transport.is_closing():
+                self.transport.write(_NOT_HTTP)
+                self.transport.close()
+
+        def _refuse(self) -> None:
+            if self._in_headers:
+                self.transport.write(_REFUSAL)
             self.transport.close()
 
         def _arm(self) -> None:

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from specdec.gateway.api.answers import ModelCard, ModelList
 from specdec.gateway.api.errors import ApiError
+from specdec.gateway.api.problems import short
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import JsonResponse, errors
 from specdec.v1 import coordinator_pb2 as api
@@ -28,7 +29,7 @@ def model_routes(parts: Parts) -> APIRouter:
         """One model."""
         card = await _card(parts, request)
         if card["id"] != model:
-            raise ApiError(404, f"the model {model!r} is not served here", param="model", code="model_not_found")
+            raise ApiError(404, f"the model {short(model)} is not served here", param="model", code="model_not_found")
         return JsonResponse(card)
 
     return router

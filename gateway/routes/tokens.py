@@ -79,8 +79,9 @@ def token_routes(parts: Parts) -> APIRouter:
 
 
 def _detokenize_request(asked: DetokenizeBody) -> api.DetokenizeRequest:
-    body = api.DetokenizeRequest(model=asked.model or "", skip_special_tokens=False)
-    add_token_ids(body.token_ids, asked.tokens)
+    body, ids = api.DetokenizeRequest(model=asked.model or "", skip_special_tokens=False), api.TokenIds()
+    add_token_ids(ids, asked.tokens)
+    body.token_ids.MergeFrom(ids.token_ids)
     return body
 
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
+from google.protobuf.message import Message
+
 from specdec.gateway.api.completions import CompletionRequest, Prompt
 from specdec.gateway.api.errors import invalid
 from specdec.gateway.translation.sampling import (
@@ -16,15 +18,18 @@ from specdec.gateway.translation.sampling import (
     sampling_params,
 )
 from specdec.v1 import coordinator_pb2 as api
+from specdec.wire.errors import InvalidRequest
 
 COMPLETION_FIELD_NAMES = MappingProxyType(
     {**FIELD_NAMES, "prompt_token_ids.token_ids": "prompt", "prompt_token_ids": "prompt"}
 )
 """Fields of the HTTP request by those of the gRPC request, where they differ."""
+_MOST_COMMON_BYTES = 256 * 1024
+"""Of parameters that each of several prompts takes along: all that sampling and constraints may have fit in."""
 
 
 def completion_to_generate(request: CompletionRequest, most_prompts: int) -> PromptRequests:
-    """The gRPC requests without ids, one per prompt. Raises ApiError."""
+    """The gRPC requests without ids, one per prompt. Raises ApiError and InvalidRequest."""
     prompts = request.prompts
     if len(prompts) > most_prompts:
         raise invalid("prompt", f"{len(prompts)} prompts are more than the limit of {most_prompts}")
@@ -39,7 +44,23 @@ def completion_to_generate(request: CompletionRequest, most_prompts: int) -> Pro
         sampling.min_tokens = 0
     if tells_prompt_logprobs(request):
         sampling.prompt_logprobs = max(request.logprobs or 0, request.prompt_logprobs or 0)
-    return PromptRequests(generate_request(request, sampling), prompts)
+    common = generate_request(request, sampling)
+    if len(prompts) > 1 and common.ByteSize() > _MOST_COMMON_BYTES:
+        path = _largest_field(common)
+        if path == "sampling":
+            path = f"sampling.{_largest_field(common.sampling)}"
+        raise InvalidRequest(path, f"parameters of several prompts are {_MOST_COMMON_BYTES} bytes at most")
+    return PromptRequests(common, prompts)
+
+
+def _largest_field(message: Message) -> str:
+    def num_bytes(name: str) -> int:
+        rest = type(message)()
+        rest.CopyFrom(message)
+        rest.ClearField(name)
+        return message.ByteSize() - rest.ByteSize()
+
+    return max((field.name for field, _ in message.ListFields()), key=num_bytes)
 
 
 def tells_prompt_logprobs(request: CompletionRequest) -> bool:
@@ -70,5 +91,5 @@ class PromptRequests(Sequence[api.GenerateRequest]):
         if isinstance(prompt, str):
             body.prompt = prompt
         else:
-            add_token_ids(body.prompt_token_ids.token_ids, prompt)
+            add_token_ids(body.prompt_token_ids, prompt)
         return body

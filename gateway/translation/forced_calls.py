@@ -11,11 +11,15 @@ from typing import Any
 
 import orjson
 
+from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
 from specdec.gateway.chat.messages import ToolChoice, named_function
+from specdec.wire.errors import InvalidRequest
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 _DATA = frozenset({"const", "default", "enum", "examples"})
 """Keywords whose value is no schema."""
+_CALL_BYTES = 128
+"""The schema of a call has more."""
 
 
 def is_forced(tool_choice: ToolChoice, tool_parser: str) -> bool:
@@ -33,9 +37,15 @@ def calls_schema(tools: Sequence[Mapping[str, Any]], tool_choice: ToolChoice, *,
         tools: checked.
         tool_choice: required, or a named function that is one of them.
         parallel: whether there may be several calls; of a named function there is one.
+
+    Raises:
+        InvalidRequest: they are so many that no constraint may be as large.
     """
     name = named_function(tool_choice)
     functions = [tool["function"] for tool in tools if name in (None, tool["function"]["name"])]
+    if len(functions) * _CALL_BYTES > MAX_CONSTRAINT_BYTES:
+        message = f"calls of {len(functions)} functions are a constraint of more than {MAX_CONSTRAINT_BYTES} bytes"
+        raise InvalidRequest("tools", message)
     schema = {
         "type": "array",
         "minItems": 1,

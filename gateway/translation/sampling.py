@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from specdec.gateway.api.errors import invalid
-from specdec.gateway.api.fields import SamplingFields, Speculation
+from specdec.gateway.api.fields import PackedIds, SamplingFields, Speculation
 from specdec.gateway.translation.constraint import constraint_of
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -23,8 +23,6 @@ _SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
     *("n", "min_tokens", "ignore_eos", "skip_special_tokens", "truncate_prompt_tokens", "prompt_logprobs"),
 )
-_IDS_AT_ONCE = 64 * 1024
-"""Token ids that are copied in one call, about a millisecond."""
 FIELD_NAMES = MappingProxyType({"include_stop_in_output": "include_stop_str_in_output"})
 """Fields of the HTTP request by those of the gRPC request, where they differ."""
 
@@ -82,10 +80,12 @@ def generate_request(
     )
 
 
-def add_token_ids(field: MutableSequence[int], token_ids: Sequence[int]) -> None:
-    """Add token ids to a field of a message, so many at a time that other threads go on meanwhile."""
-    for start in range(0, len(token_ids), _IDS_AT_ONCE):
-        field.extend(token_ids[start : start + _IDS_AT_ONCE])
+def add_token_ids(to: api.TokenIds, ids: Sequence[int] | PackedIds) -> None:
+    """Add token ids to a message that has none yet."""
+    if isinstance(ids, PackedIds):
+        to.MergeFromString(bytes(ids.wire))
+    else:
+        to.token_ids.extend(ids)
 
 
 def check_stream(request: SamplingFields) -> None:

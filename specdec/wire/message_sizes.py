@@ -12,6 +12,8 @@ MIN_MESSAGE_BYTES = 64 * 1024
 """No peer takes less (`max_message_bytes`), so what always fits into this needs no limit of its own."""
 MOST_MESSAGE_BYTES = 128 * 2**20
 """No service can be set to take more, whatever a peer says of itself."""
+MOST_CONVERSATION_VALUES = 100_000
+"""In all JSON of a conversation: what it takes in memory and time goes by these rather than by its bytes."""
 MAX_PROPOSAL_BYTES = 48 * 1024
 """64 nodes with 64 probabilities each take 38 KB."""
 MAX_STREAM_FRAME_BYTES = 4 * 2**20

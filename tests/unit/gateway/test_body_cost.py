@@ -1,17 +1,18 @@
-"""What a body may cost, whatever grows in it; and that it is read as orjson reads it."""
+"""What a body may cost, whatever grows in it."""
 
 from __future__ import annotations
 
+import asyncio
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
 import pydantic
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from specdec.constraints.limits import MAX_CONSTRAINT_BYTES
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.api.errors import ApiError
@@ -19,13 +20,25 @@ from specdec.gateway.api.fields import RequestModel
 from specdec.gateway.api.problems import validated
 from specdec.gateway.api.responses import ResponsesRequest
 from specdec.gateway.api.tokens import DetokenizeBody, TokenizeBody
-from specdec.gateway.http.json_reader import MOST_DEPTH, MOST_VALUES, parsed
+from specdec.gateway.app import build_app
+from specdec.gateway.chat import messages
+from specdec.gateway.http import json_reader
+from specdec.gateway.http.json_reader import MOST_FIELD_VALUES, MOST_FIELDS, MOST_VALUES, parsed
+from specdec.gateway.service import Gateway
+from specdec.gateway.settings import GatewaySettings
+from specdec.gateway.translation import forced_calls
 from specdec.gateway.translation.completion_request import completion_to_generate
+from specdec.wire.errors import InvalidRequest, Unavailable
+from specdec.wire.message_sizes import MOST_CONVERSATION_VALUES
 from tests.support.cost import lines_run
 
-GROWN_BYTES = 1024
-MOST_BYTES_PER_BYTE = 100
-"""Of memory: an object takes 64 bytes, its copy as many, and their places in lists; in the text it has three."""
+SCALE = 256
+"""A gateway's limits are so much smaller here than a deployment's: all that a body costs goes by them."""
+GROWN_BYTES = 8 * 2**20 // SCALE
+MOST_BYTES = 9 * GROWN_BYTES // 2
+"""Of memory, over all that is done with a body: four times the largest one's, and what any takes."""
+MOST_ANSWER_BYTES = 700
+"""Of an error, which has the beginning of what was sent, as text of at most four bytes a character."""
 MOST_ERRORS = 40
 """Of one value: as many as a union has members, each with its own."""
 SMALL: dict[type[RequestModel], dict[str, Any]] = {
@@ -35,26 +48,45 @@ SMALL: dict[type[RequestModel], dict[str, Any]] = {
     TokenizeBody: {"prompt": "x"},
     DetokenizeBody: {"tokens": [1]},
 }
+MODELS = {model.__name__: model for model in SMALL}
 ITEMS = (b"1", b"-1", b'"a"', b"{}", b"[1]", b"1.5")
 
 
-def grown(item: bytes, size: int = GROWN_BYTES) -> bytes:
+def grown(item: bytes, size: int) -> bytes:
     """A list of equal items."""
     return b"[" + b",".join([item] * (size // (len(item) + 1))) + b"]"
 
 
-def many_fields(size: int = GROWN_BYTES) -> bytes:
+def many_fields(size: int) -> bytes:
     return b"{" + b",".join(b'"f%d":1' % number for number in range(size // 10)) + b"}"
 
 
+ROOM = GROWN_BYTES - 512
+CALL = b'{"role":"assistant","tool_calls":[{"type":"function","function":{"name":"f","arguments":{}}}]}'
+TOOL = b'{"type":"function","function":{"name":"f"}}'
+CONVERSATIONS = {
+    "messages": b'{"messages":' + grown(b'{"role":"user","content":"a"}', ROOM) + b"}",
+    "calls": b'{"messages":' + grown(CALL, ROOM) + b"}",
+    "parts": b'{"messages":[{"role":"user","content":' + grown(b'{"type":"text","text":"a"}', ROOM - 80) + b"}]}",
+    "parts that are texts": b'{"messages":[{"role":"user","content":' + grown(b'"a"', 4 * 700) + b"}]}",
+    "parts of a prediction": b'{"messages":[{"role":"user","content":"a"}],"prediction":{"type":"content","content":'
+    + grown(b'{"type":"text","text":"a"}', 240 * 27)
+    + b"}}",
+    "tools": b'{"messages":[{"role":"user","content":"a"}],"tools":' + grown(TOOL, ROOM - 80) + b"}",
+    "tools of which one is called": b'{"messages":[{"role":"user","content":"a"}],"tool_choice":"required","tools":'
+    + grown(TOOL, 90 * (len(TOOL) + 1))
+    + b"}",
+}
 VALUES = {
-    **{f"list of {item.decode()}": grown(item) for item in ITEMS},
-    "fields": many_fields(),
-    "text": b'"' + b"a" * GROWN_BYTES + b'"',
-    "escapes": b'"' + rb"\ud83d\ude00" * (GROWN_BYTES // 12) + b'"',
-    "number": b"1" * GROWN_BYTES,
-    "depth": b"[" * (GROWN_BYTES // 2) + b"]" * (GROWN_BYTES // 2),
-    "objects in each other": b'{"a":' * (GROWN_BYTES // 6) + b"1" + b"}" * (GROWN_BYTES // 6),
+    "list of ids": grown(b"1", ROOM),
+    "list of objects": grown(b"{}", ROOM),
+    "as many objects as may be": grown(b"{}", 3 * (MOST_VALUES // SCALE - 40)),
+    "as many objects as a field may have": grown(b"{}", 3 * (MOST_FIELD_VALUES // SCALE - 40)),
+    "fields": many_fields(ROOM),
+    "text": b'"' + b"a" * ROOM + b'"',
+    "escapes": b'"' + rb"\ud83d\ude00" * (ROOM // 12) + b'"',
+    "number": b"1" * ROOM,
+    "objects in each other": b'{"a":' * (ROOM // 6) + b"1" + b"}" * (ROOM // 6),
 }
 
 
@@ -87,7 +119,7 @@ def body_with(model: type[RequestModel], path: tuple[str, ...], value: bytes) ->
 
 def read(model: type[RequestModel], data: bytes) -> ApiError | None:
     try:
-        validated(model, parsed(data, model.token_fields))
+        validated(model, parsed(data, model.token_fields, model.large_fields))
     except ApiError as error:
         return error
     return None
@@ -101,23 +133,79 @@ def num_errors(model: type[RequestModel], body: Any) -> int:
     return 0
 
 
-@pytest.mark.parametrize("model", SMALL)
-def test_every_field_costs_a_small_multiple_of_its_bytes(model: type[RequestModel]) -> None:
-    schema = model.model_json_schema()
-    found = [*sorted(set(places(schema, schema.get("$defs", {})))), ("unknown",)]
-    assert len(found) >= 3
-    tracemalloc.start()
-    try:
-        for path in found:
-            for kind, value in VALUES.items():
-                data = body_with(model, path, value)
+class Nobody:
+    """In place of coordinators: what was read and translated has cost what it costs."""
+
+    def caller(self, metadata: object) -> Any:
+        raise Unavailable("nobody serves")
+
+
+async def called(app: Any, path: str, body: bytes) -> bytes:
+    """The answer of a route, with its status before it."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+    await app({**scope, "state": {"metadata": ()}}, receive, send)
+    return b"%d " % sent[0]["status"] + sent[1]["body"]
+
+
+def bodies(described: dict[str, Any]) -> Iterator[tuple[str, str, bytes]]:
+    """Each field of each route that takes a body, as /openapi.json has them, grown: the route, what grew, the body."""
+    defs = described["components"]["schemas"]
+    for route, methods in described["paths"].items():
+        for asked in (told["requestBody"] for told in methods.values() if "requestBody" in told):
+            schema = asked["content"]["application/json"]["schema"]
+            model = MODELS[schema["$ref"].rpartition("/")[2]]
+            for path in [*sorted(set(places(schema, defs))), ("unknown",)]:
+                for kind, value in VALUES.items():
+                    yield route, f"{'.'.join(path)}: {kind}", body_with(model, path, value)
+    for kind, body in CONVERSATIONS.items():
+        yield "/v1/chat/completions", kind, body
+
+
+@pytest.fixture
+def smaller_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many values and bytes as a deployment takes, by the scale."""
+    monkeypatch.setattr(json_reader, "MOST_VALUES", MOST_VALUES // SCALE)
+    monkeypatch.setattr(json_reader, "MOST_FIELD_VALUES", MOST_FIELD_VALUES // SCALE)
+    monkeypatch.setattr(json_reader, "MOST_FIELDS", MOST_FIELDS // SCALE)
+    monkeypatch.setattr(json_reader, "_PIECE_BYTES", json_reader._PIECE_BYTES // SCALE)
+    monkeypatch.setattr(messages, "MOST_CONVERSATION_VALUES", MOST_CONVERSATION_VALUES // SCALE)
+    monkeypatch.setattr(forced_calls, "MAX_CONSTRAINT_BYTES", MAX_CONSTRAINT_BYTES // SCALE)
+
+
+@pytest.mark.usefixtures("smaller_limits")
+def test_whatever_grows_in_whatever_route_a_body_takes_few_times_the_bytes_of_the_largest() -> None:
+    async def run() -> None:
+        gateway = Gateway(
+            GatewaySettings(coordinators=["localhost:1"], max_body_bytes=GROWN_BYTES, tool_parser="hermes")
+        )
+        routes = set()
+        try:
+            app = build_app(replace(gateway.parts, coordinators=Nobody()))
+            await called(app, "/tokenize", b"{}")
+            for route, kind, body in bodies(app.openapi()):
+                routes.add(route)
                 tracemalloc.reset_peak()
                 before, _ = tracemalloc.get_traced_memory()
-                error = read(model, data)
+                answer = await called(app, route, body)
                 _, peak = tracemalloc.get_traced_memory()
-                assert peak - before < MOST_BYTES_PER_BYTE * len(data), (path, kind)
-                if error is not None:
-                    assert len(str(error)) + len(error.param or "") < 4200, (path, kind)
+                assert peak - before < MOST_BYTES, (route, kind)
+                assert answer.startswith((b"400 ", b"503 ")), (route, kind)
+                assert len(answer) < MOST_ANSWER_BYTES, (route, kind)
+        finally:
+            await gateway.stop(0)
+        assert len(routes) == len(SMALL)
+
+    tracemalloc.start()
+    try:
+        asyncio.run(run())
     finally:
         tracemalloc.stop()
 
@@ -162,58 +250,53 @@ def test_the_first_wrong_token_id_is_named(ids: str, param: str) -> None:
     assert error.param == param
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=20,
-)  # fmt: skip
+MIB = 2**20
+LARGE = {
+    "ids of a digit": grown(b"7", 8 * MIB),
+    "ids of five digits": grown(b"30000", 8 * MIB),
+    "text": b'"' + b"a b " * (2 * MIB) + b'"',
+    "wide text": b'"' + b"a" * (8 * MIB) + "😀".encode() + b'"',
+    "escapes": b'"' + rb"\n" * (4 * MIB) + b'"',
+    "lists": grown(b"[]", 8 * MIB),
+    "lists of an id": grown(b"[1]", 8 * MIB),
+    "texts": grown(b'"a"', 8 * MIB),
+    "objects": grown(b"{}", 8 * MIB),
+    "no ids at the end": grown(b"7", 8 * MIB)[:-1] + b",-1]",
+}
 
 
-@given(value=JSON, indent=st.booleans(), ascii_only=st.booleans())
-def test_values_are_those_of_orjson(value: Any, indent: bool, ascii_only: bool) -> None:
-    import json
-
-    text = json.dumps(value, indent=2 if indent else None, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass")
+@pytest.mark.parametrize("kind", LARGE)
+def test_the_largest_body_takes_few_times_its_bytes(kind: str) -> None:
+    data = b'{"prompt":' + LARGE[kind] + b"}"
+    tracemalloc.start()
     try:
-        expected = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        with pytest.raises(ApiError):
-            parsed(text)
-        return
-    assert parsed(text) == expected
+        error = read(CompletionRequest, data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (error is None) == (kind.startswith("ids") or kind in ("text", "wide text", "escapes"))
+    # A text of Python takes four bytes a character where one is beyond 16 bits, and its decoder half as much besides.
+    assert peak < (8 if kind == "wide text" else 4) * len(data)
 
 
-@given(value=JSON, at=st.floats(0, 1), put=st.binary(min_size=0, max_size=3), cut=st.integers(0, 3))
-def test_what_orjson_refuses_is_refused(value: Any, at: float, put: bytes, cut: int) -> None:
-    text = orjson.dumps(value)
-    place = int(at * len(text))
-    broken = text[:place] + put + text[place + cut :]
-    try:
-        expected = orjson.loads(broken)
-    except orjson.JSONDecodeError:
-        with pytest.raises(ApiError):
-            parsed(broken)
-        return
-    assert parsed(broken) == expected
-
-
-@given(
-    pieces=st.lists(
-        st.sampled_from(
-            ["a" * 40_000, "é" * 30_000, "😀" * 9000, "\\u00e9" * 6000, "\\ud83d\\ude00" * 3000, "\\n", "x"]
-        ),
-        min_size=1,
-        max_size=6,
-    )
+@pytest.mark.parametrize(
+    ("name", "value", "param"),
+    [
+        ("structured_outputs", {"regex": "a" * 300_000}, "sampling.constraint"),
+        ("stop", ["a" * 300_000], "sampling.stop"),
+        ("model", "a" * 300_000, "model"),
+    ],
 )
-def test_long_texts_are_read_in_pieces_without_cutting_a_character(pieces: list[str]) -> None:
-    text = ('"' + "".join(pieces) + '"').encode()
-    assert parsed(text) == orjson.loads(text)
+def test_parameters_that_each_of_many_prompts_takes_along_are_small(name: str, value: Any, param: str) -> None:
+    completion_to_generate(validated(CompletionRequest, {"prompt": ["x"], name: value}), 256)
+    with pytest.raises(InvalidRequest) as caught:
+        completion_to_generate(validated(CompletionRequest, {"prompt": ["x"] * 256, name: value}), 256)
+    assert caught.value.field == param
 
 
-def test_depth_and_numbers_of_values_have_limits() -> None:
-    assert parsed(b"[" * MOST_DEPTH + b"]" * MOST_DEPTH)
-    for data in (b"[" * (MOST_DEPTH + 1), b"[" + b"0," * MOST_VALUES + b"0]", b'"\\ud800"' * 1, b'"' + b"a" * 10):
-        with pytest.raises(ApiError):
-            parsed(data)
+def test_requests_of_many_prompts_are_made_one_at_a_time() -> None:
+    body = {"prompt": ["x"] * 256, "allowed_token_ids": list(range(16_000))}
+    requests = completion_to_generate(validated(CompletionRequest, body), 256)
+    requests.request_id = "a"
+    assert lines_run(lambda: completion_to_generate(validated(CompletionRequest, body), 256)) < 1000
+    assert [requests[0].request_id, requests[255].request_id] == ["a-0", "a-255"]

@@ -1,0 +1,68 @@
+"""What a client may send beside bodies: as many bytes, and as many headers, as there is memory for."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+
+from specdec.gateway.http.protocol import MOST_HEADER_BYTES
+from specdec.gateway.http.server import HttpServer
+
+HEAD = b"POST / HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = HEAD + b"transfer-encoding: chunked\r\n\r\n"
+LARGE = 4 * MOST_HEADER_BYTES
+
+
+async def echo_length(_scope: Any, receive: Any, send: Any) -> None:
+    num_bytes, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        num_bytes, more = num_bytes + len(message["body"]), message["more_body"]
+    body = str(num_bytes).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def answer(data: bytes) -> bytes:
+    """All that a server sends to who sends this, and then waits for the end of the connection."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = HttpServer(echo_length, tls=None, header_s=60)
+    await server.start([listening])
+    try:
+        reader, writer = await asyncio.open_connection(*listening.getsockname())
+        writer.write(data)
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+        finally:
+            writer.close()
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"a: b\r\n" * 1000 + b"\r\n",
+        HEAD + b"a: " + b"b" * LARGE + b"\r\n\r\n",
+        b"GET /?" + b"a" * LARGE + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        CHUNKED + b"0\r\na: " + b"b" * LARGE,
+        CHUNKED + b"0\r\n" + b"a: b\r\n" * LARGE,
+        CHUNKED + b"1;a=" + b"b" * LARGE,
+    ],
+    ids=["many headers", "a long header", "a long query", "a long trailer", "many trailers", "a long extension"],
+)
+def test_more_than_may_be_is_refused_or_ends_the_connection(data: bytes) -> None:
+    told = asyncio.run(asyncio.wait_for(answer(data), 30))
+    assert told == b"" or told.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 "))
+
+
+def test_a_body_in_chunks_of_a_byte_each_is_read() -> None:
+    data = CHUNKED.replace(b"host: x", b"host: x\r\nconnection: close") + b"1\r\na\r\n" * 50_000 + b"0\r\n\r\n"
+    assert asyncio.run(asyncio.wait_for(answer(data), 30)).endswith(b"\r\n\r\n50000")
