@@ -106,7 +106,7 @@ class _Builder:
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
         if expected:
-            self._far = FarProof(ragged, recorded, loaded, settings.block_size)
+            self._far = FarProof(loaded, recorded, ragged.mask_windows, settings.block_size)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
         is_gathered = isinstance(step_model, RaggedModel) and isinstance(step_model.kernel, GatherAttention)
         has_spare = is_on_gpu(loaded.device) and not is_gathered  # for rows of padding

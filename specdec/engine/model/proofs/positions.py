@@ -115,15 +115,18 @@ class LongRows:
 class FarProof:
     """Both proofs for one model, as it is before anything else takes its weights."""
 
-    def __init__(self, ragged: RaggedModel, recorded: RecordingKernel, loaded: LoadedModel, block_size: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, recorded: RecordingKernel, mask_windows: Sequence[int | None], block_size: int
+    ) -> None:
         """Run the first, and plain attention's part of the second. Raises ``ModelNotSupported``."""
         self._dtype, self._device = loaded.dtype, loaded.device
         num_positions, vocab_size = loaded.max_model_len, loaded.vocab_size
         config = loaded.model.config.get_text_config(decoder=True)
         at = switches(config, num_positions)
+        plain = RaggedModel(loaded.model, GatherAttention(), mask_windows)
         with refusing(config.model_type):
             places = Places(at, vocab_size, block_size, self._device)
-            error = places.difference(ragged.at_positions, recorded.geometries, self._dtype)
+            error = places.difference(plain.at_positions, recorded.geometries, self._dtype)
             if not error <= tolerance(self._dtype):
                 remedy = f"; set max_model_len to {at[0]} or less if it begins there" if len(at) > 1 else ""
                 raise ModelNotSupported(
@@ -132,7 +135,6 @@ class FarProof:
                     f"spread{remedy}",
                 )
             self._rows = LongRows(recorded.options, recorded.geometries, num_positions, vocab_size, block_size)
-            plain = RaggedModel(loaded.model, GatherAttention(), ragged.mask_windows)
             self._wanted = self._rows.logits(plain, self._dtype, self._device)
 
     def error(self, step_model: StepModel) -> float:
