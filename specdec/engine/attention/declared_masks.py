@@ -38,20 +38,26 @@ def declared_masks(name: str, num_positions: int) -> Iterator[None]:
         functions.pop(name, None)
 
 
-def _declared(num_positions: int, *, mask_function: Callable[..., Any], config: Any, **_: Any) -> DeclaredMask:
-    limits = (getattr(config, attribute, None) for attribute in ("sliding_window", "attention_chunk_size"))
-    limit = max((int(value) for value in limits if isinstance(value, int)), default=0)
-    found: set[int | None] = set()
-    examined = (0, 1, limit - 1, limit, limit + limit // 2, 2 * limit + 3, num_positions - 1)
-    for position in {position for position in examined if 0 <= position < num_positions}:
-        keys = torch.arange(position + 1)
-        query = torch.full_like(keys, position)
-        visible = torch.as_tensor(mask_function(0, 0, query, keys)).expand(position + 1)
-        count = int(visible.sum())
-        if not bool(visible[position + 1 - count :].all()):
-            return DeclaredMask(other="its mask leaves out keys between those that it lets rows read")
-        found.add(None if count == position + 1 else count)
-    windows = found - {None}
-    if len(windows) > 1:
-        return DeclaredMask(other="its mask is chunked: how far back a row reads depends on its position")
-    return DeclaredMask(window=windows.pop() if windows else None)
+def _declared(
+    num_positions: int, *, mask_function: Callable[..., Any], device: torch.device | str, **_: Any
+) -> DeclaredMask:
+    """The first row that does not read position 0 tells the window; rows beside its multiples show if it is one."""
+    positions = torch.arange(num_positions, device=device)
+
+    def visible(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(mask_function(0, 0, rows, keys), device=device).expand(num_positions)
+
+    blind = ~visible(positions, torch.zeros_like(positions))
+    window = int(blind.int().argmax()) if bool(blind.any()) else None
+    beside = {count * (window or 1) + one for count in range(4) for one in (-1, 0, 1)}
+    for position in beside | {num_positions // 2, num_positions - 1}:
+        if not 0 <= position < num_positions:
+            continue
+        seen = visible(torch.full_like(positions, position), positions)
+        first = 0 if window is None else position - window + 1
+        if torch.equal(seen, (positions >= first) & (positions <= position)):
+            continue
+        if window is None:
+            return DeclaredMask(other=f"its mask leaves out keys of the row at {position}, or shows it later ones")
+        return DeclaredMask(other="its mask is chunked, or otherwise no window: what a row reads goes by its position")
+    return DeclaredMask(window=window)

@@ -24,6 +24,7 @@ from specdec.engine.model.kv_budget import CAPTURE_BYTES, NOTHING, Beside, CudaM
 from specdec.engine.model.linear import TorchWeight, make_modules_row_invariant, torch_path
 from specdec.engine.model.loader import LoadedModel, load_model
 from specdec.engine.model.probe import Probe, ProbeLog, tolerance
+from specdec.engine.model.proofs.positions import FarProof
 from specdec.engine.model.ragged import RaggedModel, StepModel
 from specdec.engine.model.switches import shortened
 from specdec.engine.native.build import NativeUnavailable
@@ -81,6 +82,7 @@ class _Builder:
         if settings.deterministic and not self._is_exact and not is_on_gpu(loaded.device):
             raise ModelLoadError("deterministic needs float32 on CPU, or a GPU")
         self._probe = Probe(loaded.vocab_size, loaded.max_model_len, settings.block_size, loaded.device)
+        self._far: FarProof | None = None
         self._no_kernels = ""  # why there are none, and what to do about it
         self._kernels = self._make_kernels() if self._is_exact else None
 
@@ -103,6 +105,8 @@ class _Builder:
         recorded = ragged.record_attention(self._probe)
         if is_on_gpu(loaded.device):
             ragged.kernel = device_attention(recorded.geometries)
+        if expected:
+            self._far = FarProof(loaded, recorded, ragged.mask_windows, settings.block_size)
         step_model, kernel_path, row_invariant = self._choose_model(ragged, recorded, expected)
         is_gathered = isinstance(step_model, RaggedModel) and isinstance(step_model.kernel, GatherAttention)
         has_spare = is_on_gpu(loaded.device) and not is_gathered  # for rows of padding
@@ -245,7 +249,9 @@ class _Builder:
         cache = KVCache(geometries, probe.num_blocks, self._settings.block_size, loaded.dtype, loaded.device)
         with refusing(loaded.identity.architecture):
             log: ProbeLog = probe.run(step_model, cache)
-        return log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences), log.row_invariant
+            far = 0.0 if self._far is None else self._far.error(step_model)
+        near = log.error(lambda tokens: expected[tuple(tokens.tolist())], probe.sequences)
+        return near if far <= tolerance(loaded.dtype) else far, log.row_invariant
 
     def _allocate(self, step_model: StepModel, geometries: list[LayerGeometry], num_spare_blocks: int) -> KVCache:
         settings, loaded = self._settings, self._loaded

@@ -9,6 +9,8 @@ config or a class name says. The checks, cheapest first:
        declared for each layer (``declared_masks.py``), and with no keyword that is unknown here
     4. logits: chunked prefill, mixed batches, decoding and a tree, paged against dense (``probe.py``); and the same
        with every window and position-dependent scale moved to a few tokens (``switches.py``)
+    5. what no short sequence shows: rows that modules number, places far apart in one batch, and the kernels that will
+       serve, at full length (``proofs/``)
 """
 
 from collections.abc import Iterator, Sequence

@@ -11,6 +11,7 @@ from specdec.engine.attention.kv_cache import KVCache
 from specdec.engine.attention.paged import (
     ATTENTION_NAME,
     CONTEXT_KWARG,
+    AttentionError,
     AttentionKernel,
     ForwardContext,
     RecordingKernel,
@@ -20,6 +21,7 @@ from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.model.gate import check_attention_calls, refusing, switch_attention
 from specdec.engine.model.probe import Probe
+from specdec.engine.model.proofs.row_numbers import NumberedRows
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
 from specdec.engine.model.tapping import tapping
 from specdec.engine.sublayers import SkippedSublayers
@@ -52,6 +54,11 @@ class RaggedModel:
         """See ``StepModel``."""
         return self._run(ForwardContext(batch, cache, self.kernel, mask_windows=self.mask_windows))
 
+    def at_positions(self, batch: Batch, cache: KVCache, position_ids: torch.Tensor) -> torch.Tensor:
+        """The same, by a model that takes the rows to be at ``position_ids`` [T]: attention reads what it would read
+        anyway."""
+        return self._run(ForwardContext(batch, cache, self.kernel, mask_windows=self.mask_windows), position_ids)
+
     def without(self, skipped: SkippedSublayers) -> StepModel:
         """A pass of the same modules that leaves sublayers out, and writes the keys and values of the others where the
         whole model does. Not at the same time as another pass.
@@ -74,18 +81,25 @@ class RaggedModel:
     def record_attention(self, probe: Probe) -> RecordingKernel:
         """Run two shapes without attending; returns what each attention call of a pass was given.
 
-        Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in all layers.
+        Raises ``ModelNotSupported`` where passes of different shapes call attention differently, or not in all layers,
+        and where modules number the rows of a batch.
         """
         recorders = (RecordingKernel(), RecordingKernel())
+        places: list[set[str]] = []
         masks = declared_masks(ATTENTION_NAME, probe.num_positions)
         with refusing(self.model.config.model_type), masks:
             for recorder, num_rows in zip(recorders, (2, 7), strict=True):
-                self._run(ForwardContext(probe.batch(probe.prefix_rows(num_rows)), None, recorder))
+                context = ForwardContext(probe.batch(probe.prefix_rows(num_rows)), None, recorder)
+                with NumberedRows(num_rows) as numbered:
+                    self._run(context)
+                places.append(numbered.places)
+            if found := sorted(set.intersection(*places)):
+                raise AttentionError(f"it numbers the rows of a batch in place of using their positions ({found[0]})")
         check_attention_calls(self.model, [recorder.geometries for recorder in recorders])
         self.mask_windows = tuple(options.sliding_window for options in recorders[0].options)
         return recorders[0]
 
-    def _run(self, context: ForwardContext) -> torch.Tensor:
+    def _run(self, context: ForwardContext, position_ids: torch.Tensor | None = None) -> torch.Tensor:
         batch = context.batch
         num_logits = batch.logits_indices.shape[0]
         kept = batch.logits_indices if num_logits else batch.logits_indices.new_zeros(1)
@@ -93,7 +107,7 @@ class RaggedModel:
         with tapping(self.model, batch.tap):
             output = self.model(
                 input_ids=batch.input_ids.unsqueeze(0),
-                position_ids=batch.position_ids.unsqueeze(0),
+                position_ids=(batch.position_ids if position_ids is None else position_ids).unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=kept,  # always a tensor: 0 and slices mean other things to other models
                 **kwargs,

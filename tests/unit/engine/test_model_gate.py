@@ -119,7 +119,7 @@ def test_a_scale_by_the_place_in_the_batch_is_refused(tmp_path: Path, monkeypatc
     plain = MistralAttention.forward
 
     def scaled(self: MistralAttention, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        places = torch.arange(hidden_states.shape[1])
+        places = torch.ones(hidden_states.shape[1]).cumsum(0) - 1
         scale = torch.log1p(torch.floor(places / self.config.sliding_window)) + 1
         return plain(self, hidden_states * scale[None, :, None], *args, **kwargs)
 
@@ -160,6 +160,20 @@ def test_hidden_state_outside_attention_shows_in_the_self_test(tmp_path: Path, m
         return plain(self, hidden_states + 0.5 * hidden_states.roll(1, dims=1), *args, **kwargs)
 
     monkeypatch.setattr(LlamaAttention, "forward", mixing)
+    with pytest.raises(ModelNotSupported, match="depends on the rest of the batch"):
+        load(directory, fused="off")
+
+
+def test_dense_attention_that_is_no_paged_attention_shows_in_the_self_test(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_tiny_model("llama", tmp_path)
+    plain = llama_module.eager_attention_forward
+
+    def flatter(*args: Any, scaling: float, **kwargs: Any) -> Any:
+        return plain(*args, scaling=scaling / 2, **kwargs)
+
+    monkeypatch.setattr(llama_module, "eager_attention_forward", flatter)
     with pytest.raises(ModelNotSupported, match="paged logits differ"):
         load(directory, fused="off")
 

@@ -1,0 +1,146 @@
+"""What the self-test's few tokens do not reach: positions beside every switch that a model's config names.
+
+Two proofs, both by single rows, so that neither costs what a long prompt does:
+
+    places      sequences of a few tokens that lie at far positions, together in one batch, against each alone: rope,
+                scales and the like that change with length or company
+    long rows   rows that read long contexts, whose blocks are a few of random numbers over and over, by what will run
+                the model against plain attention: windows, sinks, tiles and splits of the kernels at full length
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from specdec.engine.attention.kv_cache import KVCache, LayerGeometry
+from specdec.engine.attention.paged import AttentionOptions, RecordingKernel
+from specdec.engine.attention.torch_kernels import GatherAttention
+from specdec.engine.batch import Batch
+from specdec.engine.errors import ModelNotSupported
+from specdec.engine.model.beside import PassRows
+from specdec.engine.model.gate import refusing
+from specdec.engine.model.loader import LoadedModel
+from specdec.engine.model.probe import tolerance
+from specdec.engine.model.ragged import RaggedModel, StepModel
+
+_NAMES = re.compile(r"position|window|chunk|floor|_len|max_seq|ctx")
+_BLOCKS = 7  # of random numbers that contexts are made of; no divisor of a tile or a split
+_LONG = 2100  # a position that lies beyond blocks, tiles and splits, whatever the config names
+_SEED = 21
+
+Forward = Callable[[Batch, KVCache], torch.Tensor]
+PlacedForward = Callable[[Batch, KVCache, torch.Tensor], torch.Tensor]
+
+
+def switches(config: PreTrainedConfig, num_positions: int) -> list[int]:
+    """Positions that a config names below ``num_positions``, rising, and the end."""
+    named = {value for value in _named(config.to_dict()) if 1 < value < num_positions}
+    return [*sorted(named), num_positions]
+
+
+def _named(values: dict[str, Any]) -> Iterator[int]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _named(value)
+        elif isinstance(value, int) and not isinstance(value, bool) and _NAMES.search(name):
+            yield value
+
+
+class Places:
+    """Short sequences around each switch."""
+
+    def __init__(self, at: Sequence[int], vocab_size: int, block_size: int, device: torch.device) -> None:
+        spans = [sorted({0, end // 3, *range(max(0, end - 2), min(end + 2, at[-1]))}) for end in at]
+        self._spans = [list(range(min(4, at[-1]))), *spans]
+        generator = torch.Generator().manual_seed(_SEED)
+        longest = max(map(len, self._spans))
+        self._tokens = torch.randint(0, vocab_size, (longest,), generator=generator).tolist()
+        self._num_blocks = -(-longest // block_size)
+        self._block_size, self._device = block_size, device
+
+    def difference(self, forward: PlacedForward, geometries: Sequence[LayerGeometry], dtype: torch.dtype) -> float:
+        """Between the logits of all in one batch and those of each alone, over the latter's standard deviation."""
+        num_blocks = self._num_blocks * len(self._spans)
+        cache = KVCache(geometries, num_blocks, self._block_size, dtype, self._device)
+        alone = [self._logits(forward, cache, [span]) for span in self._spans]
+        return _difference(self._logits(forward, cache, self._spans), torch.cat(alone))
+
+    def _logits(self, forward: PlacedForward, cache: KVCache, spans: Sequence[Sequence[int]]) -> torch.Tensor:
+        rows = PassRows(self._block_size)
+        for number, span in enumerate(spans):
+            rows.add_sequence(range(number * self._num_blocks, (number + 1) * self._num_blocks))
+            for place, token in zip(range(len(span)), self._tokens, strict=False):
+                rows.add(token, place)
+        positions = torch.tensor([position for span in spans for position in span], device=self._device)
+        return forward(rows.batch(self._device), cache, positions)
+
+
+class LongRows:
+    """One row after each of several long contexts."""
+
+    def __init__(
+        self,
+        options: Sequence[AttentionOptions],
+        geometries: Sequence[LayerGeometry],
+        num_positions: int,
+        vocab_size: int,
+        block_size: int,
+    ) -> None:
+        windows = {option.sliding_window for option in options if option.sliding_window}
+        ends = {window + beside for window in windows for beside in (0, block_size + 3)} | {_LONG}
+        generator = torch.Generator().manual_seed(_SEED)
+        self._rows = PassRows(block_size)
+        self._geometries = geometries
+        self._num_blocks = _BLOCKS
+        for position in sorted({min(end, num_positions - 1) for end in ends}):
+            shared = [block % _BLOCKS for block in range(position // block_size)]
+            self._rows.add_sequence([*shared, self._num_blocks])
+            self._num_blocks += 1  # that of the row itself, which it writes
+            self._rows.add(int(torch.randint(0, vocab_size, (), generator=generator)), position)
+
+    def logits(self, forward: Forward, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Logits ``[T, V]`` over the same random contexts, whoever asks."""
+        cache = KVCache(self._geometries, self._num_blocks, self._rows.block_size, dtype, device)
+        generator = torch.Generator().manual_seed(_SEED)
+        for store in (*cache.keys, *cache.values):
+            store.copy_(torch.randn(store.shape, generator=generator))
+        return forward(self._rows.batch(device), cache)
+
+
+class FarProof:
+    """Both proofs for one model, as it is before anything else takes its weights."""
+
+    def __init__(
+        self, loaded: LoadedModel, recorded: RecordingKernel, mask_windows: Sequence[int | None], block_size: int
+    ) -> None:
+        """Run the first, and plain attention's part of the second. Raises ``ModelNotSupported``."""
+        self._dtype, self._device = loaded.dtype, loaded.device
+        num_positions, vocab_size = loaded.max_model_len, loaded.vocab_size
+        config = loaded.model.config.get_text_config(decoder=True)
+        at = switches(config, num_positions)
+        plain = RaggedModel(loaded.model, GatherAttention(), mask_windows)
+        with refusing(config.model_type):
+            places = Places(at, vocab_size, block_size, self._device)
+            error = places.difference(plain.at_positions, recorded.geometries, self._dtype)
+            if not error <= tolerance(self._dtype):
+                remedy = f"; set max_model_len to {at[0]} or less if it begins there" if len(at) > 1 else ""
+                raise ModelNotSupported(
+                    config.model_type,
+                    f"what it computes at a position depends on the rest of the batch, by {error:.2g} of the logits' "
+                    f"spread{remedy}",
+                )
+            self._rows = LongRows(recorded.options, recorded.geometries, num_positions, vocab_size, block_size)
+            self._wanted = self._rows.logits(plain, self._dtype, self._device)
+
+    def error(self, step_model: StepModel) -> float:
+        """How far what is to run the model is from plain attention on long rows; see ``Places.difference``."""
+        return _difference(self._rows.logits(step_model, self._dtype, self._device), self._wanted)
+
+
+def _difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).double().square().mean().sqrt() / wanted.double().std().clamp_min(1e-12))
