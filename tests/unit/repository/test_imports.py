@@ -148,6 +148,12 @@ def test_no_module_is_named_after_nothing() -> None:
 
 
 @pytest.mark.smoke
+def test_services_are_imported_by_the_name_that_the_wheel_gives_them() -> None:
+    """In a checkout their folders could be imported beside `specdec`, as second modules that nobody else sees."""
+    folders = ("specdec", *SERVICES, "bench", "tests")
+    assert {found for folder in folders for found in offences(folder, *SERVICES)} == set()
+
+
 def test_no_test_file_or_conftest_is_imported() -> None:
     """What several of them use stands in tests/support, or beside them in a module that holds no tests."""
     imported = [
