@@ -234,6 +234,7 @@ class Verifier:
             self._host.send_results()  # kernels of a prompt are launched one by one: nobody waits for that
         self._host.sends_later = False
         try:
+            self.pacing.count_vain_waits(group, self._turns.due_at_s)
             chosen = self.pacing.choose_trees(group, started_s)
         except Exception as error:
             chosen = self._give_up_trees(group, error)

@@ -74,7 +74,7 @@ class Pacing:
         self._purse = WaitPurse(CATCH_UP_S)
         self._hold_off_ms = hold_off_ms
         self._mean_nodes = _FIRST_MEAN_NODES
-        self._num_vain, self._waited_s = 0, -math.inf
+        self._num_vain = 0
 
     def plan(self, ready: Sequence[TargetSession], now_s: float) -> None:
         """Decide which sessions' next steps are held off, and for what.
@@ -106,6 +106,21 @@ class Pacing:
             if session.tree.lasting_depth < session.hold_off.depth:
                 until_s = max(until_s, session.hold_off.until_s - now_s)
         return until_s
+
+    def count_vain_waits(self, ready: Sequence[TargetSession], now_s: float) -> None:
+        """A step begins: waits that have run out were in vain. One that ends sooner, for the sake of another session,
+        says nothing of the draft.
+        """
+        vain = [
+            session
+            for session in ready
+            if session.hold_off is not None
+            and now_s >= session.hold_off.until_s
+            and not (session.tree.lasting_depth or session.is_answered)
+        ]
+        for session in vain:
+            session.misses.num_unanswered += 1
+        self._num_vain += bool(vain)
 
     def choose_trees(self, ready: Sequence[TargetSession], now_s: float) -> dict[str, list[int]]:
         """Set the tree that the next step verifies for each session; returns the chosen nodes by session id."""
@@ -209,9 +224,6 @@ class Pacing:
             misses.episode = Episode(wanted, now_s, session.num_tokens)
         if not wanted:
             return None
-        misses.num_unanswered += 1
-        if now_s != self._waited_s:  # sessions of one moment wait together
-            self._num_vain, self._waited_s = self._num_vain + 1, now_s
         return HoldOff(now_s, now_s + hold_s, wanted)
 
     def _patience_s(self, wanted: int, num_ready: int, *, is_silent: bool) -> float:

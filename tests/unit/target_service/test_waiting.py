@@ -58,6 +58,24 @@ def test_a_silent_draft_is_waited_for_twice_and_no_more(client: WorkerClient) ->
     assert client.session().num_tokens == 26
 
 
+def test_a_wait_that_anothers_prompt_cuts_short_does_not_make_a_draft_silent(
+    client: WorkerClient, truth: list[int]
+) -> None:
+    held(client, Pacing(500.0))
+    for name in ("a", "b", "c"):
+        client.turn()
+        client.entry(name, open=a_session())
+        client.turn()
+        client.entry(name, close=pb.CloseSession())
+        client.turn()
+    position = client.session().num_tokens
+    assert position >= 23, "steps that others were in did not wait"
+    assert client.session().hold_off is not None, "but it is still waited for"
+    client.entry("s", proposal=chain(position, truth[position : position + 8]))
+    client.turn()
+    assert client.session().num_tokens == position + 9
+
+
 @pytest.mark.parametrize("catches_up", [True, False])
 def test_a_draft_that_steps_leave_behind_is_waited_for_now_and_then_until_it_has_caught_up(
     client: WorkerClient, truth: list[int], catches_up: bool
