@@ -112,12 +112,13 @@ FLOORS = {
         __main__
     """,
     "specdec.coordinator.intake": """
-        constraint_start conversation line overload prompt_bytes reading resume validation
-        fair_queue sizes
+        conversation line overload prompt_bytes reading resume validation
+        fair_queue
         admission
         tokenizing
         prompt
-        conversions planning
+        conversions terms
+        planning
     """,
     "specdec.draft_service": """
         servicer target_facts wire
