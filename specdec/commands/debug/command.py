@@ -13,11 +13,12 @@ from rich.console import Console
 
 from specdec.client import Client, ClientSettings, Completion
 from specdec.commands import connection
-from specdec.commands import sampling_options as options
+from specdec.commands import request_options as options
 from specdec.commands.debug import debug_view
 from specdec.commands.debug.page import page_of
 from specdec.commands.debug.steps import Explained, explain, token_ids_of
 from specdec.commands.errors import reported_errors
+from specdec.commands.field_flags import set_fields, with_field_flags
 from specdec.commands.inputs.destinations import output_file
 from specdec.commands.views import tables
 from specdec.commands.views.failures import EXIT_FAILURE
@@ -25,8 +26,21 @@ from specdec.v1 import coordinator_pb2 as api
 
 _MOST_PER_CALL = 1024
 _OUTPUT = "Output"
+_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "seed",
+    "max_tokens",
+    "ignore_eos",
+    "verify_mode",
+    "rejection_sample_method",
+    "max_draft_tokens",
+    "drafters",
+)
 
 
+@with_field_flags(*_FIELDS)
 def debug(
     prompt: options.PromptArgument = None,
     prompt_file: options.PromptFile = None,
@@ -42,16 +56,7 @@ def debug(
             rich_help_panel="Prompt",
         ),
     ] = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    seed: options.Seed = None,
-    max_tokens: options.MaxTokens = None,
-    ignore_eos: options.IgnoreEos = None,
-    verify_mode: options.VerifyModeName = None,
-    rejection_sample_method: options.RejectionSampleMethod = None,
-    max_draft_tokens: options.MaxDraftTokens = None,
-    drafters: options.Drafters = None,
+    *,
     prediction_file: options.PredictionFile = None,
     steps: Annotated[
         int | None, typer.Option(help="Show so many steps. [default: all]", min=1, rich_help_panel=_OUTPUT)
@@ -81,6 +86,7 @@ def debug(
     tls_ca: connection.TlsCa = None,
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
+    **fields: Any,
 ) -> None:
     """Show a request step by step.
 
@@ -95,23 +101,8 @@ def debug(
             argument=prompt, file=prompt_file, token_ids=token_ids, messages=tuple(message or ())
         )
         options.set_prompt(request, source)
-    options.set_fields(
-        request.sampling,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        max_tokens=max_tokens,
-        ignore_eos=ignore_eos,
-    )
-    options.set_fields(request.speculation, max_draft_tokens=max_draft_tokens)
-    if drafters is not None:
-        request.speculation.ClearField("drafters")
-    options.set_drafting(request, drafters, prediction_file)
-    if verify_mode is not None:
-        request.speculation.verify_mode = options.parse_verify_mode(verify_mode)
-    if rejection_sample_method is not None:
-        request.speculation.rejection_sample_method = options.parse_rejection_method(rejection_sample_method)
+    set_fields(request, fields)
+    options.set_prediction(request, prediction_file)
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     notes = Console(stderr=True, highlight=False)
     with reported_errors(notes, address):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,8 +13,9 @@ from rich.table import Table
 
 from specdec.client import Client, ClientSettings, CompletedChoice, Completion, generate_resuming
 from specdec.commands import connection
-from specdec.commands import sampling_options as options
+from specdec.commands import request_options as options
 from specdec.commands.errors import reported_errors
+from specdec.commands.field_flags import set_fields, with_field_flags
 from specdec.commands.generate.stream_view import StreamView
 from specdec.commands.views import tables
 from specdec.commands.views.origins import legend
@@ -34,43 +35,17 @@ class Display:
     statistics: bool = True
 
 
+@with_field_flags()
 def generate(
     prompt: options.PromptArgument = None,
     prompt_file: options.PromptFile = None,
     token_ids: options.PromptTokenIds = None,
     message: options.Messages = None,
-    truncate_prompt_tokens: options.TruncatePromptTokens = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    logit_bias: options.LogitBias = None,
-    allowed_token_id: options.AllowedTokenIds = None,
-    bad_word: options.BadWords = None,
+    *,
     json_schema_file: options.JsonSchemaFile = None,
     regex: options.Regex = None,
     grammar_file: options.GrammarFile = None,
     choice: options.Choices = None,
-    seed: options.Seed = None,
-    n: options.NumChoices = None,
-    logprobs: options.Logprobs = None,
-    prompt_logprobs: options.PromptLogprobs = None,
-    max_tokens: options.MaxTokens = None,
-    min_tokens: options.MinTokens = None,
-    stop: options.Stop = None,
-    include_stop: options.IncludeStop = None,
-    stop_token_id: options.StopTokenIds = None,
-    ignore_eos: options.IgnoreEos = None,
-    skip_special_tokens: options.SkipSpecialTokens = None,
-    speculation: options.Speculate = None,
-    verify_mode: options.VerifyModeName = None,
-    rejection_sample_method: options.RejectionSampleMethod = None,
-    max_draft_tokens: options.MaxDraftTokens = None,
-    time_per_token_ms: options.TimePerToken = None,
-    drafters: options.Drafters = None,
     prediction_file: options.PredictionFile = None,
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Colour tokens by their origin.", rich_help_panel=_OUTPUT)
@@ -91,17 +66,13 @@ def generate(
             rich_help_panel=_OUTPUT,
         ),
     ] = False,
-    model: Annotated[str, typer.Option(help="The model's name; empty: the one that is served.")] = "",
-    request_id: Annotated[str, typer.Option(help="An id of your own, for Abort and logs.")] = "",
-    priority: Annotated[
-        int, typer.Option(help="Among your own waiting requests, lower first.", min=-(2**31), max=2**31 - 1)
-    ] = 0,
     address: connection.Address = connection.DEFAULT_ADDRESS,
     timeout_s: connection.TimeoutS = None,
     tls: connection.Tls = False,
     tls_ca: connection.TlsCa = None,
     tls_key: connection.TlsKey = None,
     tls_cert: connection.TlsCert = None,
+    **fields: Any,
 ) -> None:
     """Complete a prompt, as it comes.
 
@@ -109,52 +80,16 @@ def generate(
     """
     if as_json and compare:
         raise typer.BadParameter("--json and --compare exclude each other")
-    request = coordinator_pb2.GenerateRequest(model=model, request_id=request_id, priority=priority)
+    request = coordinator_pb2.GenerateRequest()
     source = options.PromptOptions(
         argument=prompt, file=prompt_file, token_ids=token_ids, messages=tuple(message or ())
     )
     options.set_prompt(request, source)
-    options.set_fields(
-        request.sampling,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        n=n,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        max_tokens=max_tokens,
-        min_tokens=min_tokens,
-        include_stop_in_output=include_stop,
-        ignore_eos=ignore_eos,
-        skip_special_tokens=skip_special_tokens,
-        truncate_prompt_tokens=truncate_prompt_tokens,
-    )
-    options.set_repeated(
-        request.sampling,
-        logit_bias=logit_bias,
-        stop=stop,
-        stop_token_ids=stop_token_id,
-        allowed_token_ids=allowed_token_id,
-        bad_words=bad_word,
-    )
+    set_fields(request, fields)
     options.set_constraint(
         request.sampling, json_schema_file=json_schema_file, regex=regex, grammar_file=grammar_file, choices=choice
     )
-    options.set_fields(
-        request.speculation,
-        enabled=speculation,
-        max_draft_tokens=max_draft_tokens,
-        time_per_token_ms=time_per_token_ms,
-    )
-    options.set_drafting(request, drafters, prediction_file)
-    request.speculation.verify_mode = options.parse_verify_mode(verify_mode)
-    request.speculation.rejection_sample_method = options.parse_rejection_method(rejection_sample_method)
-
+    options.set_prediction(request, prediction_file)
     settings = connection.client_settings(timeout_s, tls, tls_ca, tls_key, tls_cert)
     display = Display(show_origin=show_origin, compare=compare, as_json=as_json, statistics=statistics)
     with reported_errors(Console(stderr=True), address):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import grpc
 import pytest
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec.commands.app import app
+from specdec.commands.field_flags import field_flags
 from specdec.v1 import common_pb2, coordinator_pb2
 from tests.support.services.fake_coordinator import TEXT, FakeCoordinator, running_fake_coordinator
 
@@ -87,6 +89,28 @@ def test_every_sampling_parameter_has_a_flag(command: Command) -> None:
     assert command.request.sampling == expected
     filled = {field.name for field, _ in command.request.sampling.ListFields()}
     assert filled == set(coordinator_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_every_field_of_a_request_that_is_no_message_has_a_flag_and_a_help_text(command: Command) -> None:
+    flags = "--model big --request-id mine --priority -3 --cache-salt s --time-per-token-ms 2.5 --drafters ngram,suffix"
+    flags += " --rejection-sample-method block --verify-mode coupled --speculation --max-draft-tokens 4"
+    result = command("generate", "x", *flags.split())
+    assert result.exit_code == 0, result.stderr
+    request = command.request
+    assert (request.model, request.request_id, request.priority, request.cache_salt) == ("big", "mine", -3, "s")
+    assert request.speculation == coordinator_pb2.SpeculationParams(
+        enabled=True,
+        verify_mode=common_pb2.VERIFY_MODE_COUPLED,
+        rejection_sample_method=common_pb2.REJECTION_SAMPLE_METHOD_BLOCK,
+        max_draft_tokens=4,
+        time_per_token_ms=2.5,
+        drafters=["ngram", "suffix"],
+    )
+    filled = {field.name for field, _ in request.speculation.ListFields()}
+    assert filled == set(coordinator_pb2.SpeculationParams.DESCRIPTOR.fields_by_name)
+    for flag in field_flags().values():
+        option = get_args(flag.as_parameter().annotation)[1]
+        assert re.fullmatch(r"[A-Z0-9].{10,}\.", option.help), flag
 
 
 def test_what_the_output_must_be_is_given_in_one_of_four_forms(command: Command, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ FLOORS = {
         coordinator draft_service gateway target_service
     """,
     "specdec.commands": """
-        addresses keys sampling_options shipped_pair views
+        addresses field_flags keys request_options shipped_pair views
         connection errors health measuring
         drafters generate inputs models
         debug up
