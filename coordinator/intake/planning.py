@@ -33,8 +33,8 @@ from specdec.coordinator.intake.validation import (
     check_speculation,
 )
 from specdec.coordinator.journal import Journal
+from specdec.coordinator.replicas.compatibility import ServedModel
 from specdec.coordinator.replicas.fleet import Fleet
-from specdec.coordinator.replicas.served_model import ServedModel
 from specdec.coordinator.sessions.client_stream import ClientStream
 from specdec.coordinator.sessions.request_trace import RequestTrace
 from specdec.coordinator.sessions.session import Request

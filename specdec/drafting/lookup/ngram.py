@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specdec.config.drafter_options import NgramOptions
-from specdec.drafting.interface import Capabilities, Context, Offer, Room
-from specdec.drafting.lookup.growing import ROOT, GrowingOffer
+from specdec.drafting.interface import ROOT, Capabilities, Context, GrowingOffer, Offer, Room
 
 CAPABILITIES = Capabilities(places=frozenset({"target", "draft_service"}))
 _MOST_MATCHES = 24

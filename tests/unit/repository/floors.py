@@ -69,7 +69,7 @@ FLOORS = {
         command
     """,
     "specdec.commands.up": """
-        child cores devices drafters service_process tokenizers
+        child cores devices drafters service_process
         cluster mps
         log_view plan supervision
         placement
@@ -86,7 +86,7 @@ FLOORS = {
         grammar
     """,
     "specdec.constraints.grammar": """
-        failure json_schemas
+        failure
         figures structural_tags
         source
         checker checker_child follower
@@ -112,7 +112,7 @@ FLOORS = {
         __main__
     """,
     "specdec.coordinator.intake": """
-        conversation line overload prompt_bytes reading resume validation
+        conversation line prompt_bytes reading resume validation
         fair_queue
         admission
         tokenizing
@@ -162,12 +162,12 @@ FLOORS = {
         drafter
     """,
     "specdec.drafting.lookup": """
-        growing suffix token_recycling
+        suffix token_recycling
         lookahead ngram prediction
     """,
     "specdec.drafting.role": """
         commits growth metrics session
-        forced guess host opening proposals
+        guess opening
         block branches work
         ahead
         drafter
@@ -176,13 +176,12 @@ FLOORS = {
     "specdec.drafting.text": """
         bridge
         session
-        following proposals
         drafter
     """,
     "specdec.drafting.translation": """
         tokens
         shared
-        files runner
+        runner
         build
     """,
     "specdec.engine": """
