@@ -89,7 +89,7 @@ class Conversions:
         num_bytes = request.ByteSize()
         held.enter_context(self._prompt_bytes.hold(tenant, num_bytes))
         served = self._fleet.require_served(request.model)
-        _check_detokenized(request.token_ids, self._limits_of(served.identity))
+        check_detokenized(request.token_ids, self._limits_of(served.identity))
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         token_ids = list(request.token_ids)
 
@@ -115,7 +115,7 @@ class Conversions:
             raise InvalidRequest(field, f"the answer takes {num_bytes} bytes, the limit is {self._max_message_bytes}")
 
 
-def _check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
+def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
     """Token ids to make text of: of the vocabulary, and no more than a context holds."""
     if len(token_ids) > limits.max_model_len:
         raise InvalidRequest(

@@ -82,7 +82,7 @@ class PromptReader:
                 num_tokens, token_ids = await self._encode_chat(body.messages, most)
             else:
                 num_bytes = len(body.prompt.encode())
-                _check_prompt_bytes(kind, num_bytes, self._prompt_limits)
+                check_prompt_bytes(kind, num_bytes, self._prompt_limits)
                 num_tokens, token_ids = await self._encode(body.prompt, num_bytes, True, most)
             _check_prompt_length(kind, num_tokens, sampling, self._limits)
         return check_prompt(kind, token_ids, sampling, self._limits)
@@ -108,13 +108,13 @@ class PromptReader:
         match prediction.WhichOneof("content"):
             case "text":
                 num_bytes = len(prediction.text.encode())
-                _check_prompt_bytes("prediction.text", num_bytes, self._prompt_limits)
+                check_prompt_bytes("prediction.text", num_bytes, self._prompt_limits)
                 most = self._limits.max_model_len
                 num_tokens, token_ids = await self._encode(prediction.text, num_bytes, False, most)
                 _check_prediction_length("prediction.text", num_tokens, self._limits)
                 return token_ids
             case "token_ids":
-                return _check_prediction("prediction.token_ids", prediction.token_ids.token_ids, self._limits)
+                return check_prediction("prediction.token_ids", prediction.token_ids.token_ids, self._limits)
             case _:
                 return []
 
@@ -127,7 +127,7 @@ class PromptReader:
             InvalidRequest: the text is empty or too long.
         """
         num_bytes = len(text.encode())
-        _check_prompt_bytes(field, num_bytes, self._limits)
+        check_prompt_bytes(field, num_bytes, self._limits)
         if num_bytes <= _INLINE_BYTES:
             return answer(self._tokenizer.encode(text, add_special_tokens))
 
@@ -173,12 +173,12 @@ class PromptReader:
         """Whether rendering takes no longer than may be done at once. Raises InvalidRequest for what may not be."""
         if messages.chat_template:
             check_request_template(messages.chat_template, self._limits.trusts_chat_templates)
-        _check_num_messages(len(messages.messages), self._limits)
+        check_num_messages(len(messages.messages), self._limits)
         num_bytes = messages.ByteSize()
         if num_bytes > self._limits.max_prompt_bytes:
             own = [len(m.content.encode()) + len(m.fields_json.encode()) for m in messages.messages]
             texts = (messages.tools_json, messages.template_variables_json, messages.documents_json)
-            _check_prompt_bytes("messages", sum(own) + sum(len(text.encode()) for text in texts), self._limits)
+            check_prompt_bytes("messages", sum(own) + sum(len(text.encode()) for text in texts), self._limits)
         if messages.chat_template:
             return False  # nobody knows what it takes, and it may have to be compiled
         return num_bytes <= _INLINE_BYTES and len(messages.messages) <= _INLINE_MESSAGES
@@ -210,7 +210,7 @@ def resolve_start(constraint: pb.Constraint, prompt: Sequence[int], tokenizer: T
         constraint.after_token_id = token_id
 
 
-def _check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
+def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
     """Text that is too long is refused before it is tokenised."""
     if num_bytes == 0:
         raise InvalidRequest(field, "must not be empty")
@@ -218,7 +218,7 @@ def _check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
         raise InvalidRequest(field, f"{num_bytes} bytes are more than the limit of {limits.max_prompt_bytes}")
 
 
-def _check_num_messages(num_messages: int, limits: Limits) -> None:
+def check_num_messages(num_messages: int, limits: Limits) -> None:
     """Each message takes a token at least."""
     if num_messages > limits.max_model_len:
         raise InvalidRequest(
@@ -235,7 +235,7 @@ def _check_prediction_length(field: str, num_tokens: int, limits: Limits) -> Non
         )
 
 
-def _check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
+def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
     """Token ids that are expected: of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
     _check_prediction_length(field, len(token_ids), limits)
     check_vocabulary(f"{field}.token_ids", token_ids, limits)
