@@ -13,8 +13,7 @@ from grpc import StatusCode
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
-from specdec.coordinator.intake.admission import AdmissionQueue, Place
-from specdec.coordinator.intake.overload import SpeculationGate
+from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding, Place
 from specdec.coordinator.intake.planning import Caller, Plan, Planner
 from specdec.coordinator.intake.prompt_bytes import PromptBytes
 from specdec.coordinator.journal import Journal
@@ -61,7 +60,7 @@ class Generator:
         target_timeout_s: float,
         reader_stall_s: float,
         prompt_bytes: PromptBytes,
-        gate: SpeculationGate,
+        gate: LoadShedding,
         tracer: RequestTracer,
     ) -> None:
         self._owner_id = owner_id

@@ -18,9 +18,8 @@ from specdec.coordinator.connections import Connections
 from specdec.coordinator.decode_loop import DecodeLoop
 from specdec.coordinator.finishing import Finisher
 from specdec.coordinator.generation import Generator
-from specdec.coordinator.intake.admission import AdmissionQueue
+from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding
 from specdec.coordinator.intake.conversions import Conversions
-from specdec.coordinator.intake.overload import SpeculationGate
 from specdec.coordinator.intake.planning import Planner
 from specdec.coordinator.intake.prompt_bytes import PromptBytes
 from specdec.coordinator.intake.tokenizing import TokenizingTurns
@@ -95,7 +94,7 @@ class CoordinatorService:
             self._ejection(),
             allow_mixed_numerics=settings.allow_mixed_numerics,
         )
-        self._gate = SpeculationGate(settings.shed_speculation_after_s)
+        self._gate = LoadShedding(settings.shed_speculation_after_s)
         hedging = Hedging(
             sessions=self._sessions,
             fleet=self.fleet,

@@ -10,8 +10,7 @@ from starlette.requests import Request
 
 from specdec.gateway.http.body import BodyReader
 from specdec.gateway.settings import GatewaySettings
-from specdec.gateway.upstream.coordinators import Caller, Coordinators
-from specdec.gateway.upstream.health import Health
+from specdec.gateway.upstream.coordinators import Caller, Coordinators, Health
 from specdec.gateway.upstream.vocabulary import Vocabulary
 from specdec.telemetry import GatewayMetrics, VllmMetrics
 from specdec.v1 import coordinator_pb2 as api

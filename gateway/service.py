@@ -23,8 +23,7 @@ from specdec.gateway.http.server import HttpServer
 from specdec.gateway.parts import Parts
 from specdec.gateway.routes.answers import error_response
 from specdec.gateway.settings import GatewaySettings
-from specdec.gateway.upstream.coordinators import Coordinators
-from specdec.gateway.upstream.health import Health
+from specdec.gateway.upstream.coordinators import Coordinators, Health
 from specdec.gateway.upstream.names import NameWatch
 from specdec.service.listening import StartupFailed, bound_sockets
 from specdec.service.metrics_endpoint import metrics_endpoint

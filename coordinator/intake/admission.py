@@ -1,4 +1,4 @@
-"""Admission: how many choices run at once, and who waits for a place."""
+"""Admission: how many choices run at once, who waits for a place, and when a queue lasts too long to speculate."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _SMOOTHING = 0.1
 """The mean is over about the last ten places given back."""
 _LEAST_RETURNED = 10
 """No request is refused for what it would have to wait before the mean is of so many."""
+_RECOVERED_S = 5.0
+"""The queue must be empty for so long before speculation is back: it may be empty only because there is none."""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,3 +193,39 @@ class AdmissionQueue:
 
     def _changed(self) -> None:
         self._on_change(self.num_running, self.num_waiting)
+
+
+class LoadShedding:
+    """Whether new sessions may speculate: not while requests have waited for longer than bursts last.
+
+    Speculation goes first because it is the work that can be left out without losing a token.
+    """
+
+    def __init__(self, shed_after_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`shed_after_s`: how long the queue must be without a break; None: sessions may always speculate."""
+        self._shed_after_s = shed_after_s
+        self._clock = clock
+        self._since_s = -float("inf")
+        self._has_queue = False
+        self._is_shedding = False
+
+    def on_queue(self, num_waiting: int) -> None:
+        """Another number of requests waits."""
+        if (num_waiting > 0) != self._has_queue:
+            self._update()
+            self._has_queue = num_waiting > 0
+            self._since_s = self._clock()
+
+    @property
+    def is_shedding(self) -> bool:
+        """Sessions that open now are to decode plainly."""
+        self._update()
+        return self._is_shedding
+
+    def _update(self) -> None:
+        lasted_s = self._clock() - self._since_s
+        if self._has_queue:
+            if self._shed_after_s is not None and lasted_s >= self._shed_after_s:
+                self._is_shedding = True
+        elif lasted_s >= _RECOVERED_S:
+            self._is_shedding = False

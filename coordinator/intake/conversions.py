@@ -7,13 +7,13 @@ turn in a thread, as long prompts do. The answer is encoded there, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from specdec.coordinator.intake.prompt import PromptReader
 from specdec.coordinator.intake.prompt_bytes import PromptBytes
 from specdec.coordinator.intake.tokenizing import TokenizingTurns
-from specdec.coordinator.intake.validation import Limits, check_detokenized
+from specdec.coordinator.intake.validation import Limits, check_vocabulary
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -113,3 +113,12 @@ class Conversions:
     def _check_size(self, field: str, num_bytes: int) -> None:
         if num_bytes > self._max_message_bytes:
             raise InvalidRequest(field, f"the answer takes {num_bytes} bytes, the limit is {self._max_message_bytes}")
+
+
+def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
+    """Token ids to make text of: of the vocabulary, and no more than a context holds."""
+    if len(token_ids) > limits.max_model_len:
+        raise InvalidRequest(
+            "token_ids", f"{len(token_ids)} ids are more than a context of {limits.max_model_len} tokens holds"
+        )
+    check_vocabulary("token_ids", token_ids, limits)

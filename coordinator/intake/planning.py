@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from specdec.coordinator.intake.constraint_start import resolve_start
 from specdec.coordinator.intake.line import Claim
-from specdec.coordinator.intake.prompt import PromptReader
+from specdec.coordinator.intake.prompt import PromptReader, Texts
 from specdec.coordinator.intake.resume import (
     HeldChoice,
     check_params,
@@ -22,7 +21,7 @@ from specdec.coordinator.intake.resume import (
     planned_terms,
     prompt_logprobs_start,
 )
-from specdec.coordinator.intake.sizes import check_opening, check_resumable, output_room
+from specdec.coordinator.intake.terms import Terms, check_prompt_logprobs, settle_terms
 from specdec.coordinator.intake.tokenizing import TokenizingTurns
 from specdec.coordinator.intake.validation import (
     CheckedSampling,
@@ -32,13 +31,11 @@ from specdec.coordinator.intake.validation import (
     check_request_id,
     check_sampling,
     check_speculation,
-    resolve_max_tokens,
 )
 from specdec.coordinator.journal import Journal
+from specdec.coordinator.replicas.compatibility import ServedModel
 from specdec.coordinator.replicas.fleet import Fleet
-from specdec.coordinator.replicas.served_model import ServedModel
 from specdec.coordinator.sessions.client_stream import ClientStream
-from specdec.coordinator.sessions.prompt_logprobs import MOST_JOINED_BYTES
 from specdec.coordinator.sessions.request_trace import RequestTrace
 from specdec.coordinator.sessions.session import Request
 from specdec.coordinator.tenants.quotas import Allowance
@@ -46,7 +43,6 @@ from specdec.store.interface import RequestKey
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
-from specdec.wire.message_sizes import opening_bytes, position_bytes, tokens_bytes
 
 _EXPECTED_OUTPUT_TOKENS = 256
 """What a choice is taken to use before it has ended, if it may use more: what it did use is told then."""
@@ -123,8 +119,26 @@ class Plan:
         return float(len(self.prompt) + num_output_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a request's fields say, before its texts are looked at."""
+
+    served: ServedModel
+    seed: int
+    resume_token: bytes
+    max_model_len: int
+    limits: Limits
+    """The caller's."""
+    sampling: CheckedSampling
+    speculation: CheckedSpeculation
+
+
 class Planner:
-    """Checks requests against the model that is served, the caller's limits and, to resume, the journal."""
+    """Checks requests against the model that is served, the caller's limits and, to resume, the journal.
+
+    In stages, each in one place: fields (validation.py), texts (prompt.py), lengths and sizes (terms.py), and what is
+    known of the output already (resume.py).
+    """
 
     def __init__(
         self,
@@ -171,93 +185,42 @@ class Planner:
         Raises:
             SpecdecError: the request is bad, or nothing is served that it could be for.
         """
-        served = self._fleet.require_served(body.model)
-        seed = _seed(body)
-        if body.HasField("resume"):
-            served = self._as_planned(body.resume.resume_token, key, seed, served)
-        model_limits = self._limits_of(served.identity)
-        limits = model_limits.within(caller.allowance)
-        sampling = check_sampling(body.sampling, limits)
-        is_constrained = body.sampling.HasField("constraint")
-        speculation = check_speculation(body.speculation, self._default_mode, limits, self._default_method)
+        asked = self._read(body, key, caller)
+        sampling = asked.sampling
         with trace.phase("tokenize"):
-            reader = PromptReader(served.tokenizer, limits, self._turns, caller.tenant, caller.allowance.weight)
-            prompt = await reader.read(body, sampling)
-            for sequence in await reader.bad_words(body.sampling.bad_words):
-                sampling.token_sampling.bad_words.add(token_ids=sequence)
-            prediction = await reader.read_prediction(body)
-        if is_constrained:
-            resolve_start(sampling.token_sampling.constraint, prompt, served.tokenizer)
-        max_tokens = resolve_max_tokens(sampling, len(prompt), limits)
-        input_field = str(body.WhichOneof("input"))
-        num_open_bytes = opening_bytes(len(prompt), limits.vocab_size, sampling.token_sampling.ByteSize())
-        num_open_bytes += tokens_bytes(len(prediction), limits.vocab_size)
-        most_open_bytes = self._fleet.most_open_bytes()
-        if sampling.max_tokens is None:
-            room = output_room(body, num_open_bytes, sampling.n, most_open_bytes, self._max_message_bytes)
-            max_tokens = min(max_tokens, max(1, room // tokens_bytes(1, limits.vocab_size)))
-        num_open_bytes += tokens_bytes(max_tokens, limits.vocab_size)
-        check_opening(input_field, num_open_bytes, sampling, most_open_bytes)
-        check_resumable(body, input_field, sampling.n, max_tokens, limits.vocab_size, self._max_message_bytes)
+            turns, weight = self._turns, caller.allowance.weight
+            reader = PromptReader(asked.served.tokenizer, asked.limits, turns, caller.tenant, weight)
+            texts = await reader.tokenize(body, sampling)
+        terms = settle_terms(
+            body,
+            sampling,
+            texts,
+            asked.limits,
+            most_open_bytes=self._fleet.most_open_bytes(),
+            max_message_bytes=self._max_message_bytes,
+        )
         trace.accepted(
             body,
             request_id=key.request_id,
-            model=served.identity.name,
+            model=asked.served.identity.name,
             sampling=sampling.token_sampling,
             num_choices=sampling.n,
-            max_tokens=max_tokens,
+            max_tokens=terms.max_tokens,
             stop=sampling.stop,
         )
-        resume_token = make_resume_token(self._resume_secret, *key, seed, served.identity)
-        journal_params = encode_params(body, prompt, seed)
-        held = [HeldChoice() for _ in range(sampling.n)]
-        prompt_start = prompt_logprobs_start(body, len(prompt))
-        num_prompt_logprobs_bytes = _prompt_bytes(sampling, len(prompt))
-        if num_prompt_logprobs_bytes > MOST_JOINED_BYTES and not body.prompt_logprobs_in_parts:
-            message = f"of {len(prompt)} tokens do not fit into one message: set prompt_logprobs_in_parts"
-            raise InvalidRequest("sampling.prompt_logprobs", message)
-        if body.HasField("resume"):
-            record = await self._journal.load(key)
-            if record is not None:
-                check_params(record.params, journal_params, input_field)
-            lacks_prompt = sampling.prompt_logprobs is not None and prompt_start < len(prompt)
-            with_logprobs = sampling.token_sampling.HasField("num_logprobs")
-            held = held_choices(
-                body.resume,
-                sampling.n,
-                record,
-                served.identity.vocab_size,
-                max_tokens=max_tokens,
-                computed_again=range(sampling.n) if with_logprobs else range(lacks_prompt),
-            )
-        request = Request(
-            key=key,
-            uid=uuid.uuid4().hex[:_UID_DIGITS],
-            stream=ClientStream(),
-            arrived_s=caller.arrived_s,
-            model=served.identity,
-            with_steps=body.with_steps,
-            is_constrained=is_constrained,
-            priority=body.priority,
-            cache_salt=caller.salted(body.cache_salt),
-            is_salted=bool(body.cache_salt),
-            deadline_s=caller.deadline_s,
-            trace=trace,
-            num_context_tokens=len(prompt) + max_tokens,
-            num_open_bytes=num_open_bytes,
-            num_prompt_logprobs_bytes=num_prompt_logprobs_bytes,
-        )
+        journal_params = encode_params(body, texts.prompt, asked.seed)
+        prompt_start, held = await self._resume(body, key, asked, texts, terms, journal_params)
         return Plan(
-            request=request,
-            served=served,
-            prompt=prompt,
+            request=_request(body, key, caller, asked, texts, terms, trace),
+            served=asked.served,
+            prompt=texts.prompt,
             sampling=sampling,
-            speculation=speculation,
-            prediction=prediction,
-            max_tokens=max_tokens,
-            max_model_len=model_limits.max_model_len,
-            seed=seed,
-            resume_token=resume_token,
+            speculation=asked.speculation,
+            prediction=texts.prediction,
+            max_tokens=terms.max_tokens,
+            max_model_len=asked.max_model_len,
+            seed=asked.seed,
+            resume_token=asked.resume_token,
             is_resume=body.HasField("resume"),
             journal_params=journal_params,
             held=held,
@@ -266,19 +229,81 @@ class Planner:
             allowance=caller.allowance,
         )
 
-    def _as_planned(self, token: bytes, key: RequestKey, seed: int, served: ServedModel) -> ServedModel:
-        """The model on the terms that a resumed request was planned with, once its token proves them."""
-        terms = planned_terms(token)
-        if terms is not None:
-            served = served.with_terms(terms.max_model_len, terms.numerics_id)
-        check_resume_token(token, make_resume_token(self._resume_secret, *key, seed, served.identity))
-        self._fleet.check_numerics(served.identity)
-        return served
+    def _read(self, body: api.GenerateRequest, key: RequestKey, caller: Caller) -> _Asked:
+        """What the fields say. A resumed request keeps the terms it was planned with, once its token proves them."""
+        served = self._fleet.require_served(body.model)
+        seed = _seed(body)
+        token = body.resume.resume_token if body.HasField("resume") else None
+        planned = None if token is None else planned_terms(token)
+        if planned is not None:
+            served = served.with_terms(planned.max_model_len, planned.numerics_id)
+        expected_token = make_resume_token(self._resume_secret, *key, seed, served.identity)
+        if token is not None:
+            check_resume_token(token, expected_token)
+            self._fleet.check_numerics(served.identity)
+        model_limits = self._limits_of(served.identity)
+        limits = model_limits.within(caller.allowance)
+        return _Asked(
+            served=served,
+            seed=seed,
+            resume_token=expected_token,
+            max_model_len=model_limits.max_model_len,
+            limits=limits,
+            sampling=check_sampling(body.sampling, limits),
+            speculation=check_speculation(body.speculation, self._default_mode, limits, self._default_method),
+        )
+
+    async def _resume(
+        self, body: api.GenerateRequest, key: RequestKey, asked: _Asked, texts: Texts, terms: Terms, params: bytes
+    ) -> tuple[int, list[HeldChoice]]:
+        """What need not be computed: the prompt's log-probabilities before a position, and output of each choice."""
+        sampling = asked.sampling
+        start = prompt_logprobs_start(body, len(texts.prompt))
+        check_prompt_logprobs(body, len(texts.prompt), terms)
+        if not body.HasField("resume"):
+            return start, [HeldChoice() for _ in range(sampling.n)]
+        record = await self._journal.load(key)
+        if record is not None:
+            check_params(record.params, params, str(body.WhichOneof("input")))
+        lacks_prompt = sampling.prompt_logprobs is not None and start < len(texts.prompt)
+        with_logprobs = sampling.token_sampling.HasField("num_logprobs")
+        held = held_choices(
+            body.resume,
+            sampling.n,
+            record,
+            asked.served.identity.vocab_size,
+            max_tokens=terms.max_tokens,
+            computed_again=range(sampling.n) if with_logprobs else range(lacks_prompt),
+        )
+        return start, held
 
 
-def _prompt_bytes(sampling: CheckedSampling, num_prompt_tokens: int) -> int:
-    num_top = sampling.prompt_logprobs
-    return 0 if num_top is None else num_prompt_tokens * position_bytes(num_top)
+def _request(
+    body: api.GenerateRequest,
+    key: RequestKey,
+    caller: Caller,
+    asked: _Asked,
+    texts: Texts,
+    terms: Terms,
+    trace: RequestTrace,
+) -> Request:
+    return Request(
+        key=key,
+        uid=uuid.uuid4().hex[:_UID_DIGITS],
+        stream=ClientStream(),
+        arrived_s=caller.arrived_s,
+        model=asked.served.identity,
+        with_steps=body.with_steps,
+        is_constrained=body.sampling.HasField("constraint"),
+        priority=body.priority,
+        cache_salt=caller.salted(body.cache_salt),
+        is_salted=bool(body.cache_salt),
+        deadline_s=caller.deadline_s,
+        trace=trace,
+        num_context_tokens=len(texts.prompt) + terms.max_tokens,
+        num_open_bytes=terms.num_open_bytes,
+        num_prompt_logprobs_bytes=terms.num_prompt_logprobs_bytes,
+    )
 
 
 def _seed(body: api.GenerateRequest) -> int:

@@ -1,26 +1,19 @@
-"""From what a client sent to the prompt's token ids."""
+"""From the texts that a client sent to token ids. Every refusal is an InvalidRequest that names the field."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from specdec.coordinator.intake.conversation import read_conversation
 from specdec.coordinator.intake.tokenizing import TokenizingTurns
-from specdec.coordinator.intake.validation import (
-    CheckedSampling,
-    Limits,
-    check_num_messages,
-    check_prediction,
-    check_prediction_length,
-    check_prompt,
-    check_prompt_bytes,
-    check_prompt_length,
-)
+from specdec.coordinator.intake.validation import CheckedSampling, Limits, check_vocabulary
 from specdec.coordinator.text.bad_words import bad_word_sequences
 from specdec.coordinator.text.request_templates import check_request_template
 from specdec.coordinator.text.tokenizer import TextTokenizer
+from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
 from specdec.wire.errors import InvalidRequest
 
@@ -28,6 +21,18 @@ _INLINE_BYTES = 8192
 """More would hold up the other streams of this event loop; for less, a thread costs more than it saves."""
 _INLINE_MESSAGES = 64
 """The same for messages, which cost a template time even when they are empty."""
+_MOST_BEHIND = 3
+"""Tokens of layout that a template may put between the end of an empty think section and the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """What of a request is tokens."""
+
+    prompt: list[int]
+    """Truncated if the client asked for it."""
+    prediction: list[int]
+    """Expected output."""
 
 
 class PromptReader:
@@ -44,6 +49,20 @@ class PromptReader:
         self._turns = turns
         self._tenant = tenant
         self._weight = weight
+
+    async def tokenize(self, body: api.GenerateRequest, sampling: CheckedSampling) -> Texts:
+        """All texts of a request as tokens: bad words and the start of the constraint go into `sampling`.
+
+        Raises:
+            InvalidRequest: the first text, in the order prompt, bad words, prediction, constraint, that cannot be used.
+        """
+        prompt = await self.read(body, sampling)
+        for sequence in await self.bad_words(body.sampling.bad_words):
+            sampling.token_sampling.bad_words.add(token_ids=sequence)
+        prediction = await self.read_prediction(body)
+        if sampling.token_sampling.HasField("constraint"):
+            resolve_start(sampling.token_sampling.constraint, prompt, self._tokenizer)
+        return Texts(prompt, prediction)
 
     async def read(self, body: api.GenerateRequest, sampling: CheckedSampling) -> list[int]:
         """The prompt, checked and truncated.
@@ -65,7 +84,7 @@ class PromptReader:
                 num_bytes = len(body.prompt.encode())
                 check_prompt_bytes(kind, num_bytes, self._prompt_limits)
                 num_tokens, token_ids = await self._encode(body.prompt, num_bytes, True, most)
-            check_prompt_length(kind, num_tokens, sampling, self._limits)
+            _check_prompt_length(kind, num_tokens, sampling, self._limits)
         return check_prompt(kind, token_ids, sampling, self._limits)
 
     async def bad_words(self, words: Sequence[str]) -> list[list[int]]:
@@ -92,7 +111,7 @@ class PromptReader:
                 check_prompt_bytes("prediction.text", num_bytes, self._prompt_limits)
                 most = self._limits.max_model_len
                 num_tokens, token_ids = await self._encode(prediction.text, num_bytes, False, most)
-                check_prediction_length("prediction.text", num_tokens, self._limits)
+                _check_prediction_length("prediction.text", num_tokens, self._limits)
                 return token_ids
             case "token_ids":
                 return check_prediction("prediction.token_ids", prediction.token_ids.token_ids, self._limits)
@@ -172,3 +191,80 @@ class PromptReader:
         if not text:
             raise InvalidRequest("messages", "must not be empty once it is rendered")
         return text
+
+
+def resolve_start(constraint: pb.Constraint, prompt: Sequence[int], tokenizer: TextTokenizer) -> None:
+    """Put the token's id in place of its text, or nothing where the prompt ends with it: the answer begins at once.
+
+    Raises:
+        InvalidRequest: the tokenizer has no such token.
+    """
+    if not (text := constraint.after_token):
+        return
+    token_id = tokenizer.token_id(text)
+    if token_id is None:
+        message = f"{text[:100]!r} is not a token of the model's"
+        raise InvalidRequest("sampling.constraint.after_token", message)
+    constraint.after_token = ""
+    if token_id not in prompt[-1 - _MOST_BEHIND :]:
+        constraint.after_token_id = token_id
+
+
+def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
+    """Text that is too long is refused before it is tokenised."""
+    if num_bytes == 0:
+        raise InvalidRequest(field, "must not be empty")
+    if num_bytes > limits.max_prompt_bytes:
+        raise InvalidRequest(field, f"{num_bytes} bytes are more than the limit of {limits.max_prompt_bytes}")
+
+
+def check_num_messages(num_messages: int, limits: Limits) -> None:
+    """Each message takes a token at least."""
+    if num_messages > limits.max_model_len:
+        raise InvalidRequest(
+            "messages.messages",
+            f"{num_messages} messages are more than a context of {limits.max_model_len} tokens holds",
+        )
+
+
+def _check_prediction_length(field: str, num_tokens: int, limits: Limits) -> None:
+    """Text that is expected is no more than a context holds. Raises InvalidRequest."""
+    if num_tokens > limits.max_model_len:
+        raise InvalidRequest(
+            field, f"{num_tokens} tokens are more than a context of {limits.max_model_len} tokens holds"
+        )
+
+
+def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
+    """Token ids that are expected: of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
+    _check_prediction_length(field, len(token_ids), limits)
+    check_vocabulary(f"{field}.token_ids", token_ids, limits)
+    return list(token_ids)
+
+
+def _check_prompt_length(field: str, num_tokens: int, sampling: CheckedSampling, limits: Limits) -> int:
+    """How many tokens of a prompt of so many are used. Raises InvalidRequest when those are none or too many."""
+    if not num_tokens:
+        raise InvalidRequest(field, "must not be empty")
+    num_kept = min(num_tokens, sampling.truncate_prompt_tokens or num_tokens)
+    if limits.max_prompt_tokens is not None and num_kept > limits.max_prompt_tokens:
+        raise InvalidRequest(field, f"{num_kept} tokens are more than the limit of {limits.max_prompt_tokens}")
+    if num_kept >= limits.max_model_len:
+        raise InvalidRequest(
+            field, f"{num_kept} tokens leave no room for output in a context of {limits.max_model_len}"
+        )
+    return num_kept
+
+
+def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
+    """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
+    # Lengths first: looking at millions of ids would hold up others.
+    num_cut = len(token_ids) - _check_prompt_length(field, len(token_ids), sampling, limits)
+    kept = list(islice(token_ids, num_cut, None))
+    if max(kept) >= limits.vocab_size:
+        index = next(i for i, token in enumerate(kept) if token >= limits.vocab_size)
+        raise InvalidRequest(
+            f"{field}.token_ids[{num_cut + index}]" if field == "prompt_token_ids" else field,
+            f"token id {kept[index]} is outside the vocabulary of {limits.vocab_size}",
+        )
+    return kept

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from specdec.config.drafter_options import DRAFT_MODEL, DRAFTER_NAMES
 from specdec.constraints.limits import fault_of
@@ -216,91 +215,6 @@ def _time_per_token_us(params: api.SpeculationParams) -> int:
     return round(wanted_ms * 1e3)
 
 
-def check_prompt_bytes(field: str, num_bytes: int, limits: Limits) -> None:
-    """Text that is too long is refused before it is tokenised."""
-    if num_bytes == 0:
-        raise InvalidRequest(field, "must not be empty")
-    if num_bytes > limits.max_prompt_bytes:
-        raise InvalidRequest(field, f"{num_bytes} bytes are more than the limit of {limits.max_prompt_bytes}")
-
-
-def check_num_messages(num_messages: int, limits: Limits) -> None:
-    """Each message takes a token at least."""
-    if num_messages > limits.max_model_len:
-        raise InvalidRequest(
-            "messages.messages",
-            f"{num_messages} messages are more than a context of {limits.max_model_len} tokens holds",
-        )
-
-
-def check_detokenized(token_ids: Sequence[int], limits: Limits) -> None:
-    """Token ids to make text of: of the vocabulary, and no more than a context holds."""
-    if len(token_ids) > limits.max_model_len:
-        raise InvalidRequest(
-            "token_ids", f"{len(token_ids)} ids are more than a context of {limits.max_model_len} tokens holds"
-        )
-    _check_vocabulary("token_ids", token_ids, limits)
-
-
-def check_prediction_length(field: str, num_tokens: int, limits: Limits) -> None:
-    """Text that is expected is no more than a context holds. Raises InvalidRequest."""
-    if num_tokens > limits.max_model_len:
-        raise InvalidRequest(
-            field, f"{num_tokens} tokens are more than a context of {limits.max_model_len} tokens holds"
-        )
-
-
-def check_prediction(field: str, token_ids: Sequence[int], limits: Limits) -> list[int]:
-    """Token ids that are expected: of the vocabulary, and no more than a context holds. Raises InvalidRequest."""
-    check_prediction_length(field, len(token_ids), limits)
-    _check_vocabulary(f"{field}.token_ids", token_ids, limits)
-    return list(token_ids)
-
-
-def check_prompt_length(field: str, num_tokens: int, sampling: CheckedSampling, limits: Limits) -> int:
-    """How many tokens of a prompt of so many are used. Raises InvalidRequest when those are none or too many."""
-    if not num_tokens:
-        raise InvalidRequest(field, "must not be empty")
-    num_kept = min(num_tokens, sampling.truncate_prompt_tokens or num_tokens)
-    if limits.max_prompt_tokens is not None and num_kept > limits.max_prompt_tokens:
-        raise InvalidRequest(field, f"{num_kept} tokens are more than the limit of {limits.max_prompt_tokens}")
-    if num_kept >= limits.max_model_len:
-        raise InvalidRequest(
-            field, f"{num_kept} tokens leave no room for output in a context of {limits.max_model_len}"
-        )
-    return num_kept
-
-
-def check_prompt(field: str, token_ids: Sequence[int], sampling: CheckedSampling, limits: Limits) -> list[int]:
-    """Check a prompt's token ids and truncate them if the client asked for it; returns the ids to use."""
-    # Lengths first: looking at millions of ids would hold up others.
-    num_cut = len(token_ids) - check_prompt_length(field, len(token_ids), sampling, limits)
-    kept = list(islice(token_ids, num_cut, None))
-    if max(kept) >= limits.vocab_size:
-        index = next(i for i, token in enumerate(kept) if token >= limits.vocab_size)
-        raise InvalidRequest(
-            f"{field}.token_ids[{num_cut + index}]" if field == "prompt_token_ids" else field,
-            f"token id {kept[index]} is outside the vocabulary of {limits.vocab_size}",
-        )
-    return kept
-
-
-def resolve_max_tokens(sampling: CheckedSampling, num_prompt_tokens: int, limits: Limits) -> int:
-    """Most output tokens: what the context leaves and the caller may have, or the fewer that were asked for.
-
-    Raises:
-        InvalidRequest: more were asked for, where that is refused.
-    """
-    room = limits.max_model_len - num_prompt_tokens
-    most = min(room, limits.max_tokens)
-    wanted = most if sampling.max_tokens is None else sampling.max_tokens
-    if wanted <= most or not limits.refuses_excess_tokens:
-        return min(wanted, most)
-    context = f"this model's maximum context length is {limits.max_model_len} tokens, and the prompt has"
-    bound = f"{context} {num_prompt_tokens}" if most == room else f"the limit is {most}"
-    raise InvalidRequest("sampling.max_tokens", f"{wanted} output tokens are too many: {bound}")
-
-
 def _number(params: api.SamplingParams, name: str, *, default: float) -> float:
     if not params.HasField(name):  # type: ignore[arg-type]
         return default
@@ -362,10 +276,10 @@ def _check_stop_strings(stop: Sequence[str], limits: Limits) -> None:
 def _check_token_ids(field: str, token_ids: Sequence[int], most: int, limits: Limits) -> None:
     if len(token_ids) > most:
         raise InvalidRequest(field, f"must have at most {most} ids")
-    _check_vocabulary(field, token_ids, limits)
+    check_vocabulary(field, token_ids, limits)
 
 
-def _check_vocabulary(field: str, token_ids: Sequence[int], limits: Limits) -> None:
+def check_vocabulary(field: str, token_ids: Sequence[int], limits: Limits) -> None:
     """Of a million ids `max` is told in hundredths of a second, a loop in a tenth of one, in which nobody is served."""
     if max(token_ids, default=0) >= limits.vocab_size:
         index = next(index for index, token_id in enumerate(token_ids) if token_id >= limits.vocab_size)

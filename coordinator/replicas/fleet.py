@@ -13,11 +13,10 @@ from specdec.coordinator.links.draft_link import DraftLink
 from specdec.coordinator.links.link_events import LinkState
 from specdec.coordinator.links.replica_link import ReplicaLink
 from specdec.coordinator.links.target_link import TargetLink
-from specdec.coordinator.replicas.compatibility import difference, may_serve, unsound
+from specdec.coordinator.replicas.compatibility import ServedModel, difference, may_serve, unsound
 from specdec.coordinator.replicas.load import has_room, has_spare, is_idle, weight, with_room
 from specdec.coordinator.replicas.outliers import EjectionSettings
 from specdec.coordinator.replicas.router import PrefixRouter, block_digests
-from specdec.coordinator.replicas.served_model import ServedModel
 from specdec.coordinator.replicas.standings import Standings
 from specdec.coordinator.sessions.session import DraftHost, Request, Session, SessionHost, TargetHost
 from specdec.coordinator.text.tokenizer import TextTokenizer, read_tokenizer

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec.drafting.interface import Offer, Room
-from specdec.drafting.lookup.growing import ROOT, GrowingOffer
+from specdec.drafting.interface import ROOT, GrowingOffer, Offer, Room
 from specdec.v1 import common_pb2 as pb
 
 

@@ -15,8 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError
-from specdec.gateway.upstream.coordinators import Metadata
-from specdec.gateway.upstream.health import Health
+from specdec.gateway.upstream.coordinators import Health, Metadata
 from specdec.telemetry import GatewayMetrics
 from specdec.telemetry.tracing import Tracing, traceparent_of
 

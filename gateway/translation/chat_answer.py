@@ -8,8 +8,7 @@ from typing import Any
 
 from specdec.gateway.api.chat import ChatRequest
 from specdec.gateway.chat.deltas import MessageDelta, StreamingParser
-from specdec.gateway.translation.endings import finish_reason, stop_reason
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import Head, finish_reason, stop_reason
 from specdec.gateway.translation.logprobs import chat_logprobs, prompt_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told

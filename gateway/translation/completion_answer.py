@@ -12,8 +12,7 @@ from typing import Any
 from specdec.gateway.api.completions import CompletionRequest
 from specdec.gateway.translation.chat_answer import ChoiceOutput
 from specdec.gateway.translation.completion_request import tells_prompt_logprobs
-from specdec.gateway.translation.endings import finish_reason, stop_reason
-from specdec.gateway.translation.head import Head
+from specdec.gateway.translation.head import Head, finish_reason, stop_reason
 from specdec.gateway.translation.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from specdec.gateway.translation.origins import OriginCounter
 from specdec.gateway.translation.steps import steps_told

@@ -23,6 +23,8 @@ _LONGEST_CALL_S = 24 * 3600.0
 _log = structlog.get_logger(__name__)
 Metadata = tuple[tuple[str, str], ...]
 """What goes along with a caller's calls: its key, its trace."""
+_BELIEVED_S = 0.5
+"""Probes are many, and each answer takes a call of every coordinator."""
 
 
 @dataclass(slots=True)
@@ -143,3 +145,25 @@ class Caller:
         member.avoid_until_s = time.monotonic() + _AVOID_S
         _log.info("coordinator_failed", address=member.client.address, reason=error.reason, error=error.message)
         self._on_failover()
+
+
+class Health:
+    """Whether the gateway can serve: it is not leaving, and a coordinator serves. Asks at most twice a second."""
+
+    def __init__(self, coordinators: Coordinators) -> None:
+        self._coordinators = coordinators
+        self._lock = asyncio.Lock()
+        self._asked_s = -_BELIEVED_S
+        self._serves = False
+        self.is_draining = False
+        """New requests are refused."""
+
+    async def is_ready(self) -> bool:
+        """Whether a request that comes now can be served."""
+        if self.is_draining:
+            return False
+        async with self._lock:
+            if time.monotonic() - self._asked_s >= _BELIEVED_S:
+                self._serves = await self._coordinators.any_serves()
+                self._asked_s = time.monotonic()
+        return self._serves

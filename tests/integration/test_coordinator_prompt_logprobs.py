@@ -12,7 +12,7 @@ import pytest
 
 from specdec.client import Completion
 from specdec.client.resuming import resumed_request
-from specdec.coordinator.intake import planning
+from specdec.coordinator.intake import terms
 from specdec.coordinator.sessions import prompt_logprobs
 from specdec.v1 import common_pb2 as pb
 from specdec.v1 import coordinator_pb2 as api
@@ -112,7 +112,7 @@ async def test_a_client_that_knows_no_parts_gets_all_in_one_chunk_whichever_targ
 async def test_what_does_not_fit_into_one_chunk_is_refused_unless_the_client_takes_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planning, "MOST_JOINED_BYTES", len(PROMPT) * position_bytes(NUM_TOP) - 1)
+    monkeypatch.setattr(terms, "MOST_JOINED_BYTES", len(PROMPT) * position_bytes(NUM_TOP) - 1)
     async with running([ScriptedTarget()]) as harness:
         error = await error_of(harness.stub.Generate(body_of(prompt_logprobs_in_parts=False)))
         assert_whole(await collect(harness.stub.Generate(body_of())))

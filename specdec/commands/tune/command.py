@@ -25,8 +25,7 @@ from specdec.commands.tune.probe_processes import Questions
 from specdec.commands.tune.settings_files import Deployment, chart_file, up_file
 from specdec.commands.up.command import Device, DraftModel, TargetModel, stop_on_signals
 from specdec.commands.up.plan import shipped_model
-from specdec.drafting.translation.files import shared_of_files
-from specdec.drafting.translation.shared import method_for
+from specdec.drafting.translation.shared import method_for, shared_of_files
 from specdec.engine.checkpoints.files import find_model_files, read_tokenizer
 from specdec.engine.errors import ModelLoadError
 from specdec.engine.settings import EngineSettings

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from specdec.drafting.translation.files import side_of_files
 from specdec.drafting.translation.runner import TranslatingRunner
-from specdec.drafting.translation.shared import Side, method_for, share_vocabulary
+from specdec.drafting.translation.shared import Side, method_for, share_vocabulary, side_of_files
 from specdec.drafting.translation.tokens import TokenBytes, TokenizerRefused
 from specdec.engine.block_pool import BlockPool
 from specdec.engine.engine import Engine

@@ -10,6 +10,7 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from specdec.commands.errors import ClusterFailed
@@ -26,7 +27,7 @@ from specdec.commands.up.devices import (
     weights_bytes,
 )
 from specdec.commands.up.service_process import ServiceSpec
-from specdec.commands.up.tokenizers import may_differ
+from specdec.engine.checkpoints.files import read_tokenizer
 
 Placement = Literal["apart", "together"]
 PORTS = {"coordinator": 50051, "target": 50052, "draft": 50053, "gateway": 8000}
@@ -259,3 +260,16 @@ def describe_placement(specs: Sequence[ServiceSpec]) -> list[tuple[str, str, str
             place += ", runs the draft, too"
         rows.append((spec.name, spec.address, place))
     return rows
+
+
+def may_differ(target_model: str, draft_model: str) -> bool:
+    """Whether a draft might have to translate: its tokenizer is another one, or not at hand (a hub id)."""
+    try:
+        target, draft = (_digest(Path(model).expanduser()) for model in (target_model, draft_model))
+    except (OSError, ValueError):
+        return True
+    return target is None or draft is None or target != draft
+
+
+def _digest(folder: Path) -> str | None:
+    return read_tokenizer(folder).digest if (folder / "config.json").is_file() else None

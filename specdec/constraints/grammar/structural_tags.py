@@ -15,13 +15,14 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from specdec.constraints.grammar.json_schemas import json_schema_grammar
 from specdec.constraints.limits import formats
 
 _NO_END = ("",)
 _ANY = "/(?s:.*)/"
 _EMPTY = '""'
 """An alternative that must be written."""
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""Between the tokens of JSON. Unbounded, a model may write nothing else to the end."""
 
 
 class SpecialTokens:
@@ -242,3 +243,10 @@ def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
         return f"(?:{'|'.join(options)}){'?' if '' in node else ''}" if options else ""
 
     return re.compile(f"({written(trie)})") if trie else None
+
+
+def json_schema_grammar(schema: str) -> str:
+    """The grammar of a schema, which is JSON: an object or a boolean. Raises ValueError."""
+    if schema.strip() in ("true", "false"):
+        schema = '{"not":{}}' if schema.strip() == "false" else "{}"
+    return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _WHITE_SPACE})

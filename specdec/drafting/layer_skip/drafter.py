@@ -18,10 +18,9 @@ from specdec.drafting.heads.checkpoint import HeadRefused
 from specdec.drafting.heads.drawing import Choices, after, choose, shares, without_noise
 from specdec.drafting.heads.session import HeadAsk, HeadSession, StatelessHead
 from specdec.drafting.heads.target import HeadTarget
-from specdec.drafting.interface import Capabilities, Context, Offer, OfNoUse
+from specdec.drafting.interface import ROOT, Capabilities, Context, GrowingOffer, Offer, OfNoUse
 from specdec.drafting.layer_skip.matchness import WINDOW, matchness
 from specdec.drafting.layer_skip.search import SkipSearch, as_skipped
-from specdec.drafting.lookup.growing import ROOT, GrowingOffer
 from specdec.engine.drawing.native import DrawingDecoder
 from specdec.engine.drawing.rows import DrawRow, DrawRule
 from specdec.engine.model.beside import PassRows, SkippingPass

@@ -17,8 +17,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from specdec.config.drafter_options import LookaheadOptions
-from specdec.drafting.interface import Capabilities, Context, Offer, Room
-from specdec.drafting.lookup.growing import ROOT, GrowingOffer
+from specdec.drafting.interface import ROOT, Capabilities, Context, GrowingOffer, Offer, Room
 
 CAPABILITIES = Capabilities(reads_drawn=True)
 MOST_KEYS = 1024

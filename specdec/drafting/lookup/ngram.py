@@ -8,8 +8,7 @@ past its end. No state but the session's index; a step costs 5 to 40 us.
 from __future__ import annotations
 
 from specdec.config.drafter_options import NgramOptions
-from specdec.drafting.interface import Capabilities, Context, Offer, Room
-from specdec.drafting.lookup.growing import ROOT, GrowingOffer
+from specdec.drafting.interface import ROOT, Capabilities, Context, GrowingOffer, Offer, Room
 
 CAPABILITIES = Capabilities(places=frozenset({"target", "draft_service"}))
 _MOST_MATCHES = 24

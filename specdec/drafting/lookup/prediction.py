@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from specdec.config.drafter_options import PredictionOptions
 from specdec.drafting.corpus import Corpus
-from specdec.drafting.interface import Capabilities, Context, Offer, Room
-from specdec.drafting.lookup.growing import ROOT, GrowingOffer
+from specdec.drafting.interface import ROOT, Capabilities, Context, GrowingOffer, Offer, Room
 
 CAPABILITIES = Capabilities()
 _KEY_LENGTH = 2

@@ -21,17 +21,14 @@ from specdec.constraints.grammar.awaited import POLL_S, AwaitedGrammars
 from specdec.constraints.grammar.failure import GrammarError
 from specdec.drafting.role.ahead import Ahead, Round, drawn_tokens
 from specdec.drafting.role.block import MaskBlock, rounds_of
-from specdec.drafting.role.branches import Branches
+from specdec.drafting.role.branches import Branches, extend_forced
 from specdec.drafting.role.commits import check_no_commit_is_lost
-from specdec.drafting.role.forced import extend_forced
 from specdec.drafting.role.growth import GrowthPolicy, note_target_loads
 from specdec.drafting.role.guess import Guesser, Place
-from specdec.drafting.role.host import DraftingHost
 from specdec.drafting.role.metrics import DraftRecorder
 from specdec.drafting.role.opening import new_session
-from specdec.drafting.role.proposals import make_proposal
-from specdec.drafting.role.session import DraftSession, Guess
-from specdec.drafting.role.work import DraftWork, Holdings, context_end
+from specdec.drafting.role.session import DraftSession, Guess, make_proposal
+from specdec.drafting.role.work import DraftingHost, DraftWork, Holdings, context_end
 from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput
 from specdec.replica.worker.build import BuiltEngine

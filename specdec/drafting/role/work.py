@@ -5,22 +5,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic
+from typing import Any, Generic, Protocol
 
 from google.rpc import code_pb2
 
 from specdec.config import DraftSettings
 from specdec.drafting.role.commits import CommitConflict, num_known
-from specdec.drafting.role.host import DraftingHost
 from specdec.drafting.role.metrics import DraftRecorder, load_report
 from specdec.drafting.role.opening import Beginnings
 from specdec.drafting.role.session import FollowingT
 from specdec.engine.errors import EngineError, NonFiniteLogits
 from specdec.engine.outputs import StepOutput
 from specdec.engine.sequence import Sequence
+from specdec.replica.bridge.step_memory import StepMemory
 from specdec.replica.worker.build import BuiltEngine
-from specdec.replica.worker.errors import SessionFailure, non_finite_logits
+from specdec.replica.worker.errors import FaultLog, SessionFailure, non_finite_logits
 from specdec.replica.worker.isolation import ApartTurns, IsolatedSteps
+from specdec.replica.worker.sessions import EngineSessionTable
 from specdec.v1 import common_pb2 as pb
 
 
@@ -192,3 +193,17 @@ class DraftWork(Generic[FollowingT]):
 def context_end(error: EngineError, committed: int) -> SessionFailure:
     """What ends a session whose commit the draft's context cannot hold."""
     return SessionFailure(code_pb2.OUT_OF_RANGE, "DRAFT_CONTEXT_END", str(error), expected_position=committed)
+
+
+class DraftingHost(Protocol[FollowingT]):
+    """Knows the sessions, takes their proposals, and is told of those that fail: see `specdec.replica.worker.host`."""
+
+    sessions: EngineSessionTable[FollowingT]
+    faults: FaultLog
+    steps: StepMemory
+
+    def emit(self, session: FollowingT, **body: Any) -> None:
+        """A result for whoever opened the session, such as an encoded proposal."""
+
+    def failed(self, session: FollowingT, failure: SessionFailure) -> None:
+        """The drafter has closed a session because of an error."""

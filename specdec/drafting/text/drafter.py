@@ -22,9 +22,7 @@ from specdec.drafting.role.opening import read_opening
 from specdec.drafting.role.session import Guess
 from specdec.drafting.role.work import DraftWork, Holdings, context_end
 from specdec.drafting.text.bridge import LOOK_BACK, TextBridge
-from specdec.drafting.text.following import follow, num_equal
-from specdec.drafting.text.proposals import make_proposal
-from specdec.drafting.text.session import TextSession
+from specdec.drafting.text.session import TextSession, follow, make_proposal, num_equal
 from specdec.drafting.translation.build import Translated
 from specdec.engine.errors import EngineError
 from specdec.engine.outputs import StepOutput

@@ -1,17 +1,20 @@
-"""A session of a draft that drafts text: what is committed as the target's tokens, and as the draft's pieces."""
+"""A session of a draft that drafts text: committed tokens of the target, pieces of the draft, and the proposal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from operator import mul
 
 from specdec.drafting.role.opening import Opening
 from specdec.drafting.role.session import FollowingSession
-from specdec.drafting.text.bridge import NOTHING_WRITTEN, Piece, Written
+from specdec.drafting.text.bridge import LOOK_BACK, NOTHING_WRITTEN, Piece, TextBridge, Written
+from specdec.engine.engine import Engine
 from specdec.engine.sampling.sampler import RowContext
 from specdec.engine.sequence import Sequence
+from specdec.replica.worker.clamping import uint32
+from specdec.v1 import common_pb2 as pb
 from specdec.wire.sampling_params import VerifyMode
 
 
@@ -105,3 +108,56 @@ class TextSession(FollowingSession):
         reached = [products[sum(start < end for start in starts)] for end in (0, *self.written.ends)]
         for before, after in pairwise(reached):
             yield after / before if before > 0 else 0.0
+
+
+def make_proposal(session: TextSession, *, is_complete: bool) -> pb.Proposal:
+    """All tokens that can be told, maybe none. `is_complete`: no more will come before a commit."""
+    token_ids = session.proposed
+    proposal = pb.Proposal(
+        start_position=session.num_committed,
+        token_ids=token_ids,
+        path_length=len(token_ids),
+        draft_us=uint32(sum(session.times_us)),
+        is_complete=is_complete,
+    )
+    if session.is_rejection:
+        proposal.distributions.extend(pb.SparseDistribution(token_ids=[token], probs=[1.0]) for token in token_ids)
+        proposal.draws_afresh = True
+    else:
+        scores = islice(session.token_scores(), len(token_ids))
+        proposal.scores = bytes(round(255 * min(1.0, max(0.0, score))) for score in scores)
+    return proposal
+
+
+def follow(engine: Engine, bridge: TextBridge, session: TextSession, new: list[int]) -> None:
+    """Take over committed tokens: what of the draft's pieces they confirm stays, and all else that was drafted goes.
+
+    Raises:
+        SequenceTooLong: the draft's context cannot hold the text.
+    """
+    seq, drafted, num_pieces = session.seq, session.drafted, len(session.pieces)
+    num_kept, written = bridge.follow(session.pieces, drafted, new, max(1, seq.num_final_tokens))
+    if num_kept > num_pieces and not written:  # the drafted text goes on behind what was committed
+        num_taken = num_kept - num_pieces
+        session.pieces += drafted[:num_taken]
+        session.drafted, session.scores = drafted[num_taken:], session.scores[num_taken:]
+        session.times_us = session.times_us[num_taken:]
+        missing = session.pieces[len(seq.token_ids) :]
+    else:
+        session.pieces = [*[*session.pieces, *drafted][:num_kept], *written]
+        session.forget_drafted()
+        num_held = min(num_kept, len(seq.token_ids))
+        engine.rollback(seq, num_held)
+        missing = session.pieces[num_held:]
+    if missing:
+        engine.append(seq, [joint_id for joint_id, _ in missing])
+    session.token_ids += new
+    session.is_over &= bool(session.drafted)
+    session.written = bridge.written(session.token_ids, session.drafted)
+    engine.finalize(seq, max(seq.num_final_tokens, len(session.pieces) - LOOK_BACK))
+
+
+def num_equal(drafted: tuple[int, ...], committed: list[int]) -> int:
+    """How many tokens, from the first on, are the same."""
+    pairs = zip(drafted, committed, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(drafted), len(committed)))

@@ -19,9 +19,9 @@ from specdec.coordinator.observer import Observer
 from specdec.coordinator.recovery import DraftRecovery, TargetRecovery
 from specdec.coordinator.recovery.hedging import Hedging
 from specdec.coordinator.replay import replay
+from specdec.coordinator.replicas.compatibility import ServedModel
 from specdec.coordinator.replicas.fleet import Fleet
 from specdec.coordinator.replicas.router import PrefixRouter
-from specdec.coordinator.replicas.served_model import ServedModel
 from specdec.coordinator.sessions.client_stream import ClientStream
 from specdec.coordinator.sessions.session import Request, Session
 from specdec.coordinator.sessions.table import SessionTable

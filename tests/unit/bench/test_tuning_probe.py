@@ -9,7 +9,7 @@ import pytest
 
 from specdec.commands.tune.probe import measure
 from specdec.commands.up.plan import shipped_model
-from specdec.drafting.translation.files import shared_of_files
+from specdec.drafting.translation.shared import shared_of_files
 from specdec.engine.errors import EngineError
 from tests.support.engine.other_tokenizers import draft_with_fewer_tokens, permuted_draft
 

@@ -9,8 +9,8 @@ import pytest
 
 from specdec.client.client import check_started
 from specdec.constraints.grammar.awaited import tenant_of
-from specdec.coordinator.intake.constraint_start import resolve_start
 from specdec.coordinator.intake.planning import Caller
+from specdec.coordinator.intake.prompt import resolve_start
 from specdec.coordinator.intake.resume import check_params, encode_params
 from specdec.coordinator.replicas.compatibility import may_serve
 from specdec.coordinator.sessions.client_stream import ClientStream

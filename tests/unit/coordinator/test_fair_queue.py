@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.coordinator.intake.admission import AdmissionQueue, Place
+from specdec.coordinator.intake.admission import AdmissionQueue, LoadShedding, Place
 from specdec.coordinator.intake.fair_queue import FairQueue
 from specdec.coordinator.intake.line import Claim, Waiter
-from specdec.coordinator.intake.overload import SpeculationGate
 from specdec.wire.errors import Overloaded
 
 TENANTS = ("a", "b", "c")
@@ -308,7 +307,7 @@ async def test_a_deadline_before_any_likely_place_is_refused_at_once() -> None:
 
 def test_speculation_goes_when_the_queue_stays_and_is_back_only_when_it_stays_empty() -> None:
     now_s = 0.0
-    gate = SpeculationGate(2.0, clock=lambda: now_s)
+    gate = LoadShedding(2.0, clock=lambda: now_s)
     states = []
     for at_s, num_waiting in (
         (0.0, 1),

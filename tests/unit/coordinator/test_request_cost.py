@@ -10,16 +10,13 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
+from specdec.coordinator.intake.conversions import check_detokenized
+from specdec.coordinator.intake.prompt import check_num_messages, check_prediction, check_prompt, check_prompt_bytes
 from specdec.coordinator.intake.reading import read_request
 from specdec.coordinator.intake.resume import held_choices
 from specdec.coordinator.intake.validation import (
     Limits,
     check_cache_salt,
-    check_detokenized,
-    check_num_messages,
-    check_prediction,
-    check_prompt,
-    check_prompt_bytes,
     check_request_id,
     check_sampling,
     check_speculation,

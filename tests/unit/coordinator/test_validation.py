@@ -8,13 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.coordinator.intake.validation import (
-    Limits,
-    check_prompt,
-    check_sampling,
-    check_speculation,
-    resolve_max_tokens,
-)
+from specdec.coordinator.intake.prompt import check_prompt
+from specdec.coordinator.intake.terms import resolve_max_tokens
+from specdec.coordinator.intake.validation import Limits, check_sampling, check_speculation
 from specdec.coordinator.tenants.quotas import Allowance
 from specdec.coordinator.text.bad_words import bad_word_sequences
 from specdec.v1 import common_pb2 as pb

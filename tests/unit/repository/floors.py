@@ -67,7 +67,7 @@ FLOORS = {
         command
     """,
     "specdec.commands.up": """
-        child cores devices drafters service_process tokenizers
+        child cores devices drafters service_process
         cluster mps
         log_view plan supervision
         placement
@@ -84,9 +84,8 @@ FLOORS = {
         grammar
     """,
     "specdec.constraints.grammar": """
-        failure json_schemas
-        figures structural_tags
-        source
+        failure structural_tags
+        figures source
         checker checker_child follower
         compiler
         awaited
@@ -110,12 +109,13 @@ FLOORS = {
         __main__
     """,
     "specdec.coordinator.intake": """
-        constraint_start conversation line overload prompt_bytes reading resume validation
-        fair_queue sizes
+        conversation line prompt_bytes reading resume validation
+        fair_queue
         admission
         tokenizing
         prompt
-        conversions planning
+        conversions terms
+        planning
     """,
     "specdec.draft_service": """
         servicer target_facts wire
@@ -159,27 +159,24 @@ FLOORS = {
         drafter
     """,
     "specdec.drafting.lookup": """
-        growing suffix
-        lookahead ngram prediction
+        lookahead ngram prediction suffix
     """,
     "specdec.drafting.role": """
         commits growth metrics session
-        forced guess host opening proposals
-        block branches work
-        ahead
+        branches guess opening
+        ahead block work
         drafter
         local
     """,
     "specdec.drafting.text": """
         bridge
         session
-        following proposals
         drafter
     """,
     "specdec.drafting.translation": """
         tokens
         shared
-        files runner
+        runner
         build
     """,
     "specdec.engine": """
