@@ -279,7 +279,7 @@ class CoordinatorService:
             self._api_keys.load()
         except KeyFileInvalid as error:
             raise StartupFailed(f"api_keys_file: {self._settings.api_keys_file} {error}") from error
-        if self._settings.tls_cert_file is None:
+        if not self._settings.serves_tls:
             _log.warning("api_keys_without_tls", note="keys can be read by anyone on the way")
 
     def _ejection(self) -> EjectionSettings:

@@ -74,8 +74,8 @@ FLOORS = {
         command
     """,
     "specdec.config": """
-        endpoint_options replica sources
-        coordinator drafter_options
+        endpoint_options replica retired
+        coordinator drafter_options sources
         draft
         target
     """,
