@@ -250,11 +250,11 @@ FLOORS = {
         __main__ api prompt_logprobs
         session
         admission masks pacing
-        decide
+        sample_and_walk
         candidates records
         proposals
-        turns verdicts
-        commits
+        turn_times verdicts
+        committing
         verifier
         model_process
         worker
