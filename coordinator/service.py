@@ -279,8 +279,8 @@ class CoordinatorService:
             self._api_keys.load()
         except KeyFileInvalid as error:
             raise StartupFailed(f"api_keys_file: {self._settings.api_keys_file} {error}") from error
-        if self._settings.tls_cert_file is None:
-            _log.warning("api_keys_without_tls", note="keys travel unencrypted: set tls_cert_file")
+        if not self._settings.serves_tls:
+            _log.warning("api_keys_without_tls", note="keys travel unencrypted: set tls_dir or tls_cert_file")
 
     def _ejection(self) -> EjectionSettings:
         settings = self._settings

@@ -72,7 +72,7 @@ class Supervisor:
                 install_signals(self._stopping, self._aborting)
                 _log.info(
                     "listening", host=settings.host, port=port, metrics_port=metrics_port, health_port=health_port,
-                    num_processes=settings.num_processes, tls=settings.tls_cert_file is not None, version=__version__,
+                    num_processes=settings.num_processes, tls=settings.serves_tls, version=__version__,
                 )  # fmt: skip
                 self._processes = [
                     CoordinatorProcess(index, of_process, metrics_dir, self._update_health)
