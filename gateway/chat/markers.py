@@ -1,4 +1,4 @@
-"""Markers in text that comes in pieces."""
+"""Find markers in text that comes in pieces."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """Split at the first of some markers.
+    """Split at the first of several markers.
 
     Returns:
-        The text before the marker, the marker, and what follows it. Without a marker: the text that is part of none, an
-        empty string, and the end of the text that may be the start of one.
+        The text before the marker, the marker, and the text after it. Without a marker: the text that is part of none,
+        an empty string, and the end of the text that may begin one.
     """
     found = [(at, marker) for marker in markers if (at := text.find(marker)) >= 0]
     if found:
@@ -21,12 +21,12 @@ def split_at_marker(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
 
 
 def may_become(text: str, marker: str) -> bool:
-    """Whether a text is the start of a marker, but not all of it."""
+    """Whether a text is a proper prefix of a marker."""
     return len(text) < len(marker) and marker.startswith(text)
 
 
 def _num_held(text: str, marker: str) -> int:
-    """How many characters at the end are a start of the marker."""
+    """Length of the longest suffix of the text that is a proper prefix of the marker."""
     for num in range(min(len(marker) - 1, len(text)), 0, -1):
         if text.endswith(marker[:num]):
             return num

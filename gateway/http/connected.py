@@ -1,4 +1,4 @@
-"""Work that ends when the client is gone."""
+"""Work that is cancelled when the client leaves."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. Cancels it, and waits for its end, when the client leaves or this is cancelled.
+    """The result of `work`. It is cancelled, and awaited, when the client leaves or this is cancelled.
 
-    The request's body has been read. Raises ClientDisconnect when the client left first.
+    The request's body must have been read. Raises ClientDisconnect if the client leaves first.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))

@@ -1,4 +1,4 @@
-"""Puts the page together from its sources: one file without anything to load, and a policy that allows just that."""
+"""Assemble the page from its sources: one file that loads nothing, and a policy that allows only it."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from dataclasses import dataclass
 from importlib.resources import files
 
 SCRIPTS = ("text.js", "stream.js", "run.js", "tree.js", "view.js", "app.js")
-"""In the order of their imports: as one script they need none."""
+"""Scripts in the order of their imports, which one script does not need."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """The page, and what is sent with it."""
+    """The page with its headers."""
 
     html: bytes
     etag: str
     policy: str
-    """Content-Security-Policy: this script, this style, calls of this origin, and nothing else."""
+    """Content-Security-Policy: only this script, this style and calls to this origin."""
 
 
 def assembled() -> Page:
-    """The page. Cost: some milliseconds, once."""
+    """Assemble the page. Cost: some milliseconds."""
     style = _source("page.css")
     script = "".join(_EXPORT.sub("", _IMPORT.sub("", _source(name))) for name in SCRIPTS)
     text = _source("index.html").replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)

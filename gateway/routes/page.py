@@ -1,4 +1,4 @@
-"""GET /: the page that shows speculation in the open. It calls the other routes, as any client does."""
+"""GET /: the page that shows speculation in the open. It calls the other routes like any client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specdec.gateway.page.assembly import Page, assembled
 
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/html": {"schema": {"type": "string"}}}},
-    304: {"description": "As it was."},
+    304: {"description": "Unchanged."},
 }
 
 
