@@ -11,7 +11,7 @@ import typer
 from specdec.client import ClientSettings
 from specdec.commands.addresses import DEFAULT_ADDRESS as DEFAULT_ADDRESS
 from specdec.commands.addresses import check_address
-from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, client_context
+from specdec.wire.tls_files import TlsFile, TlsFiles, TlsFilesBroken, TlsPaths, client_context
 
 API_KEY_VARIABLE = "SPECDEC_API_KEY"
 """Environment variable with the API key; there is no flag, because process lists would show it."""
@@ -74,9 +74,9 @@ def client_settings(
     try:
         files = TlsFiles(
             client_context,
-            certificate=TlsFile.of("--tls-cert", tls_cert),
-            key=TlsFile.of("--tls-key", tls_key),
-            authorities=TlsFile.of("--tls-ca", tls_ca),
+            TlsPaths(
+                TlsFile.of("--tls-cert", tls_cert), TlsFile.of("--tls-key", tls_key), TlsFile.of("--tls-ca", tls_ca)
+            ),
         ).current()
     except TlsFilesBroken as error:
         # gRPC accepts broken files, and only says later that it cannot connect.
