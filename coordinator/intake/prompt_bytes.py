@@ -1,4 +1,4 @@
-"""How many bytes of requests a process holds: counted when a request comes, before anything is made of it."""
+"""Budgets for the bytes of requests that a process holds, counted before a request is parsed further."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 from specdec.wire.errors import Overloaded
 
 _RETRY_S = 1.0
-"""When room will be free is not known; a second is cheap to wait and cheap to be asked for again."""
+"""Seconds that a refused client is told to wait: the time until room is free is unknown, and a retry is cheap."""
 
 
 class PromptBytes:
-    """Budgets of bytes, of each tenant and of all together. One of which nothing is held admits any request."""
+    """Budgets of bytes, for each tenant and for all together. An empty budget admits a request of any size."""
 
     def __init__(self, total_bytes: int, tenant_bytes: int, on_refused: Callable[[], None] = lambda: None) -> None:
         """Nothing is held yet. `on_refused` is called for each request that is refused."""
         self.num_bytes = 0
-        """Held now."""
+        """Bytes held now."""
         self._total_bytes = total_bytes
         self._tenant_bytes = tenant_bytes
         self._of_tenant: dict[str, int] = {}
@@ -41,7 +41,7 @@ class PromptBytes:
             yield
         finally:
             self.num_bytes -= num_bytes
-            left = self._of_tenant.get(tenant, 0) - num_bytes  # forgotten where what is left are empty requests
+            left = self._of_tenant.get(tenant, 0) - num_bytes  # may be 0 while empty requests are left
             if left:
                 self._of_tenant[tenant] = left
             else:
@@ -50,5 +50,7 @@ class PromptBytes:
     def _refusal(self, whose: str, held: int, most: int) -> Overloaded:
         self._on_refused()
         return Overloaded(
-            f"{held} bytes of {whose} are held, {most} may be", retry_after_s=_RETRY_S, reason="PROMPT_BYTES_EXCEEDED"
+            f"{held} bytes of {whose} are held, the limit is {most}",
+            retry_after_s=_RETRY_S,
+            reason="PROMPT_BYTES_EXCEEDED",
         )

@@ -1,4 +1,4 @@
-"""Long texts take turns: few threads, fair to tenants, so that one tenant's texts do not hold up another's."""
+"""Long texts are tokenized in few threads, in turns that are fair to tenants."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _T = TypeVar("_T")
 _NUM_THREADS = 2
 _UNIT_BYTES = 64 * 1024
 _NUM_UNITS = 32
-"""Of text at once: 2 MiB in units, or one text that is longer. While it is tokenised it takes 140 times its size."""
+"""Units of text tokenized at once, 2 MiB together, or one longer text: tokenizing takes 140 times the text's memory."""
 
 
 class TokenizingTurns:
-    """Runs work on long texts in threads of its own. Who waits is bounded by the budgets of bytes, not here."""
+    """Runs work on long texts in threads of its own. The budgets of bytes (`PromptBytes`) bound the waiting texts."""
 
     def __init__(self) -> None:
         self._turns = AdmissionQueue(_NUM_UNITS, sys.maxsize, None)
@@ -31,7 +31,10 @@ class TokenizingTurns:
         return self._turns.num_waiting
 
     async def run(self, work: Callable[[], _T], num_bytes: int, tenant: str, weight: float) -> _T:
-        """The result of `work`, which reads so many bytes. A turn lasts till its thread is done, even if cancelled."""
+        """Run `work`, which reads `num_bytes`, in a thread.
+
+        The turn lasts until the thread is done, even if cancelled.
+        """
         num_units = -(-num_bytes // _UNIT_BYTES)
         claim = Claim(tenant, work=num_bytes, num_places=max(num_units, _NUM_UNITS // _NUM_THREADS), weight=weight)
         place = await self._turns.acquire(claim)
@@ -40,5 +43,5 @@ class TokenizingTurns:
         return await asyncio.shield(running)
 
     def close(self) -> None:
-        """End the threads; work that runs is not waited for."""
+        """End the threads without waiting for running work."""
         self._threads.shutdown(wait=False, cancel_futures=True)
