@@ -1,4 +1,4 @@
-"""The gRPC side of a draft replica: streams are relayed to the engine process unopened."""
+"""The gRPC side of a draft replica: relays streams to the engine process without parsing them."""
 
 from specdec.replica.bridge.replica_service import ReplicaRole
 from specdec.v1 import draft_pb2

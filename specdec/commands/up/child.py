@@ -1,8 +1,8 @@
 """Runs a module, or a program, as a child that dies with its parent: ``python -m specdec.commands.up.child PARENT CORES
 MODULE``.
 
-A process of its own sets this up for itself, because running Python between fork and exec is unsafe in a
-parent with threads. It imports nothing heavy, so it costs some tens of milliseconds.
+The child prepares itself, because running Python between fork and exec is unsafe in a parent with threads. It imports
+little, so it costs some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from specdec.service.parent_process import die_with_parent
 
 
 def main(argv: list[str]) -> None:
-    """Become `python -m MODULE ARGS...`, or the program MODULE if that is a path; on the given cores (comma-separated;
-    empty: all)."""
+    """Become `python -m MODULE ARGS...`, or the program MODULE if that is a path, on the given cores.
+
+    Cores are separated by commas; empty: all.
+    """
     parent_pid, cores, module, *args = argv
     die_with_parent(int(parent_pid), signal.SIGTERM)
     if cores:
