@@ -17,7 +17,7 @@ from specdec.replica.worker.build import BuiltEngine
 from specdec.replica.worker.clamping import microseconds
 from specdec.replica.worker.errors import constraint_failure, non_finite_logits
 from specdec.replica.worker.host import SessionHost
-from specdec.replica.worker.isolation import ApartTurns, IsolatedSteps, each_or_halves
+from specdec.replica.worker.isolation import FaultIsolation, IsolatedSteps, each_or_halves
 from specdec.replica.worker.opening import check_room
 from specdec.replica.worker.sessions import Owner
 from specdec.target_service.admission.admission import Admission
@@ -72,7 +72,7 @@ class Verifier:
         self._identity = built.info.identity
         self._settings = settings
         self._recorder = recorder
-        self._apart = ApartTurns[TargetSession](lambda session: session.num_tokens)
+        self._apart = FaultIsolation[TargetSession](lambda session: session.num_tokens)
         self._masks = MaskFilling(worth_a_thread_s(self._identity.device))
         self._pass_keys: list[bytes] = []
         """Of the sessions that the last pass was for."""

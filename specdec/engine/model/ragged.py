@@ -19,7 +19,7 @@ from specdec.engine.attention.paged import (
 )
 from specdec.engine.batch import Batch
 from specdec.engine.errors import ModelLoadError
-from specdec.engine.model.gate import check_attention_calls, refusing, switch_attention
+from specdec.engine.model.model_check import check_attention_calls, refusing, switch_attention
 from specdec.engine.model.probe import Probe
 from specdec.engine.model.proofs.row_numbers import NumberedRows
 from specdec.engine.model.skipping import decoder_layers, has_attention, leaving_out
