@@ -7,14 +7,43 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
 import orjson
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-
 from specdec.gateway.api.errors import SERVER_ERROR, ApiError
-from specdec.gateway.http.connected import while_connected
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns. Cancels it, and waits for its end, when the client leaves or this is cancelled.
+
+    The request's body has been read. Raises ClientDisconnect when the client left first.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientDisconnect
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
 
 DONE = b"data: [DONE]\n\n"
 _LAST_WORDS_S = 0.5

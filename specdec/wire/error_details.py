@@ -6,10 +6,12 @@ import math
 import re
 from collections.abc import Iterable
 from typing import Any, NamedTuple
-
 from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
+import hashlib
+from collections.abc import Set
+
 
 STATUS_KEY = "grpc-status-details-bin"
 """The trailing metadata that carries a google.rpc.Status."""
@@ -85,3 +87,20 @@ def retry_delay(seconds: float) -> duration_pb2.Duration:
 def retry_seconds(delay: duration_pb2.Duration) -> float:
     """A delay of RetryInfo in seconds, never less than none nor more than thirty years."""
     return min(max(delay.seconds + delay.nanos / 1e9, 0.0), _MAX_RETRY_S)
+
+
+
+KEY_BYTES = 8
+
+
+def session_key(session_id: str) -> bytes:
+    """What stands for a session in `EngineEnd.session_keys`.
+
+    Chance gives two of a thousand the same once in 10^13 times.
+    """
+    return hashlib.blake2b(session_id.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
+
+
+def split_keys(joined: bytes) -> Set[bytes]:
+    """The keys that `EngineEnd.session_keys` has one behind the other."""
+    return {joined[start : start + KEY_BYTES] for start in range(0, len(joined), KEY_BYTES)}

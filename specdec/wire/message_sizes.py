@@ -7,6 +7,8 @@ tell each other their limits, and who sends cuts what it sends. What is said her
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+import math
+
 
 MIN_MESSAGE_BYTES = 64 * 1024
 """No peer takes less (`max_message_bytes`), so what always fits into this needs no limit of its own."""
@@ -90,3 +92,19 @@ def text_pieces(text: str, most: int) -> Iterator[str]:
             stop -= 1
         yield encoded[start:stop].decode()
         start = stop
+
+
+
+UINT32_MAX = 2**32 - 1
+
+
+def uint32(value: float) -> int:
+    """The nearest number that a uint32 field holds; 0 for what is no number."""
+    if math.isnan(value):
+        return 0
+    return int(min(max(value, 0), UINT32_MAX))
+
+
+def microseconds(seconds: float) -> int:
+    """A time for a uint32 field of microseconds: 71 minutes are the most it can say."""
+    return uint32(seconds * 1e6)

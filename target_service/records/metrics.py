@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
-
 import prometheus_client
-
 from specdec.config.drafter_options import DRAFT_MODEL
 from specdec.constraints.grammar.compiler import GrammarCompiler
 from specdec.engine.outputs import EngineStats
@@ -17,6 +15,9 @@ from specdec.target_service.session import TargetSession
 from specdec.target_service.tree.speculation_tree import SpeculationTree
 from specdec.telemetry import Tallies, TargetMetrics
 from specdec.v1 import common_pb2 as pb
+from specdec.target_service.policy.step_clock import StepClock
+from specdec.target_service.records.step_record import Payoff, StepRecord
+
 
 _ORIGINS: dict[int, str] = {value: name.removeprefix("ORIGIN_").lower() for name, value in pb.Origin.items()}
 _FINISH = {value: name.removeprefix("FINISH_REASON_").lower() for name, value in pb.FinishReason.items()}
@@ -204,3 +205,25 @@ class TargetRecorder:
 
 def _alone(label: str) -> tuple[str, ...]:
     return (label,)
+
+
+
+
+class StepRecording:
+    """What a step adds to metrics waits until `write`, which costs most of it."""
+
+    def __init__(self, recorder: TargetRecorder) -> None:
+        self._recorder = recorder
+        self._waiting: tuple[StepRecord, Payoff | None] | None = None
+
+    def observe(self, step: StepRecord, clock: StepClock) -> None:
+        """A step is over, and so is its turn. `clock` knows what a plain one takes."""
+        self.write()
+        self._waiting = step, step.payoff(clock.expected_plain_s(len(step.num_committed)))
+
+    def write(self) -> None:
+        """Write what waits, if anything does."""
+        if self._waiting is not None:
+            (step, payoff), self._waiting = self._waiting, None
+            self._recorder.step(step)
+            self._recorder.turn(step.turn_s - step.elapsed_s, payoff)
